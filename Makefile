@@ -1,0 +1,75 @@
+# `make demo` and `make test` are the two commands of the README; each needs only Python >= 3.11, make and git.
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+
+PY := $(VENV)/bin/python
+# The name of the stamp is the content of what it stands for: a second run installs nothing, an edit installs again.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | git hash-object --stdin)
+SOURCES := api ir kernels builder loader
+
+# The repository root stays off sys.path: `kernels` or `ir` must be importable as precast.kernels and precast.ir only.
+export PYTHONSAFEPATH := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check lint format types gpu-test bench clean
+
+help:
+	@echo "make demo      build, load and run the example model"
+	@echo "make test      the tests that need no GPU"
+	@echo "make check     lint, format, types, tests: what must pass before a change lands"
+	@echo "make format    rewrite the sources in the format that check asks for"
+	@echo "make gpu-test  the tests that need a GPU"
+	@echo "make bench     all benchmarks"
+	@echo "make clean     remove what make made, .venv included"
+
+install: $(STAMP)
+
+# torch comes first and alone: it is most of the bytes, and which build of it fits is the machine's matter.
+$(STAMP): | $(PY)
+	rm -f $(VENV)/.installed-*
+	$(PY) -m pip install -c constraints.txt torch==2.13.0
+	$(PY) -m pip install -c constraints.txt -e '.[build,dev]'
+	touch $@
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+demo: $(STAMP)
+	$(PY) examples/recite/demo.py
+
+test: $(STAMP)
+	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
+
+check: lint types test
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(STAMP)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+# The links are made anew each time, so that a file that was removed leaves none behind. pyright does not follow linked
+# folders by itself, and finds no fault where it finds no file: it gets the list.
+types: $(STAMP)
+	rm -rf build/types
+	mkdir -p build/types/precast
+	for file in api/*; do ln -s "../../../$$file" build/types/precast/; done
+	for room in ir kernels builder loader; do ln -s "../../../$$room" build/types/precast/; done
+	rm -f build/types/precast/__pycache__
+	$(PY) -m mypy -p precast
+	find -L build/types -name '*.py' | $(PY) -m pyright --pythonpath $(PY) -
+
+gpu-test: $(STAMP)
+	$(PY) -m pytest -m gpu
+
+bench: $(STAMP)
+	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find $(SOURCES) tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,3 @@
+"""The front door of Precast."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,43 @@
+"""What every test can rely on: no network, one thread a worker, the same numbers each run, `gpu` tests only on a GPU.
+
+The environment is set while this file is imported, before any test module can import torch or transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from hypothesis import settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers share the cores; more threads than cores only wait for each other. Subprocesses inherit this.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["MKL_NUM_THREADS"] = "1"
+
+# The same examples in each run, and no deadline: a slow machine is not a failure.
+settings.register_profile("precast", derandomize=True, deadline=None)
+settings.load_profile("precast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `gpu` where torch sees no CUDA device. Other tests don't pay for importing torch."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_torch_seed() -> None:
+    """pytest-randomly seeds `random` with a new number each run; tensors start from the same seed in every run."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)

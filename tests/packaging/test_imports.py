@@ -1,0 +1,99 @@
+"""What importing each package loads, listed by a fresh interpreter and compared with an allow-list.
+
+The lists name top-level modules; the standard library is always allowed. The loader and the kernels are allowed what
+`import torch` loads by itself, to the module: that takes no model code, no tracing and no compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+LIST_LOADED = """
+import importlib, json, sys
+before = set(sys.modules)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+# msgspec looks for typing_extensions when a struct is defined, and does without it where it isn't installed.
+LIGHT = {"precast", "msgspec", "zstandard", "typing_extensions"}
+
+# Parts of torch that cost seconds or trace programs; the loader has no business in them.
+HEAVY_TORCH = ("torch.export", "torch._dynamo", "torch._inductor", "torch.onnx")
+
+
+@cache
+def loaded_by(*names: str) -> frozenset[str]:
+    """The modules that a fresh interpreter has loaded after importing `names`, less those it started with.
+
+    -I keeps the working directory and the caller's environment out: what is found is what is installed.
+    """
+    run = subprocess.run([sys.executable, "-I", "-c", LIST_LOADED, *names], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return frozenset(json.loads(run.stdout.splitlines()[-1]))
+
+
+def tops(modules: Iterable[str]) -> set[str]:
+    """Top-level names of `modules`, the standard library's left out."""
+    return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
+
+
+def inside(modules: Iterable[str], *packages: str) -> list[str]:
+    """Those of `modules` that are one of `packages` or lie below one."""
+    return sorted(name for name in modules if any(name == p or name.startswith(p + ".") for p in packages))
+
+
+def all_modules(package: str, root: Path, package_dirs: dict[str, str]) -> list[str]:
+    """`package` and every module below it that is in the tree; __main__ modules run when imported, and are left out."""
+    names = [package]
+    for listed, folder in package_dirs.items():
+        if listed == package or listed.startswith(package + "."):
+            found = pkgutil.iter_modules([str(root / folder)], prefix=f"{listed}.")
+            names += [module.name for module in found if not module.name.endswith(".__main__")]
+    return sorted(set(names))
+
+
+def test_ir_needs_no_more_than_msgspec_and_zstandard(root: Path, package_dirs: dict[str, str]) -> None:
+    loaded = loaded_by(*all_modules("precast.ir", root, package_dirs))
+
+    assert tops(loaded) <= LIGHT
+    assert inside(loaded, "precast.kernels", "precast.builder", "precast.loader") == []
+
+
+def test_front_door_opens_without_torch() -> None:
+    loaded = loaded_by("precast")
+
+    assert tops(loaded) <= LIGHT
+    assert inside(loaded, "precast.kernels", "precast.builder", "precast.loader") == []
+
+
+def test_command_line_starts_without_torch(root: Path, package_dirs: dict[str, str]) -> None:
+    commands = [name for name in all_modules("precast", root, package_dirs) if name.startswith("precast.cli")]
+    loaded = loaded_by("precast", *commands)
+
+    assert inside(loaded, "torch", "transformers", "numpy", "triton", "tokenizers") == []
+    assert inside(loaded, "precast.kernels", "precast.builder", "precast.loader") == []
+
+
+# Whole for the loader, which must stay light in each of its modules. Of the kernels only the package: a module that
+# holds Triton kernels imports triton, and is itself imported when the kernel is first wanted.
+@pytest.mark.parametrize(("package", "whole"), [("precast.kernels", False), ("precast.loader", True)])
+def test_target_side_adds_little_to_torch(package: str, whole: bool, root: Path, package_dirs: dict[str, str]) -> None:
+    names = all_modules(package, root, package_dirs) if whole else [package]
+    added = loaded_by(*names) - loaded_by("torch")
+
+    assert tops(added) <= LIGHT | {"torch", "safetensors", "tokenizers"}
+    assert inside(added, "precast.builder", *HEAVY_TORCH) == []
+
+
+def test_every_listed_package_is_importable(package_dirs: dict[str, str]) -> None:
+    assert set(package_dirs) <= loaded_by(*package_dirs)
