@@ -1,0 +1,208 @@
+"""The op table: every operation that a graph may contain, with its signature, what it mutates, and its shape rule.
+
+Anything outside this table is refused by name, at build and at load. A signature is written in the schema language
+of `torch.library`, of which this is the part in use: the tensors first, then `*`, then keyword arguments. `aten`
+ops keep torch's own argument names, so that the loader can call them by name. A `Tensor|Scalar` takes either.
+
+`dynamic` marks ops whose work depends on the values of their metadata: they are never captured inside a piece.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache, lru_cache
+from typing import Literal
+
+import msgspec
+
+from precast.ir import rules
+from precast.ir.rules import Rule
+
+Kind = Literal[
+    "Tensor", "Tensor?", "Tensor[]", "Tensor|Scalar", "int", "int?", "int[]", "float", "float?", "bool", "str",
+    "Dtype", "Scalar",
+]  # fmt: skip
+
+
+class ArgDef(msgspec.Struct, frozen=True):
+    """One argument: its name, its kind, whether the op writes it, and its default, if it has one."""
+
+    name: str
+    kind: Kind
+    mutated: bool = False
+    has_default: bool = False
+    default: None | bool | int | float | str | tuple[int, ...] = None
+
+
+class OpDef(msgspec.Struct, frozen=True):
+    """One version of an op. `rule` gives the result types from the argument types, or says why there are none."""
+
+    name: str
+    version: int
+    args: tuple[ArgDef, ...]
+    num_outputs: int
+    rule: Rule
+    dynamic: bool = False
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """The names of the arguments that the op writes."""
+        return tuple(arg.name for arg in self.args if arg.mutated)
+
+
+_PRECAST: dict[str, tuple[str, Rule, bool]] = {
+    # op: (signature, rule, dynamic), version 1 of each
+    "embedding": ("(Tensor ids, Tensor weight, *, float scale=1.0) -> Tensor", rules.embedding, False),
+    "rms_norm": (
+        "(Tensor x, Tensor? weight, *, float eps, float offset=0.0, bool cast_before_scale) -> Tensor",
+        rules.rms_norm,
+        False,
+    ),
+    "residual_rms_norm": (
+        "(Tensor x, Tensor residual, Tensor weight, *, float eps, float offset=0.0, bool cast_before_scale)"
+        " -> (Tensor, Tensor)",
+        rules.residual_rms_norm,
+        False,
+    ),
+    "layer_norm": ("(Tensor x, Tensor? weight, Tensor? bias, *, float eps) -> Tensor", rules.layer_norm, False),
+    "rope_frequencies": (
+        "(Tensor lengths, Tensor short, Tensor? long, *, str kind, int original_length, float factor, float base)"
+        " -> Tensor",
+        rules.rope_frequencies,
+        False,
+    ),
+    "rotary_tables": (
+        "(Tensor positions, Tensor inv_freq, *, float scale, Dtype dtype) -> (Tensor, Tensor)",
+        rules.rotary_tables,
+        False,
+    ),
+    "rotary": ("(Tensor x, Tensor cos, Tensor sin, *, bool interleaved) -> Tensor", rules.rotary, False),
+    "gated_activation": ("(Tensor x, *, str kind) -> Tensor", rules.gated_activation, False),
+    "attention": (
+        "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, *,"
+        " float scale, int? window=None, float? soft_cap=None) -> Tensor",
+        rules.attention,
+        True,
+    ),
+    "write_kv": (
+        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+        rules.write_kv,
+        False,
+    ),
+    "paged_attention": (
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor cu_seqlens, Tensor kv_lens,"
+        " Tensor page_indices, Tensor page_indptr, Tensor page_start, *,"
+        " float scale, int? window=None, float? soft_cap=None) -> Tensor",
+        rules.paged_attention,
+        True,
+    ),
+    "gather_rows": ("(Tensor x, Tensor rows) -> Tensor", rules.gather_rows, False),
+    "sample": (
+        "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor steps)"
+        " -> Tensor",
+        rules.sample,
+        False,
+    ),
+}
+
+_ATEN: dict[str, tuple[str, Rule]] = {
+    "linear.default": ("(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", rules.linear),
+    "addmm.default": ("(Tensor self, Tensor mat1, Tensor mat2) -> Tensor", rules.addmm),
+    "matmul.default": ("(Tensor self, Tensor other) -> Tensor", rules.matmul),
+    "add.Tensor": ("(Tensor self, Tensor|Scalar other) -> Tensor", rules.pointwise),
+    "sub.Tensor": ("(Tensor self, Tensor|Scalar other) -> Tensor", rules.arithmetic),
+    "mul.Tensor": ("(Tensor self, Tensor|Scalar other) -> Tensor", rules.pointwise),
+    "div.Tensor": ("(Tensor self, Tensor|Scalar other) -> Tensor", rules.pointwise_float),
+    "rsub.Scalar": ("(Tensor self, Scalar other) -> Tensor", rules.arithmetic),
+    "pow.Tensor_Scalar": ("(Tensor self, Scalar exponent) -> Tensor", rules.pointwise),
+    "neg.default": ("(Tensor self) -> Tensor", rules.arithmetic),
+    "abs.default": ("(Tensor self) -> Tensor", rules.arithmetic),
+    "relu.default": ("(Tensor self) -> Tensor", rules.arithmetic),
+    "exp.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "rsqrt.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "sqrt.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "tanh.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "sigmoid.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "silu.default": ("(Tensor self) -> Tensor", rules.activation),
+    "gelu.default": ("(Tensor self, *, str approximate='none') -> Tensor", rules.activation),
+    "cos.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "sin.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "clamp.default": ("(Tensor self, Scalar min=None, Scalar max=None) -> Tensor", rules.clamp),
+    "mean.dim": ("(Tensor self, int[] dim, bool keepdim=False) -> Tensor", rules.mean),
+    "sum.dim_IntList": ("(Tensor self, int[] dim, bool keepdim=False) -> Tensor", rules.sum_),
+    "softmax.int": ("(Tensor self, int dim, Dtype dtype=None) -> Tensor", rules.softmax),
+    "to.dtype": ("(Tensor self, Dtype dtype) -> Tensor", rules.cast),
+    "reshape.default": ("(Tensor self, int[] shape) -> Tensor", rules.reshape),
+    "transpose.int": ("(Tensor self, int dim0, int dim1) -> Tensor", rules.transpose),
+    "permute.default": ("(Tensor self, int[] dims) -> Tensor", rules.permute),
+    "unsqueeze.default": ("(Tensor self, int dim) -> Tensor", rules.unsqueeze),
+    "squeeze.dim": ("(Tensor self, int dim) -> Tensor", rules.squeeze),
+    "expand.default": ("(Tensor self, int[] size) -> Tensor", rules.expand),
+    "slice.Tensor": ("(Tensor self, int dim, int start, int end, int step=1) -> Tensor", rules.slice_),
+    "select.int": ("(Tensor self, int dim, int index) -> Tensor", rules.select),
+    "cat.default": ("(Tensor[] tensors, int dim=0) -> Tensor", rules.cat),
+}
+
+_PARAM = re.compile(
+    r"(?P<kind>Tensor\(\w!\)|Tensor\[\]|Tensor\|Scalar|Tensor\??|int\[\]|int\??|float\??|bool|str|Dtype|Scalar)"
+    r" (?P<name>\w+)(?:=(?P<default>.+))?"
+)
+
+
+def lookup(name: str, version: int = 1) -> OpDef | None:
+    """The op's definition, or None when the table has no such op or version."""
+    return _table().get((name, version))
+
+
+def names() -> tuple[tuple[str, int], ...]:
+    """All (name, version) pairs of the table, sorted."""
+    return tuple(sorted(_table()))
+
+
+@lru_cache(maxsize=512)
+def signature(name: str, version: int = 1) -> str:
+    """The op's signature in the schema language of `torch.library`, without the namespace."""
+    if name.startswith("precast."):
+        return name.removeprefix("precast.") + _PRECAST[name.removeprefix("precast.")][0]
+    return name + _ATEN[name.removeprefix("aten.")][0]
+
+
+@cache
+def _table() -> dict[tuple[str, int], OpDef]:
+    table = {}
+    for name, (text, rule, dynamic) in _PRECAST.items():
+        table["precast." + name, 1] = _parse("precast." + name, text, rule, dynamic)
+    for name, (text, aten_rule) in _ATEN.items():
+        table["aten." + name, 1] = _parse("aten." + name, text, aten_rule, False)
+    return table
+
+
+def _parse(name: str, text: str, rule: Rule, dynamic: bool) -> OpDef:
+    params, _, returns = text.partition(") -> ")
+    args = []
+    for part in params.removeprefix("(").split(", "):
+        if part == "*":
+            continue
+        match = _PARAM.fullmatch(part.removeprefix("*, ").removeprefix("*,").strip())
+        assert match, f"{name}: cannot parse {part!r}"
+        kind = match["kind"]
+        default = match["default"]
+        args.append(
+            ArgDef(
+                name=match["name"],
+                kind="Tensor" if kind.endswith("!)") else kind,  # type: ignore[arg-type]
+                mutated=kind.endswith("!)"),
+                has_default=default is not None,
+                default=None if default is None else _literal(default),
+            )
+        )
+    return OpDef(name, 1, tuple(args), returns.count("Tensor"), rule, dynamic)
+
+
+def _literal(text: str) -> None | bool | int | float | str:
+    named = {"None": None, "True": True, "False": False}
+    if text in named:
+        return named[text]
+    if text.startswith("'"):
+        return text.strip("'")
+    return float(text) if "." in text else int(text)
