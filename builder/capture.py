@@ -1,0 +1,103 @@
+"""From a source to a graph that passes can work on: factory and export, and the tables of what each name is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+from transformers import PreTrainedModel
+
+from precast.builder.context import ConstantInfo, Options, ParamInfo, PassContext
+from precast.builder.export import Exported, export
+from precast.builder.factory import Source, make_module, materialise_buffers
+from precast.builder.recipes import checkpoint_rules, param_recipes
+from precast.builder.rope import long_frequencies
+from precast.ir import symbols
+from precast.ir.schema import Checkpoint, ModelInfo, Recipe, Tie
+
+
+@dataclasses.dataclass
+class Captured:
+    """A traced model: the graph, the passes' context, and what the manifest says of the model."""
+
+    graph: fx.Graph
+    ctx: PassContext
+    model: ModelInfo
+    checkpoint: Checkpoint
+
+
+def capture(source: Source, options: Options) -> Captured:
+    """Makes the module on the meta device, traces it, and gathers the values of its small constants."""
+    module = make_module(source.config, options.dtype, options.max_seq_len)
+    recipes = param_recipes(module, options.dtype)
+    exported = export(module, options.max_seq_len)
+    _keep_used(exported)
+    params = {place: _param(name, recipes) for place, name in exported.params.items()}
+    ctx = PassContext(
+        options=options,
+        params=params,
+        constants=_constants(module, exported),
+        symbols={symbol: symbols.add("B", 1) if name == "B1" else name for symbol, name in exported.symbols.items()},
+        fake_mode=_fake_mode(exported.graph),
+    )
+    return Captured(exported.graph, ctx, _model_info(source, module, options), checkpoint_rules(module))
+
+
+def _keep_used(exported: Exported) -> None:
+    """Forgets placeholders that no node uses (masks and positions that the routed attention has no use for)."""
+    used = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
+    for node in list(exported.graph.nodes):
+        table = node.name in exported.params or node.name in exported.buffers or node.name in exported.literals
+        if node.op == "placeholder" and table and node.name not in used:
+            exported.graph.erase_node(node)
+    for table in (exported.params, exported.buffers, exported.literals):
+        for name in [name for name in table if name not in used]:
+            del table[name]
+
+
+def _param(name: str, recipes: dict[str, Recipe]) -> ParamInfo:
+    """The param of a traced name. The tracer sees one of several tied names: all are one param, the one tied to."""
+    recipe = recipes[name]
+    return ParamInfo(name, recipe) if not isinstance(recipe, Tie) else _param(recipe.param, recipes)
+
+
+def _constants(module: PreTrainedModel, exported: Exported) -> dict[str, ConstantInfo]:
+    longs = {
+        f"{path}.long_frequencies": long_frequencies(part)
+        for path, part in module.named_modules()
+        if hasattr(part, "long_frequencies")
+    }
+    values = materialise_buffers(module, set(exported.buffers.values()) - set(longs)) | longs
+    constants = {place: ConstantInfo(name, values[name]) for place, name in exported.buffers.items()}
+    return constants | {
+        place: ConstantInfo(f"literal_{index}", value.detach().clone())
+        for index, (place, value) in enumerate(exported.literals.items())
+    }
+
+
+def _fake_mode(graph: fx.Graph) -> object:
+    for node in graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    raise AssertionError("the exporter left no fake tensors")
+
+
+def _model_info(source: Source, module: PreTrainedModel, options: Options) -> ModelInfo:
+    config = source.config
+    text = config.get_text_config()
+    eos = text.eos_token_id if text.eos_token_id is not None else getattr(config, "eos_token_id", None)
+    generation = source.generation_config()
+    eos = generation.get("eos_token_id", eos)
+    return ModelInfo(
+        architecture=type(module).__name__,
+        model_type=config.model_type,
+        dtype=options.dtype,  # type: ignore[arg-type]
+        vocab_size=int(text.vocab_size),
+        max_seq_len=options.max_seq_len,
+        num_layers=int(text.num_hidden_layers),
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),),
+        bos_token_id=text.bos_token_id,
+    )

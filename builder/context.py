@@ -1,0 +1,149 @@
+"""What a pass works with: the graph's side tables, and the few ways in which a graph is edited.
+
+A pass gets an FX graph whose placeholders are inputs, params, and constants; this context says which is which, and
+holds what a placeholder stands for. New nodes get their value types from the op's fake function, and the layer that
+they belong to from the node that they replace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from precast.ir.schema import CachePlan, Expr, Recipe, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked of a build."""
+
+    dtype: str
+    max_seq_len: int
+    page_size: int = 16
+
+
+@dataclasses.dataclass
+class ParamInfo:
+    """A param placeholder's name in the bundle and how it is made."""
+
+    name: str
+    recipe: Recipe
+
+
+@dataclasses.dataclass
+class ConstantInfo:
+    """A constant placeholder's name in the bundle and its value, on the CPU."""
+
+    name: str
+    value: torch.Tensor
+
+
+@dataclasses.dataclass
+class PassContext:
+    """The state of a build beside its graph."""
+
+    options: Options
+    params: dict[str, ParamInfo]
+    """Placeholder -> param."""
+    constants: dict[str, ConstantInfo]
+    """Placeholder -> constant."""
+    symbols: dict[str, Expr]
+    """The exporter's symbol -> ours."""
+    cache_tensors: dict[str, Value] = dataclasses.field(default_factory=dict)
+    """Placeholder -> cache tensor."""
+    caches: CachePlan = CachePlan()
+    fake_mode: FakeTensorMode | None = None
+
+    # --- reading ---------------------------------------------------------------------------------------------
+
+    def is_param(self, node: Any) -> bool:
+        """Whether the node is a param's placeholder."""
+        return isinstance(node, fx.Node) and node.op == "placeholder" and node.name in self.params
+
+    def constant(self, node: Any) -> torch.Tensor | None:
+        """The constant's value, or None when the node is no constant."""
+        info = self.constants.get(node.name) if isinstance(node, fx.Node) and node.op == "placeholder" else None
+        return info.value if info else None
+
+    # --- editing ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def before(self, node: fx.Node) -> Iterator[None]:
+        """New nodes stand before `node` and belong to its layer."""
+        with node.graph.inserting_before(node):
+            self._origin = node
+            yield
+
+    def call(self, graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node; its value comes from the op's fake function."""
+        node = graph.call_function(target, args, kwargs)
+        origin = self._origin
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in origin.meta:
+                node.meta[key] = origin.meta[key]
+        node.meta["val"] = self.fake(target, args, kwargs)
+        return node
+
+    def item(self, graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+        """Result `index` of a node with several."""
+        import operator
+
+        got = graph.call_function(operator.getitem, (node, index))
+        if "nn_module_stack" in node.meta:
+            got.meta["nn_module_stack"] = node.meta["nn_module_stack"]
+        got.meta["val"] = node.meta["val"][index]
+        return got
+
+    def fake(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What the op returns for the nodes' values, as fake tensors."""
+        values, keyword_values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        mode = self.fake_mode or contextlib.nullcontext()
+        with mode, torch.no_grad():
+            return target(*values, **keyword_values)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """All users of `old` use `new`; `old` goes when nothing else needs it."""
+        old.replace_all_uses_with(new)
+
+    def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A fake tensor; sizes may be the exporter's symbols."""
+        with self.fake_mode or contextlib.nullcontext():
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+    def new_param(self, graph: fx.Graph, after: fx.Node, name: str, recipe: Recipe, shape: Any) -> fx.Node:
+        """A new param placeholder of the dtype of `after`, the param that it stands behind."""
+        node = self._placeholder(graph, after, "p_" + name.replace(".", "_"))
+        node.meta["val"] = self.empty(shape, tensor(after).dtype)
+        self.params[node.name] = ParamInfo(name, recipe)
+        return node
+
+    def new_input(self, graph: fx.Graph, after: fx.Node, name: str, fake: torch.Tensor) -> fx.Node:
+        """A new graph input; `fake` has its type."""
+        node = self._placeholder(graph, after, name)
+        assert node.name == name, f"the graph has a value named {name}"
+        node.meta["val"] = fake
+        return node
+
+    def new_cache(self, graph: fx.Graph, after: fx.Node, value: Value, fake: torch.Tensor) -> fx.Node:
+        """A placeholder for a cache tensor, of the type that `fake` has."""
+        node = self._placeholder(graph, after, "cache_" + value.name.replace(".", "_"))
+        node.meta["val"] = fake
+        self.cache_tensors[node.name] = value
+        return node
+
+    def _placeholder(self, graph: fx.Graph, after: fx.Node, name: str) -> fx.Node:
+        with graph.inserting_after(after):
+            return graph.placeholder(name)
+
+
+def tensor(node: Any) -> torch.Tensor:
+    """The node's value as a (fake) tensor."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value

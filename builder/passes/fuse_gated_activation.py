@@ -1,0 +1,80 @@
+"""act(gate) * up, with gate and up made by one product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from precast.builder.context import PassContext, tensor
+from precast.builder.match import Bindings, Capture, Either, Mul, Number, Op, match
+from precast.builder.passes.fuse_projections import fuse, fusible
+from precast.builder.pipeline import graph_pass
+
+aten = torch.ops.aten
+
+
+class _Activation:
+    """One of the gates' activations over `inner`; binds its name as `kind`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def match(self, value: Any, found: Bindings) -> Bindings | None:
+        if not isinstance(value, fx.Node):
+            return None
+        if value.target is aten.silu.default:
+            kind = "silu"
+        elif value.target is aten.gelu.default:
+            kind = "gelu_tanh" if value.kwargs.get("approximate") == "tanh" else "gelu"
+        else:
+            return None
+        bound: Bindings | None = self.inner.match(value.args[0], found)
+        return None if bound is None else {**bound, "kind": kind}
+
+
+_SEPARATE = Mul(_Activation(Capture("gate")), Capture("up"))
+_LAST = Either(1, 2, 3)
+_HALVES = Mul(
+    _Activation(Op(aten.slice.Tensor, Capture("x"), _LAST, 0, Number("half"), 1)),
+    Op(aten.slice.Tensor, Capture("x"), _LAST, Number("half"), Number("end"), 1),
+)
+
+
+@graph_pass(stage="match", version=1, requires=("normalise_views", "normalise_linear"))
+def fuse_gated_activation(graph: fx.Graph, ctx: PassContext) -> bool:
+    """act(linear(x, g)) * linear(x, u) -> gated_activation(linear(x, concat(g, u))); act(y[:h]) * y[h:] likewise."""
+    changed = False
+    for node in list(graph.nodes):
+        if node.target is not aten.mul.Tensor:
+            continue
+        fused = _halves(node) or _separate(graph, ctx, node)
+        if fused is None:
+            continue
+        both, kind = fused
+        with ctx.before(node):
+            ctx.replace(node, ctx.call(graph, torch.ops.precast.gated_activation.default, both, kind=kind))
+        changed = True
+    return changed
+
+
+def _halves(node: fx.Node) -> tuple[fx.Node, str] | None:
+    found = match(_HALVES, node)
+    if found is None:
+        return None
+    x = found["x"]
+    size = tensor(x).shape[-1]
+    gate = next(arg for arg in node.args if isinstance(arg, fx.Node) and arg.target is not aten.slice.Tensor).args[0]
+    last = gate.args[1] == tensor(x).dim() - 1
+    return (x, found["kind"]) if last and found["end"] == size and 2 * found["half"] == size else None
+
+
+def _separate(graph: fx.Graph, ctx: PassContext, node: fx.Node) -> tuple[fx.Node, str] | None:
+    found = match(_SEPARATE, node)
+    if found is None:
+        return None
+    parts = [found["gate"], found["up"]]
+    if not fusible(parts, ctx) or len({tensor(part).shape[-1] for part in parts}) != 1:
+        return None
+    return fuse(graph, ctx, parts), found["kind"]

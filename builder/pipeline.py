@@ -1,0 +1,149 @@
+"""The ordered list of passes, and the runner that knows everything a pass need not.
+
+A pass is a plain function `(graph, ctx) -> bool`: it edits the graph and says whether it changed anything. The
+runner removes dead nodes, lints, checks that the pass told the truth, and records what each pass added and removed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from precast.builder.context import PassContext
+from precast.ir.schema import PassRecord
+
+STAGES = ("factory", "export", "normalise", "match", "shard", "cache", "plan", "lower", "pack")
+
+PassFunction = Callable[[fx.Graph, PassContext], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A registered pass. A change of what it does is a new version: snapshots and manifests name it."""
+
+    name: str
+    stage: str
+    version: int
+    run: PassFunction
+    requires: tuple[str, ...] = ()
+
+
+def graph_pass(*, stage: str, version: int, requires: tuple[str, ...] = ()) -> Callable[[PassFunction], Pass]:
+    """Makes a `Pass` of a function; its name is the function's. `requires` names passes that must run before it."""
+    assert stage in STAGES
+
+    def register(function: PassFunction) -> Pass:
+        return Pass(function.__name__, stage, version, function, requires)
+
+    return register
+
+
+def passes() -> tuple[Pass, ...]:
+    """THE ordered list."""
+    from precast.builder.passes.cancel_transposes import cancel_transposes
+    from precast.builder.passes.fuse_gated_activation import fuse_gated_activation
+    from precast.builder.passes.fuse_projections import fuse_projections
+    from precast.builder.passes.fuse_residual_norm import fuse_residual_norm
+    from precast.builder.passes.gather_logits import gather_logits
+    from precast.builder.passes.insert_caches import insert_caches
+    from precast.builder.passes.match_activations import match_activations
+    from precast.builder.passes.match_embedding import match_embedding
+    from precast.builder.passes.match_norms import match_norms
+    from precast.builder.passes.match_rotary import match_rotary
+    from precast.builder.passes.match_rotary_tables import match_rotary_tables
+    from precast.builder.passes.merge_duplicates import merge_duplicates
+    from precast.builder.passes.normalise_linear import normalise_linear
+    from precast.builder.passes.normalise_views import normalise_views
+    from precast.builder.passes.remove_noops import remove_noops
+
+    return (
+        remove_noops,
+        normalise_views,
+        normalise_linear,
+        merge_duplicates,
+        match_rotary_tables,
+        match_rotary,
+        match_norms,
+        match_activations,
+        match_embedding,
+        fuse_gated_activation,
+        fuse_projections,
+        cancel_transposes,
+        fuse_residual_norm,
+        insert_caches,
+        gather_logits,
+    )
+
+
+def run(
+    graph: fx.Graph,
+    ctx: PassContext,
+    todo: tuple[Pass, ...],
+    *,
+    dump: Path | None = None,
+    observe: Callable[[Pass, fx.Graph], None] | None = None,
+) -> tuple[PassRecord, ...]:
+    """Runs the passes in order. `dump`: a directory that gets the graph after each as text; `observe` is called
+    after each (the tests compare the graph's results there).
+    """
+    records: list[PassRecord] = []
+    done: set[str] = set()
+    for number, step in enumerate(todo):
+        missing = set(step.requires) - done
+        assert not missing, f"{step.name} runs before {missing}"
+        before = op_counts(graph)
+        changed = step.run(graph, ctx)
+        eliminate_dead_code(graph, ctx)
+        graph.lint()
+        delta = {op: n for op, n in sorted(_difference(op_counts(graph), before).items()) if n}
+        assert changed or not delta, f"{step.name} changed the graph and said that it didn't: {delta}"
+        records.append(PassRecord(step.name, step.stage, step.version, changed, delta))
+        done.add(step.name)
+        if dump is not None:
+            (dump / f"{number:02d}_{step.name}.txt").write_text(str(graph) + "\n")
+        if observe is not None:
+            observe(step, graph)
+    return tuple(records)
+
+
+def eliminate_dead_code(graph: fx.Graph, ctx: PassContext) -> None:
+    """Removes nodes that nothing needs, and the params, constants and inputs that no node uses any more.
+
+    A node that writes into an argument (its op's schema says so) is needed.
+    """
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op == "output" or _writes(node):
+            continue
+        if node.op == "placeholder":
+            if node.name in ctx.params or node.name in ctx.constants:
+                ctx.params.pop(node.name, None)
+                ctx.constants.pop(node.name, None)
+                graph.erase_node(node)
+            continue
+        graph.erase_node(node)
+
+
+def op_counts(graph: fx.Graph) -> Counter[str]:
+    """How often each op stands in the graph."""
+    return Counter(op_name(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def op_name(target: Any) -> str:
+    """`aten.add.Tensor`, `precast.rms_norm`, or the name of a Python operator."""
+    name = str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    return name.removesuffix(".default") if name.startswith("precast.") else name
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _difference(after: Counter[str], before: Counter[str]) -> dict[str, int]:
+    return {op: after[op] - before[op] for op in after.keys() | before.keys()}
+

@@ -1,0 +1,90 @@
+"""How the module's params are made from a checkpoint as `save_pretrained` writes it.
+
+Renames that transformers declares for a model become the names that recipes read. What it declares beyond renames
+(tensors merged or split while loading) is refused by name until there is a recipe for it: no weight is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, apply_renamings
+
+from precast.ir.errors import BuildError
+from precast.ir.schema import Cast, Checkpoint, Read, Recipe, Tie
+
+_ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
+_PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")
+
+
+def param_recipes(model: PreTrainedModel, dtype: str) -> dict[str, Recipe]:
+    """A recipe for each entry of the model's state dict, by its name there.
+
+    Raises BuildError("recipe-unsupported") for a conversion that is more than a rename.
+    """
+    tied = _tied(model)
+    transforms = [
+        transform
+        for transform in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(transform, PrefixChange)
+    ]
+    reverse = [transform.reverse_transform() for transform in transforms[::-1]]
+    renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
+    recipes: dict[str, Recipe] = {}
+    for name, tensor in model.state_dict().items():
+        _refuse_conversion(name, converters)
+        if name in tied:
+            recipes[name] = Tie(tied[name])
+        elif tensor.is_floating_point():
+            shape = tuple(tensor.shape)
+            recipes[name] = Cast(Read(apply_renamings(name, renamings), shape), _dtype(tensor))
+        else:
+            recipes[name] = Read(apply_renamings(name, renamings), tuple(tensor.shape), _dtype(tensor))
+    return recipes
+
+
+def checkpoint_rules(model: PreTrainedModel) -> Checkpoint:
+    """The names that a checkpoint may hold beyond those that recipes read."""
+    prefix = model.base_model_prefix
+    patterns = sorted(set(model._keys_to_ignore_on_load_unexpected or ()))
+    ignored = [glob for pattern in patterns for glob in _globs(pattern)]
+    return Checkpoint(
+        optional_prefixes=(prefix + ".",) if prefix else (), ignored=tuple(sorted({*ignored, *_ALWAYS_IGNORED}))
+    )
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Tied names, each with the param that it shares the memory of."""
+    expanded: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    return expanded
+
+
+def _dtype(tensor: object) -> str:
+    return str(getattr(tensor, "dtype")).removeprefix("torch.")  # noqa: B009
+
+
+def _refuse_conversion(name: str, converters: list[WeightConverter]) -> None:
+    for converter in converters:
+        _, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            raise BuildError(
+                "recipe-unsupported",
+                f"{name} is made by a checkpoint conversion that has no recipe: {converter}",
+            )
+
+
+def _globs(pattern: str) -> list[str]:
+    """A regular expression of transformers as patterns with `*`; those that say more than that are left out.
+
+    Leaving one out is safe: its tensors are then reported as unexpected.
+    """
+    anchored_start, anchored_end = pattern.startswith("^"), pattern.endswith("$")
+    body = pattern.removeprefix("^").removesuffix("$")
+    tokens = _PATTERN_TOKEN.findall(body)
+    if "".join(tokens) != body:
+        return []
+    text = "".join({"\\d+": "*", ".*": "*", "\\.": "."}.get(token, token) for token in tokens)
+    return [("" if anchored_start else "*") + text + ("" if anchored_end else "*")]

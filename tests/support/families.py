@@ -1,0 +1,119 @@
+"""Tiny random models of the supported families, for tests that compare with transformers.
+
+Each variant is small enough to trace and run in a second, and odd enough (unequal sizes, grouped queries, windows
+shorter than the prompts) that a mix-up of dimensions can't go unnoticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+_ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "yarn": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        "attention_factor": 1.1,
+    },
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    # name: (model type, what differs from the base)
+    "llama": ("llama", {"head_dim": 12}),
+    "llama-tied-bias": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    **{f"llama-rope-{kind}": ("llama", {"rope_parameters": rope}) for kind, rope in _ROPES.items()},
+    "llama-rope-dynamic-short": (
+        "llama", {"rope_parameters": _ROPES["dynamic"], "max_position_embeddings": 24},
+    ),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("mistral", {"sliding_window": 9}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window-tied": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-bias-tied": ("qwen3", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma-mqa": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "hidden_activation": "gelu_pytorch_tanh"}),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 10, "query_pre_attn_scalar": 24}),
+    "gemma2-no-cap": (
+        "gemma2",
+        {"head_dim": 12, "sliding_window": 7, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
+    "gemma3-no-window": (
+        "gemma3_text", {"head_dim": 16, "layer_types": ["full_attention"] * 3, "attention_bias": True},
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-partial-window": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 11}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+                "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.5 + 0.7 * i for i in range(6)],
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-bias-tied": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]}),
+    "smollm3-window": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0, 1], "max_window_layers": 1},
+    ),
+    "cohere2": ("cohere2", {"sliding_window": 9, "num_hidden_layers": 5, "head_dim": 16}),
+    "cohere2-untied": ("cohere2", {"sliding_window": 12, "tie_word_embeddings": False, "attention_bias": True}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0156, "logits_scaling": 8.0},
+    ),
+    "granite-tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "embedding_multiplier": 1.7}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "starcoder2-window": ("starcoder2", {"sliding_window": 10, "use_bias": False, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "gpt2-inverse-layer": (
+        "gpt2",
+        {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "scale_attn_by_inverse_layer_idx": True,
+         "tie_word_embeddings": False},
+    ),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25, "head_dim": None}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}),
+}  # fmt: skip
+
+FAMILIES = tuple(sorted({model_type for model_type, _ in VARIANTS.values()}))
+
+
+def make_config(variant: str) -> Any:
+    """The transformers config of a variant."""
+    from transformers import AutoConfig
+
+    model_type, changes = VARIANTS[variant]
+    base = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2} if model_type == "gpt2" else _BASE
+    entries = {**base, **changes}
+    return AutoConfig.for_model(model_type, **{key: value for key, value in entries.items() if key != "head_dim" or value})
+
+
+def make_model(variant: str, seed: int = 0) -> Any:
+    """A float32 model of the variant with random weights, none of them zero or one where that would hide a mistake."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(make_config(variant), dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 0.3 if parameter.dim() == 1 else 0.15
+            centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
+            parameter.copy_(centre + spread * torch.randn_like(parameter))
+    return model.eval()
