@@ -6,6 +6,7 @@ model that transformers has for it. Both refuse, by name and with the reason, wh
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -57,7 +58,7 @@ def open_source(source: str | Path | PreTrainedConfig) -> Source:
     JSON), `remote-code`, `quantisation-unsupported`, `model-unsupported` (no decoder, or unknown).
     """
     if isinstance(source, PreTrainedConfig):
-        config, files, name = source, {}, type(source).__name__
+        config, files, name = copy.deepcopy(source), {}, type(source).__name__  # the caller's stays as it is
     else:
         name = str(source)
         folder = _folder(name)

@@ -191,7 +191,7 @@ def _argument(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Arg |
     if arg.has_default and type(value) is type(arg.default) and value == arg.default:
         return None
     if value is None:
-        return None if arg.kind.endswith("?") or arg.has_default else Const(None)
+        return None if arg.has_default and arg.default is None else Const(None)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return Items(tuple(_item(arg, item, ctx, names) for item in value))
     return _item(arg, value, ctx, names)

@@ -1,0 +1,134 @@
+"""`build`: from a Hugging Face config to a bundle. Reads as the list of its steps."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+from precast.builder import pipeline, snapshot
+from precast.builder.capture import capture
+from precast.builder.context import Options
+from precast.builder.factory import DTYPES, Source, limit, open_source
+from precast.builder.lower import lower
+from precast.builder.pack import pack
+from precast.ir.bundle import Bundle
+from precast.ir.errors import BuildError
+from precast.kernels.registry import register
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Progress = Callable[[str], None]
+
+
+def build(
+    source: str | Path | PreTrainedConfig,
+    out: str | Path,
+    *,
+    dtype: str = "auto",
+    max_seq_len: int | None = None,
+    page_size: int = 16,
+    snapshots: str | Path | None = None,
+    dump: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Build the bundle of a Hugging Face decoder, without weights and without a GPU, and publish it at `out`.
+
+    Args:
+        source: a directory with a `config.json` (and tokenizer files), a `config.json`, a hub id, or a config object.
+        out: the bundle's directory. A bundle that stands there is replaced in one step; anything else is refused.
+        dtype: `float32`, `bfloat16`, `float16`: of weights, activations and caches. `auto`: the config's.
+        max_seq_len: the longest sequence served, prompt and answer, in tokens. None: the config's limit.
+        page_size: tokens per page of the key/value caches.
+        snapshots: a directory for snapshots of the pipeline: a rebuild with another page size starts behind the
+            tracing. None: none are read or written.
+        dump: a directory that gets the graph after each pass as text.
+        progress: called with each stage's name as it begins.
+
+    Raises:
+        BuildError: the source, an option or the output path can't be used; `code` and the message say why.
+    """
+    say = progress or (lambda stage: None)
+    started = time.monotonic()
+    register()
+    say("config")
+    opened = open_source(source)
+    options = _options(opened, dtype, max_seq_len, page_size)
+    todo = pipeline.passes()
+    early = tuple(step for step in todo if pipeline.before_caches(step))
+    store = snapshot.Store(Path(snapshots)) if snapshots is not None else None
+    key = snapshot.key(opened, options, early)
+    dump_dir = _dump_dir(dump)
+
+    restored = store.read(key, options) if store else None
+    if restored is None:
+        say("export")
+        captured = capture(opened, options)
+        say("passes")
+        history = pipeline.run(captured.graph, captured.ctx, early, dump=dump_dir)
+        if store:
+            store.write(key, captured, history)
+    else:
+        captured, history = restored
+    say("caches")
+    late = todo[len(early) :]
+    history += pipeline.run(captured.graph, captured.ctx, late, dump=dump_dir, first=len(early))
+    say("lower")
+    graph = lower(captured.graph, captured.ctx)
+    say("pack")
+    return pack(
+        Path(out), captured, graph, history, files=opened.files, built_with=_versions(),
+        provenance=_provenance(opened, started, from_snapshot=restored is not None),
+    )  # fmt: skip
+
+
+def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int) -> Options:
+    if dtype == "auto":
+        wanted = getattr(source.config, "dtype", None) or torch.float32
+        dtype = str(wanted).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise BuildError("option-invalid", f"dtype is {dtype}, expected auto or one of {', '.join(DTYPES)}")
+    if not isinstance(page_size, int) or not 1 <= page_size <= 1024:
+        raise BuildError("option-invalid", f"page_size is {page_size}, expected 1 to 1024 tokens")
+    return Options(dtype, limit(source.config, max_seq_len), page_size)
+
+
+def _dump_dir(dump: str | Path | None) -> Path | None:
+    if dump is None:
+        return None
+    Path(dump).mkdir(parents=True, exist_ok=True)
+    return Path(dump)
+
+
+def _versions() -> dict[str, str]:
+    """What the bundle's content depends on, and so belongs to its identity."""
+    return {
+        "precast": importlib.metadata.version("precast"),
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+    }
+
+
+def _provenance(source: Source, started: float, *, from_snapshot: bool) -> dict[str, object]:
+    """Facts about this build that are no part of the bundle's identity."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "source": source.name,
+        "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(time.monotonic() - started, 3),
+        "peak_memory_bytes": peak * (1 if sys.platform == "darwin" else 1024),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "from_snapshot": from_snapshot,
+    }
+
+

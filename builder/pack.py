@@ -1,0 +1,50 @@
+"""Puts a lowered graph and what belongs to it into a bundle, and publishes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from precast.builder.capture import Captured
+from precast.builder.constants import tensor_bytes
+from precast.ir.bundle import Bundle, write_bundle
+from precast.ir.schema import Graph, Manifest, Node, PassRecord
+from precast.ir.versions import FORMAT
+
+
+def pack(
+    out: Path,
+    captured: Captured,
+    graph: Graph,
+    history: tuple[PassRecord, ...],
+    *,
+    files: Mapping[str, bytes],
+    built_with: Mapping[str, str],
+    provenance: Mapping[str, object],
+) -> Bundle:
+    """Publish the bundle at `out`, whole or not at all, and open it as any reader would."""
+    manifest = Manifest(
+        format=FORMAT,
+        model=captured.model,
+        ops=used_ops(graph),
+        checkpoint=captured.checkpoint,
+        passes=history,
+        built_with=dict(built_with),
+        blobs=(),
+    )
+    wanted = {value.name for value in graph.constants}
+    constants = {
+        info.name: (str(info.value.dtype).removeprefix("torch."), tuple(info.value.shape), tensor_bytes(info.value))
+        for info in captured.ctx.constants.values()
+        if info.name in wanted
+    }
+    return write_bundle(
+        out, manifest_without_blobs=manifest, graph=graph, constants=constants, files=dict(files), provenance=dict(provenance)
+    )
+
+
+def used_ops(graph: Graph) -> dict[str, int]:
+    """Every op of the graph with its version, sorted by name."""
+    steps = [*graph.main, *(node for block in graph.blocks for node in block.nodes)]
+    return dict(sorted({step.op: step.version for step in steps if isinstance(step, Node)}.items()))
+
