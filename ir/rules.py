@@ -346,12 +346,13 @@ def rope_frequencies(args: Args) -> tuple[TensorType, ...]:
     _dtype("short", short, "float32")
     kind = args["kind"]
     _expect(kind in ("longrope", "dynamic"), f"kind: expected longrope or dynamic, found {kind!r}")
-    if kind == "longrope":
-        _expect(long is not None, "long: longrope takes two sets of frequencies, found one")
+    if kind == "dynamic":
+        _expect(long is None, "long: dynamic takes one set of frequencies, found two")
+    elif long is None:
+        raise RuleError("long: longrope takes two sets of frequencies, found one")
+    else:
         _same("long", long.shape, short.shape)
         _dtype("long", long, "float32")
-    else:
-        _expect(long is None, "long: dynamic takes one set of frequencies, found two")
     return (TensorType("float32", (*lengths.shape, *short.shape)),)
 
 

@@ -5,7 +5,8 @@ forms are: a sum of products with sorted factors, in which `floordiv`, `mod`, `m
 factors of their own with normal arguments.
 
 Normal forms multiply out, so a short expression can have a huge one: functions that build them raise `ExprError`
-past `MAX_TERMS`, for an operation with too few or too many arguments, and for a division by zero.
+past `limits.MAX_EXPRESSION_TERMS` terms or `MAX_FACTORS` factors of a term, for an operation with
+too few or too many arguments, and for a division by the constant zero.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
+from precast.ir import limits
 from precast.ir.schema import Apply, Expr
 
 Monomial = tuple[Expr, ...]
 Polynomial = dict[Monomial, int]
 
-MAX_TERMS = 32
-"""Terms of a normal form, factors of a term: sizes of real models have up to four."""
+MAX_FACTORS = 64
+"""Factors of one term of a normal form: the number of elements of a tensor has one or two for each dimension."""
 
 _BINARY = frozenset(("floordiv", "mod", "ceildiv"))
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
@@ -34,6 +36,8 @@ class ExprError(ValueError):
 
 def add(*terms: Expr) -> Expr:
     """The sum of the terms, in normal form."""
+    if all(isinstance(term, int) for term in terms):
+        return sum(term for term in terms if isinstance(term, int))
     return _from_polynomial(_sum(terms))
 
 
@@ -176,7 +180,7 @@ def _sum(terms: Iterable[Expr]) -> Polynomial:
     for term in terms:
         for monomial, factor in _polynomial(term).items():
             total[monomial] = total.get(monomial, 0) + factor
-        _within_limit(len(total))
+        _within_limit(len(total), limits.MAX_EXPRESSION_TERMS, "terms")
     return total
 
 
@@ -192,15 +196,15 @@ def _product(a: Polynomial, b: Polynomial) -> Polynomial:
     for left, x in a.items():
         for right, y in b.items():
             monomial = tuple(sorted(left + right, key=text))
-            _within_limit(len(monomial))
+            _within_limit(len(monomial), MAX_FACTORS, "factors in a term")
             out[monomial] = out.get(monomial, 0) + x * y
-        _within_limit(len(out))
+        _within_limit(len(out), limits.MAX_EXPRESSION_TERMS, "terms")
     return out
 
 
-def _within_limit(count: int) -> None:
-    if count > MAX_TERMS:
-        raise ExprError(f"the expression has more than {MAX_TERMS} terms when it is multiplied out")
+def _within_limit(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise ExprError(f"an expression has more than {limit} {what} when it is multiplied out")
 
 
 def _from_polynomial(poly: Polynomial) -> Expr:

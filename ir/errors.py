@@ -1,0 +1,150 @@
+"""What goes wrong, by name: four kinds of error for the user, each with a stable code.
+
+A message says what was read and what was expected; `where` says where, `fix` what to do. Codes are part of the
+public interface: scripts and tests match them, so a code keeps its meaning for good. Our own bugs are assertions,
+never one of these.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+CODES: dict[str, str] = {
+    # --- bundle: the container --------------------------------------------------------------------------------
+    "bundle-missing": "there is nothing at the path",
+    "bundle-unreadable": "the operating system refuses to read a file or directory of the bundle",
+    "bundle-not-a-directory": "the path is not a directory",
+    "layout-missing": "a file or directory that every bundle has is missing",
+    "layout-extra": "a file or directory that no part of the bundle refers to",
+    "layout-kind": "a symbolic link, device, socket or pipe, or a directory in place of a file, inside the bundle",
+    "layout-marker": "the file oci-layout does not say what an OCI image layout of version 1.0.0 says",
+    "index-invalid": "index.json is not a valid list of this bundle's manifests",
+    "json-invalid": "JSON that does not parse, has fields that the format does not know, or values of a wrong type",
+    "json-duplicate-key": "a JSON object that has one key twice",
+    "json-not-canonical": "JSON that differs from its own canonical encoding",
+    "image-invalid": "an OCI image manifest that does not describe a bundle",
+    "artifact-type": "an artifact type that is not a bundle's",
+    "media-type": "a media type other than the one that this place of the bundle has",
+    "digest-invalid": "a digest that is not `sha256:` and 64 lower-case hexadecimal digits",
+    "name-invalid": "a file name that is not a plain name",
+    "blob-missing": "a blob that the bundle refers to is not there",
+    "blob-size": "a blob has another size than the bundle says",
+    "blob-digest": "a blob has another content than its digest says",
+    "blob-list": "the manifest's blobs are not the image's layers",
+    "limit-exceeded": "more, larger, longer or deeper than the format allows",
+    # --- bundle: versions -------------------------------------------------------------------------------------
+    "format-newer": "the bundle's format is newer than this Precast reads",
+    "format-unknown": "the bundle's format is none that this Precast knows",
+    "op-unknown": "an op, or a version of an op, that this Precast does not have",
+    # --- bundle: the contents ---------------------------------------------------------------------------------
+    "manifest-invalid": "the manifest does not decode as a manifest, or contradicts the graph",
+    "graph-compression": "the graph's blob is not exactly one zstd frame of a declared, allowed size",
+    "graph-encoding": "the graph does not decode as a graph",
+    "graph-not-canonical": "the graph differs from its own canonical encoding",
+    "graph-nesting": "expressions or recipes are nested deeper than the format allows",
+    "graph-invalid": "the graph breaks rules of the verifier",
+    "constants-invalid": "the constants are not a canonical safetensors file",
+    "constants-mismatch": "the constants are not those that the graph declares",
+    "text-syntax": "a graph in text form that does not parse",
+    # --- build ------------------------------------------------------------------------------------------------
+    "build-in-progress": "another build is writing to the same path",
+    "disk-full": "the file system has no room for the bundle, or a quota or size limit is reached",
+    "write-failed": "the bundle could not be written",
+    "output-not-a-bundle": "the output path holds something that is not a bundle; it is never overwritten",
+    "config-missing": "there is no model config at the path or hub id",
+    "config-invalid": "the model config cannot be read",
+    "model-unknown": "the config names a model that transformers does not know",
+    "remote-code": "the model is defined by code in its repository, which is never run",
+    "model-unsupported": "the model is not a decoder of a supported kind",
+    "feature-unsupported": "the model uses a feature that cannot be built yet",
+    "op-unsupported": "the model uses an operation outside the op table",
+    "recipe-unsupported": "a parameter cannot be made from checkpoint tensors by a recipe",
+    "export-failed": "the model cannot be exported",
+    "pass-unknown": "a pass of this name does not exist",
+    "pass-failed": "a pass left a graph that breaks the rules, or did not tell the truth about it",
+    "option-invalid": "a build option has a value that is not allowed",
+    "tokenizer-invalid": "a tokenizer file cannot be used",
+    "dependency-missing": "an optional dependency is not installed",
+    # --- weights ----------------------------------------------------------------------------------------------
+    "checkpoint-missing": "there is no checkpoint at the path",
+    "checkpoint-format": "the checkpoint is in a format other than safetensors",
+    "checkpoint-index": "the checkpoint's index does not parse, or contradicts its files",
+    "checkpoint-shard-missing": "the checkpoint's index names files that are not there",
+    "checkpoint-header": "the header of a checkpoint file is not a valid safetensors header",
+    "checkpoint-truncated": "a checkpoint file ended before the last tensor that its header lists",
+    "checkpoint-duplicate": "a tensor is in two files of the checkpoint",
+    "checkpoint-read": "a checkpoint file could not be read",
+    "weights-mismatch": "tensors are missing, unexpected, or of another shape or dtype than the recipes read",
+    # --- requests and engine options --------------------------------------------------------------------------
+    "prompt-empty": "a prompt without tokens",
+    "prompt-too-long": "prompt and answer do not fit the model's sequence limit",
+    "prompt-invalid": "a prompt that is neither text nor a list of token ids",
+    "prompt-too-large-for-cache": "a request that can never fit the cache",
+    "token-out-of-range": "a token id outside the vocabulary",
+    "sampling-invalid": "a sampling parameter outside its range",
+    "engine-option-invalid": "an engine option outside its range",
+    "cache-too-small": "the cache cannot hold what the engine options ask for",
+    "tokenizer-missing": "text was given or asked for, and the bundle has no tokenizer",
+    "engine-closed": "the engine is closed",
+    "input-mismatch": "inputs of a program are missing, unexpected, or of another shape or dtype",
+    "symbol-unbound": "a symbol has no value, or two different ones",
+    # --- the target machine -----------------------------------------------------------------------------------
+    "device-missing": "the device that was asked for is not there",
+    "device-invalid": "a device that Precast does not run on",
+    "device-memory": "the device has not enough free memory",
+    "torch-too-old": "the installed torch is older than the bundle or the loader needs",
+    "platform-unsupported": "the operating system or processor is not supported",
+}
+
+
+class PrecastError(Exception):
+    """The root of all errors meant for a user.
+
+    `code` is a key of `CODES`; `message` says what was read and what was expected; `where` names the file, tensor or
+    place; `fix` says what to do. `str()` gives all of it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, code: str, message: str, *, where: str | None = None, fix: str | None = None) -> None:
+        assert code in CODES, f"error code {code!r} is not in precast.ir.errors.CODES"
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.message}" if self.where else self.message]
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join([*lines, f"  code: {self.code}"])
+
+    def inside(self, where: str) -> Self:
+        """This error, its place put inside `where`: how callers add what they know while it travels outward."""
+        self.where = f"{where}: {self.where}" if self.where else where
+        return self
+
+
+class BundleError(PrecastError):
+    """A bundle is refused."""
+
+    exit_code = 3
+
+
+class BuildError(PrecastError):
+    """The input of a build cannot be built, or its output not be written."""
+
+
+class WeightsError(PrecastError):
+    """A checkpoint cannot be read, or does not fit the recipes."""
+
+
+class RequestError(PrecastError, ValueError):
+    """A prompt, sampling parameters or engine options that are not allowed."""
+
+
+class TargetError(PrecastError):
+    """The machine is not what the bundle or the request needs."""
+
+    exit_code = 4

@@ -1,0 +1,184 @@
+"""The verifier's rules about the cache plan, and about the ops that write and read what it plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeGuard
+
+from precast.ir import symbols
+from precast.ir.facts import Facts, Fault, Rule, duplicates, same_type
+from precast.ir.schema import Call, Const, Expr, Group, Node, PagedSpec, Ref, TensorType
+from precast.ir.text import format_type
+
+_METADATA = {
+    "precast.write_kv": ("slot_mapping",),
+    "precast.paged_attention": ("page_indices", "page_indptr", "page_start"),
+}
+"""The ops that take a slot's tensors as `k_cache` and `v_cache`, and which inputs of the slot's group they take."""
+
+MAX_CACHE_OPS = 100_000
+"""Ops on caches, each counted once a call: the one check whose time is not linear in the graph's size."""
+
+Resolve = Callable[[str], str | None]
+"""From a name of a block to what a call binds it to in `main`; None: a value of the block's own."""
+
+
+def _plan_names(facts: Facts) -> Iterator[Fault]:
+    plan = facts.graph.caches
+    yield from duplicates("pool", (pool.name for pool in plan.pools))
+    yield from duplicates("group", (group.name for group in plan.groups))
+    yield from duplicates("slot", (slot.name for group in plan.groups for slot in group.slots))
+
+
+def _plan_references(facts: Facts) -> Iterator[Fault]:
+    plan = facts.graph.caches
+    pools = {pool.name for pool in plan.pools}
+    for group in plan.groups:
+        if group.pool not in pools:
+            yield f"group {group.name}", f"there is no pool {group.pool}"
+        if not group.slots:
+            yield f"group {group.name}", "expected at least one slot"
+    for unused in sorted(pools - {group.pool for group in plan.groups}):
+        yield f"pool {unused}", "no group uses it"
+
+
+def _page_counts(facts: Facts) -> Iterator[Fault]:
+    pools = facts.graph.caches.pools
+    declared = {symbol.name for symbol in facts.graph.symbols}
+    fed = {size for value in facts.graph.inputs for size in value.type.shape}
+    for pool in pools:
+        if pool.pages not in declared:
+            yield f"pool {pool.name}", f"its pages are counted by {pool.pages}, which is no declared symbol"
+        if pool.pages in fed:
+            yield f"pool {pool.name}", f"its pages are counted by {pool.pages}, which is a size of an input"
+    yield from duplicates("symbol", (pool.pages for pool in pools), "counts the pages of two pools")
+
+
+def _specs(facts: Facts) -> Iterator[Fault]:
+    for group in facts.graph.caches.groups:
+        spec = group.spec
+        sizes: dict[str, Expr] = {
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.head_size,
+            "value_size": spec.value_size,
+            "page_size": spec.page_size,
+            "window": 1 if spec.window is None else spec.window,
+        }
+        for name, size in sizes.items():
+            if isinstance(size, int) and size < 1:
+                yield f"group {group.name}", f"{name}: expected at least 1, found {size}"
+
+
+def _slots(facts: Facts) -> Iterator[Fault]:
+    pages = {pool.name: pool.pages for pool in facts.graph.caches.pools}
+    for group in facts.graph.caches.groups:
+        if group.pool not in pages:
+            continue
+        expected = _tensors(group.spec, pages[group.pool])
+        for slot in group.slots:
+            types = [value.type for value in slot.tensors]
+            if len(types) != len(expected) or not all(map(same_type, types, expected)):
+                found = ", ".join(map(format_type, types))
+                wanted = ", ".join(map(format_type, expected))
+                yield f"slot {slot.name}", f"expected tensors {wanted} by the spec of its group, found {found}"
+
+
+def _tensors(spec: PagedSpec, pages: str) -> tuple[TensorType, TensorType]:
+    """The types of a slot's keys and values."""
+    keys = (pages, spec.page_size, spec.num_kv_heads, spec.head_size)
+    return TensorType(spec.dtype, keys), TensorType(spec.dtype, (*keys[:-1], spec.value_size))
+
+
+def _geometries(facts: Facts) -> Iterator[Fault]:
+    first: dict[str, Group] = {}
+    for group in facts.graph.caches.groups:
+        other = first.setdefault(group.pool, group)
+        if not all(map(same_type, _tensors(group.spec, "pages"), _tensors(other.spec, "pages"))):
+            yield f"group {group.name}", f"its pages have another geometry than those of {other.name} in the same pool"
+
+
+def _group_inputs(facts: Facts) -> Iterator[Fault]:
+    inputs = {value.name: value.type for value in facts.graph.inputs}
+    for group in facts.graph.caches.groups:
+        names = group.inputs
+        start = inputs.get(names.page_start)
+        # One more bound than sequences, which `page_start` counts.
+        bounds: Expr | None = symbols.add(start.shape[0], 1) if start and len(start.shape) == 1 else None
+        wanted: dict[str, tuple[str, Expr | None]] = {
+            names.page_indices: ("int32", None),
+            names.page_indptr: ("int32", bounds),
+            names.page_start: ("int32", None),
+            names.slot_mapping: ("int64", None),
+        }
+        for name, (dtype, size) in wanted.items():
+            found = inputs.get(name)
+            if found is None:
+                yield f"group {group.name}", f"%{name} is no input of the graph"
+            elif not (
+                found.dtype == dtype and len(found.shape) == 1 and (size is None or symbols.equal(found.shape[0], size))
+            ):
+                shape = f"[{'any' if size is None else symbols.text(size)}]"
+                yield f"group {group.name}", f"%{name}: expected {dtype}{shape}, found {format_type(found)}"
+    yield from duplicates("input", _input_names(facts), "is the metadata of two groups, or twice of one")
+
+
+def _input_names(facts: Facts) -> Iterator[str]:
+    for group in facts.graph.caches.groups:
+        names = group.inputs
+        yield from (names.page_indices, names.page_indptr, names.page_start, names.slot_mapping)
+
+
+def _cache_ops(facts: Facts) -> Iterator[Fault]:
+    ops_of = {
+        name: [(scope.at(i), node) for i, node in enumerate(scope.steps) if _is_cache_op(node)]
+        for name, scope in facts.block_scopes.items()
+    }
+    checks = 0
+    for index, step in enumerate(facts.graph.main):
+        if not isinstance(step, Call):
+            if _is_cache_op(step):
+                yield from _cache_op(facts, facts.main.at(index), step, lambda name: name)
+            continue
+        inner = ops_of.get(step.block, [])
+        checks += len(inner)
+        if checks > MAX_CACHE_OPS:
+            yield facts.main.at(index), f"more than {MAX_CACHE_OPS} ops on caches, over all calls"
+            return
+        for where, node in inner:
+            yield from _cache_op(facts, f"{facts.main.at(index)}, {where}", node, step.args.get)
+
+
+def _is_cache_op(step: Node | Call) -> TypeGuard[Node]:
+    return isinstance(step, Node) and step.op in _METADATA
+
+
+def _cache_op(facts: Facts, where: str, node: Node, resolve: Resolve) -> Iterator[Fault]:
+    """Keys and values of one slot, the metadata of its group, and the window of its group."""
+    bound = {name: resolve(arg.name) for name, arg in node.args.items() if isinstance(arg, Ref)}
+    found = facts.slots.get(bound.get("k_cache") or "")
+    if found is None:
+        yield where, "k_cache: expected a tensor of a cache slot"
+        return
+    group, slot = found
+    expected = {name: getattr(group.inputs, name) for name in _METADATA[node.op]}
+    if len(slot.tensors) == 2:
+        expected |= {"k_cache": slot.tensors[0].name, "v_cache": slot.tensors[1].name}
+    for name, tensor in expected.items():
+        if bound.get(name) != tensor:
+            yield where, f"{name}: expected %{tensor} of slot {slot.name}, group {group.name}, found %{bound.get(name)}"
+    if group.spec.window is not None and node.op == "precast.paged_attention":
+        window = node.args.get("window")
+        if window != Const(group.spec.window):
+            yield where, f"window: expected {group.spec.window}, that of group {group.name}, whose pages end there"
+
+
+CACHE_RULES = (
+    Rule("IR040", "pools, groups and slots have names of their own", _plan_names),
+    Rule("IR041", "each group has a pool and a slot, each pool a group", _plan_references),
+    Rule("IR042", "each pool's pages are counted by a declared symbol of its own", _page_counts),
+    Rule("IR043", "sizes and windows of a spec are at least 1", _specs),
+    Rule("IR044", "a slot's tensors are those of its group's spec", _slots),
+    Rule("IR045", "groups of one pool have pages of one geometry", _geometries),
+    Rule("IR046", "a group's metadata are graph inputs of the right types, and its own", _group_inputs),
+    Rule("IR047", "an op on a cache takes the tensors of one slot, its group's metadata and window", _cache_ops),
+)
