@@ -1,0 +1,99 @@
+"""attention@1: causal attention over packed sequences, formula in `precast.kernels.attention.attend`.
+
+Tokens `cu_seqlens[b] .. cu_seqlens[b + 1]` are sequence b: its queries and its keys. Tokens past `cu_seqlens[B]` are
+padding, and give zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from precast.kernels.attention import batched, cuda
+from precast.kernels.attention.attend import attend, check_window, visible_keys
+from precast.kernels.dtypes import FLOAT
+from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """`q` [1, T, H, D], `k` [1, T, K, D], `v` [1, T, K, Dv], `sinks` [H], `cu_seqlens` [B + 1] int32; [1, T, H, Dv].
+
+    Computed in float32, rounded once to q's dtype. Raises ValueError for a window below 1.
+    """
+    check_window(window)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    bounds = cu_seqlens.tolist()
+    for first, end in pairwise(bounds):
+        positions = torch.arange(end - first, device=q.device)
+        visible = visible_keys(positions, positions, window)
+        rows = slice(first, end)
+        out[0, rows] = attend(q[0, rows], k[0, rows], v[0, rows], visible, sinks, scale, soft_cap)
+    return out
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _samples(draw: Draw) -> Iterator[Sample]:
+    def sample(
+        lengths: list[int], heads: int, kv_heads: int, size: int, value: int, padding: int, **more: Any
+    ) -> Sample:
+        bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        tokens = bounds[-1] + padding
+        return {
+            "q": draw.normal(1, tokens, heads, size),
+            "k": draw.normal(1, tokens, kv_heads, size),
+            "v": draw.normal(1, tokens, kv_heads, value),
+            "sinks": None,
+            "cu_seqlens": draw.of(bounds, torch.int32),
+            "scale": size**-0.5,
+            **more,
+        }
+
+    yield sample([5, 1, 9], 4, 2, 16, 16, 0)
+    yield sample([5, 0, 17], 6, 2, 24, 8, 3, window=4)
+    yield sample([33], 3, 1, 40, 40, 1, window=1, soft_cap=5.0)
+    yield sample([2, 3], 2, 2, 8, 8, 2, sinks=draw.normal(2), soft_cap=2.0, window=100)
+    yield sample([1, 1, 1], 7, 1, 32, 32, 0, sinks=draw.normal(7, dtype=torch.float32))
+    yield sample([], 2, 1, 8, 8, 3)
+    yield sample([], 2, 1, 8, 8, 0)
+    # Query, key and value as slices of the fused product.
+    fused = draw.normal(1, 7, 4, 16)
+    yield sample([3, 4], 2, 1, 16, 16, 0, q=fused[:, :, :2], k=fused[:, :, 2:3], v=fused[:, :, 3:])
+
+
+ATTENTION = OpSpec(
+    name="precast.attention",
+    axes={"q": "1 T H D", "k": "1 T K D", "v": "1 T K E", "sinks": "H", "cu_seqlens": "B+1"},
+    results={"y": "1 T H E"},
+    dtypes={"q": FLOAT, "k": FLOAT, "v": FLOAT, "sinks": FLOAT, "cu_seqlens": (torch.int32,)},
+    reference=attention,
+    fake=_fake,
+    samples=_samples,
+    tolerances=PRODUCT,
+    implementations={"cpu": lambda: batched.attention, "cuda": cuda.attention},
+)

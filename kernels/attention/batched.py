@@ -1,0 +1,197 @@
+"""Attention in PyTorch for speed without a kernel of our own: no work for keys that no query of a block can see,
+decoding sequences together. It reads the metadata on the host, which on a GPU is a wait; the Triton kernel has none.
+
+Sequences that are decoding (one query) are sorted into classes of like length, and each class is one product over
+pages padded to its longest list. Others go one by one, in blocks of queries. Products without soft cap and sinks are
+`scaled_dot_product_attention`; torch's softmax has no place for the other two.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from precast.kernels.attention.attend import check_window, probabilities, visible_keys
+from precast.kernels.dtypes import widened
+
+# Queries of a block: bounds the mask and the scores to this many rows a head, and keeps products large.
+_BLOCK = 128
+
+
+class _Rule(NamedTuple):
+    """What is the same for all sequences of a call."""
+
+    sinks: torch.Tensor | None
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+
+class _Sequence(NamedTuple):
+    """One sequence of a paged call. Positions are local: those of the slots of `first_page .. end_page`."""
+
+    row: int
+    queries: int
+    position: int  # of the first query
+    keys: int
+    first_page: int
+    end_page: int
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """`precast.attention`, see `precast.kernels.attention.attention`."""
+    check_window(window)
+    rule = _Rule(sinks, scale, window, soft_cap)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    bounds = cu_seqlens.tolist()
+    for first, end in pairwise(bounds):
+        rows = slice(first, end)
+        _in_blocks(out[0, rows], q[0, rows], k[0, rows], v[0, rows], 0, rule)
+    return out
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    page_indptr: torch.Tensor,
+    page_start: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """`precast.paged_attention`, see `precast.kernels.attention.paged`."""
+    check_window(window)
+    rule = _Rule(sinks, scale, window, soft_cap)
+    out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
+    page_size = k_cache.shape[1]
+    decoding: dict[int, list[_Sequence]] = {}
+    for sequence in _sequences(cu_seqlens, kv_lens, page_indptr, page_start, page_size, window):
+        if sequence.queries == 1:
+            # Lists of one class differ by less than a factor of two: that bounds what padding costs.
+            decoding.setdefault((sequence.end_page - sequence.first_page).bit_length(), []).append(sequence)
+            continue
+        pages = page_indices[sequence.first_page : sequence.end_page]
+        k = k_cache[pages].flatten(0, 1)[: sequence.keys]
+        v = v_cache[pages].flatten(0, 1)[: sequence.keys]
+        rows = slice(sequence.row, sequence.row + sequence.queries)
+        _in_blocks(out[0, rows], q[0, rows], k, v, sequence.position, rule)
+    for sequences in decoding.values():
+        _decode(out, q, k_cache, v_cache, page_indices, sequences, rule)
+    return out
+
+
+def _sequences(
+    cu_seqlens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_indptr: torch.Tensor,
+    page_start: torch.Tensor,
+    page_size: int,
+    window: int | None,
+) -> list[_Sequence]:
+    """The sequences that have queries and keys, without pages that lie before every window or behind the last key."""
+    bounds, indptr = cu_seqlens.tolist(), page_indptr.tolist()
+    found = []
+    for b, (kv_len, start) in enumerate(zip(kv_lens.tolist(), page_start.tolist(), strict=True)):
+        queries = bounds[b + 1] - bounds[b]
+        position = kv_len - start - queries
+        keys = min(kv_len - start, (indptr[b + 1] - indptr[b]) * page_size)
+        skipped = 0 if window is None else max(position - window + 1, 0) // page_size
+        held = -(-keys // page_size)
+        if queries > 0 and held > skipped:
+            slots = skipped * page_size
+            first, end = indptr[b] + skipped, indptr[b] + held
+            found.append(_Sequence(bounds[b], queries, position - slots, keys - slots, first, end))
+    return found
+
+
+def _in_blocks(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, rule: _Rule
+) -> None:
+    """One sequence: `q` [Q, H, D] at local positions from `position` on, over `k`, `v` [L, K, .]; into `out`."""
+    for first in range(0, q.shape[0], _BLOCK):
+        end = min(first + _BLOCK, q.shape[0])
+        low = 0 if rule.window is None else max(position + first - rule.window + 1, 0)
+        high = min(position + end, k.shape[0])
+        if high <= low:
+            continue
+        queries = torch.arange(position + first, position + end, device=q.device)
+        keys = torch.arange(low, high, device=q.device)
+        visible = visible_keys(queries, keys, rule.window)
+        out[first:end] = _product(q[None, first:end], k[None, low:high], v[None, low:high], visible[None], rule)[0]
+
+
+def _decode(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_indices: torch.Tensor,
+    sequences: list[_Sequence],
+    rule: _Rule,
+) -> None:
+    """Sequences of one query each, in one product; into `out`."""
+    rows, positions, keys, first_pages, counts = torch.tensor(
+        [(s.row, s.position, s.keys, s.first_page, s.end_page - s.first_page) for s in sequences], device=q.device
+    ).unbind(1)
+    column = torch.arange(max(s.end_page - s.first_page for s in sequences), device=q.device)
+    # Lists shorter than the longest repeat their first page; its slots are masked like others without a key.
+    table = page_indices[first_pages[:, None] + torch.where(column < counts[:, None], column, 0)]
+    slots = torch.arange(len(column) * k_cache.shape[1], device=q.device)
+    empty = slots >= keys[:, None]
+    # Slots without a key hold anything, NaN too; a probability of zero would not keep that out of a product.
+    k = k_cache[table].flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
+    v = v_cache[table].flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
+    visible = visible_keys(positions[:, None], slots, rule.window) & ~empty[:, None]
+    out[0, rows] = _product(q[0, rows][:, None], k, v, visible, rule)[:, 0]
+
+
+def _product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, rule: _Rule) -> torch.Tensor:
+    """`q` [B, Q, H, D] over `k`, `v` [B, L, K, .] where `visible` [B, Q, L]; [B, Q, H, Dv] in q's dtype."""
+    batch, queries, heads, size = q.shape
+    length, kv_heads = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    # The queries of one key head become rows of one matrix, so that no key is repeated for its group.
+    rows = q.view(batch, queries, kv_heads, group, size).transpose(1, 2).reshape(batch, kv_heads, -1, size)
+    k, v = k.transpose(1, 2).to(q.dtype), v.transpose(1, 2).to(q.dtype)
+    mask = visible[:, None, :, None].expand(batch, 1, queries, group, length).reshape(batch, 1, -1, length)
+    if rule.sinks is None and rule.soft_cap is None:
+        y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=rule.scale)
+        # Rows that see nothing are NaN in some of torch's kernels and zero in others.
+        y = torch.where(mask.any(-1, keepdim=True), y, 0.0)
+    else:
+        y = _with_extras(rows, k, v, mask, group, rule)
+    return y.view(batch, kv_heads, queries, group, -1).transpose(1, 2).reshape(batch, queries, heads, -1)
+
+
+def _with_extras(
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, group: int, rule: _Rule
+) -> torch.Tensor:
+    """The product in float32 with soft cap and sinks; `rows` [B, K, Q * G, D], `mask` [B, 1, Q * G, L]."""
+    scores = torch.matmul(widened(rows), widened(k).transpose(-1, -2)) * rule.scale
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    sinks = rule.sinks
+    if sinks is not None:
+        # Rows of a key head: its group's heads, once for each query.
+        sinks = sinks.view(k.shape[1], 1, group).expand(-1, scores.shape[2] // group, -1).reshape(scores.shape[1:3])
+    return torch.matmul(probabilities(scores, sinks), widened(v)).to(rows.dtype)

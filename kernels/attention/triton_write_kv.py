@@ -1,0 +1,97 @@
+"""write_kv in Triton: one program a token and head copies its key and its value; programs of padding do nothing.
+
+Caches of 8-bit floats are written by PyTorch: Triton's conversion saturates where torch's gives NaN, and older GPUs
+have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from precast.kernels.attention.triton import power_of_two
+from precast.kernels.attention.write_kv import write_kv as reference
+
+
+@triton.jit
+def write_kv_kernel(  # type: ignore[no-untyped-def]
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    num_slots,
+    k_stride_t,
+    k_stride_h,
+    k_stride_d,
+    v_stride_t,
+    v_stride_h,
+    v_stride_d,
+    k_cache_stride_p,
+    k_cache_stride_s,
+    k_cache_stride_h,
+    k_cache_stride_d,
+    v_cache_stride_p,
+    v_cache_stride_s,
+    v_cache_stride_h,
+    v_cache_stride_d,
+    PAGE_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The key and value of one token and head. A slot outside of the cache is taken like padding: never written."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slot_mapping_ptr + token)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    page = slot // PAGE_SIZE
+    offset = slot % PAGE_SIZE
+
+    d = tl.arange(0, BLOCK_D)
+    k = tl.load(k_ptr + token * k_stride_t + head * k_stride_h + d * k_stride_d, mask=d < SIZE)
+    k_cache_ptr += page * k_cache_stride_p + offset * k_cache_stride_s + head * k_cache_stride_h
+    tl.store(k_cache_ptr + d * k_cache_stride_d, k.to(k_cache_ptr.dtype.element_ty), mask=d < SIZE)
+
+    e = tl.arange(0, BLOCK_V)
+    v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + e * v_stride_d, mask=e < VALUE_SIZE)
+    v_cache_ptr += page * v_cache_stride_p + offset * v_cache_stride_s + head * v_cache_stride_h
+    tl.store(v_cache_ptr + e * v_cache_stride_d, v.to(v_cache_ptr.dtype.element_ty), mask=e < VALUE_SIZE)
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """`precast.write_kv`, see `precast.kernels.attention.write_kv`."""
+    if k_cache.dtype.itemsize == 1 or v_cache.dtype.itemsize == 1:
+        reference(k, v, k_cache, v_cache, slot_mapping)
+        return
+    num_tokens, num_heads, size = k.shape[1:]
+    num_pages, page_size = k_cache.shape[:2]
+    if num_tokens == 0 or num_pages == 0:
+        return
+    launch: Any = write_kv_kernel[num_tokens, num_heads]
+    # Triton launches on the current device, whatever device the tensors are on.
+    with torch.cuda.device_of(k):
+        launch(
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            num_pages * page_size,
+            *k.stride()[1:],
+            *v.stride()[1:],
+            *k_cache.stride(),
+            *v_cache.stride(),
+            PAGE_SIZE=page_size,
+            SIZE=size,
+            VALUE_SIZE=v.shape[-1],
+            BLOCK_D=power_of_two(size),
+            BLOCK_V=power_of_two(v.shape[-1]),
+        )

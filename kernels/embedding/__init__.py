@@ -1,0 +1,1 @@
+"""The embedding table's rows."""

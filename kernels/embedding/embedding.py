@@ -1,0 +1,47 @@
+"""embedding@1: y[..., d] = weight[ids[...], d] * scale, where scale is first rounded to weight's dtype.
+
+The rounding is part of the definition: Gemma's checkpoints were trained with a scale of sqrt(D) in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from precast.kernels.dtypes import FLOAT
+from precast.kernels.spec import ELEMENTWISE, Draw, OpSpec, Sample
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    """The rows of `weight` [V, D] that `ids` [...] (int64 or int32) name, times `scale`; [..., D] in weight's dtype.
+
+    An id outside of `0..V-1` raises IndexError on a CPU and stops the program on a GPU.
+    """
+    rows = torch.nn.functional.embedding(ids, weight)
+    if scale == 1.0:
+        return rows
+    # Rounded on the host: a tensor on the device would be one more copy a call.
+    return rows * torch.tensor(scale, dtype=weight.dtype).item()
+
+
+def _fake(ids: torch.Tensor, weight: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+def _samples(draw: Draw) -> Iterator[Sample]:
+    yield {"ids": draw.integers(0, 11, 1, 7), "weight": draw.normal(11, 33), "scale": 33**0.5}
+    yield {"ids": draw.integers(0, 5, 1, 1, dtype=torch.int32), "weight": draw.normal(5, 8)}
+    yield {"ids": draw.integers(0, 5, 1, 0), "weight": draw.normal(5, 8), "scale": 2.5}
+
+
+EMBEDDING = OpSpec(
+    name="precast.embedding",
+    axes={"ids": "...", "weight": "V D"},
+    results={"y": "... D"},
+    dtypes={"ids": (torch.int64, torch.int32), "weight": FLOAT},
+    reference=embedding,
+    fake=_fake,
+    samples=_samples,
+    tolerances=ELEMENTWISE,
+)

@@ -1,0 +1,1 @@
+"""The rows whose logits are wanted."""

@@ -1,0 +1,1 @@
+"""Root mean square norm, alone and with the residual sum before it."""

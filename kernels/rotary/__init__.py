@@ -1,0 +1,1 @@
+"""Rotary position embedding: the frequencies, the tables made from them, and the rotation."""

@@ -1,0 +1,62 @@
+"""rotary@1: the first 2R elements of each head, taken as R pairs (a, b), are turned by the token's angles:
+
+    (a[r], b[r]) -> (a[r] * cos[t, r] - b[r] * sin[t, r], b[r] * cos[t, r] + a[r] * sin[t, r])
+
+Pairs are x[r], x[R + r] (halves), or x[2r], x[2r + 1] (interleaved). The rest of the head passes through. Computed in
+float32, rounded once at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from precast.kernels.dtypes import FLOAT, widened
+from precast.kernels.spec import ELEMENTWISE, Draw, OpSpec, Sample
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """`x` [1, T, H, D] turned by the tables `cos`, `sin` [1, T, R], 2R <= D; same shape and dtype, new memory."""
+    pairs = cos.shape[-1]
+    turned = widened(x[..., : 2 * pairs])
+    cos, sin = cos[:, :, None].to(turned.dtype), sin[:, :, None].to(turned.dtype)
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned[..., :pairs], turned[..., pairs:]
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., 2 * pairs :]), dim=-1)
+
+
+def _fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _samples(draw: Draw) -> Iterator[Sample]:
+    for tokens, heads, size, pairs in ((5, 3, 16, 8), (1, 1, 80, 16), (4, 2, 7, 3), (0, 2, 8, 4), (2, 1, 6, 0)):
+        angle = draw.uniform(1, tokens, pairs, high=6.3, dtype=torch.float32)
+        for interleaved in (False, True):
+            yield {
+                "x": draw.normal(1, tokens, heads, size),
+                "cos": angle.cos().to(draw.dtype),
+                "sin": angle.sin().to(draw.dtype),
+                "interleaved": interleaved,
+            }
+    # Key heads as a slice of the fused query, key and value; tables in float32.
+    angle = draw.uniform(1, 3, 4, high=6.3, dtype=torch.float32)
+    fused = draw.normal(1, 3, 4, 8)
+    yield {"x": fused[:, :, 2:3], "cos": angle.cos(), "sin": angle.sin(), "interleaved": False}
+
+
+ROTARY = OpSpec(
+    name="precast.rotary",
+    axes={"x": "1 T H D", "cos": "1 T R", "sin": "1 T R"},
+    results={"y": "1 T H D"},
+    dtypes={"x": FLOAT, "cos": FLOAT, "sin": FLOAT},
+    reference=rotary,
+    fake=_fake,
+    samples=_samples,
+    tolerances=ELEMENTWISE,
+)

@@ -1,0 +1,140 @@
+"""sample@1: one token for each row of logits, the same whatever other rows are in the batch.
+
+A row with temperature 0 takes its largest logit, the first of them if several are equal. Any other row, with
+x[i] = (logits[i] - max(logits)) / temperature, keeps the tokens that pass all filters:
+
+1. min_p: x[i] >= log(min_p), that is, a probability of at least min_p times the largest; 0: off.
+2. top_k: x[i] at least the top_k-th largest, so that equals of the last are kept; 0: off.
+3. top_p: of those that passed 1 and 2, sorted by x (equals by index), the shortest run from the top whose
+   probability reaches top_p; 1: off. The first always passes.
+
+It takes the largest of x[i] + g[i] among them, where g is Gumbel noise of (seed, step, i): this draws token i with
+its probability among those kept. A row of nothing but -inf gives token 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from precast.kernels.dtypes import FLOAT
+from precast.kernels.sampling.noise import gumbel
+from precast.kernels.spec import Draw, OpSpec, Sample
+
+# Weights are summed as integers of 2^-40, so that a sum is the same in any order; 2^22 of them fit int64.
+_ONE = 2.0**40
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+) -> torch.Tensor:
+    """Token ids [R] int64 from `logits` [R, V] and one of each parameter a row.
+
+    `temperature`, `top_p`, `min_p` are float32, `top_k` int32, `seeds` and `steps` int64. Nothing is read back to the
+    host.
+    """
+    x = scaled(logits, temperature)
+    kept = passed(x, top_k, top_p, min_p)
+    drawn = pick(x.masked_fill(~kept, float("-inf")), seeds, steps)
+    return torch.where(temperature > 0, drawn, logits.argmax(-1))
+
+
+def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(logits - max) / temperature in float32 [R, V]: at most 0, never NaN for logits that aren't; rows with
+    temperature 0 are not divided."""
+    largest = torch.finfo(torch.float32).max
+    # The bound on both sides keeps the difference from being inf - inf.
+    x = logits.float().clamp(max=largest)
+    x = x - x.amax(-1, keepdim=True).clamp(min=-largest)
+    return x / torch.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+def passed(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Which tokens pass the three filters; `x` [R, V] from `scaled`; [R, V] bool."""
+    size = x.shape[1]
+    ordered, index = torch.sort(x, dim=-1, descending=True, stable=True)
+    last = torch.where(top_k > 0, top_k, size).clamp(max=size).long() - 1
+    kept = (ordered >= min_p.log()[:, None]) & (ordered >= ordered.gather(1, last[:, None]))
+    weights = (ordered.exp().double() * _ONE).round().long() * kept
+    total = weights.sum(-1, keepdim=True)
+    before = weights.cumsum(-1) - weights
+    kept &= (before.double() < top_p.double()[:, None] * total) | (top_p >= 1)[:, None]
+    kept[:, 0] = True
+    return torch.zeros_like(kept).scatter_(1, index, kept)
+
+
+def pick(x: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """A token for each row of `x` [R, V], with probability in proportion to exp(x); [R] int64."""
+    return (x + gumbel(seeds, steps, x.shape[1])).argmax(-1)
+
+
+def _fake(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+) -> torch.Tensor:
+    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
+
+
+def _on_cpu() -> Callable[..., Any]:
+    from precast.kernels.sampling import on_host
+
+    return on_host.sample
+
+
+def _samples(draw: Draw) -> Iterator[Sample]:
+    def sample(rows: int, size: int, **more: Any) -> Sample:
+        return {
+            "logits": draw.normal(rows, size, scale=3.0),
+            "temperature": draw.of([(0.0, 0.7, 1.0, 2.5)[row % 4] for row in range(rows)], torch.float32),
+            "top_k": draw.of([(0, 3, 1, 1000)[row % 4] for row in range(rows)], torch.int32),
+            "top_p": draw.of([(1.0, 0.9, 0.3)[row % 3] for row in range(rows)], torch.float32),
+            "min_p": draw.of([(0.0, 0.1)[row % 2] for row in range(rows)], torch.float32),
+            "seeds": draw.integers(-(2**63), 2**63 - 1, rows),
+            "steps": draw.integers(0, 1000, rows),
+            **more,
+        }
+
+    def flat(rows: int, value: float, dtype: torch.dtype) -> torch.Tensor:
+        return draw.of([value] * rows, dtype)
+
+    yield sample(12, 33)
+    yield sample(1, 1)
+    yield sample(0, 5)
+    yield sample(4, 7, logits=draw.of([[float("-inf")] * 7] * 4, draw.dtype))
+    yield sample(5, 257, temperature=flat(5, 0.0, torch.float32))
+    yield sample(
+        5,
+        257,
+        temperature=flat(5, 1.0, torch.float32),
+        top_k=flat(5, 0, torch.int32),
+        top_p=flat(5, 1.0, torch.float32),
+        min_p=flat(5, 0.0, torch.float32),
+    )
+
+
+_ROW = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32,
+        "seeds": torch.int64, "steps": torch.int64}  # fmt: skip
+
+SAMPLE = OpSpec(
+    name="precast.sample",
+    axes={"logits": "R V"} | dict.fromkeys(_ROW, "R"),
+    results={"tokens": "R"},
+    dtypes={"logits": FLOAT} | {name: (dtype,) for name, dtype in _ROW.items()},
+    reference=sample,
+    fake=_fake,
+    samples=_samples,
+    implementations={"cpu": _on_cpu},
+)

@@ -1,0 +1,109 @@
+"""What an op is to tests, verifier and docs: one `OpSpec`, beside the op's formula and its reference.
+
+The signature, what it mutates and whether it is dynamic stand in `precast.ir.ops`; a spec adds what only torch can
+say, and takes all else from there. No kernel is imported to make a spec: implementations are named by functions that
+import them when they are first wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from precast.ir import ops
+
+Sample = dict[str, Any]
+"""Arguments of one call, by the names of the signature."""
+
+
+class Tolerance(NamedTuple):
+    """How far an implementation may be from the reference: `|found - expected| <= atol + rtol * |expected|`."""
+
+    rtol: float
+    atol: float
+
+
+# One rounding of the result for what is computed in float32 element by element.
+ELEMENTWISE: Mapping[torch.dtype, Tolerance] = {
+    torch.float16: Tolerance(2e-3, 1e-5),
+    torch.bfloat16: Tolerance(1.6e-2, 1e-5),
+    torch.float32: Tolerance(1e-5, 1e-6),
+    torch.float64: Tolerance(1e-7, 1e-9),
+}
+# Products of half precision, whose terms and probabilities are rounded in an order of the kernel's own.
+PRODUCT: Mapping[torch.dtype, Tolerance] = {
+    torch.float16: Tolerance(4e-3, 2e-3),
+    torch.bfloat16: Tolerance(2e-2, 1.6e-2),
+    torch.float32: Tolerance(1e-4, 1e-5),
+    torch.float64: Tolerance(1e-7, 1e-9),
+}
+# Results that are copies or integers.
+EXACT: Mapping[torch.dtype, Tolerance] = {}
+
+
+class Draw:
+    """Draws the tensors of samples: the same numbers on every device, floats in the sample's `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Normally distributed floats with standard deviation `scale`."""
+        return self.to(torch.randn(shape, generator=self._generator) * scale, dtype or self.dtype)
+
+    def uniform(
+        self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Floats in `low..high`."""
+        return self.to(torch.rand(shape, generator=self._generator) * (high - low) + low, dtype or self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Integers in `low..high`, `high` left out."""
+        return self.to(torch.randint(low, high, shape, generator=self._generator), dtype)
+
+    def permutation(self, count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """The integers below `count` in random order."""
+        return self.to(torch.randperm(count, generator=self._generator), dtype)
+
+    def of(self, values: object, dtype: torch.dtype) -> torch.Tensor:
+        """These values, on the sample's device."""
+        return self.to(torch.tensor(values), dtype)
+
+    def to(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`x` on the sample's device."""
+        return x.to(device=self.device, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """One version of an op.
+
+    `axes` and `results` give each tensor's axes, results in order: `"1 T H D"`, with `...` for any number of leading
+    axes, `2F` for a multiple and `B+1` for a sum; one letter has one size in a call. `dtypes` names the element types
+    of each tensor argument that it takes. `implementations` maps a device type to what imports the fastest
+    implementation there; a device type that isn't in it has the reference. `tolerances` are for the largest of the
+    floating results' dtypes; a dtype that isn't in it must be met exactly.
+    """
+
+    name: str
+    version: int = 1
+    axes: Mapping[str, str]
+    results: Mapping[str, str]
+    dtypes: Mapping[str, tuple[torch.dtype, ...]]
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    samples: Callable[[Draw], Iterator[Sample]]
+    tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=dict)
+    implementations: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
+
+    @property
+    def definition(self) -> ops.OpDef:
+        """The op's row of the op table: its signature, what it mutates, its shape rule, whether it is dynamic."""
+        definition = ops.lookup(self.name, self.version)
+        assert definition is not None, f"{self.name}@{self.version} is not in the op table"
+        return definition

@@ -1,0 +1,54 @@
+"""What the tests of the ops share: the devices they run on, samples, and how results are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from precast.kernels.spec import Draw, OpSpec, Sample
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that ops run on."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def draw(device: torch.device) -> Draw:
+    """Draws float32 tensors on `device`, and draws the same in each run."""
+    return Draw(torch.float32, device)
+
+
+def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
+    """The results of an op as a tuple."""
+    if result is None:
+        return ()
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.fixture
+def results() -> Callable[[Any], tuple[torch.Tensor, ...]]:
+    """Gives the results of an op as a tuple."""
+    return tensors_of
+
+
+@pytest.fixture
+def copied() -> Callable[[Sample], Sample]:
+    """Gives a sample with every tensor copied."""
+    return lambda sample: {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+
+
+@pytest.fixture
+def same() -> Callable[[OpSpec, Any, Any], None]:
+    """Asserts that results are equal within the spec's tolerances: `same(spec, found, expected)`."""
+
+    def compare(spec: OpSpec, found: Any, expected: Any) -> None:
+        for x, y in zip(tensors_of(found), tensors_of(expected), strict=True):
+            rtol, atol = spec.tolerances.get(y.dtype, (0.0, 0.0))
+            torch.testing.assert_close(x, y, rtol=rtol, atol=atol, equal_nan=True)
+
+    return compare

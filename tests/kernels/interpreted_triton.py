@@ -1,0 +1,117 @@
+"""The Triton kernels against the references, for Triton's interpreter: `test_triton.py` runs this file in a process of
+its own, because Triton reads TRITON_INTERPRET when a kernel is defined.
+
+float32 and float16 only: the interpreter holds bfloat16 as integers, and multiplies them as such.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from precast.kernels.attention import triton, triton_write_kv
+from precast.kernels.attention.attention import ATTENTION
+from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention, paged_sample
+from precast.kernels.attention.write_kv import WRITE_KV
+from precast.kernels.spec import Draw, OpSpec, Sample
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+CPU = torch.device("cpu")
+MIXED = [(5, 5), (1, 33), (0, 4), (40, 101), (1, 1), (17, 17)]
+DECODE = [(1, length) for length in (1, 16, 17, 64, 65, 130)]
+
+
+def has_cache_of(sample: Sample, dtype: torch.dtype) -> bool:
+    return sample["k_cache"].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "function"),
+    [(ATTENTION, triton.attention), (PAGED_ATTENTION, triton.paged_attention)],
+    ids=["attention", "paged_attention"],
+)
+def test_samples(
+    spec: OpSpec, function: Callable[..., torch.Tensor], dtype: torch.dtype, same: Callable[..., None]
+) -> None:
+    for sample in spec.samples(Draw(dtype, CPU)):
+        same(spec, function(**sample), spec.reference(**sample))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]) -> None:
+    count = 0
+    for sample in WRITE_KV.samples(Draw(dtype, CPU)):
+        if has_cache_of(sample, torch.bfloat16):
+            continue  # the interpreter cuts where devices round
+        count += 1
+        expected = copied(sample)
+        WRITE_KV.reference(**expected)
+        triton_write_kv.write_kv(**sample)
+
+        for name in ("k_cache", "v_cache"):
+            assert torch.equal(sample[name].float(), expected[name].float())
+    assert count > 5
+
+
+def test_write_kv_stays_inside_the_cache(copied: Callable[[Sample], Sample]) -> None:
+    draw = Draw(torch.float32, CPU)
+    memory = draw.normal(3, 2, 1, 4)
+    before = memory.clone()
+    new = draw.normal(1, 3, 1, 4)
+    slots = draw.of([2, -2, 1], torch.int64)
+    # A cache of one page in the middle of other memory; slot 2 is the first behind it.
+    triton_write_kv.write_kv(new, new, memory[1:2], memory[1:2], slots)
+
+    assert torch.equal(memory[[0, 2]], before[[0, 2]])
+    assert torch.equal(memory[1, 1], new[0, 2])
+
+
+@pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "value", "page_size", "more"),
+    [
+        (4, 1, 64, 64, 16, {}),
+        (7, 1, 80, 80, 5, {"window": 65, "cut": True}),
+        (6, 2, 96, 40, 1, {"window": 20, "soft_cap": 4.0, "padding": 5}),
+        (2, 2, 128, 128, 7, {"sinks": True, "soft_cap": 50.0}),
+        (1, 1, 256, 256, 32, {"window": 33}),
+        (3, 1, 8, 8, 4, {"window": 1, "sinks": True}),
+    ],
+    ids=str,
+)
+def test_odd_sizes(
+    sequences: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    size: int,
+    value: int,
+    page_size: int,
+    more: dict[str, Any],
+    same: Callable[..., None],
+) -> None:
+    draw = Draw(torch.float32, CPU)
+    if "sinks" in more:
+        more = more | {"sinks": draw.normal(heads)}
+    sample = paged_sample(
+        draw, sequences, heads=heads, kv_heads=kv_heads, size=size, value=value, page_size=page_size, **more
+    )
+
+    same(PAGED_ATTENTION, triton.paged_attention(**sample), paged_attention(**sample))
+
+
+def test_many_more_query_heads_than_rows(same: Callable[..., None]) -> None:
+    sample = paged_sample(Draw(torch.float32, CPU), DECODE[:3], heads=71, kv_heads=1, size=16)
+
+    same(PAGED_ATTENTION, triton.paged_attention(**sample), paged_attention(**sample))
+
+
+def test_float64_is_computed_in_float64() -> None:
+    sample = paged_sample(Draw(torch.float64, CPU), DECODE, heads=2, kv_heads=1, size=16)
+
+    torch.testing.assert_close(triton.paged_attention(**sample), paged_attention(**sample), rtol=1e-12, atol=1e-12)

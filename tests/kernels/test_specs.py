@@ -1,0 +1,192 @@
+"""What must hold for each op: its spec tells the truth, its fake and its shape rule agree with what it returns, its
+implementations agree with its reference, and it writes what it says and nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from precast.ir import ops
+from precast.ir.schema import TensorType
+from precast.kernels import dtypes, registry
+from precast.kernels.spec import Draw, OpSpec, Sample
+
+SPECS = {spec.name: spec for spec in registry.specs()}
+each_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def sizes_of(axes: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """(letter, size) for each axis of `shape` as `axes` names them; ("...", sizes) for the leading ones."""
+    names = axes.split()
+    if names[:1] == ["..."]:
+        rest = len(names) - 1
+        yield "...", shape[: len(shape) - rest]
+        names, shape = names[1:], shape[len(shape) - rest :]
+    assert len(names) == len(shape), f"axes {axes!r} for a tensor of shape {shape}"
+    for name, size in zip(names, shape, strict=True):
+        if name.isdigit():
+            assert size == int(name)
+            continue
+        match = re.fullmatch(r"(\d*)([A-Z])(?:\+(\d+))?", name)
+        assert match, name
+        factor, letter, more = int(match[1] or 1), match[2], int(match[3] or 0)
+        assert (size - more) % factor == 0
+        yield letter, (size - more) // factor
+
+
+def types_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The sample as shape rules take it: tensors as their types, element types by name."""
+    found = {}
+    for name, value in sample.items():
+        if isinstance(value, torch.Tensor):
+            value = TensorType(dtypes.NAMES[value.dtype], tuple(value.shape))
+        found[name] = dtypes.NAMES[value] if isinstance(value, torch.dtype) else value
+    return found
+
+
+def test_every_precast_op_of_the_table_has_a_spec() -> None:
+    expected = {name for name, _ in ops.names() if name.startswith("precast.")}
+
+    assert set(SPECS) == expected
+    assert list(SPECS) == sorted(SPECS)
+
+
+@each_op
+@pytest.mark.parametrize("which", ["reference", "fake"])
+def test_signature_is_that_of_the_op_table(spec: OpSpec, which: str) -> None:
+    parameters = inspect.signature(getattr(spec, which)).parameters
+    text = ops.signature(spec.name)
+    keyword_only = text.partition("*, ")[2]
+
+    assert list(parameters) == [arg.name for arg in spec.definition.args]
+    for arg in spec.definition.args:
+        parameter = parameters[arg.name]
+        is_keyword = f" {arg.name}" in keyword_only
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == is_keyword, arg.name
+        assert parameter.default == (arg.default if arg.has_default else parameter.empty), arg.name
+
+
+@each_op
+def test_implementations_take_the_same_arguments(spec: OpSpec) -> None:
+    expected = inspect.signature(spec.reference)
+    for device in ("cpu", "cuda"):
+        found = inspect.signature(registry.resolve(spec.name, 1, torch.device(device)))
+
+        assert [(p.name, p.kind, p.default) for p in found.parameters.values()] == [
+            (p.name, p.kind, p.default) for p in expected.parameters.values()
+        ]
+
+
+@each_op
+@each_dtype
+def test_samples_have_the_axes_and_dtypes_of_the_spec(
+    spec: OpSpec, dtype: torch.dtype, results: Callable[[Any], tuple[torch.Tensor, ...]]
+) -> None:
+    tensors = {arg.name for arg in spec.definition.args if arg.kind.startswith("Tensor")}
+    assert set(spec.axes) == set(spec.dtypes) == tensors
+    samples = list(spec.samples(Draw(dtype, torch.device("cpu"))))
+    assert samples
+    for sample in samples:
+        named = {name: value for name, value in sample.items() if isinstance(value, torch.Tensor)}
+        for name, value in named.items():
+            assert value.dtype in spec.dtypes[name], name
+        found = results(spec.reference(**sample))
+        sizes: dict[str, Any] = {}
+        axes = [(spec.axes[name], value) for name, value in named.items()]
+        axes += zip(spec.results.values(), found, strict=True)
+        for text, value in axes:
+            for letter, size in sizes_of(text, tuple(value.shape)):
+                assert sizes.setdefault(letter, size) == size, f"{letter} in {text!r}"
+
+
+@each_op
+@each_dtype
+def test_real_fake_and_rule_agree(
+    spec: OpSpec, dtype: torch.dtype, device: torch.device, results: Callable[[Any], tuple[torch.Tensor, ...]]
+) -> None:
+    implementation = registry.resolve(spec.name, spec.version, device)
+    for sample in spec.samples(Draw(dtype, device)):
+        meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+        expected = spec.definition.rule(types_of(sample))
+        fake = results(spec.fake(**meta))
+        real = results(implementation(**sample))
+
+        for found in (fake, real):
+            assert [(dtypes.NAMES[x.dtype], tuple(x.shape)) for x in found] == [(t.dtype, t.shape) for t in expected]
+            assert all(x.is_contiguous() for x in found)
+
+
+@each_op
+@each_dtype
+def test_implementation_agrees_with_the_reference(
+    spec: OpSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    same: Callable[..., None],
+    copied: Callable[[Sample], Sample],
+) -> None:
+    implementation = registry.resolve(spec.name, spec.version, device)
+    for sample in spec.samples(Draw(dtype, device)):
+        # The reference on the host: what a GPU computes is compared with something that doesn't run on it.
+        at_home = {name: x.cpu().clone() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+        expected = spec.reference(**at_home)
+        found = implementation(**sample)
+
+        moved = found if device.type == "cpu" else _to_cpu(found)
+        same(spec, moved, expected)
+        for name in spec.definition.mutated:
+            torch.testing.assert_close(sample[name].cpu(), at_home[name], rtol=0, atol=0, equal_nan=True)
+
+
+def _to_cpu(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(x.cpu() for x in result)
+    return None if result is None else result.cpu()
+
+
+@each_op
+@each_dtype
+def test_only_declared_arguments_are_written(
+    spec: OpSpec, dtype: torch.dtype, device: torch.device, copied: Callable[[Sample], Sample]
+) -> None:
+    for function in (spec.reference, registry.resolve(spec.name, spec.version, device)):
+        for sample in spec.samples(Draw(dtype, device)):
+            before = copied(sample)
+            function(**sample)
+
+            for name, value in before.items():
+                if isinstance(value, torch.Tensor) and name not in spec.definition.mutated:
+                    torch.testing.assert_close(sample[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@each_op
+@each_dtype
+def test_results_are_new_memory(
+    spec: OpSpec, dtype: torch.dtype, results: Callable[[Any], tuple[torch.Tensor, ...]]
+) -> None:
+    for function in (spec.reference, registry.resolve(spec.name, spec.version, torch.device("cpu"))):
+        for sample in spec.samples(Draw(dtype, torch.device("cpu"))):
+            taken = {x.untyped_storage().data_ptr() for x in sample.values() if isinstance(x, torch.Tensor)} - {0}
+            for found in results(function(**sample)):
+                assert found.untyped_storage().data_ptr() not in taken
+
+
+@each_op
+def test_opcheck(spec: OpSpec, device: torch.device) -> None:
+    registry.register()
+    op = getattr(torch.ops.precast, spec.name.removeprefix("precast.")).default
+    keyword_only = ops.signature(spec.name).partition("*, ")[2]
+    for sample in spec.samples(Draw(torch.float32, device)):
+        if any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in sample.values()):
+            continue  # opcheck itself compares tensors with an operation that torch lacks for this type
+        named = {name: value for name, value in sample.items() if f" {name}" in keyword_only}
+        positional = tuple(value for name, value in sample.items() if name not in named)
+
+        torch.library.opcheck(op, positional, named)

@@ -1,0 +1,130 @@
+"""The Triton kernels on a machine without a GPU: they compute the references in Triton's interpreter, and they compile
+for compute capability 9.0 within its shared memory. With a GPU, `test_specs.py` runs them on it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SHARED_BYTES = 160 * 1024
+
+
+def test_kernels_are_the_references_in_the_interpreter() -> None:
+    file = Path(__file__).with_name("interpreted_triton.py")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        cwd=file.parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def compiled(kernel: Any, constants: dict[str, Any], pointers: dict[str, str], options: dict[str, int]) -> Any:
+    """`kernel` for compute capability 9.0, as a launch with aligned tensors would compile it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        default = "fp32" if name in ("scale", "soft_cap") else "i32"
+        signature[name] = "constexpr" if name in constants else pointers.get(name, default)
+        if name in pointers or ("stride" in name and name not in constants):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.fixture
+def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiled kernel of an earlier run is taken for one of this run."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    # Triton 3.9 warns where the default of the next version isn't chosen.
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("is_decode", [False, True], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("dtype", "size", "value", "group"),
+    [
+        (torch.bfloat16, 128, 128, 4),
+        (torch.bfloat16, 256, 256, 2),
+        (torch.float16, 80, 64, 7),
+        (torch.float32, 256, 256, 1),
+    ],
+)
+def test_paged_attention_compiles_for_hopper(
+    dtype: torch.dtype, size: int, value: int, group: int, is_decode: bool
+) -> None:
+    from precast.kernels.attention import triton as kernels
+
+    blocks = kernels.blocks(8 if is_decode else 512, 8, group, max(size, value), dtype)
+    constants = {
+        "HAS_SINKS": True,
+        "HAS_WINDOW": True,
+        "HAS_SOFT_CAP": True,
+        "PAGE_SIZE": 16,
+        "GROUP": group,
+        "SIZE": size,
+        "VALUE_SIZE": value,
+        "BLOCK_Q": blocks.q,
+        "BLOCK_M": blocks.m,
+        "BLOCK_N": blocks.n,
+        "BLOCK_D": triton.next_power_of_2(size),
+        "BLOCK_V": triton.next_power_of_2(value),
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "q_stride_d": 1,
+        "k_stride_d": 1,
+        "v_stride_d": 1,
+    }
+    kernel = kernels.paged_attention_kernel
+    floats = ("out_ptr", "q_ptr", "k_ptr", "v_ptr", "sinks_ptr")
+    pointers = {name: f"*{NAMES[dtype] if name in floats else 'i32'}" for name in kernel.arg_names if "_ptr" in name}
+    found = compiled(kernel, constants, pointers, {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages})
+
+    assert len(found.asm["cubin"]) > 0
+    assert found.metadata.shared <= SHARED_BYTES
+    # Half precision runs on the tensor cores, float32 in float32.
+    has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
+    assert has_tensor_cores == (dtype != torch.float32)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("new", "cache"), [("bf16", "bf16"), ("fp32", "bf16")])
+def test_write_kv_compiles_for_hopper(new: str, cache: str) -> None:
+    from precast.kernels.attention import triton_write_kv
+
+    kernel = triton_write_kv.write_kv_kernel
+    constants = {"PAGE_SIZE": 16, "SIZE": 80, "VALUE_SIZE": 64, "BLOCK_D": 128, "BLOCK_V": 64}
+    pointers = {"slot_mapping_ptr": "*i64"}
+    pointers |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{new}")
+    pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), f"*{cache}")
+
+    assert len(compiled(kernel, constants, pointers, {}).asm["cubin"]) > 0
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("group", [1, 3, 7, 8, 12, 16, 71])
+def test_blocks_hold_whole_queries(group: int, dtype: torch.dtype) -> None:
+    from precast.kernels.attention import triton as kernels
+
+    for size in (8, 64, 80, 128, 192, 256, 512):
+        for num_tokens in (1, 8, 9, 4096):
+            found = kernels.blocks(num_tokens, 8, group, size, dtype)
+
+            assert found.q >= 1
+            assert found.q * group <= found.m
+            assert all(n >= 16 and n & (n - 1) == 0 for n in (found.m, found.n))
