@@ -1,0 +1,343 @@
+"""Requests to tokens: the engine that owns a loaded model, its caches and its requests.
+
+A step is: schedule, fill the staging buffer, one copy to the device, run the program, sample on the device, one copy
+back, hand out events. Nothing of a request changes before the step's results are on the host, so a step that fails
+leaves every request as it was.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from precast.ir.errors import BundleError, RequestError
+from precast.ir.schema import Graph, ModelInfo
+from precast.kernels import registry
+from precast.loader.answers import Answer
+from precast.loader.batch import ALIGNMENT, BatchInputs, Chunk, Staging
+from precast.loader.pools import PageTables
+from precast.loader.prompts import Prompt, prompts_of, token_ids_of
+from precast.loader.results import EngineStats, Event, FinishReason, Output
+from precast.loader.sampling import MAX_INT64, SamplingParams, params_of, sampling_arrays, sampling_bytes
+from precast.loader.scheduler import Request, ScheduledChunk, Scheduler
+from precast.loader.timeline import Timeline
+from precast.loader.tokenizer import AnswerText, Tokenizer
+
+Program = Callable[..., dict[str, torch.Tensor]]
+
+
+class Engine:
+    """A loaded model that answers prompts, many at a time.
+
+    Not thread-safe: one thread at a time may call any of its methods. A server runs `step` in one thread and hands
+    requests and events over queues. Requests of `submit`, `stream` and `generate` share the steps: while one of them
+    waits for its tokens, the others' advance too, and their events are kept until they are fetched.
+
+    `timeline` tells what the load spent its time on, up to the first token.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        graph: Graph,
+        model: ModelInfo,
+        *,
+        device: torch.device,
+        num_pages: Mapping[str, int],
+        max_num_seqs: int,
+        max_num_tokens: int,
+        tokenizer_files: Mapping[str, bytes],
+        timeline: Timeline,
+    ) -> None:
+        """`program` is the restored graph, bound to its tensors; `num_pages` by pool. Users call `precast.load`.
+
+        Raises BundleError for a graph that has no cache, no logits, or inputs that this release doesn't feed.
+        """
+        if not graph.caches.groups or "logits" not in graph.outputs:
+            raise BundleError("graph-invalid", "the graph has no cache or no output logits: the engine can't decode")
+        self.timeline = timeline
+        self._program: Program | None = program
+        self._model = model
+        self._device = device
+        self._max_num_tokens = max_num_tokens
+        self._tokenizer_files = tokenizer_files
+        self._tables = PageTables(graph.caches, num_pages)
+        self._scheduler = Scheduler(self._tables, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens)
+        self._inputs = BatchInputs(graph)
+        self._sample = registry.resolve("precast.sample", 1, device)
+        num_bytes = sampling_bytes(max_num_seqs, ALIGNMENT) + self._inputs.max_bytes(
+            max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, num_pages=num_pages
+        )
+        self._staging = Staging(num_bytes, device)
+        self._answers: dict[int, Answer] = {}
+        self._events: deque[Event] = deque()  # of the requests of `submit`, until `step` returns them
+        self._num_requests = 0
+        self._seeds = random.Random()  # seeded by the operating system
+        self._counts: Counter[str] = Counter()
+        self._has_sampled = False
+
+    # --- whole answers -----------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: str | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Output]:
+        """The answers to all prompts, in their order. `params`: for all of them, or one for each; None: the defaults.
+
+        Raises RequestError, before any prompt is started, if one of them or its params can't be served.
+        """
+        listed = prompts_of(prompts)
+        answers = [
+            self._prepare(prompt, each, f"prompt {i}")
+            for i, (prompt, each) in enumerate(zip(listed, params_of(params, len(listed)), strict=True))
+        ]
+        texts: dict[int, str] = dict.fromkeys((answer.request.id for answer in answers), "")
+        reasons: dict[int, FinishReason] = {}
+        events: deque[Event] = deque()
+        try:
+            for answer in answers:
+                answer.gives_text = bool(answer.params.stop)
+                self._queue(answer, events)
+            while len(reasons) < len(answers):
+                self._advance()
+                while events:
+                    event = events.popleft()
+                    texts[event.request_id] += event.text
+                    if event.finish_reason is not None:
+                        reasons[event.request_id] = event.finish_reason
+        finally:
+            for answer in answers:
+                self.cancel(answer.request.id)
+        return [answer.output(texts[answer.request.id], reasons[answer.request.id]) for answer in answers]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
+        """The answer token by token. It starts when the first event is asked for; closing the iterator cancels it.
+
+        Raises RequestError at once if the prompt can't be served.
+        """
+        answer = self._prepare(prompt, params)
+
+        def events() -> Iterator[Event]:
+            queue: deque[Event] = deque()
+            self._queue(answer, queue)
+            try:
+                while answer.request.id in self._answers or queue:
+                    while queue:
+                        yield queue.popleft()
+                    if answer.request.id in self._answers:
+                        self._advance()
+            finally:
+                self.cancel(answer.request.id)
+
+        return events()
+
+    def logits(self, prompt: Prompt) -> torch.Tensor:
+        """The logits that follow each token of the prompt: `[T, V]` float32, on the engine's device.
+
+        Pages are taken for the time of the call. Raises RequestError if the prompt is longer than the model's limit
+        or needs more pages than are free.
+        """
+        program = self._open_program()
+        ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
+        if len(ids) > self._model.max_seq_len:
+            raise self._too_long(len(ids), "")
+        if not self._tables.can_reserve(len(ids)):
+            possible = self._tables.can_hold(len(ids))
+            raise RequestError(
+                "cache-too-small" if possible else "prompt-too-large-for-cache",
+                f"the prompt's {len(ids)} tokens don't fit the free pages: {self._tables.arithmetic(len(ids))}",
+                fix="let the running requests end first" if possible else "load with more cache_bytes",
+            )
+        pages = self._tables.reserve(len(ids))
+        result = torch.empty(0, device=self._device)
+        try:
+            for start in range(0, len(ids), self._max_num_tokens):
+                part = ids[start : start + self._max_num_tokens]
+                arrays = self._inputs.arrays([Chunk(part, start, len(ids), pages, "all")])
+                outputs = program(**self._inputs.shaped(self._staging.to_device(arrays)))
+                rows = outputs["logits"][0]
+                if start == 0:
+                    result = torch.empty(len(ids), rows.shape[-1], dtype=torch.float32, device=self._device)
+                result[start : start + len(rows)] = rows
+        finally:
+            self._tables.release(pages)
+        return result
+
+    # --- requests of a server ----------------------------------------------------------------------------------
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queue a request and return its id, which its events carry. Raises RequestError if it can't be served."""
+        answer = self._prepare(prompt, params)
+        self._queue(answer, self._events)
+        return answer.request.id
+
+    def step(self) -> list[Event]:
+        """Compute one step, and return the news of the submitted requests: at most one event each, cancellations too.
+
+        Without work it returns at once.
+        """
+        self._open_program()
+        if self._scheduler.num_waiting or self._scheduler.num_running:
+            self._advance()
+        news = list(self._events)
+        self._events.clear()
+        return news
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request and free its pages now; its last event, "cancelled", is the next that its reader gets.
+
+        False for a request that has ended or never was.
+        """
+        answer = self._answers.get(request_id)
+        if answer is None:
+            return False
+        self._end(answer, answer.cancelled())
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a submitted request waits, runs, or has news that `step` hasn't returned."""
+        return bool(self._events) or any(answer.events is self._events for answer in self._answers.values())
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters."""
+        return EngineStats(
+            requests_waiting=self._scheduler.num_waiting,
+            requests_running=self._scheduler.num_running,
+            pools=self._tables.usage(),
+            **self._counts,
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The bundle's tokenizer, read when it is first wanted; None if the bundle has none."""
+        return Tokenizer.from_files(self._tokenizer_files)
+
+    def close(self) -> None:
+        """Drop all requests, the weights and the caches. The engine can't be used any more; closing again is fine."""
+        for request_id in list(self._answers):
+            self.cancel(request_id)
+        self._events.clear()
+        if self._program is not None and self._device.type == "cuda":
+            self._program = None
+            torch.cuda.empty_cache()
+        self._program = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- one request -------------------------------------------------------------------------------------------
+
+    def _prepare(self, prompt: object, params: SamplingParams | None, where: str | None = None) -> Answer:
+        """A request that is checked and not yet queued."""
+        self._open_program()
+        arrived = time.perf_counter()
+        params = SamplingParams() if params is None else params
+        try:
+            if not isinstance(params, SamplingParams):
+                raise RequestError("sampling-invalid", f"params is a {type(params).__name__}, expected SamplingParams")
+            ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
+            if len(ids) >= self._model.max_seq_len:
+                raise self._too_long(len(ids), " and at least one token of answer")
+            if params.stop and self.tokenizer is None:
+                raise RequestError("tokenizer-missing", "stop strings are given, and the bundle has no tokenizer")
+            max_length = min(len(ids) + params.max_tokens, self._model.max_seq_len)
+            self._scheduler.check(len(ids), max_length)
+        except RequestError as error:
+            raise error.inside(where) if where else error from None
+        text = None if self.tokenizer is None else AnswerText(self.tokenizer, ids, params.stop)
+        seed = self._seeds.randint(0, MAX_INT64) if params.seed is None else params.seed
+        self._num_requests += 1
+        request = Request(self._num_requests, ids, max_length)
+        return Answer(request, params, seed=seed, text=text, arrived=arrived)
+
+    def _too_long(self, length: int, extra: str) -> RequestError:
+        limit = self._model.max_seq_len
+        return RequestError(
+            "prompt-too-long",
+            f"the prompt has {length} tokens; it{extra} must fit max_seq_len, {limit}",
+            fix="shorten the prompt, or build the bundle with a larger max_seq_len if the model allows it",
+        )
+
+    def _queue(self, answer: Answer, events: deque[Event]) -> None:
+        """Let the request run; its events go to `events`."""
+        self._open_program()
+        answer.events = events
+        self._answers[answer.request.id] = answer
+        self._scheduler.submit(answer.request)
+
+    def _end(self, answer: Answer, last: Event) -> None:
+        self._scheduler.remove(answer.request)
+        del self._answers[answer.request.id]
+        self._counts["requests_cancelled" if last.finish_reason == "cancelled" else "requests_finished"] += 1
+        answer.events.append(last)
+
+    # --- one step ----------------------------------------------------------------------------------------------
+
+    def _open_program(self) -> Program:
+        if self._program is None:
+            raise RequestError("engine-closed", "the engine is closed", fix="load the bundle again")
+        return self._program
+
+    def _advance(self) -> None:
+        """One step over whatever waits and runs; there is something."""
+        plan = self._scheduler.schedule()
+        assert plan, "requests wait, nothing runs, and the first of them can't be admitted"
+        drawn = iter(self._compute(plan))
+        self._count(plan)
+        for scheduled in plan:
+            token_id = next(drawn) if scheduled.samples else None
+            self._scheduler.complete(scheduled, token_id)
+            if token_id is not None:
+                self._hand_out(self._answers[scheduled.request.id], token_id)
+
+    def _compute(self, plan: Sequence[ScheduledChunk]) -> list[int]:
+        """Run the program over the chunks; the drawn token of each chunk that samples, in their order."""
+        program = self._open_program()
+        arrays = self._inputs.arrays([scheduled.chunk() for scheduled in plan])
+        rows = [self._answers[scheduled.request.id].row() for scheduled in plan if scheduled.samples]
+        sampling = sampling_arrays(rows) if any(row.params.temperature > 0 for row in rows) else {}
+        tensors = self._staging.to_device({**arrays, **sampling})
+        logits = program(**self._inputs.shaped(tensors))["logits"]
+        if not rows:
+            return []
+        with torch.inference_mode():
+            if sampling:
+                drawn = self._sample(logits=logits[0], **{name: tensors[name] for name in sampling})
+            else:  # all rows are greedy: what `precast.sample` is by definition, without its sort
+                drawn = logits[0].argmax(-1)
+        token_ids: list[int] = drawn.tolist()
+        return token_ids
+
+    def _hand_out(self, answer: Answer, token_id: int) -> None:
+        """Append the event of a drawn token, and end the answer if the token ends it."""
+        if not self._has_sampled:
+            self._has_sampled = True
+            self.timeline.add("first token", start=answer.arrived, seconds=time.perf_counter() - answer.arrived)
+        event = answer.take(token_id, self._model.eos_token_ids)
+        if event.finish_reason is None:
+            answer.events.append(event)
+        else:
+            self._end(answer, event)
+
+    def _count(self, plan: Sequence[ScheduledChunk]) -> None:
+        decoded = sum(1 for scheduled in plan if scheduled.request.num_generated)
+        self._counts["steps"] += 1
+        self._counts["eager_steps"] += 1
+        self._counts["tokens_decoded"] += decoded
+        self._counts["tokens_prefilled"] += sum(scheduled.length for scheduled in plan) - decoded
+        self._counts["tokens_sampled"] += sum(scheduled.samples for scheduled in plan)

@@ -1,0 +1,92 @@
+"""Strided views of tensors, as integers: the arithmetic of narrow, select, transpose and view without any memory."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class View(NamedTuple):
+    """Element `i` of the view is element `offset + sum(i[d] * strides[d])` of what it looks at."""
+
+    offset: int
+    shape: Shape
+    strides: Shape
+
+
+def contiguous(shape: Shape, offset: int = 0) -> View:
+    """The view of `shape` on as many elements one behind the other."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return View(offset, shape, tuple(reversed(strides)))
+
+
+def narrow(view: View, dim: int, start: int, length: int) -> View:
+    """Elements `start .. start + length` of dimension `dim`."""
+    shape = (*view.shape[:dim], length, *view.shape[dim + 1 :])
+    return View(view.offset + start * view.strides[dim], shape, view.strides)
+
+
+def select(view: View, dim: int, index: int) -> View:
+    """Element `index` of dimension `dim`, which is gone."""
+    shape, strides = view.shape, view.strides
+    offset = view.offset + index * strides[dim]
+    return View(offset, (*shape[:dim], *shape[dim + 1 :]), (*strides[:dim], *strides[dim + 1 :]))
+
+
+def transpose(view: View, dim0: int, dim1: int) -> View:
+    """Dimensions `dim0` and `dim1` exchanged."""
+    return View(view.offset, swap(view.shape, dim0, dim1), swap(view.strides, dim0, dim1))
+
+
+def swap(items: Shape, i: int, j: int) -> Shape:
+    """The tuple with entries `i` and `j` exchanged."""
+    out = list(items)
+    out[i], out[j] = out[j], out[i]
+    return tuple(out)
+
+
+def reshape(view: View, shape: Shape) -> View | None:
+    """The view of the same elements, in row-major order, under another shape; None where no strides describe it.
+
+    Neighbouring dimensions that lie one inside the other are runs of equal steps; each run must be made of whole new
+    dimensions. All sizes are at least 1.
+    """
+    runs = _runs(view)
+    strides: list[int] = []
+    sizes = list(reversed(shape))
+    for count, step in reversed(runs):
+        while count > 1 and sizes:
+            size = sizes.pop(0)
+            if count % size:
+                return None
+            strides.append(step)
+            step *= size
+            count //= size
+        if count > 1:
+            return None
+    strides += [1] * len(sizes)
+    return View(view.offset, shape, tuple(reversed(strides)))
+
+
+def _runs(view: View) -> list[tuple[int, int]]:
+    """(count, step) of the dimensions after merging those that lie one inside the other, without those of size 1."""
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(view.shape, view.strides, strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == stride * size:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    return runs
+
+
+def numel(view: View) -> int:
+    """The number of elements."""
+    return math.prod(view.shape)

@@ -1,0 +1,114 @@
+"""A checkpoint's tensors into the params of a graph, by the graph's recipes.
+
+All params lie in one allocation, and each byte of the checkpoint goes to its place there in one step: what has to be
+cast or rearranged passes through a buffer of a job's size, never through a second copy of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+import torch
+
+from precast.ir import recipes
+from precast.ir.checkpoint import CheckpointFiles
+from precast.ir.errors import TargetError
+from precast.ir.schema import Checkpoint, Graph
+from precast.kernels import dtypes
+from precast.loader.pieces import Target, lay_out
+from precast.loader.read_plan import Plan, plan_reads
+from precast.loader.workers import execute
+
+PARAM_ALIGNMENT = 256
+"""Where params begin, in bytes: what CUDA's own allocations guarantee, and kernels with wide loads rely on."""
+
+NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """The params by name, on their device, and what it took to load them.
+
+    `bytes_needed` are the bytes of the checkpoint that the recipes ask for, each counted once; `bytes_read` are those
+    that were read.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    bytes_read: int
+    bytes_needed: int
+    seconds: float
+
+
+def load_weights(
+    graph: Graph,
+    rules: Checkpoint,
+    files: CheckpointFiles,
+    *,
+    device: torch.device,
+    symbols: Mapping[str, int] = NO_SYMBOLS,
+) -> Weights:
+    """All params of a verified graph, made from a checkpoint; `symbols` are those that its recipes' sizes depend on.
+
+    Recipes and headers are compared before memory is taken or a tensor read. Raises WeightsError (weights-mismatch)
+    with everything that does not fit, (checkpoint-read) for a file that can't be read to its end; TargetError
+    (device-memory) if the params don't fit a GPU; BundleError for symbols that don't fit the graph.
+    """
+    started = time.perf_counter()
+    stored = recipes.require(graph, rules, files)
+    layout = lay_out(graph.params, symbols, lambda name: stored[name].dtype)
+    plan = plan_reads(layout, stored.__getitem__)
+    memory = _allocate(plan.targets, device)
+    bytes_read = execute(plan, memory, device)
+    return Weights(_named(graph, plan, memory), bytes_read, plan.bytes_needed, time.perf_counter() - started)
+
+
+def _allocate(targets: Sequence[Target], device: torch.device) -> list[torch.Tensor]:
+    """The bytes of each target, uint8: those of params in one allocation, those of temporary tensors in their own."""
+    sizes = [math.prod(target.shape) * dtypes.BY_NAME[target.dtype].itemsize for target in targets]
+    total = sum(_aligned(size) for target, size in zip(targets, sizes, strict=True) if target.name is not None)
+    _check_room(sum(map(_aligned, sizes)), device)
+    params = torch.empty(total, dtype=torch.uint8, device=device)
+    memory: list[torch.Tensor] = []
+    used = 0
+    for target, size in zip(targets, sizes, strict=True):
+        if target.name is None:
+            memory.append(torch.empty(size, dtype=torch.uint8, device=device))
+        else:
+            memory.append(params[used : used + size])
+            used += _aligned(size)
+    return memory
+
+
+def _check_room(wanted: int, device: torch.device) -> None:
+    """A GPU must have the memory free. A host's system decides for itself what it lends."""
+    if device.type != "cuda":
+        return
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused
+    if wanted > free:
+        message = f"the params take {wanted / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+        fix = "free memory on the device, or use one with more"
+        raise TargetError("device-memory", message, where=str(device), fix=fix)
+
+
+def _named(graph: Graph, plan: Plan, memory: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The params by name, in the graph's order; a tied one is the tensor that it is tied to."""
+    tensors = {
+        target.name: raw.view(dtypes.BY_NAME[target.dtype]).view(target.shape)
+        for target, raw in zip(plan.targets, memory, strict=True)
+        if target.name is not None
+    }
+    return {param.name: tensors[_made_name(param.name, plan.ties)] for param in graph.params}
+
+
+def _made_name(name: str, ties: Mapping[str, str]) -> str:
+    while name in ties:
+        name = ties[name]
+    return name
+
+
+def _aligned(size: int) -> int:
+    return -(-size // PARAM_ALIGNMENT) * PARAM_ALIGNMENT

@@ -1,0 +1,185 @@
+"""Recipes for tests: what each of them means in plain torch, random ones, and graphs that consist of params alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from precast.ir import symbols as exprs
+from precast.ir.schema import (
+    Cast,
+    Concat,
+    Dtype,
+    Expr,
+    Graph,
+    Param,
+    Read,
+    Recipe,
+    Reshape,
+    Slice,
+    Stack,
+    Symbol,
+    TensorType,
+    Tie,
+    Transpose,
+)
+from precast.kernels import dtypes
+from precast.loader import views
+
+Tensors = dict[str, torch.Tensor]
+FLOATS: tuple[Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
+
+
+def evaluate(
+    recipe: Recipe, tensors: Mapping[str, torch.Tensor], symbols: Mapping[str, int] | None = None
+) -> torch.Tensor:
+    """What the recipe makes of `tensors`."""
+
+    def size(expr: Expr) -> int:
+        return exprs.evaluate(expr, symbols or {})
+
+    def make(part: Recipe) -> torch.Tensor:
+        match part:
+            case Read():
+                return tensors[part.tensor]
+            case Slice():
+                return make(part.of).narrow(part.dim, size(part.start), size(part.length))
+            case Concat():
+                return torch.cat([make(each) for each in part.parts], part.dim)
+            case Stack():
+                return torch.stack([make(each) for each in part.parts], part.dim)
+            case Transpose():
+                return make(part.of).transpose(part.dim0, part.dim1)
+            case Reshape():
+                return make(part.of).reshape([size(each) for each in part.shape])
+            case Cast():
+                return make(part.of).to(dtypes.BY_NAME[part.dtype])
+            case Tie():
+                raise AssertionError("a tie makes nothing")
+
+    return make(recipe)
+
+
+def read(name: str, tensors: Mapping[str, torch.Tensor], *, any_float: bool = False) -> Read:
+    """The recipe that reads a tensor as it is; `any_float`: whatever its floating type is."""
+    tensor = tensors[name]
+    return Read(name, tuple(tensor.shape), None if any_float else dtypes.NAMES[tensor.dtype])
+
+
+def params_graph(recipes: Mapping[str, Recipe], tensors: Tensors, symbols: Mapping[str, int] | None = None) -> Graph:
+    """A graph without nodes whose params are made by `recipes`; a tie has the type of the param that it names."""
+
+    def type_of(recipe: Recipe) -> TensorType:
+        if isinstance(recipe, Tie):
+            return type_of(recipes[recipe.param])
+        made = evaluate(recipe, tensors, symbols)
+        return TensorType(dtypes.NAMES[made.dtype], tuple(made.shape))
+
+    params = tuple(Param(name, type_of(recipe), recipe) for name, recipe in recipes.items())
+    return Graph(tuple(Symbol(name) for name in symbols or {}), (), params, (), (), (), {})
+
+
+# --- random recipes ----------------------------------------------------------------------------------------------
+
+
+class Made(NamedTuple):
+    """A recipe with the shape and dtype of what it makes."""
+
+    recipe: Recipe
+    shape: tuple[int, ...]
+    dtype: Dtype
+
+
+@st.composite
+def recipe_sets(draw: st.DrawFn) -> tuple[dict[str, Recipe], Tensors]:
+    """One to three params, and the tensors that they read; params may read the same tensors."""
+    tensors: Tensors = {}
+    recipes = {f"p{i}": draw(_made(tensors)).recipe for i in range(draw(st.integers(1, 3)))}
+    return recipes, tensors
+
+
+@st.composite
+def _made(draw: st.DrawFn, tensors: Tensors) -> Made:
+    made = draw(_read(tensors))
+    for _ in range(draw(st.integers(0, 5))):
+        made = draw(
+            st.sampled_from((_slice, _join, _transpose, _reshape, _cast)).flatmap(lambda op, m=made: op(tensors, m))
+        )
+    return made
+
+
+@st.composite
+def _read(draw: st.DrawFn, tensors: Tensors, shape: tuple[int, ...] | None = None, dtype: Dtype | None = None) -> Made:
+    fitting = [
+        name
+        for name, tensor in tensors.items()
+        if shape in (None, tuple(tensor.shape)) and dtype in (None, dtypes.NAMES[tensor.dtype])
+    ]
+    if fitting and draw(st.booleans()):
+        name = draw(st.sampled_from(fitting))
+    else:
+        name = f"tensor.{len(tensors)}"
+        shape = shape or tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+        dtype = dtype or draw(st.sampled_from(FLOATS))
+        made = torch.arange(math.prod(shape)) + 1000 * len(tensors)
+        tensors[name] = (made * 0.37).reshape(shape).to(dtypes.BY_NAME[dtype])
+    tensor = tensors[name]
+    found = dtypes.NAMES[tensor.dtype]
+    return Made(Read(name, tuple(tensor.shape), found), tuple(tensor.shape), found)
+
+
+@st.composite
+def _slice(draw: st.DrawFn, tensors: Tensors, made: Made) -> Made:
+    dim = draw(st.integers(0, len(made.shape) - 1))
+    start = draw(st.integers(0, made.shape[dim] - 1))
+    length = draw(st.integers(1, made.shape[dim] - start))
+    shape = (*made.shape[:dim], length, *made.shape[dim + 1 :])
+    return Made(Slice(made.recipe, dim, start, length), shape, made.dtype)
+
+
+@st.composite
+def _join(draw: st.DrawFn, tensors: Tensors, made: Made) -> Made:
+    """A stack or a concatenation with itself, with a tensor of the same shape, and with a transposed one."""
+    others = draw(st.lists(st.sampled_from(("itself", "tensor", "transposed")), min_size=1, max_size=2))
+    parts = [made.recipe]
+    for other in others:
+        if other == "itself":
+            parts.append(made.recipe)
+        elif other == "tensor":
+            parts.append(draw(_read(tensors, made.shape, made.dtype)).recipe)
+        else:
+            swapped = views.swap(made.shape, 0, len(made.shape) - 1)
+            parts.append(Transpose(draw(_read(tensors, swapped, made.dtype)).recipe, 0, len(made.shape) - 1))
+    if draw(st.booleans()):
+        dim = draw(st.integers(0, len(made.shape)))
+        return Made(Stack(tuple(parts), dim), (*made.shape[:dim], len(parts), *made.shape[dim:]), made.dtype)
+    dim = draw(st.integers(0, len(made.shape) - 1))
+    shape = (*made.shape[:dim], made.shape[dim] * len(parts), *made.shape[dim + 1 :])
+    return Made(Concat(tuple(parts), dim), shape, made.dtype)
+
+
+@st.composite
+def _transpose(draw: st.DrawFn, tensors: Tensors, made: Made) -> Made:
+    dim0, dim1 = (draw(st.integers(0, len(made.shape) - 1)) for _ in range(2))
+    return Made(Transpose(made.recipe, dim0, dim1), views.swap(made.shape, dim0, dim1), made.dtype)
+
+
+@st.composite
+def _reshape(draw: st.DrawFn, tensors: Tensors, made: Made) -> Made:
+    """Any shape of as many elements, in up to four dimensions."""
+    rest = math.prod(made.shape)
+    shape = []
+    for _ in range(draw(st.integers(0, 3))):
+        shape.append(draw(st.sampled_from([size for size in range(1, rest + 1) if rest % size == 0])))
+        rest //= shape[-1]
+    return Made(Reshape(made.recipe, (*shape, rest)), (*shape, rest), made.dtype)
+
+
+@st.composite
+def _cast(draw: st.DrawFn, tensors: Tensors, made: Made) -> Made:
+    dtype = draw(st.sampled_from(FLOATS))
+    return Made(Cast(made.recipe, dtype), made.shape, dtype)

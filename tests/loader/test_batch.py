@@ -1,0 +1,141 @@
+"""A step's inputs: packed tokens, absolute positions, page lists that are cut to the window."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_graph
+
+from precast.ir.errors import BundleError
+from precast.ir.schema import Graph, TensorType, Value
+from precast.loader.batch import ALIGNMENT, BatchInputs, Chunk, Staging
+
+GRAPH = tiny_graph()
+CPU = torch.device("cpu")
+
+
+def chunk(
+    start: int, tokens: list[int], *, near: list[int], far: list[int], logits: str = "last", prompt: int = 0
+) -> Chunk:
+    pages = {"near": array("i", near), "far": array("i", far)}
+    return Chunk(array("q", tokens), start, prompt or start + len(tokens), pages, logits)  # type: ignore[arg-type]
+
+
+def lists(chunks: list[Chunk], graph: Graph = GRAPH) -> dict[str, list[float]]:
+    return {name: list(values) for name, values in BatchInputs(graph).arrays(chunks).items()}
+
+
+def test_a_mixed_step() -> None:
+    found = lists(
+        [
+            chunk(9, [40], near=[5, 3, 8], far=[1, 2]),  # decode: position 9 of a sequence
+            chunk(0, [11, 12, 13], near=[0], far=[4], logits="none", prompt=7),  # the first chunk of a prompt
+            chunk(6, [21, 22], near=[7, 6], far=[9], logits="all"),
+        ]
+    )
+    assert found == {
+        "input_ids": [40, 11, 12, 13, 21, 22],
+        "positions": [9, 0, 1, 2, 6, 7],
+        "cu_seqlens": [0, 1, 4, 6],
+        "kv_lens": [10, 3, 8],
+        "logit_rows": [0, 4, 5],
+        # near: pages of 4. The query at 9 sees 4..9: pages 1 and 2. The one at 6 sees 1..6: from page 0 on.
+        "page_indices_near": [3, 8, 0, 7, 6],
+        "page_indptr_near": [0, 2, 3, 5],
+        "page_start_near": [4, 0, 0],
+        "slot_mapping_near": [8 * 4 + 1, 0, 1, 2, 6 * 4 + 2, 6 * 4 + 3],
+        # far: pages of 8, all of them
+        "page_indices_far": [1, 2, 4, 9],
+        "page_indptr_far": [0, 2, 3, 4],
+        "page_start_far": [0, 0, 0],
+        "slot_mapping_far": [2 * 8 + 1, 4 * 8, 4 * 8 + 1, 4 * 8 + 2, 9 * 8 + 6, 9 * 8 + 7],
+    }
+
+
+def test_reserved_pages_behind_the_context_are_not_listed() -> None:
+    found = lists([chunk(3, [1], near=[5, 6, 7], far=[8, 9])])
+    assert found["page_indices_near"] == [5]
+    assert found["page_indices_far"] == [8]
+
+
+@given(st.integers(0, 60), st.integers(1, 30))
+def test_the_cut_list_holds_exactly_what_the_window_reaches(start: int, length: int) -> None:
+    end, window, size = start + length, 6, 4
+    near = list(range(100, 100 + -(-end // size)))
+    found = lists([chunk(start, [1] * length, near=near, far=list(range(99)))])
+    first_seen = max(0, start - window + 1)
+    assert found["page_start_near"] == [first_seen // size * size]
+    assert found["page_indices_near"] == near[first_seen // size :]
+    assert found["slot_mapping_near"] == [near[at // size] * size + at % size for at in range(start, end)]
+
+
+def test_without_wanted_logits_there_is_one_row_to_ignore() -> None:
+    assert lists([chunk(0, [1, 2], near=[0], far=[0], logits="none")])["logit_rows"] == [0]
+
+
+def test_rope_lengths_are_those_of_the_whole_sequence() -> None:
+    graph = with_input(Value("rope_lengths", TensorType("int64", (1, "T"))))
+    prompt = chunk(2, [1, 2], near=[0], far=[0], prompt=9)
+    answer = chunk(9, [1, 2], near=[0, 1, 2], far=[0, 1], prompt=9)
+    assert lists([prompt, answer], graph)["rope_lengths"] == [9, 9, 10, 11]
+    assert "rope_lengths" not in lists([prompt])
+
+
+def with_input(value: Value) -> Graph:
+    fields = {name: getattr(GRAPH, name) for name in GRAPH.__struct_fields__}
+    return Graph(**{**fields, "inputs": (*GRAPH.inputs, value)})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Value("expert_rows", TensorType("int64", ("T",))),
+        Value("rope_lengths", TensorType("int64", ("T",))),
+        Value("rope_lengths", TensorType("int32", (1, "T"))),
+    ],
+)
+def test_an_input_that_is_not_fed_is_refused(value: Value) -> None:
+    with pytest.raises(BundleError, match=f"the graph takes {value.name} .*, which this release doesn't feed") as error:
+        BatchInputs(with_input(value))
+    assert error.value.code == "input-mismatch"
+
+
+def test_staging_gives_tensors_of_the_arrays() -> None:
+    arrays = {"a": array("i", [1, -2, 3]), "none": array("i"), "b": array("q", [2**40]), "c": array("f", [0.5, 1.5])}
+    tensors = Staging(100, CPU).to_device(arrays)
+    expected = {"a": torch.int32, "none": torch.int32, "b": torch.int64, "c": torch.float32}
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == expected
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {k: list(v) for k, v in arrays.items()}
+    base = tensors["a"].data_ptr()
+    assert all((tensor.data_ptr() - base) % ALIGNMENT == 0 for tensor in tensors.values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
+
+
+def test_staging_refuses_more_than_its_size() -> None:
+    with pytest.raises(AssertionError, match="24 bytes of inputs, room for 23"):
+        Staging(23, CPU).to_device({"a": array("i", [1]), "b": array("q", [2])})
+
+
+def test_tensors_of_a_graph_have_its_dimensions() -> None:
+    inputs = BatchInputs(GRAPH)
+    arrays = inputs.arrays([chunk(0, [1, 2, 3], near=[0], far=[0])])
+    tensors = inputs.shaped(Staging(1000, CPU).to_device({**arrays, "temperature": array("f", [1.0])}))
+    assert {name: tensor.dim() for name, tensor in tensors.items()} == {
+        value.name: len(value.type.shape) for value in GRAPH.inputs
+    }
+    assert tensors["input_ids"].shape == (1, 3)
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), [(1, 1), (1, 24), (5, 9), (24, 24)])
+def test_the_largest_step_fits_the_staging_buffer(seqs: int, tokens: int) -> None:
+    # as many sequences as may be, each with its share of the tokens and of all pages
+    inputs = BatchInputs(with_input(Value("rope_lengths", TensorType("int64", (1, "T")))))
+    share, pages = tokens // seqs, 24 // seqs
+    one = chunk(pages * 8 - share, [1] * share, near=[0] * 48, far=[0] * pages, logits="all")
+    chunks = [one] * seqs
+    room = inputs.max_bytes(max_num_seqs=seqs, max_num_tokens=tokens, num_pages={"small": 24, "large": 24})
+    Staging(room, CPU).to_device(inputs.arrays(chunks))

@@ -1,0 +1,249 @@
+"""A decoder in miniature for tests of the engine: float32, random weights, a windowed and a full layer, no bundle.
+
+`reference_logits` is the same model in plain torch, without pages, chunks or batches: the two share their weights only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from precast.ir.schema import (
+    Apply,
+    Arg,
+    Block,
+    CachePlan,
+    Call,
+    Cast,
+    Const,
+    Dim,
+    Dtype,
+    DtypeArg,
+    Expr,
+    Graph,
+    Group,
+    Items,
+    ModelInfo,
+    Node,
+    PagedInputs,
+    PagedSpec,
+    Param,
+    Pool,
+    Read,
+    Ref,
+    Slot,
+    Symbol,
+    TensorType,
+    Value,
+)
+
+HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 16, 4, 2, 4, 48
+QUERY, KEY = HEADS * HEAD, KV_HEADS * HEAD
+EPS = 1e-6
+
+# group: (window, tokens a page, pool). The window is no multiple of its page size.
+GROUPS: dict[str, tuple[int | None, int, str]] = {"near": (6, 4, "small"), "far": (None, 8, "large")}
+LAYERS = ("near", "far", "near")
+BOUNDS: Expr = Apply("add", (1, "B"))
+
+
+def tiny_model(max_seq_len: int = 64, eos: tuple[int, ...] = ()) -> ModelInfo:
+    """What the loader must know of the tiny model."""
+    return ModelInfo("TinyForCausalLM", "tiny", "float32", VOCAB, max_seq_len, len(LAYERS), 1, eos_token_ids=eos)
+
+
+def random_weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """The params and the constant by name: large enough that the likeliest token depends on the context."""
+    made = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=made)
+
+    weights = {"embed": normal(VOCAB, HIDDEN), "head": 0.1 * normal(VOCAB, HIDDEN)}
+    for i in range(len(LAYERS)):
+        weights[f"layers.{i}.norm"] = 1 + 0.1 * normal(HIDDEN)
+        for part, rows, columns in (("q", QUERY, HIDDEN), ("k", KEY, HIDDEN), ("v", KEY, HIDDEN), ("o", HIDDEN, QUERY)):
+            weights[f"layers.{i}.{part}"] = 0.7 * normal(rows, columns)
+    weights["inv_freq"] = torch.tensor([1.0, 0.1])
+    return weights
+
+
+def reference_logits(weights: dict[str, torch.Tensor], token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits `[T, VOCAB]` of the whole sequence at once."""
+    count = len(token_ids)
+    positions = torch.arange(count)
+    angles = positions[:, None] * weights["inv_freq"]
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        left, right = x.chunk(2, -1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+    x = weights["embed"][torch.tensor(list(token_ids))]
+    for i, group in enumerate(LAYERS):
+        h = normed(x, weights[f"layers.{i}.norm"])
+        q = rotated((h @ weights[f"layers.{i}.q"].T).view(count, HEADS, HEAD))
+        k = rotated((h @ weights[f"layers.{i}.k"].T).view(count, KV_HEADS, HEAD))
+        v = (h @ weights[f"layers.{i}.v"].T).view(count, KV_HEADS, HEAD)
+        k, v = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (k, v))
+        distance = positions[:, None] - positions
+        visible = (distance >= 0) & (distance < (GROUPS[group][0] or count))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.5
+        shares = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        x = x + torch.einsum("hqk,khd->qhd", shares, v).reshape(count, QUERY) @ weights[f"layers.{i}.o"].T
+    return x @ weights["head"].T
+
+
+def reference_answer(weights: dict[str, torch.Tensor], prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """The likeliest tokens, each from the whole sequence computed anew."""
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        ids.append(int(reference_logits(weights, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+# --- the graph -------------------------------------------------------------------------------------------------
+
+
+def tiny_graph(groups: dict[str, tuple[int | None, int, str]] | None = None) -> Graph:
+    """The graph of three layers, over `near` (window 6) and `far` (full); a page size and a pool for each group."""
+    groups = GROUPS if groups is None else groups
+    pools = sorted({pool for _, _, pool in groups.values()})
+    inputs = [_value("input_ids", 1, "T", dtype="int64"), _value("positions", 1, "T", dtype="int64"), *_metadata()]
+    inputs += [value for name in groups for value in _group_values(name)]
+    params = {name: tensor for name, tensor in random_weights().items() if name != "inv_freq"}
+    return Graph(
+        symbols=(
+            *(Symbol(name, 1) for name in ("T", "B", "R")),
+            *(Symbol(f"N_{name}") for name in groups),
+            *(Symbol(f"P_{pool}") for pool in pools),
+        ),
+        inputs=(*inputs, _value("logit_rows", "R", dtype="int64")),
+        params=tuple(
+            Param(name, TensorType("float32", tuple(tensor.shape)), Cast(Read(name, tuple(tensor.shape)), "float32"))
+            for name, tensor in params.items()
+        ),
+        constants=(_value("inv_freq", HEAD // 2),),
+        blocks=tuple(_block(name, groups) for name in groups),
+        main=_main(groups),
+        outputs={"logits": "logits"},
+        caches=CachePlan(
+            pools=tuple(Pool(pool, f"P_{pool}") for pool in pools),
+            groups=tuple(_group(name, groups) for name in groups),
+        ),
+    )
+
+
+def _value(name: str, *shape: Expr, dtype: Dtype = "float32") -> Value:
+    return Value(name, TensorType(dtype, shape))
+
+
+def _node(op: str, *outputs: Value, **args: Arg) -> Node:
+    return Node(op, args, outputs)
+
+
+def _ints(*sizes: Expr) -> Items:
+    return Items(tuple(Const(size) if isinstance(size, int) else Dim(size) for size in sizes))
+
+
+def _metadata() -> tuple[Value, ...]:
+    return (_value("cu_seqlens", BOUNDS, dtype="int32"), _value("kv_lens", "B", dtype="int32"))
+
+
+def _group_values(name: str) -> tuple[Value, ...]:
+    return (
+        _value(f"page_indices_{name}", f"N_{name}", dtype="int32"),
+        _value(f"page_indptr_{name}", BOUNDS, dtype="int32"),
+        _value(f"page_start_{name}", "B", dtype="int32"),
+        _value(f"slot_mapping_{name}", "T", dtype="int64"),
+    )
+
+
+def _cache_values(slot: str, name: str, groups: dict[str, tuple[int | None, int, str]]) -> tuple[Value, ...]:
+    _, page_size, pool = groups[name]
+    return tuple(_value(f"{slot}.{part}", f"P_{pool}", page_size, KV_HEADS, HEAD) for part in "kv")
+
+
+def _group(name: str, groups: dict[str, tuple[int | None, int, str]]) -> Group:
+    window, page_size, pool = groups[name]
+    slots = [f"layers.{i}.cache" for i, group in enumerate(LAYERS) if group == name]
+    return Group(
+        name=name,
+        pool=pool,
+        spec=PagedSpec(KV_HEADS, HEAD, HEAD, "float32", page_size, window),
+        inputs=PagedInputs(*(value.name for value in _group_values(name))),
+        slots=tuple(Slot(slot, _cache_values(slot, name, groups)) for slot in slots),
+    )
+
+
+def _projected(source: str, weight: str, name: str, size: int) -> Node:
+    return _node("aten.linear.default", _value(name, 1, "T", size), input=Ref(source), weight=Ref(weight))
+
+
+def _heads(source: str, name: str, heads: int) -> Node:
+    shape = (1, "T", heads, HEAD)
+    return _node("aten.reshape.default", _value(name, *shape), self=Ref(source), shape=_ints(*shape))
+
+
+def _rotated(source: str, name: str, heads: int) -> Node:
+    result = _value(name, 1, "T", heads, HEAD)
+    return _node("precast.rotary", result, x=Ref(source), cos=Ref("cos"), sin=Ref("sin"), interleaved=Const(False))
+
+
+def _block(name: str, groups: dict[str, tuple[int | None, int, str]]) -> Block:
+    """One layer over the cache of group `name`: x [1, T, 16] -> y [1, T, 16]."""
+    tables = (_value("cos", 1, "T", HEAD // 2), _value("sin", 1, "T", HEAD // 2))
+    shapes = (("norm", (HIDDEN,)), ("q", (QUERY, HIDDEN)), ("k", (KEY, HIDDEN)), ("v", (KEY, HIDDEN)),
+              ("o", (HIDDEN, QUERY)))  # fmt: skip
+    pages = {part: Ref(f"{part}_{name}") for part in ("page_indices", "page_indptr", "page_start")}
+    norm = {"eps": Const(EPS), "cast_before_scale": Const(True)}
+    return Block(
+        name=name,
+        inputs=(_value("x", 1, "T", HIDDEN), *tables, *_metadata(), *_group_values(name)),
+        params=tuple(_value(f"w.{part}", *shape) for part, shape in shapes),
+        caches=_cache_values("cache", name, groups),
+        nodes=(
+            _node("precast.rms_norm", _value("h", 1, "T", HIDDEN), x=Ref("x"), weight=Ref("w.norm"), **norm),
+            _projected("h", "w.q", "q_flat", QUERY),
+            _projected("h", "w.k", "k_flat", KEY),
+            _projected("h", "w.v", "v_flat", KEY),
+            _heads("q_flat", "q_plain", HEADS),
+            _heads("k_flat", "k_plain", KV_HEADS),
+            _heads("v_flat", "v", KV_HEADS),
+            _rotated("q_plain", "q", HEADS),
+            _rotated("k_plain", "k", KV_HEADS),
+            _node("precast.write_kv", k=Ref("k"), v=Ref("v"), k_cache=Ref("cache.k"), v_cache=Ref("cache.v"),
+                  slot_mapping=Ref(f"slot_mapping_{name}")),
+            _node("precast.paged_attention", _value("seen", 1, "T", HEADS, HEAD), q=Ref("q"), k_cache=Ref("cache.k"),
+                  v_cache=Ref("cache.v"), sinks=Const(None), cu_seqlens=Ref("cu_seqlens"), kv_lens=Ref("kv_lens"),
+                  scale=Const(0.5), window=Const(groups[name][0]), **pages),
+            _node("aten.reshape.default", _value("flat", 1, "T", QUERY), self=Ref("seen"), shape=_ints(1, "T", QUERY)),
+            _projected("flat", "w.o", "out", HIDDEN),
+            _node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("x"), other=Ref("out")),
+        ),
+        outputs=("y",),
+    )  # fmt: skip
+
+
+def _call(i: int, name: str) -> Call:
+    bound = {f"w.{part}": f"layers.{i}.{part}" for part in ("norm", "q", "k", "v", "o")}
+    bound |= {"x": f"x{i}", "cache.k": f"layers.{i}.cache.k", "cache.v": f"layers.{i}.cache.v"}
+    bound |= {same: same for same in ("cos", "sin", *(value.name for value in (*_metadata(), *_group_values(name))))}
+    return Call(name, bound, (_value(f"x{i + 1}", 1, "T", HIDDEN),))
+
+
+def _main(groups: dict[str, tuple[int | None, int, str]]) -> tuple[Node | Call, ...]:
+    tables = (_value("cos", 1, "T", HEAD // 2), _value("sin", 1, "T", HEAD // 2))
+    return (
+        _node("precast.rotary_tables", *tables, positions=Ref("positions"), inv_freq=Ref("inv_freq"),
+              scale=Const(1.0), dtype=DtypeArg("float32")),
+        _node("precast.embedding", _value("x0", 1, "T", HIDDEN), ids=Ref("input_ids"), weight=Ref("embed")),
+        *(_call(i, name) for i, name in enumerate(LAYERS)),
+        _node("precast.gather_rows", _value("wanted", 1, "R", HIDDEN), x=Ref(f"x{len(LAYERS)}"),
+              rows=Ref("logit_rows")),
+        _node("aten.linear.default", _value("logits", 1, "R", VOCAB), input=Ref("wanted"), weight=Ref("head")),
+    )  # fmt: skip
