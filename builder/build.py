@@ -130,5 +130,3 @@ def _provenance(source: Source, started: float, *, from_snapshot: bool) -> dict[
         "platform": platform.platform(),
         "from_snapshot": from_snapshot,
     }
-
-

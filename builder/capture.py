@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-import torch
-from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import PreTrainedModel
 
 from precast.builder.context import ConstantInfo, Options, ParamInfo, PassContext
 from precast.builder.export import Exported, export
 from precast.builder.factory import Source, make_module, materialise_buffers
+from precast.builder.fx_types import FxGraph
 from precast.builder.recipes import checkpoint_rules, param_recipes
 from precast.builder.rope import long_frequencies
 from precast.ir import symbols
@@ -21,7 +22,7 @@ from precast.ir.schema import Checkpoint, ModelInfo, Recipe, Tie
 class Captured:
     """A traced model: the graph, the passes' context, and what the manifest says of the model."""
 
-    graph: fx.Graph
+    graph: FxGraph
     ctx: PassContext
     model: ModelInfo
     checkpoint: Checkpoint
@@ -48,10 +49,11 @@ def _keep_used(exported: Exported) -> None:
     """Forgets placeholders that no node uses (masks and positions that the routed attention has no use for)."""
     used = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
     for node in list(exported.graph.nodes):
-        table = node.name in exported.params or node.name in exported.buffers or node.name in exported.literals
-        if node.op == "placeholder" and table and node.name not in used:
+        known = node.name in exported.params or node.name in exported.buffers or node.name in exported.literals
+        if node.op == "placeholder" and known and node.name not in used:
             exported.graph.erase_node(node)
-    for table in (exported.params, exported.buffers, exported.literals):
+    tables: tuple[dict[str, Any], ...] = (exported.params, exported.buffers, exported.literals)
+    for table in tables:
         for name in [name for name in table if name not in used]:
             del table[name]
 
@@ -76,11 +78,11 @@ def _constants(module: PreTrainedModel, exported: Exported) -> dict[str, Constan
     }
 
 
-def _fake_mode(graph: fx.Graph) -> object:
+def _fake_mode(graph: FxGraph) -> FakeTensorMode:
     for node in graph.nodes:
-        mode = getattr(node.meta.get("val"), "fake_mode", None)
-        if mode is not None:
-            return mode
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
     raise AssertionError("the exporter left no fake tensors")
 
 

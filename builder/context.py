@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.ir.schema import CachePlan, Expr, Recipe, Value
 
 
@@ -57,30 +58,30 @@ class PassContext:
     """The exporter's symbol -> ours."""
     cache_tensors: dict[str, Value] = dataclasses.field(default_factory=dict)
     """Placeholder -> cache tensor."""
-    caches: CachePlan = CachePlan()
+    caches: CachePlan = dataclasses.field(default_factory=CachePlan)
     fake_mode: FakeTensorMode | None = None
 
     # --- reading ---------------------------------------------------------------------------------------------
 
     def is_param(self, node: Any) -> bool:
         """Whether the node is a param's placeholder."""
-        return isinstance(node, fx.Node) and node.op == "placeholder" and node.name in self.params
+        return isinstance(node, FxNode) and node.op == "placeholder" and node.name in self.params
 
     def constant(self, node: Any) -> torch.Tensor | None:
         """The constant's value, or None when the node is no constant."""
-        info = self.constants.get(node.name) if isinstance(node, fx.Node) and node.op == "placeholder" else None
+        info = self.constants.get(node.name) if isinstance(node, FxNode) and node.op == "placeholder" else None
         return info.value if info else None
 
     # --- editing ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def before(self, node: fx.Node) -> Iterator[None]:
+    def before(self, node: FxNode) -> Iterator[None]:
         """New nodes stand before `node` and belong to its layer."""
         with node.graph.inserting_before(node):
             self._origin = node
             yield
 
-    def call(self, graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, graph: FxGraph, target: Any, *args: Any, **kwargs: Any) -> FxNode:
         """A new node; its value comes from the op's fake function."""
         node = graph.call_function(target, args, kwargs)
         origin = self._origin
@@ -90,7 +91,7 @@ class PassContext:
         node.meta["val"] = self.fake(target, args, kwargs)
         return node
 
-    def item(self, graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    def item(self, graph: FxGraph, node: FxNode, index: int) -> FxNode:
         """Result `index` of a node with several."""
         import operator
 
@@ -107,7 +108,7 @@ class PassContext:
         with mode, torch.no_grad():
             return target(*values, **keyword_values)
 
-    def replace(self, old: fx.Node, new: fx.Node) -> None:
+    def replace(self, old: FxNode, new: FxNode) -> None:
         """All users of `old` use `new`; `old` goes when nothing else needs it."""
         old.replace_all_uses_with(new)
 
@@ -116,28 +117,36 @@ class PassContext:
         with self.fake_mode or contextlib.nullcontext():
             return torch.empty(shape, dtype=dtype, device="meta")
 
-    def new_param(self, graph: fx.Graph, after: fx.Node, name: str, recipe: Recipe, shape: Any) -> fx.Node:
+    def new_param(self, graph: FxGraph, after: FxNode, name: str, recipe: Recipe, shape: Any) -> FxNode:
         """A new param placeholder of the dtype of `after`, the param that it stands behind."""
         node = self._placeholder(graph, after, "p_" + name.replace(".", "_"))
         node.meta["val"] = self.empty(shape, tensor(after).dtype)
         self.params[node.name] = ParamInfo(name, recipe)
         return node
 
-    def new_input(self, graph: fx.Graph, after: fx.Node, name: str, fake: torch.Tensor) -> fx.Node:
+    def new_input(self, graph: FxGraph, after: FxNode, name: str, fake: torch.Tensor) -> FxNode:
         """A new graph input; `fake` has its type."""
         node = self._placeholder(graph, after, name)
         assert node.name == name, f"the graph has a value named {name}"
         node.meta["val"] = fake
         return node
 
-    def new_cache(self, graph: fx.Graph, after: fx.Node, value: Value, fake: torch.Tensor) -> fx.Node:
+    def new_cache(self, graph: FxGraph, after: FxNode, value: Value, fake: torch.Tensor) -> FxNode:
         """A placeholder for a cache tensor, of the type that `fake` has."""
         node = self._placeholder(graph, after, "cache_" + value.name.replace(".", "_"))
         node.meta["val"] = fake
         self.cache_tensors[node.name] = value
         return node
 
-    def _placeholder(self, graph: fx.Graph, after: fx.Node, name: str) -> fx.Node:
+    def new_symbol(self, name: str) -> torch.SymInt:
+        """A size that the exporter didn't know, and its name in the bundle."""
+        assert self.fake_mode is not None
+        assert self.fake_mode.shape_env is not None
+        size: torch.SymInt = self.fake_mode.shape_env.create_unbacked_symint()
+        self.symbols[str(size.node.expr)] = name
+        return size
+
+    def _placeholder(self, graph: FxGraph, after: FxNode, name: str) -> FxNode:
         with graph.inserting_after(after):
             return graph.placeholder(name)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import fx
 from transformers import PreTrainedModel
 
+from precast.builder.fx_types import FxGraph
 from precast.builder.routing import Trace, routed_attention, tracing
 from precast.ir.errors import BuildError, PrecastError
 
@@ -23,7 +23,7 @@ MAX_SEQUENCES = 1 << 16
 class Exported:
     """A traced model: its graph, and what its placeholders stand for."""
 
-    graph: fx.Graph
+    graph: FxGraph
     params: dict[str, str]
     """Placeholder -> the parameter's (or persistent buffer's) name in the module."""
     buffers: dict[str, str]
@@ -103,7 +103,7 @@ def _unpack(program: torch.export.ExportedProgram) -> Exported:
     )
 
 
-def _symbols(graph: fx.Graph) -> dict[str, str]:
+def _symbols(graph: FxGraph) -> dict[str, str]:
     found = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name == "input_ids":

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from precast.builder import tokenizer_files
 from precast.builder.rope import route_dynamic_rope
 from precast.builder.routing import IMPLEMENTATION, routed_attention
 from precast.ir.errors import BuildError
@@ -24,12 +27,19 @@ from precast.ir.errors import BuildError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # what transformers raises for configs that its own checks refuse
-_CONFIG_ERRORS = (ValueError, KeyError, AttributeError, TypeError, ImportError, RuntimeError, OSError, StrictDataclassError)
+_CONFIG_ERRORS = (
+    ValueError,
+    KeyError,
+    AttributeError,
+    TypeError,
+    ImportError,
+    RuntimeError,
+    OSError,
+    StrictDataclassError,
+)
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "chat_template.json", "generation_config.json",
-)  # fmt: skip
+MAX_SEQ_LEN = 1 << 24
+"""Tokens; the longest config in use says 10 Mi. The masks' rules are evaluated over as many positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,28 +65,42 @@ def open_source(source: str | Path | PreTrainedConfig) -> Source:
     """Reads a config directory, a `config.json`, a hub id, or takes a config object.
 
     Raises BuildError: `config-missing` (no config found), `config-invalid` (transformers refuses it, or it is no
-    JSON), `remote-code`, `quantisation-unsupported`, `model-unsupported` (no decoder, or unknown).
+    JSON), `model-unknown` (to transformers), `remote-code`, `model-unsupported` (no decoder),
+    `feature-unsupported` (a quantised checkpoint), `tokenizer-invalid`, `dependency-missing`.
     """
     if isinstance(source, PreTrainedConfig):
-        config, files, name = copy.deepcopy(source), {}, type(source).__name__  # the caller's stays as it is
-    else:
-        name = str(source)
-        folder = _folder(name)
-        config = _read_config(folder, name)
-        files = {file: (folder / file).read_bytes() for file in TOKENIZER_FILES if (folder / file).is_file()}
+        name = type(source).__name__
+        _check_supported(source, name)
+        return Source(name, copy.deepcopy(source), {})  # the caller's stays as it is
+    name = str(source)
+    folder = _folder(name)
+    config = _read_config(folder, name)
     _check_supported(config, name)
-    return Source(name, config, files)
+    return Source(name, config, tokenizer_files.read_files(folder, name))
 
 
 def make_module(config: PreTrainedConfig, dtype: str, max_seq_len: int) -> PreTrainedModel:
-    """The model that transformers has for `config`, on the meta device, with its attention routed to our op."""
+    """The model that transformers has for `config`, on the meta device, with its attention routed to our op.
+
+    Raises BuildError: `config-invalid` (transformers can't make it), `feature-unsupported` (its attention or its
+    rotary embedding can't be routed).
+    """
     with routed_attention(), torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=DTYPES[dtype])
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=IMPLEMENTATION, dtype=DTYPES[dtype], trust_remote_code=False
+            )
         except _CONFIG_ERRORS as error:
             raise BuildError(
-                "config-invalid", f"transformers can't make a {config.model_type} model from this config: {error}"
+                "config-invalid",
+                f"transformers can't make a {config.model_type} model from this config: {_reason(error)}",
             ) from error
+    if not model._supports_attention_backend:
+        raise BuildError(
+            "feature-unsupported",
+            f"{type(model).__name__} has no attention that can be routed to another implementation",
+            fix="precast builds models whose attention goes through transformers' AttentionInterface",
+        )
     route_dynamic_rope(model)
     return model.eval()
 
@@ -84,15 +108,24 @@ def make_module(config: PreTrainedConfig, dtype: str, max_seq_len: int) -> PreTr
 def limit(config: PreTrainedConfig, wanted: int | None) -> int:
     """The longest sequence (prompt and answer) that the bundle serves: `wanted`, at most what the model can."""
     known = getattr(config, "max_position_embeddings", None)
-    if wanted is not None and wanted < 1:
-        raise BuildError("option-invalid", f"max_seq_len is {wanted}, expected at least 1")
+    if wanted is not None and (type(wanted) is not int or wanted < 1):
+        raise BuildError("option-invalid", f"max_seq_len is {wanted!r}, expected a number of at least 1")
+    if known is not None and (type(known) is not int or known < 1):
+        raise BuildError(
+            "config-invalid", f"the config's max_position_embeddings is {known!r}, expected a number of at least 1"
+        )
     if wanted is not None and known is not None and wanted > known:
         raise BuildError(
             "option-invalid",
             f"max_seq_len is {wanted}, but the config's max_position_embeddings is {known}",
             fix=f"build with max_seq_len of at most {known}, or change the config's rope parameters",
         )
-    return int(wanted or known or 8192)
+    longest = wanted or known or 8192
+    if longest > MAX_SEQ_LEN:
+        whose = "max_seq_len is" if wanted else "the config's max_position_embeddings is"
+        fix = f"build with max_seq_len of at most {MAX_SEQ_LEN}"
+        raise BuildError("option-invalid", f"{whose} {longest}, expected at most {MAX_SEQ_LEN}", fix=fix)
+    return longest
 
 
 def materialise_buffers(model: PreTrainedModel, wanted: set[str]) -> dict[str, torch.Tensor]:
@@ -114,7 +147,7 @@ def materialise_buffers(model: PreTrainedModel, wanted: set[str]) -> dict[str, t
             owner._init_weights(module)
         for name in names:
             value = module._buffers[name]
-            if value is None or bool((value == _untouched(value.dtype)).all()):
+            if value is None or _is_untouched(value):
                 raise BuildError(
                     "feature-unsupported",
                     f"{path}.{name} is used by the model but transformers gives it no value outside of its constructor",
@@ -124,7 +157,16 @@ def materialise_buffers(model: PreTrainedModel, wanted: set[str]) -> dict[str, t
 
 
 def _untouched(dtype: torch.dtype) -> float | int | bool:
-    return -1.2345e30 if dtype.is_floating_point and dtype != torch.float16 else -12345 if dtype != torch.bool else False
+    """A value that no buffer is given. A bool has none to spare: one of all False counts as untouched."""
+    if dtype == torch.bool:
+        return False
+    return -12345.0 if dtype.is_floating_point else torch.iinfo(dtype).max - 5
+
+
+def _is_untouched(value: torch.Tensor) -> bool:
+    """Whether elements were left as they were: a part has no more of a known value than the whole."""
+    left = value == torch.full((), _untouched(value.dtype), dtype=value.dtype)
+    return bool(left.all() if value.dtype == torch.bool else left.any())
 
 
 def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
@@ -154,36 +196,66 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", *TOKENIZER_FILES]))
+        folder = Path(snapshot_download(name, allow_patterns=["config.json", *tokenizer_files.READ]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise BuildError(
             "config-missing",
-            f"{name} is no directory here, and the hub gave no such model: {str(error).splitlines()[0]}",
+            f"{name} is no directory here, and the hub gave no such model: {_reason(error)}",
             fix="name a directory with a config.json, or a hub id such as meta-llama/Llama-3.1-8B",
         ) from error
+    if not (folder / "config.json").is_file():
+        raise BuildError("config-missing", f"{name} on the hub has no config.json", fix="name a model's repository")
+    return folder
 
 
 def _read_config(folder: Path, name: str) -> PreTrainedConfig:
     try:
         raw: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    except (ValueError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise BuildError("config-invalid", f"{name}: config.json can't be read: {error.strerror}") from error
+    except ValueError as error:
         raise BuildError("config-invalid", f"{name}: config.json is no JSON: {error}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise BuildError("config-invalid", f"{name}: config.json names no model_type")
-    if raw.get("auto_map"):
+    _check_code(raw, name)
+    if raw["model_type"] not in CONFIG_MAPPING:
         raise BuildError(
-            "remote-code",
-            f"{name}: the config names code to run (auto_map: {', '.join(sorted(raw['auto_map']))})",
-            fix="use a model that transformers has itself",
+            "model-unknown",
+            f"{name}: the model_type is {raw['model_type']}, which transformers {transformers.__version__} doesn't know",
+            fix="check the model_type; if the model is newer than that, update transformers",
         )
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except _CONFIG_ERRORS as error:
-        raise BuildError("config-invalid", f"{name}: transformers refuses the config: {_short(error)}") from error
+        raise BuildError("config-invalid", f"{name}: transformers refuses the config: {_reason(error)}") from error
 
 
-def _short(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _check_code(raw: dict[str, Any], name: str) -> None:
+    """Refuses a config that needs code from its repository.
+
+    Models that transformers took over often still name the code that they came with: what counts is whether
+    transformers has the architecture itself.
+    """
+    code = raw.get("auto_map")
+    if not code:
+        return
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(raw["model_type"], ())
+    wanted = raw.get("architectures") or ["an architecture without a name"]
+    if not {*wanted} <= {*((known,) if isinstance(known, str) else known)}:
+        raise BuildError(
+            "remote-code",
+            f"{name}: the config names code to run (auto_map: {', '.join(sorted(code))}), and transformers has no "
+            f"{', '.join(wanted)} of its own for the model_type {raw['model_type']}",
+            fix="use a model that transformers has itself",
+        )
+
+
+def _reason(error: Exception) -> str:
+    """The first lines of the error's text in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:3])
+    # the text of a KeyError is its key and nothing else
+    return text if text and not isinstance(error, KeyError) else f"{type(error).__name__}: {text}"
 
 
 def _check_supported(config: PreTrainedConfig, name: str) -> None:
@@ -194,7 +266,17 @@ def _check_supported(config: PreTrainedConfig, name: str) -> None:
             "model-unsupported",
             f"{name}: transformers has no causal language model for {config.model_type}, expected a decoder",
         )
+    if config.get_text_config() is not config:
+        raise BuildError(
+            "model-unsupported",
+            f"{name}: {config.model_type} is a language model with parts for other input, expected a decoder of text",
+            fix="build its language model by itself: the config's text_config",
+        )
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else type(quantisation).__name__
-        raise BuildError("feature-unsupported", f"{name}: the checkpoint is quantised ({method})")
+        raise BuildError(
+            "feature-unsupported",
+            f"{name}: the checkpoint is quantised ({method})",
+            fix="use a checkpoint of float32, bfloat16 or float16 weights",
+        )

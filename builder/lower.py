@@ -11,9 +11,9 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.layers import layer_of, module_path
 from precast.builder.outline import Flat, outline
 from precast.builder.pipeline import op_name
@@ -22,7 +22,19 @@ from precast.ir import ops, symbols
 from precast.ir.errors import BuildError
 from precast.ir.ops import ArgDef, OpDef
 from precast.ir.schema import (
-    Arg, Const, Dim, DtypeArg, Expr, Graph, Items, Node, Param, Ref, Symbol, TensorType, Value,
+    Arg,
+    Const,
+    Dim,
+    DtypeArg,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Param,
+    Ref,
+    Symbol,
+    TensorType,
+    Value,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -30,7 +42,7 @@ MAX_TOKENS = 1 << 20
 MAX_SEQUENCES = 1 << 16
 
 
-def lower(graph: fx.Graph, ctx: PassContext) -> Graph:
+def lower(graph: FxGraph, ctx: PassContext) -> Graph:
     """The bundle's graph, layers outlined into blocks.
 
     Raises BuildError("op-unsupported") naming every op outside the table.
@@ -38,7 +50,7 @@ def lower(graph: fx.Graph, ctx: PassContext) -> Graph:
     return outline(lower_flat(graph, ctx))
 
 
-def lower_flat(graph: fx.Graph, ctx: PassContext) -> Flat:
+def lower_flat(graph: FxGraph, ctx: PassContext) -> Flat:
     """All nodes in order, each with its layer, beside the graph's inputs, params and constants."""
     _refuse_unknown(graph)
     names = _Names(ctx)
@@ -79,9 +91,9 @@ class _Names:
     def __init__(self, ctx: PassContext) -> None:
         self.ctx = ctx
         self.count: Counter[str] = Counter()
-        self.known: dict[fx.Node, str] = {}
+        self.known: dict[FxNode, str] = {}
 
-    def of(self, node: fx.Node) -> str:
+    def of(self, node: FxNode) -> str:
         if node.op == "placeholder":
             if node.name in self.ctx.params:
                 return self.ctx.params[node.name].name
@@ -101,7 +113,7 @@ class _Names:
         return self.known[node]
 
 
-def _is_tensor_op(node: fx.Node) -> bool:
+def _is_tensor_op(node: FxNode) -> bool:
     """A call that computes tensors: sizes become expressions, and picking a result is no operation."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
@@ -114,7 +126,7 @@ def _definition(target: Any) -> OpDef | None:
     return ops.lookup(name)
 
 
-def _refuse_unknown(graph: fx.Graph) -> None:
+def _refuse_unknown(graph: FxGraph) -> None:
     unknown: dict[str, set[str]] = {}
     for node in graph.nodes:
         if _is_tensor_op(node) and _definition(node.target) is None:
@@ -133,7 +145,7 @@ def _type(value: torch.Tensor, ctx: PassContext) -> TensorType:
     return TensorType(dtype, shape_of(value, ctx.symbols))  # type: ignore[arg-type]
 
 
-def _lower_node(node: fx.Node, ctx: PassContext, names: _Names) -> Node:
+def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
     definition = _definition(node.target)
     assert definition is not None
     value = node.meta["val"]
@@ -152,11 +164,11 @@ def _lower_node(node: fx.Node, ctx: PassContext, names: _Names) -> Node:
     return Node(definition.name, args, tuple(results), definition.version)
 
 
-def _bound(node: fx.Node, definition: OpDef) -> dict[str, Any]:
+def _bound(node: FxNode, definition: OpDef) -> dict[str, Any]:
     """The call's arguments by name. What the table doesn't know must have its default."""
     known = {arg.name for arg in definition.args}
     bound: dict[str, Any] = {}
-    for position, arg in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, arg in enumerate(node.target._schema.arguments):
         if position < len(node.args) and not arg.kwarg_only:
             bound[arg.name] = node.args[position]
         elif arg.name in node.kwargs:
@@ -172,7 +184,7 @@ def _bound(node: fx.Node, definition: OpDef) -> dict[str, Any]:
     return bound
 
 
-def _written_out(node: fx.Node, ctx: PassContext) -> dict[str, Any]:
+def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:
     """Sizes that FX leaves implicit (-1, missing ends), as expressions."""
     if node.target is aten.reshape.default:
         return {"shape": list(shape_of(tensor(node), ctx.symbols))}
@@ -180,7 +192,7 @@ def _written_out(node: fx.Node, ctx: PassContext) -> dict[str, Any]:
         return {"size": list(shape_of(tensor(node), ctx.symbols))}
     if node.target is aten.slice.Tensor:
         _, dim, start, end, *_ = node.args
-        size = expr_of(tensor(node.args[0]).shape[dim], ctx.symbols)  # type: ignore[index]
+        size = expr_of(tensor(node.args[0]).shape[dim], ctx.symbols)
         whole = end is None or (isinstance(end, int) and end >= (1 << 62))
         return {"start": start or 0, "end": size if whole else end}
     return {}
@@ -198,7 +210,7 @@ def _argument(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Arg |
 
 
 def _item(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Any:
-    if isinstance(value, fx.Node):
+    if isinstance(value, FxNode):
         meta = value.meta["val"]
         if isinstance(meta, torch.Tensor):
             return Ref(names.of(value))
@@ -226,5 +238,3 @@ def _symbols(ctx: PassContext) -> tuple[Symbol, ...]:
         for name in symbols.free_symbols(expr):
             known.setdefault(name, Symbol(name, 0))
     return tuple(known[name] for name in sorted(known))
-
-

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+
+from precast.builder.fx_types import FxNode
 
 aten = torch.ops.aten
 Bindings = dict[str, Any]
@@ -52,7 +53,7 @@ class Number(Capture):
 
 
 class Op:
-    """A call of one of `targets` with these positional arguments; missing trailing arguments match None."""
+    """A call of one of `targets` with these positional arguments and no other; missing trailing ones match None."""
 
     def __init__(self, targets: Any, *args: Any, commutes: bool = False) -> None:
         self.targets = targets if isinstance(targets, tuple) else (targets,)
@@ -60,7 +61,9 @@ class Op:
         self.commutes = commutes
 
     def match(self, value: Any, found: Bindings) -> Bindings | None:
-        if not isinstance(value, fx.Node) or value.op != "call_function" or value.target not in self.targets:
+        if not isinstance(value, FxNode) or value.op != "call_function" or value.target not in self.targets:
+            return None
+        if value.kwargs:  # such as alpha of add: an argument that the pattern doesn't know changes the result
             return None
         args = list(value.args)
         if len(args) > len(self.args):
@@ -86,22 +89,22 @@ class Either:
         return None
 
 
-def Add(a: Any, b: Any) -> Op:  # noqa: N802 - reads as the operation
+def Add(a: Any, b: Any) -> Op:
     """a + b, in either order."""
     return Op(aten.add.Tensor, a, b, commutes=True)
 
 
-def Mul(a: Any, b: Any) -> Op:  # noqa: N802
+def Mul(a: Any, b: Any) -> Op:
     """a * b, in either order."""
     return Op(aten.mul.Tensor, a, b, commutes=True)
 
 
-def Cast(inner: Any) -> Either:  # noqa: N802
+def Cast(inner: Any) -> Either:
     """The inner pattern, converted to another dtype or not: a float32 build has no conversions."""
     return Either(Op(aten.to.dtype, inner, Anything()), inner)
 
 
-def match(pattern: Any, node: fx.Node) -> Bindings | None:
+def match(pattern: Any, node: FxNode) -> Bindings | None:
     """What the pattern's captures bind at `node`, or None."""
     return _match(pattern, node, {})
 
@@ -127,4 +130,4 @@ def _match_all(patterns: Any, values: Any, found: Bindings) -> Bindings | None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b if isinstance(a, fx.Node) or isinstance(b, fx.Node) else bool(a == b)
+    return a is b if isinstance(a, FxNode) or isinstance(b, FxNode) else bool(a == b)

@@ -13,7 +13,18 @@ import msgspec
 
 from precast.ir.errors import BuildError
 from precast.ir.schema import (
-    Arg, Block, CachePlan, Call, Graph, Items, Node, Param, Ref, Symbol, TensorType, Value,
+    Arg,
+    Block,
+    CachePlan,
+    Call,
+    Graph,
+    Items,
+    Node,
+    Param,
+    Ref,
+    Symbol,
+    TensorType,
+    Value,
 )  # fmt: skip
 
 
@@ -146,7 +157,7 @@ def _renamed(node: Node, names: dict[str, str]) -> Node:
         if isinstance(arg, Ref):
             return Ref(names[arg.name])
         if isinstance(arg, Items):
-            return Items(tuple(rename(item) for item in arg.items))  # type: ignore[arg-type, misc]
+            return Items(tuple(rename(item) for item in arg.items))  # type: ignore[misc]
         return arg
 
     return msgspec.structs.replace(

@@ -39,7 +39,12 @@ def pack(
         if info.name in wanted
     }
     return write_bundle(
-        out, manifest_without_blobs=manifest, graph=graph, constants=constants, files=dict(files), provenance=dict(provenance)
+        out,
+        manifest_without_blobs=manifest,
+        graph=graph,
+        constants=constants,
+        files=dict(files),
+        provenance=dict(provenance),
     )
 
 
@@ -47,4 +52,3 @@ def used_ops(graph: Graph) -> dict[str, int]:
     """Every op of the graph with its version, sorted by name."""
     steps = [*graph.main, *(node for block in graph.blocks for node in block.nodes)]
     return dict(sorted({step.op: step.version for step in steps if isinstance(step, Node)}.items()))
-

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import fx
-
 from precast.builder.context import PassContext
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.ir.schema import PassRecord
 
 STAGES = ("factory", "export", "normalise", "match", "shard", "cache", "plan", "lower", "pack")
 
-PassFunction = Callable[[fx.Graph, PassContext], bool]
+PassFunction = Callable[[FxGraph, PassContext], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +81,13 @@ def passes() -> tuple[Pass, ...]:
 
 
 def run(
-    graph: fx.Graph,
+    graph: FxGraph,
     ctx: PassContext,
     todo: tuple[Pass, ...],
     *,
     dump: Path | None = None,
     first: int = 0,
-    observe: Callable[[Pass, fx.Graph], None] | None = None,
+    observe: Callable[[Pass, FxGraph], None] | None = None,
 ) -> tuple[PassRecord, ...]:
     """Runs the passes in order.
 
@@ -97,15 +96,18 @@ def run(
     """
     records: list[PassRecord] = []
     done = {step.name for step in passes()[:first]}
+    eliminate_dead_code(graph, ctx)
     for number, step in enumerate(todo, first):
         missing = set(step.requires) - done
         assert not missing, f"{step.name} runs before {missing}"
-        before = op_counts(graph)
+        before, content = op_counts(graph), _content(graph)
         changed = step.run(graph, ctx)
         eliminate_dead_code(graph, ctx)
         graph.lint()
         delta = {op: n for op, n in sorted(_difference(op_counts(graph), before).items()) if n}
-        assert changed or not delta, f"{step.name} changed the graph and said that it didn't: {delta}"
+        differs = _content(graph) != content
+        assert changed or not differs, f"{step.name} changed the graph and said that it didn't: {delta}"
+        assert differs or not changed, f"{step.name} said that it changed the graph, and didn't"
         records.append(PassRecord(step.name, step.stage, step.version, changed, delta))
         done.add(step.name)
         if dump is not None:
@@ -115,7 +117,7 @@ def run(
     return tuple(records)
 
 
-def eliminate_dead_code(graph: fx.Graph, ctx: PassContext) -> None:
+def eliminate_dead_code(graph: FxGraph, ctx: PassContext) -> None:
     """Removes nodes that nothing needs, and the params, constants and inputs that no node uses any more.
 
     A node that writes into an argument (its op's schema says so) is needed.
@@ -132,7 +134,12 @@ def eliminate_dead_code(graph: fx.Graph, ctx: PassContext) -> None:
         graph.erase_node(node)
 
 
-def op_counts(graph: fx.Graph) -> Counter[str]:
+def _content(graph: FxGraph) -> list[tuple[Any, ...]]:
+    """What two graphs of the same nodes are compared by."""
+    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
+
+
+def op_counts(graph: FxGraph) -> Counter[str]:
     """How often each op stands in the graph. Picking one of several results is no operation."""
     calls = (node.target for node in graph.nodes if node.op == "call_function")
     return Counter(op_name(target) for target in calls if target is not operator.getitem)
@@ -144,14 +151,13 @@ def op_name(target: Any) -> str:
     return name.removesuffix(".default") if name.startswith("precast.") else name
 
 
-def _writes(node: fx.Node) -> bool:
+def _writes(node: FxNode) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
 
 def _difference(after: Counter[str], before: Counter[str]) -> dict[str, int]:
     return {op: after[op] - before[op] for op in after.keys() | before.keys()}
-
 
 
 def before_caches(step: Pass) -> bool:

@@ -115,9 +115,7 @@ def find_window(mask_function: Callable[..., Any], max_seq_len: int) -> int | No
     return window
 
 
-def _evaluate(
-    rule: Callable[..., Any], zero: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor:
+def _evaluate(rule: Callable[..., Any], zero: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     result = rule(zero, zero, query, key)
     return torch.as_tensor(result, dtype=torch.bool).expand(torch.broadcast_shapes(query.shape, key.shape))
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ import msgspec
 import torch
 import transformers
 import zstandard
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -28,11 +28,26 @@ from precast.builder.capture import Captured
 from precast.builder.constants import tensor_bytes, tensor_from_bytes
 from precast.builder.context import ConstantInfo, Options, ParamInfo, PassContext
 from precast.builder.factory import Source
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.lower import lower_flat
 from precast.builder.pipeline import Pass
-from precast.ir import ops, symbols
+from precast.ir import symbols
 from precast.ir.schema import (
-    Arg, Checkpoint, Const, Dim, DtypeArg, Expr, Items, ModelInfo, Node, Param, PassRecord, Ref, TensorType, Value, Wire,
+    Arg,
+    Checkpoint,
+    Const,
+    Dim,
+    DtypeArg,
+    Expr,
+    Items,
+    ModelInfo,
+    Node,
+    Param,
+    PassRecord,
+    Ref,
+    TensorType,
+    Value,
+    Wire,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -154,8 +169,8 @@ class _Rebuilt:
     def __init__(self, stored: _Snapshot, options: Options) -> None:
         self.stored = stored
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        self.graph = fx.Graph()
-        self.nodes: dict[str, fx.Node] = {}
+        self.graph = FxGraph()
+        self.nodes: dict[str, FxNode] = {}
         self.ctx = PassContext(options=options, params={}, constants={}, symbols={}, fake_mode=self.mode)
         self.sizes: dict[str, Any] = {"T": self._size("T", 7), "B": self._size("B", 4)}
 
@@ -169,18 +184,18 @@ class _Rebuilt:
             value = constant.value
             node = self._placeholder("c_" + value.name.replace(".", "_"), value.name, value.type)
             self.ctx.constants[node.name] = ConstantInfo(value.name, tensor_from_bytes(value, constant.data))
-        for node, layer in self.stored.nodes:
-            self._call(node, layer)
+        for stored, layer in self.stored.nodes:
+            self._call(stored, layer)
         self.graph.output({name: self.nodes[value] for name, value in self.stored.outputs.items()})
         return Captured(self.graph, self.ctx, self.stored.model, self.stored.checkpoint)
 
     def _size(self, name: str, example: int) -> Any:
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-        fake = self.mode.from_tensor(torch.empty(example, device="meta"), symbolic_context=context)
-        self.ctx.symbols[str(fake.shape[0].node.expr)] = name
-        return fake.shape[0]
+        size: Any = self.mode.from_tensor(torch.empty(example, device="meta"), symbolic_context=context).shape[0]
+        self.ctx.symbols[str(size.node.expr)] = name
+        return size
 
-    def _placeholder(self, place: str, name: str, type: TensorType) -> fx.Node:
+    def _placeholder(self, place: str, name: str, type: TensorType) -> FxNode:
         node = self.graph.placeholder(place)
         shape = [self._evaluate(size) for size in type.shape]
         node.meta["val"] = self.ctx.empty(shape, getattr(torch, type.dtype))
@@ -193,25 +208,11 @@ class _Rebuilt:
         return symbols.evaluate(size, self.sizes)
 
     def _call(self, node: Node, layer: str | None) -> None:
-        definition = ops.lookup(node.op, node.version)
-        assert definition is not None
-        target = torch.ops
+        target: Any = torch.ops
         for part in node.op.split(".") if node.op.startswith("aten.") else [*node.op.split("."), "default"]:
             target = getattr(target, part)
-        schema = {arg.name: arg for arg in target._schema.arguments}
-        given = {name: self._argument(arg) for name, arg in node.args.items()}
-        args, kwargs, positional = [], {}, True
-        for name, arg in schema.items():
-            if arg.kwarg_only or not positional:
-                if name in given:
-                    kwargs[name] = given[name]
-            elif name in given:
-                args.append(given[name])
-            elif arg.has_default_value() and not any(other in given for other in list(schema)[len(args) :]):
-                positional = False
-            else:
-                args.append(arg.default_value)
-        call = self.graph.call_function(target, tuple(args), kwargs)
+        args, kwargs = _as_called(target, {name: self._argument(arg) for name, arg in node.args.items()})
+        call = self.graph.call_function(target, args, kwargs)
         if layer is not None:
             call.meta["nn_module_stack"] = {"layer": (layer, "")}
         call.meta["val"] = self.ctx.fake(target, call.args, call.kwargs)
@@ -232,3 +233,14 @@ class _Rebuilt:
             return [-1 if isinstance(item, Dim) else self._argument(item) for item in arg.items]
         raise AssertionError("a snapshot holds no lone symbolic size")
 
+
+def _as_called(target: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name as the exporter spells a call: positional as far as something is given, then by keyword."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    positional = [arg for arg in target._schema.arguments if not arg.kwarg_only]
+    last = max((index for index, arg in enumerate(positional) if arg.name in given), default=-1)
+    for arg in positional[: last + 1]:
+        args.append(given[arg.name] if arg.name in given else arg.default_value)
+    kwargs.update({name: value for name, value in given.items() if name not in {arg.name for arg in positional}})
+    return tuple(args), kwargs

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.pipeline import graph_pass
 
 aten = torch.ops.aten
 
 
 @graph_pass(stage="match", version=1, requires=("match_rotary", "match_norms"))
-def cancel_transposes(graph: fx.Graph, ctx: PassContext) -> bool:
+def cancel_transposes(graph: FxGraph, ctx: PassContext) -> bool:
     """x.transpose(a, b).transpose(a, b) -> x, also through an op on another dimension between the two."""
     changed = False
     for node in list(graph.nodes):
@@ -33,7 +33,7 @@ def cancel_transposes(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def _leaves_alone(node: fx.Node, dims: set[int]) -> bool:
+def _leaves_alone(node: FxNode, dims: set[int]) -> bool:
     """Whether the op does the same to each element of these dimensions."""
     if node.target is aten.slice.Tensor:
         return node.args[1] not in dims

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
-from precast.builder.match import Bindings, Capture, Either, Mul, Number, Op, match
+from precast.builder.fx_types import FxGraph, FxNode
+from precast.builder.match import Bindings, Capture, Mul, Number, Op, match
 from precast.builder.passes.fuse_projections import fuse, fusible
 from precast.builder.pipeline import graph_pass
 
@@ -22,7 +22,7 @@ class _Activation:
         self.inner = inner
 
     def match(self, value: Any, found: Bindings) -> Bindings | None:
-        if not isinstance(value, fx.Node):
+        if not isinstance(value, FxNode):
             return None
         if value.target is aten.silu.default:
             kind = "silu"
@@ -35,15 +35,15 @@ class _Activation:
 
 
 _SEPARATE = Mul(_Activation(Capture("gate")), Capture("up"))
-_LAST = Either(1, 2, 3)
+_DIM = Number("dim")
 _HALVES = Mul(
-    _Activation(Op(aten.slice.Tensor, Capture("x"), _LAST, 0, Number("half"), 1)),
-    Op(aten.slice.Tensor, Capture("x"), _LAST, Number("half"), Number("end"), 1),
+    _Activation(Op(aten.slice.Tensor, Capture("x"), _DIM, 0, Number("half"), 1)),
+    Op(aten.slice.Tensor, Capture("x"), _DIM, Number("half"), Number("end"), 1),
 )
 
 
 @graph_pass(stage="match", version=1, requires=("normalise_views", "normalise_linear"))
-def fuse_gated_activation(graph: fx.Graph, ctx: PassContext) -> bool:
+def fuse_gated_activation(graph: FxGraph, ctx: PassContext) -> bool:
     """act(linear(x, g)) * linear(x, u) -> gated_activation(linear(x, concat(g, u))); act(y[:h]) * y[h:] likewise."""
     changed = False
     for node in list(graph.nodes):
@@ -59,22 +59,23 @@ def fuse_gated_activation(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def _halves(node: fx.Node) -> tuple[fx.Node, str] | None:
+def _halves(node: FxNode) -> tuple[FxNode, str] | None:
     found = match(_HALVES, node)
     if found is None:
         return None
     x = found["x"]
     size = tensor(x).shape[-1]
-    gate = next(arg for arg in node.args if isinstance(arg, fx.Node) and arg.target is not aten.slice.Tensor).args[0]
-    last = gate.args[1] == tensor(x).dim() - 1
+    last = found["dim"] == tensor(x).dim() - 1
     return (x, found["kind"]) if last and found["end"] == size and 2 * found["half"] == size else None
 
 
-def _separate(graph: fx.Graph, ctx: PassContext, node: fx.Node) -> tuple[fx.Node, str] | None:
+def _separate(graph: FxGraph, ctx: PassContext, node: FxNode) -> tuple[FxNode, str] | None:
     found = match(_SEPARATE, node)
     if found is None:
         return None
     parts = [found["gate"], found["up"]]
     if not fusible(parts, ctx) or len({tensor(part).shape[-1] for part in parts}) != 1:
         return None
+    if any(len(part.users) != 1 for part in parts):
+        return None  # the product would be computed twice
     return fuse(graph, ctx, parts), found["kind"]

@@ -5,14 +5,13 @@ The fused param is a recipe: the parts are read straight into their places, and 
 
 from __future__ import annotations
 
-import os.path
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.layers import layer_of
 from precast.builder.pipeline import graph_pass
 from precast.ir.schema import Concat
@@ -21,9 +20,9 @@ aten = torch.ops.aten
 
 
 @graph_pass(stage="match", version=1, requires=("normalise_linear", "fuse_gated_activation"))
-def fuse_projections(graph: fx.Graph, ctx: PassContext) -> bool:
+def fuse_projections(graph: FxGraph, ctx: PassContext) -> bool:
     """linear(x, q), linear(x, k), linear(x, v) of one layer -> slices of linear(x, concat(q, k, v))."""
-    groups: dict[tuple[fx.Node, str], list[fx.Node]] = defaultdict(list)
+    groups: dict[tuple[FxNode, str], list[FxNode]] = defaultdict(list)
     for node in graph.nodes:
         layer = layer_of(node)
         if node.target is aten.linear.default and layer is not None:
@@ -44,7 +43,7 @@ def fuse_projections(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def fusible(nodes: Sequence[fx.Node], ctx: PassContext) -> bool:
+def fusible(nodes: Sequence[FxNode], ctx: PassContext) -> bool:
     """Whether these are two or more products of one input with params of their own, all with a bias or none."""
     if len(nodes) < 2 or any(node.target is not aten.linear.default for node in nodes):
         return False
@@ -55,7 +54,7 @@ def fusible(nodes: Sequence[fx.Node], ctx: PassContext) -> bool:
     return own and one_input and len(biases) in (0, len(nodes)) and len(set(weights)) == len(weights)
 
 
-def fuse(graph: fx.Graph, ctx: PassContext, nodes: Sequence[fx.Node]) -> fx.Node:
+def fuse(graph: FxGraph, ctx: PassContext, nodes: Sequence[FxNode]) -> FxNode:
     """The fused product, standing before the first of `nodes`."""
     first = min(nodes, key=list(graph.nodes).index) if len(nodes) > 1 else nodes[0]
     weight = _concat(graph, ctx, [node.args[1] for node in nodes])
@@ -65,7 +64,7 @@ def fuse(graph: fx.Graph, ctx: PassContext, nodes: Sequence[fx.Node]) -> fx.Node
         return ctx.call(graph, aten.linear.default, first.args[0], weight, bias)
 
 
-def _concat(graph: fx.Graph, ctx: PassContext, params: Sequence[fx.Node]) -> fx.Node:
+def _concat(graph: FxGraph, ctx: PassContext, params: Sequence[FxNode]) -> FxNode:
     infos = [ctx.params[param.name] for param in params]
     like = tensor(params[0])
     rows = sum(tensor(param).shape[0] for param in params)
@@ -78,7 +77,17 @@ def _concat(graph: fx.Graph, ctx: PassContext, params: Sequence[fx.Node]) -> fx.
 def _joined(names: Sequence[str]) -> str:
     """`attn.q_proj.weight`, `attn.k_proj.weight` -> `attn.q_proj_k_proj.weight`."""
     parts = [name.split(".") for name in names]
-    head = os.path.commonprefix(parts)
-    tail = os.path.commonprefix([part[::-1] for part in parts])[::-1]
-    middle = "_".join("_".join(part[len(head) : len(part) - len(tail)]) for part in parts)
-    return ".".join([*head, middle, *tail])
+    head = _common(parts)
+    tail = _common([part[::-1] for part in parts])
+    middle = "_".join("_".join(part[head : len(part) - tail]) for part in parts)
+    return ".".join([*parts[0][:head], middle, *parts[0][len(parts[0]) - tail :]])
+
+
+def _common(parts: Sequence[Sequence[str]]) -> int:
+    """How many leading items all parts share."""
+    count = 0
+    for items in zip(*parts, strict=False):
+        if len(set(items)) > 1:
+            break
+        count += 1
+    return count

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.pipeline import graph_pass
 from precast.builder.sizes import shape_of
 
@@ -13,20 +13,19 @@ aten = torch.ops.aten
 
 
 @graph_pass(stage="match", version=1, requires=("match_norms",))
-def fuse_residual_norm(graph: fx.Graph, ctx: PassContext) -> bool:
+def fuse_residual_norm(graph: FxGraph, ctx: PassContext) -> bool:
     """rms_norm(x + r) -> residual_rms_norm(x, r): one read and one write of the residual stream.
 
     Legal when x and r have one type, and the norm is the sum's first user.
     """
     changed = False
-    order = {node: index for index, node in enumerate(graph.nodes)}
     for norm in list(graph.nodes):
         if norm.target is not torch.ops.precast.rms_norm.default or norm.args[1] is None:
             continue
         total = norm.args[0]
         if total.target is not aten.add.Tensor or not _one_type(total, ctx):
             continue
-        if min(total.users, key=order.__getitem__) is not norm:
+        if min(total.users) is not norm:
             continue
         with ctx.before(norm):
             fused = ctx.call(
@@ -41,8 +40,8 @@ def fuse_residual_norm(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def _one_type(total: fx.Node, ctx: PassContext) -> bool:
-    if len(total.args) != 2 or not all(isinstance(arg, fx.Node) for arg in total.args):
+def _one_type(total: FxNode, ctx: PassContext) -> bool:
+    if total.kwargs or not all(isinstance(arg, FxNode) for arg in total.args):
         return False
     a, b = (tensor(arg) for arg in total.args)
     return a.dtype == b.dtype and shape_of(a, ctx.symbols) == shape_of(b, ctx.symbols)

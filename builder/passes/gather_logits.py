@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.pipeline import graph_pass
 
 aten = torch.ops.aten
@@ -20,17 +20,14 @@ _ROW_BY_ROW = {
 
 
 @graph_pass(stage="plan", version=1, requires=("insert_caches",))
-def gather_logits(graph: fx.Graph, ctx: PassContext) -> bool:
+def gather_logits(graph: FxGraph, ctx: PassContext) -> bool:
     """head(x) -> head(gather_rows(x, logit_rows)), also through soft caps and scales behind the head."""
     (output,) = [node for node in graph.nodes if node.op == "output"]
     logits = output.args[0]["logits"]
     path = _path(logits)
     first = path[-1] if path else None
-    mode = ctx.fake_mode
-    assert mode is not None and mode.shape_env is not None
-    rows = mode.shape_env.create_unbacked_symint()
-    ctx.symbols[str(rows.node.expr)] = "R"
-    after = next(node for node in graph.nodes if node.name == "cu_seqlens")
+    rows = ctx.new_symbol("R")
+    after = next(node for node in graph.nodes if node.name == "input_ids")
     place = ctx.new_input(graph, after, "logit_rows", ctx.empty((rows,), torch.int64))
     source = logits if first is None else first.args[0]
     with ctx.before(output if first is None else first):
@@ -44,11 +41,11 @@ def gather_logits(graph: fx.Graph, ctx: PassContext) -> bool:
     return True
 
 
-def _path(logits: fx.Node) -> list[fx.Node]:
+def _path(logits: FxNode) -> list[FxNode]:
     """The nodes from the logits back to the head's product, as far as each has one tensor of rows."""
-    path: list[fx.Node] = []
+    path: list[FxNode] = []
     node: Any = logits
-    while isinstance(node, fx.Node) and node.target in _ROW_BY_ROW and _one_source(node):
+    while isinstance(node, FxNode) and node.target in _ROW_BY_ROW and _one_source(node):
         path.append(node)
         if node.target is aten.linear.default:
             return path
@@ -56,7 +53,7 @@ def _path(logits: fx.Node) -> list[fx.Node]:
     return []
 
 
-def _one_source(node: fx.Node) -> bool:
-    others = [arg for arg in node.args[1:] if isinstance(arg, fx.Node) and tensor(arg).dim() > 1]
+def _one_source(node: FxNode) -> bool:
+    others = [arg for arg in node.args[1:] if isinstance(arg, FxNode) and tensor(arg).dim() > 1]
     only_user = len(node.users) == 1
     return only_user and (node.target is aten.linear.default or not others)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.pipeline import graph_pass
 from precast.ir.schema import CachePlan, Group, PagedInputs, PagedSpec, Pool, Slot, TensorType, Value
 
@@ -21,14 +21,14 @@ _INPUTS = {
 
 
 @graph_pass(stage="cache", version=1)
-def insert_caches(graph: fx.Graph, ctx: PassContext) -> bool:
+def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
     """attention(q, k, v) -> write_kv(k, v, cache), paged_attention(q, cache).
 
     Layers of equal geometry and window form a group, with one page table and one set of metadata inputs; groups of
     equal page geometry share a pool. The plan is recorded in the context.
     """
     layers = [node for node in graph.nodes if node.target is torch.ops.precast.attention.default]
-    specs: dict[PagedSpec, list[fx.Node]] = {}
+    specs: dict[PagedSpec, list[FxNode]] = {}
     for node in layers:
         specs.setdefault(_spec(node, ctx), []).append(node)
     if not specs:
@@ -47,13 +47,15 @@ def insert_caches(graph: fx.Graph, ctx: PassContext) -> bool:
             field: sizes.add_input(fields[field], dtype, size, entries) for field, (dtype, size) in _INPUTS.items()
         }
         pages = sizes.symbol(pool.pages)
-        slots = tuple(_insert(graph, ctx, node, f"layers.{number[node]}", spec, pool, pages, kv_lens, metadata) for node in nodes)
+        slots = tuple(
+            _insert(graph, ctx, node, f"layers.{number[node]}", spec, pool, pages, kv_lens, metadata) for node in nodes
+        )
         groups.append(Group(name, pool.name, spec, PagedInputs(**fields), slots))
     ctx.caches = CachePlan(tuple(pools.values()), tuple(groups))
     return True
 
 
-def _spec(node: fx.Node, ctx: PassContext) -> PagedSpec:
+def _spec(node: FxNode, ctx: PassContext) -> PagedSpec:
     key, value = tensor(node.args[1]), tensor(node.args[2])
     dtype = str(key.dtype).removeprefix("torch.")
     window = node.kwargs.get("window")
@@ -67,7 +69,7 @@ def _page_geometry(spec: PagedSpec) -> Any:
     return (spec.num_kv_heads, spec.head_size, spec.value_size, spec.dtype, spec.page_size)
 
 
-def _group_name(spec: PagedSpec, specs: dict[PagedSpec, list[fx.Node]]) -> str:
+def _group_name(spec: PagedSpec, specs: dict[PagedSpec, list[FxNode]]) -> str:
     """`full`, `window1024`; with the heads' geometry where that alone doesn't tell groups apart."""
 
     def short(of: PagedSpec) -> str:
@@ -81,34 +83,30 @@ def _group_name(spec: PagedSpec, specs: dict[PagedSpec, list[fx.Node]]) -> str:
 class _Sizes:
     """Makes inputs over symbols: fake tensors for the graph, types for the bundle."""
 
-    def __init__(self, graph: fx.Graph, ctx: PassContext) -> None:
+    def __init__(self, graph: FxGraph, ctx: PassContext) -> None:
         self.graph, self.ctx = graph, ctx
         places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
         self.after = places["cu_seqlens"]
         bounds = tensor(self.after).shape[0]
-        self.known = {"T": tensor(places["input_ids"]).shape[1], "B": bounds - 1, "B + 1": bounds}
+        self.known: dict[str, Any] = {"T": tensor(places["input_ids"]).shape[1], "B": bounds - 1, "B + 1": bounds}
 
     def symbol(self, name: str) -> Any:
         """The size of this name; a new one is unknown to the exporter, and enters its table of symbols."""
         if name not in self.known:
-            mode = self.ctx.fake_mode
-            assert mode is not None and mode.shape_env is not None
-            self.known[name] = mode.shape_env.create_unbacked_symint()
-            self.ctx.symbols[str(self.known[name].node.expr)] = name
+            self.known[name] = self.ctx.new_symbol(name)
         return self.known[name]
 
-    def add_input(self, name: str, dtype: str, size: str, entries: Any = None) -> fx.Node:
+    def add_input(self, name: str, dtype: str, size: str, entries: Any = None) -> FxNode:
         """A one-dimensional graph input."""
         length = entries if size == "N" else self.known[size]
         return self.ctx.new_input(self.graph, self.after, name, self.ctx.empty((length,), getattr(torch, dtype)))
 
 
 def _insert(
-    graph: fx.Graph, ctx: PassContext, node: fx.Node, slot: str, spec: PagedSpec, pool: Pool, pages: Any,
-    kv_lens: fx.Node, metadata: dict[str, fx.Node],
+    graph: FxGraph, ctx: PassContext, node: FxNode, slot: str, spec: PagedSpec, pool: Pool, pages: Any,
+    kv_lens: FxNode, metadata: dict[str, FxNode],
 ) -> Slot:  # fmt: skip
     q, k, v, sinks, cu_seqlens = node.args
-    assert isinstance(k, fx.Node) and isinstance(v, fx.Node)
     values, places = [], []
     for short, source, size in (("k", k, spec.head_size), ("v", v, spec.value_size)):
         value = Value(f"{slot}.{short}", TensorType(spec.dtype, (pool.pages, spec.page_size, spec.num_kv_heads, size)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext
+from precast.builder.fx_types import FxGraph
 from precast.builder.match import Add, Capture, Mul, Op, match
 from precast.builder.pipeline import graph_pass
 
@@ -19,7 +19,7 @@ _TANH_GELU = Mul(Mul(_X, 0.5), Add(Op(aten.tanh.default, Mul(_CUBIC, math.sqrt(2
 
 
 @graph_pass(stage="match", version=1)
-def match_activations(graph: fx.Graph, ctx: PassContext) -> bool:
+def match_activations(graph: FxGraph, ctx: PassContext) -> bool:
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) -> gelu(x, approximate="tanh")."""
     changed = False
     for node in list(graph.nodes):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
-from precast.builder.match import Capture, Cast, Either, Mul, Number, Op, match
+from precast.builder.fx_types import FxGraph
+from precast.builder.match import Bindings, Capture, Mul, Op, match
 from precast.builder.pipeline import graph_pass
 
 aten = torch.ops.aten
 
 _LOOKUP = Op(aten.embedding.default, Capture("weight"), Capture("ids"), *[Capture(f"_{i}") for i in range(3)])
-_SCALED = Mul(_LOOKUP, Either(Number("scale"), Cast(Capture("scale"))))
+_SCALED = Mul(_LOOKUP, Capture("scale"))
 
 
 @graph_pass(stage="match", version=1, requires=("remove_noops",))
-def match_embedding(graph: fx.Graph, ctx: PassContext) -> bool:
+def match_embedding(graph: FxGraph, ctx: PassContext) -> bool:
     """embedding(weight, ids) * scale -> precast.embedding(ids, weight, scale).
 
     The op rounds the scale to the weight's type. A number that this would change stays a product of its own.
@@ -25,24 +25,31 @@ def match_embedding(graph: fx.Graph, ctx: PassContext) -> bool:
     for pattern in (_SCALED, _LOOKUP):
         for node in list(graph.nodes):
             found = match(pattern, node) if node.op == "call_function" else None
-            scale = _scale(found, ctx) if found else None
+            scale = _scale(found, node, ctx) if found else None
             if found is None or scale is None:
                 continue
             with ctx.before(node):
-                new = ctx.call(
-                    graph, torch.ops.precast.embedding.default, found["ids"], found["weight"], scale=scale
-                )
+                new = ctx.call(graph, torch.ops.precast.embedding.default, found["ids"], found["weight"], scale=scale)
             ctx.replace(node, new)
             changed = True
     return changed
 
 
-def _scale(found: dict[str, object], ctx: PassContext) -> float | None:
+def _scale(found: Bindings, node: FxNode, ctx: PassContext) -> float | None:
+    """The scale as a number of the weight's type; None where it is not known or would be rounded."""
     scale = found.get("scale", 1.0)
     dtype = tensor(found["weight"]).dtype
-    if isinstance(scale, (int, float)):
-        return float(scale) if float(torch.tensor(scale, dtype=dtype)) == scale else None
-    constant = ctx.constant(scale)
-    if constant is None or constant.numel() != 1:
+    if isinstance(scale, FxNode):
+        scale = _number(scale, dtype, ctx)
+    if scale is None or tensor(node).dtype != dtype:
         return None
-    return float(constant.to(dtype))
+    return float(scale) if float(torch.tensor(scale, dtype=dtype)) == scale else None
+
+
+def _number(scale: FxNode, dtype: torch.dtype, ctx: PassContext) -> float | None:
+    """A constant of one element, rounded where the model rounds it."""
+    rounded = scale.target is aten.to.dtype and scale.args[1] == dtype
+    constant = ctx.constant(scale.args[0] if rounded else scale)
+    if constant is None or constant.dim():
+        return None
+    return float(constant.to(dtype) if rounded else constant)

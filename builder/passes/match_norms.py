@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.match import Add, Bindings, Capture, Cast, Either, Mul, Number, Op, match
 from precast.builder.pipeline import graph_pass
 from precast.builder.sizes import shape_of
@@ -15,13 +15,13 @@ from precast.builder.sizes import shape_of
 aten = torch.ops.aten
 
 _X = Cast(Capture("x"))
-_LAST = Either([-1], [1], [2], [3])
+_DIMS = Capture("dims")
 _SQUARE = Either(Op(aten.pow.Tensor_Scalar, _X, 2), Mul(_X, _X))
-_NORMALISED = Mul(_X, Op(aten.rsqrt.default, Add(Op(aten.mean.dim, _SQUARE, _LAST, True), Number("eps"))))
+_NORMALISED = Mul(_X, Op(aten.rsqrt.default, Add(Op(aten.mean.dim, _SQUARE, _DIMS, True), Number("eps"))))
 _WEIGHT = Cast(Capture("weight"))
 
-_CENTRED = Op(aten.sub.Tensor, _X, Op(aten.mean.dim, _X, _LAST, True))
-_VARIANCE = Op(aten.mean.dim, Op(aten.pow.Tensor_Scalar, _CENTRED, 2), _LAST, True)
+_CENTRED = Op(aten.sub.Tensor, _X, Op(aten.mean.dim, _X, _DIMS, True))
+_VARIANCE = Op(aten.mean.dim, Op(aten.pow.Tensor_Scalar, _CENTRED, 2), _DIMS, True)
 _STANDARDISED = Mul(_CENTRED, Op(aten.rsqrt.default, Add(_VARIANCE, Number("eps"))))
 
 _RMS_NORMS: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -34,7 +34,7 @@ _RMS_NORMS: tuple[tuple[Any, dict[str, Any]], ...] = (
 
 
 @graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"))
-def match_norms(graph: fx.Graph, ctx: PassContext) -> bool:
+def match_norms(graph: FxGraph, ctx: PassContext) -> bool:
     """x * rsqrt(mean(x^2) + eps) * w -> rms_norm; (x - mean) * rsqrt(var + eps) * w -> layer_norm."""
     changed = _match_layer_norms(graph, ctx)
     for pattern, attributes in _RMS_NORMS:
@@ -53,7 +53,7 @@ def match_norms(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def _match_layer_norms(graph: fx.Graph, ctx: PassContext) -> bool:
+def _match_layer_norms(graph: FxGraph, ctx: PassContext) -> bool:
     """Before the others: a norm of centred elements looks like an rms norm of them."""
     changed = False
     for node in list(graph.nodes):
@@ -70,7 +70,7 @@ def _match_layer_norms(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def _find(pattern: Any, node: fx.Node, ctx: PassContext) -> Bindings | None:
+def _find(pattern: Any, node: FxNode, ctx: PassContext) -> Bindings | None:
     """A match over the last dimension, whose result has x's type, with a weight for each element of it."""
     found = match(pattern, node) if node.op == "call_function" else None
     if found is None:
@@ -80,34 +80,21 @@ def _find(pattern: Any, node: fx.Node, ctx: PassContext) -> Bindings | None:
         return None
     weight = found.get("weight")
     if weight is not None:
-        if not isinstance(weight, fx.Node) or tuple(tensor(weight).shape) != tuple(x.shape[-1:]):
+        if not isinstance(weight, FxNode) or tuple(tensor(weight).shape) != tuple(x.shape[-1:]):
             return None
         if tensor(weight).dtype != x.dtype:
             return None
-    return found if _over_last(node, x.dim()) else None
+    return found if [dim % x.dim() for dim in found["dims"]] == [x.dim() - 1] else None
 
 
-def _over_last(root: fx.Node, rank: int) -> bool:
-    """Whether the means below `root` are taken over the last dimension."""
-    todo, depth = [root], 8
-    while todo and depth:
-        depth -= 1
-        todo = [arg for node in todo for arg in node.all_input_nodes]
-        for node in todo:
-            if node.target is aten.mean.dim:
-                dims: Any = node.args[1]
-                return list(dims) in ([-1], [rank - 1])
-    return False
-
-
-def _layer_norm(node: fx.Node, ctx: PassContext) -> Bindings | None:
-    if node.target is aten.layer_norm.default:
+def _layer_norm(node: FxNode, ctx: PassContext) -> Bindings | None:
+    if node.target is aten.layer_norm.default and not node.kwargs:
         x, shape, weight, bias, eps = (*node.args, None, None, 1e-5)[:5] if len(node.args) < 5 else node.args[:5]
         return {"x": x, "weight": weight, "bias": bias, "eps": eps} if len(shape) == 1 else None
     return _find(Cast(Mul(_STANDARDISED, _WEIGHT)), node, ctx)
 
 
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
+def _erase(graph: FxGraph, node: FxNode) -> None:
     """Takes the matched root away, so that no later pattern finds it again."""
     if not node.users:
         graph.erase_node(node)

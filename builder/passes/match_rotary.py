@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.match import Add, Bindings, Capture, Cast, Mul, Number, Op, match
 from precast.builder.pipeline import graph_pass
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 @graph_pass(stage="match", version=1, requires=("match_rotary_tables",))
-def match_rotary(graph: fx.Graph, ctx: PassContext) -> bool:
+def match_rotary(graph: FxGraph, ctx: PassContext) -> bool:
     """x * cos + rotate_half(x) * sin -> rotary(x, cos, sin), with the heads behind the tokens.
 
     Heads before tokens (`[1, H, T, D]`) are exchanged on both sides; later passes cancel that against the
@@ -25,9 +25,8 @@ def match_rotary(graph: fx.Graph, ctx: PassContext) -> bool:
     for node in list(graph.nodes):
         for interleaved, pattern in _PATTERNS.items():
             found = match(pattern, node) if node.op == "call_function" else None
-            if found is not None:
-                _replace(graph, ctx, node, found, interleaved)
-                changed = True
+            if found is not None and _is_rotation(found):
+                changed |= _replace(graph, ctx, node, found, interleaved)
     for node in list(graph.nodes):
         found = match(_PARTIAL, node) if node.target is aten.cat.default else None
         if found is not None and found["end"] == tensor(found["x"]).shape[3]:
@@ -42,22 +41,30 @@ def match_rotary(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def _replace(graph: fx.Graph, ctx: PassContext, node: fx.Node, found: Bindings, interleaved: bool) -> None:
+def _is_rotation(found: Bindings) -> bool:
+    """Whether pairs of the whole head are rotated, by tables with a place for the heads."""
+    size = tensor(found["x32"]).shape[3]
+    halves = found.get("half", size // 2)
+    return found["heads_dim"] in (1, 2) and found["size"] == size and 2 * halves == size
+
+
+def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, interleaved: bool) -> bool:
     x, end = found["x32"], node
     if x.target is aten.to.dtype and len(node.users) == 1:
         # computed in float32 around half precision heads, as the op does itself
         (user,) = node.users
         if user.target is aten.to.dtype and tensor(user).dtype == tensor(x.args[0]).dtype:
             x, end = x.args[0], user
+    if tensor(end).dtype != tensor(x).dtype:
+        return False  # wider tables make a wider result, which the op does not
     with ctx.before(end):
         if found["heads_dim"] == 1:
             x = ctx.call(graph, aten.transpose.int, x, 1, 2)
-        new = ctx.call(
-            graph, torch.ops.precast.rotary.default, x, found["cos"], found["sin"], interleaved=interleaved
-        )
+        new = ctx.call(graph, torch.ops.precast.rotary.default, x, found["cos"], found["sin"], interleaved=interleaved)
         if found["heads_dim"] == 1:
             new = ctx.call(graph, aten.transpose.int, new, 1, 2)
     ctx.replace(end, new)
+    return True
 
 
 def _table(name: str, interleaved: bool) -> Any:
@@ -90,7 +97,7 @@ class _Rotary:
         self.inner = inner
 
     def match(self, value: Any, found: Bindings) -> Bindings | None:
-        if not isinstance(value, fx.Node) or value.target is not torch.ops.precast.rotary.default:
+        if not isinstance(value, FxNode) or value.target is not torch.ops.precast.rotary.default:
             return None
         x, cos, sin = value.args
         bound: Bindings | None = self.inner.match(x, found)

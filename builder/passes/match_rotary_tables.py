@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.match import Bindings, Capture, Cast, Either, Mul, Op, match
 from precast.builder.pipeline import graph_pass
+from precast.builder.sizes import shape_of
 
 aten = torch.ops.aten
 
@@ -18,14 +19,14 @@ _PAIRS = Op(aten.repeat_interleave.self_int, Capture("angles"), 2, Either(-1, 2)
 
 
 @graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"))
-def match_rotary_tables(graph: fx.Graph, ctx: PassContext) -> bool:
+def match_rotary_tables(graph: FxGraph, ctx: PassContext) -> bool:
     """cos(widen(positions * inv_freq)) * scale, and sin likewise -> widen(rotary_tables(positions, inv_freq))."""
     changed = False
     for cos in list(graph.nodes):
         if cos.target is not aten.cos.default:
             continue
         wide = cos.args[0]
-        found = _angles(wide)
+        found = _angles(wide, ctx)
         sines = [user for user in wide.users if user.target is aten.sin.default]
         if found is None or len(sines) != 1:
             continue
@@ -46,27 +47,37 @@ def match_rotary_tables(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def _angles(wide: fx.Node) -> Bindings | None:
-    found = match(_HALVES, wide) or match(_PAIRS, wide)
-    return match(_ANGLES, found["angles"]) if found else None
+def _angles(wide: FxNode, ctx: PassContext) -> Bindings | None:
+    """Positions and frequencies, where the angles are their products in float32, as the op computes them."""
+    widened = match(_HALVES, wide) or match(_PAIRS, wide)
+    found = match(_ANGLES, widened["angles"]) if widened else None
+    if found is None or not all(isinstance(node, FxNode) for node in found.values()):
+        return None
+    positions, inv_freq = tensor(found["positions"]), tensor(found["inv_freq"])
+    if tensor(wide).dtype != torch.float32 or inv_freq.dtype != torch.float32 or positions.dtype != torch.int64:
+        return None
+    one_set = inv_freq.dim() == 1
+    return found if one_set or shape_of(inv_freq, ctx.symbols)[:-1] == shape_of(positions, ctx.symbols) else None
 
 
-def _scaled(node: fx.Node) -> tuple[fx.Node, float]:
-    """The end of the chain `* number`, `.to(dtype)` behind the node, and the product of the numbers."""
+def _scaled(node: FxNode) -> tuple[FxNode, float]:
+    """The end of the chain `* number`, `.to(dtype)` behind the node, and the product of the numbers.
+
+    The chain ends with the first conversion: behind it, products are rounded to another type.
+    """
     scale = 1.0
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target is aten.mul.Tensor and isinstance(user.args[1], float):
-            scale *= user.args[1]
-        elif user.target is not aten.to.dtype:
+        if user.target is aten.to.dtype:
+            return user, scale
+        if user.target is not aten.mul.Tensor or not isinstance(user.args[1], float):
             break
+        scale *= user.args[1]
         node = user
     return node, scale
 
 
-def _widen(graph: fx.Graph, ctx: PassContext, wide: fx.Node, half: fx.Node) -> fx.Node:
+def _widen(graph: FxGraph, ctx: PassContext, wide: FxNode, half: FxNode) -> FxNode:
     if match(_PAIRS, wide):
         return ctx.call(graph, aten.repeat_interleave.self_int, half, 2, 2)
     return ctx.call(graph, aten.cat.default, [half, half], 2)
-
-

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
-
 from precast.builder.context import PassContext
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.layers import layer_of
 from precast.builder.pipeline import graph_pass
 
 
 @graph_pass(stage="normalise", version=1)
-def merge_duplicates(graph: fx.Graph, ctx: PassContext) -> bool:
+def merge_duplicates(graph: FxGraph, ctx: PassContext) -> bool:
     """Two calls of one pure op with the same arguments in the same layer -> one."""
     changed = False
-    seen: dict[Any, fx.Node] = {}
+    seen: dict[Any, FxNode] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or getattr(getattr(node.target, "_schema", None), "is_mutable", False):
             continue

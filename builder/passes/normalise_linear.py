@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph
 from precast.builder.match import Capture, Op, match
 from precast.builder.pipeline import graph_pass
 from precast.builder.sizes import shape_of
@@ -21,7 +21,7 @@ _CONV1D = Op(
 
 
 @graph_pass(stage="normalise", version=1, requires=("normalise_views",))
-def normalise_linear(graph: fx.Graph, ctx: PassContext) -> bool:
+def normalise_linear(graph: FxGraph, ctx: PassContext) -> bool:
     """addmm(bias, x.view(-1, in), weight[in, out]).view(..., out) -> linear(x, weight^T, bias)."""
     changed = False
     for node in list(graph.nodes):

@@ -6,9 +6,9 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.pipeline import graph_pass
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ _DIMS = {
 
 
 @graph_pass(stage="normalise", version=1)
-def normalise_views(graph: fx.Graph, ctx: PassContext) -> bool:
+def normalise_views(graph: FxGraph, ctx: PassContext) -> bool:
     """view, flatten, ... -> reshape; type_as, ... -> to; split, chunk, unbind -> slice, select; dims not negative."""
     changed = False
     for node in list(graph.nodes):
@@ -50,21 +50,21 @@ def normalise_views(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def _retarget(node: fx.Node, target: Any, args: tuple[Any, ...]) -> bool:
+def _retarget(node: FxNode, target: Any, args: tuple[Any, ...]) -> bool:
     if node.target is target and node.args == args and not node.kwargs:
         return False
     node.target, node.args, node.kwargs = target, args, {}
     return True
 
 
-def _sizes(node: fx.Node) -> Any:
+def _sizes(node: FxNode) -> Any:
     """The shape argument as it stands, or -1 for the one symbolic size."""
     if node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
         return node.args[1]
     return [size if isinstance(size, int) else -1 for size in tensor(node).shape]
 
 
-def _positive_dims(node: fx.Node) -> bool:
+def _positive_dims(node: FxNode) -> bool:
     if node.target is aten.cat.default or node.target is aten.stack.default:
         rank = tensor(node).dim()
     else:
@@ -82,7 +82,7 @@ def _positive_dims(node: fx.Node) -> bool:
     return changed
 
 
-def _drop_empty(node: fx.Node, ctx: PassContext) -> bool:
+def _drop_empty(node: FxNode, ctx: PassContext) -> bool:
     """Parts without elements add nothing; one part alone is the whole."""
     parts, dim = node.args
     kept = [part for part in parts if not (isinstance(n := tensor(part).shape[dim], int) and n == 0)]
@@ -104,7 +104,7 @@ def _bounds(args: list[Any], size: Any) -> tuple[Any, Any]:
     return start, end
 
 
-def _replace_item(graph: fx.Graph, item: fx.Node, ctx: PassContext) -> None:
+def _replace_item(graph: FxGraph, item: FxNode, ctx: PassContext) -> None:
     split, index = item.args
     source = split.args[0]
     parts = split.meta["val"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from precast.builder.context import PassContext, tensor
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.pipeline import graph_pass
 from precast.builder.sizes import shape_of
 
@@ -25,7 +25,7 @@ _SAME_ELEMENTS = {
 
 
 @graph_pass(stage="normalise", version=1)
-def remove_noops(graph: fx.Graph, ctx: PassContext) -> bool:
+def remove_noops(graph: FxGraph, ctx: PassContext) -> bool:
     """x.alias(), x.to(x.dtype), x[:], x.view(x.shape), x * 1.0, assertions -> x."""
     changed = False
     for node in list(graph.nodes):
@@ -41,8 +41,8 @@ def remove_noops(graph: fx.Graph, ctx: PassContext) -> bool:
     return changed
 
 
-def _is_noop(node: fx.Node, ctx: PassContext) -> bool:
-    if not node.args or not isinstance(node.args[0], fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+def _is_noop(node: FxNode, ctx: PassContext) -> bool:
+    if not node.args or not isinstance(node.args[0], FxNode) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     if node.target is aten.dropout.default:
         return node.args[2] is False

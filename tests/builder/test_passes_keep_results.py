@@ -18,7 +18,11 @@ from precast.builder.factory import limit, open_source
 from precast.kernels.registry import register
 from reference import evaluate, hf_logits, relative_error
 
-PROMPTS = ([5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11], [17], [99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90, 2, 3, 5, 6, 9, 29])
+PROMPTS = (
+    [5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11],
+    [17],
+    [99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90, 2, 3, 5, 6, 9, 29],
+)
 NORMALISED = "merge_duplicates"  # from here on, no node names the device that it was traced on
 
 

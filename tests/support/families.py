@@ -31,9 +31,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 12}),
     "llama-tied-bias": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     **{f"llama-rope-{kind}": ("llama", {"rope_parameters": rope}) for kind, rope in _ROPES.items()},
-    "llama-rope-dynamic-short": (
-        "llama", {"rope_parameters": _ROPES["dynamic"], "max_position_embeddings": 24},
-    ),
+    "llama-rope-dynamic-long": ("llama", {"rope_parameters": _ROPES["dynamic"], "max_position_embeddings": 24}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral-window": ("mistral", {"sliding_window": 9}),
     "qwen2": ("qwen2", {}),
@@ -101,7 +99,9 @@ def make_config(variant: str) -> Any:
     model_type, changes = VARIANTS[variant]
     base = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2} if model_type == "gpt2" else _BASE
     entries = {**base, **changes}
-    return AutoConfig.for_model(model_type, **{key: value for key, value in entries.items() if key != "head_dim" or value})
+    return AutoConfig.for_model(
+        model_type, **{key: value for key, value in entries.items() if key != "head_dim" or value}
+    )
 
 
 def make_model(variant: str, seed: int = 0) -> Any:

@@ -17,11 +17,14 @@ def hf_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor
 
 
 def hf_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """transformers' greedy continuation, without a cache, `count` tokens, end-of-sequence tokens not special."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(hf_logits(model, [ids])[0][-1].argmax()))
-    return ids[len(prompt) :]
+    """The `count` tokens that transformers' own `generate` gives greedily; end-of-sequence tokens end nothing."""
+    ids = torch.tensor([list(prompt)])
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
 
 
 def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,114 @@
+"""The small files beside a config that a bundle takes along: tokenizer, chat template, generation config.
+
+They are taken as they are, once they are seen to be what their names say. A tokenizer that is stored in an older
+form only is converted, so that a bundle that has a tokenizer has a `tokenizer.json`: the loader reads no other form.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import tokenizers
+
+from precast.ir.errors import BuildError
+
+FILE_NAME = "tokenizer.json"
+
+TAKEN = (
+    FILE_NAME, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+
+_OLDER_FORMS = (("tokenizer.model",), ("vocab.json", "merges.txt"))
+
+READ = (*TAKEN, *(file for form in _OLDER_FORMS for file in form), "added_tokens.json")
+"""All files that are looked at: what a download has to bring."""
+
+_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+"""What transformers reads a `tokenizer.model` with: package -> module."""
+
+
+def read_files(folder: Path, name: str) -> dict[str, bytes]:
+    """The files that a bundle takes from `folder`, by name. `name` is what the user called the folder.
+
+    Raises BuildError: `tokenizer-invalid` (a file is not what its name says, or the tokenizer can't be converted),
+    `dependency-missing` (a package that the conversion needs is not installed).
+    """
+    files = {file: _read(folder / file, name) for file in TAKEN if (folder / file).is_file()}
+    for file in files:
+        if file.endswith(".json") and file != "generation_config.json":
+            _check_json(files[file], f"{name}/{file}")
+    if FILE_NAME in files:
+        _check_tokenizer(files[FILE_NAME], f"{name}/{FILE_NAME}")
+        return files
+    for form in _OLDER_FORMS:
+        if all((folder / file).is_file() for file in form):
+            return {FILE_NAME: _convert(folder, form, name), **files}
+    return files
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BuildError("tokenizer-invalid", f"{path.name} can't be read: {error.strerror}", where=name) from error
+
+
+def _check_json(data: bytes, where: str) -> None:
+    try:
+        entries = json.loads(data)
+    except ValueError as error:
+        raise BuildError("tokenizer-invalid", f"expected JSON: {error}", where=where) from error
+    if not isinstance(entries, dict):
+        raise BuildError("tokenizer-invalid", f"expected a JSON object, found a {type(entries).__name__}", where=where)
+
+
+def _check_tokenizer(data: bytes, where: str) -> None:
+    try:
+        tokenizers.Tokenizer.from_str(data.decode())
+    except Exception as error:  # the library raises plain Exception, and nothing narrower
+        raise BuildError(
+            "tokenizer-invalid", f"the tokenizers library {tokenizers.__version__} can't read it: {error}", where=where
+        ) from error
+
+
+def _convert(folder: Path, form: tuple[str, ...], name: str) -> bytes:
+    """The `tokenizer.json` of the tokenizer that transformers makes of these files."""
+    from transformers import AutoTokenizer
+
+    if form == ("tokenizer.model",):
+        _require_sentencepiece(name)
+    stored = " and ".join(form)
+    fix = "save the tokenizer as a tokenizer.json beside the config, with save_pretrained of its fast form"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain Exception through it
+        message = f"transformers can't read the tokenizer in {stored}: {type(error).__name__}: {error}"
+        raise BuildError("tokenizer-invalid", message, where=name, fix=fix) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        message = f"the tokenizer in {stored} is a {type(tokenizer).__name__}, which has no tokenizer.json form"
+        raise BuildError("tokenizer-invalid", message, where=name, fix=fix)
+    text: str = backend.to_str()
+    return text.encode()
+
+
+def _require_sentencepiece(name: str) -> None:
+    missing = [package for package, module in _SENTENCEPIECE.items() if not _installed(module)]
+    if missing:
+        raise BuildError(
+            "dependency-missing",
+            f"the tokenizer is stored as a tokenizer.model, which can't be read without {' and '.join(missing)}",
+            where=name,
+            fix=f"pip install {' '.join(missing)}, or save the tokenizer as a tokenizer.json beside the config",
+        )
+
+
+def _installed(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
