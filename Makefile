@@ -68,7 +68,7 @@ gpu-test: $(STAMP)
 	$(PY) -m pytest -m gpu
 
 bench: $(STAMP)
-	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=benchmarks $(PY) "$$file"; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

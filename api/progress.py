@@ -1,4 +1,4 @@
-"""Progress of what takes longer than a second, on a terminal; silence elsewhere."""
+"""Progress of what takes longer than a second: a bar on a terminal, silence elsewhere."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+from precast.loader.timeline import Phase, Timeline
+
+Say = Callable[[str], None]
+
+BUILD_STAGES = ("import", "config", "export", "passes", "caches", "lower", "pack")
+LOAD_PHASES = ("import", "context", "bundle", "weights", "pools")
+
 
 @contextlib.contextmanager
-def stages(names: Sequence[str], title: str) -> Iterator[Callable[[str], None] | None]:
-    """A bar over named stages: yields the function to call as each begins, or None where nobody looks."""
+def stages(names: Sequence[str], title: str) -> Iterator[Say | None]:
+    """A bar over named stages on standard error: yields what to call as each begins, or None where nobody looks."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -20,3 +27,19 @@ def stages(names: Sequence[str], title: str) -> Iterator[Callable[[str], None] |
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(names[0], total=len(names))
         yield lambda name: bar.update(task, description=name, completed=names.index(name))
+
+
+class AnnouncedTimeline(Timeline):
+    """A timeline that says each phase's name as it begins, if anybody listens."""
+
+    def __init__(self, say: Say | None) -> None:
+        super().__init__()
+        self._say = say
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Record the body as a phase, after saying so."""
+        if self._say is not None:
+            self._say(name)
+        with super().phase(name) as phase:
+            yield phase

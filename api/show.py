@@ -1,25 +1,26 @@
-"""What `inspect` and `diff` show of a bundle: as fields for scripts, as text for people. No torch."""
+"""What `precast inspect` shows of a bundle: as fields for scripts, as text for people. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from precast.ir import symbols
 from precast.ir.bundle import Bundle
-from precast.ir.schema import Call, Graph, Group, Node
+from precast.ir.schema import Call, Group, Node
+from precast.ir.tensorfile import element_bytes
 from precast.ir.text import format_graph, format_recipe, format_type
 
 LENGTHS = (128, 2048, 8192, 32768, 131072)
-_ITEM_BYTES = {"bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+"""The lengths, in tokens, for which `cache` says what a sequence costs; and the bundle's limit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One answer in two forms."""
+    """One answer in two forms. The fields are documented in `docs/command_line.md`."""
 
     fields: dict[str, Any]
     text: str
@@ -31,8 +32,9 @@ def summary(bundle: Bundle) -> Report:
     model = manifest.model
     calls = sum(isinstance(step, Call) for step in graph.main)
     nodes = sum(isinstance(step, Node) for step in graph.main) + sum(len(block.nodes) for block in graph.blocks)
-    size = sum(blob.size for blob in manifest.blobs)
-    without_tokenizer = sum(blob.size for blob in manifest.blobs if blob.role != "tokenizer")
+    tokenizer = [blob for blob in manifest.blobs if blob.role == "tokenizer"]
+    total = sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
+    without_tokenizer = total - sum(blob.size for blob in tokenizer)
     fields = {
         "digest": bundle.digest,
         "format": ".".join(map(str, manifest.format)),
@@ -40,28 +42,29 @@ def summary(bundle: Bundle) -> Report:
         "graph": {"blocks": len(graph.blocks), "calls": calls, "nodes": nodes, "params": len(graph.params)},
         "ops": manifest.ops,
         "cache_groups": {group.name: len(group.slots) for group in graph.caches.groups},
-        "bytes": {"total": size, "without_tokenizer": without_tokenizer},
+        "bytes": {"total": total, "without_tokenizer": without_tokenizer},
         "files": [blob.name for blob in manifest.blobs],
         "built_with": manifest.built_with,
         "provenance": bundle.provenance,
     }
-    groups = ", ".join(f"{group.name} x {len(group.slots)}" for group in graph.caches.groups) or "none"
+    layers = f"{model.num_layers} layers, {model.num_parameters:,} parameters"
     rows = [
         ("bundle", str(bundle.path)),
         ("digest", bundle.digest),
-        ("model", f"{model.architecture}, {model.num_layers} layers, {model.num_parameters:,} parameters, {model.dtype}"),
+        ("model", f"{model.architecture}, {layers}, {model.dtype}"),
         ("limits", f"{model.max_seq_len:,} tokens a sequence, vocabulary {model.vocab_size:,}"),
         ("graph", f"{len(graph.blocks)} blocks in {calls} calls, {nodes} nodes, {len(manifest.ops)} ops"),
-        ("caches", groups),
-        ("tokenizer", ", ".join(blob.name for blob in manifest.blobs if blob.role == "tokenizer") or "none"),
-        ("size", f"{without_tokenizer:,} bytes, with tokenizer {size:,}"),
-        ("built with", ", ".join(f"{name} {version}" for name, version in manifest.built_with.items())),
+        ("caches", ", ".join(f"{group.name}: {len(group.slots)} layers" for group in graph.caches.groups) or "none"),
+        ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
+        ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
+        ("built with", _pairs(manifest.built_with)),
+        ("provenance", _pairs(bundle.provenance) or "none"),
     ]
-    return Report(fields, _table(rows))
+    return Report(fields, table(rows))
 
 
 def graph(bundle: Bundle) -> Report:
-    """The graph in the text form of `docs/format/v1.md`."""
+    """The graph in the text form of `precast.ir.text`."""
     text = format_graph(bundle.graph)
     return Report({"graph": text}, text.rstrip("\n"))
 
@@ -73,112 +76,95 @@ def passes(bundle: Bundle) -> Report:
     for record in records:
         delta = ", ".join(f"{op} {count:+d}" for op, count in record.delta.items())
         rows.append((record.stage, record.name, str(record.version), delta or ("edited" if record.changed else "-")))
-    return Report({"passes": [msgspec.to_builtins(record) for record in records]}, _table(rows))
+    return Report({"passes": [msgspec.to_builtins(record) for record in records]}, table(rows))
 
 
 def weights(bundle: Bundle) -> Report:
     """Each param with its type and recipe, and which tensors are ignored."""
+    rules = bundle.manifest.checkpoint
     rows = [("param", "type", "recipe")]
     rows += [(param.name, format_type(param.type), format_recipe(param.recipe)) for param in bundle.graph.params]
-    rules = bundle.manifest.checkpoint
-    text = _table(rows) + f"\nignored tensors: {', '.join(rules.ignored) or 'none'}"
+    notes = [
+        ("ignored tensors", ", ".join(rules.ignored) or "none"),
+        ("optional prefixes", ", ".join(rules.optional_prefixes) or "none"),
+    ]
     fields = {
-        "params": [msgspec.to_builtins(param) for param in bundle.graph.params],
-        "checkpoint": msgspec.to_builtins(rules),
+        "params": [
+            {"name": param.name, "type": format_type(param.type), "recipe": format_recipe(param.recipe)}
+            for param in bundle.graph.params
+        ],
+        "ignored": list(rules.ignored),
+        "optional_prefixes": list(rules.optional_prefixes),
     }
-    return Report(fields, text)
+    return Report(fields, f"{table(rows)}\n\n{table(notes)}")
 
 
 def cache(bundle: Bundle) -> Report:
     """Each group's geometry, and the bytes that a sequence of given lengths keeps."""
     groups = bundle.graph.caches.groups
     limit = bundle.manifest.model.max_seq_len
-    lengths = [length for length in LENGTHS if length <= limit] or [limit]
-    rows = [("group", "pool", "layers", "kv heads", "head", "value", "dtype", "page", "window", "bytes/token")]
-    for group in groups:
-        spec = group.spec
-        rows.append(
-            (
-                group.name, group.pool, str(len(group.slots)), symbols.text(spec.num_kv_heads), str(spec.head_size),
-                str(spec.value_size), spec.dtype, str(spec.page_size), str(spec.window or "-"), f"{_token_bytes(group):,}",
-            )
-        )  # fmt: skip
-    costs = [("tokens", "bytes a sequence", "of which useful")]
-    for length in lengths:
-        paged = sum(_page_bytes(group, length) for group in groups)
-        useful = sum(min(length, group.spec.window or length) * _token_bytes(group) for group in groups)
-        costs.append((f"{length:,}", f"{paged:,}", f"{100 * useful / paged:.1f} %" if paged else "-"))
+    lengths = [*(length for length in LENGTHS if length < limit), limit]
+    costs = {length: sum(_paged_bytes(group, length) for group in groups) for length in lengths}
     fields = {
         "groups": [
             {
-                "name": group.name, "pool": group.pool, "layers": len(group.slots),
-                "spec": msgspec.to_builtins(group.spec), "bytes_per_token": _token_bytes(group),
+                "name": group.name,
+                "pool": group.pool,
+                "layers": len(group.slots),
+                "kv_heads": _kv_heads(group),
+                "head_size": group.spec.head_size,
+                "value_size": group.spec.value_size,
+                "dtype": group.spec.dtype,
+                "page_size": group.spec.page_size,
+                "window": group.spec.window,
+                "bytes_per_token": _token_bytes(group),
             }
             for group in groups
         ],
-        "bytes_per_sequence": {length: sum(_page_bytes(group, length) for group in groups) for length in lengths},
-    }  # fmt: skip
+        "bytes_per_sequence": costs,
+    }
     if not groups:
         return Report(fields, "no caches")
-    return Report(fields, _table(rows) + "\n\n" + _table(costs))
+    geometry: list[tuple[str, ...]] = [("group", "pool", "layers", "kv heads", "head", "value", "dtype", "page", "window", "bytes/token")]
+    geometry += [_geometry(group) for group in groups]
+    prices = [("tokens", "bytes a sequence", "of which visible to the next token")]
+    for length, paged in costs.items():
+        visible = sum(min(length, group.spec.window or length) * _token_bytes(group) for group in groups)
+        prices.append((f"{length:,}", f"{paged:,}", f"{100 * visible / paged:.1f} %" if paged else "-"))
+    return Report(fields, f"{table(geometry)}\n\n{table(prices)}")
 
 
-def difference(first: Bundle, second: Bundle) -> Report:
-    """What differs: manifest entries, ops, params, blocks, files."""
-    if first.digest == second.digest:
-        return Report({"equal": True, "differences": []}, f"equal: {first.digest}")
-    lines = [*_entries("manifest", _manifest(first), _manifest(second)), *_graph_lines(first.graph, second.graph)]
-    a, b = ({blob.name: blob.digest for blob in bundle.manifest.blobs} for bundle in (first, second))
-    lines += _entries("file", a, b)
-    return Report({"equal": False, "differences": lines}, "\n".join(lines))
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equal length as text, each column as wide as its longest cell."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
 
 
-def _manifest(bundle: Bundle) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in msgspec.to_builtins(bundle.manifest).items():
-        if key in ("blobs", "passes"):
-            continue
-        if isinstance(value, dict):
-            flat |= {f"{key}.{name}": item for name, item in value.items()}
-        else:
-            flat[key] = value
-    return flat | {f"passes.{record.name}": record.delta for record in bundle.manifest.passes}
+def _pairs(record: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in record.items())
 
 
-def _graph_lines(a: Graph, b: Graph) -> Iterable[str]:
-    yield from _entries("param", *({p.name: f"{format_type(p.type)} {format_recipe(p.recipe)}" for p in g.params} for g in (a, b)))
-    yield from _entries("cache group", *({x.name: msgspec.to_builtins(x.spec) for x in g.caches.groups} for g in (a, b)))
-    for name, one, two in _pairs({x.name: x for x in a.blocks}, {x.name: x for x in b.blocks}):
-        if one is None or two is None:
-            yield f"block {name}: only in the {'second' if one is None else 'first'}"
-        elif one != two:
-            yield f"block {name}: {len(one.nodes)} and {len(two.nodes)} nodes, not equal"
+def _geometry(group: Group) -> tuple[str, ...]:
+    spec = group.spec
+    window = "-" if spec.window is None else str(spec.window)
+    sizes = (len(group.slots), _kv_heads(group), spec.head_size, spec.value_size)
+    return (
+        group.name, group.pool, *map(str, sizes), spec.dtype, str(spec.page_size), window, f"{_token_bytes(group):,}"
+    )  # fmt: skip
 
 
-def _entries(kind: str, a: dict[str, Any], b: dict[str, Any]) -> Iterable[str]:
-    for name, one, two in _pairs(a, b):
-        if one != two:
-            yield f"{kind} {name}: {'absent' if one is None else one} -> {'absent' if two is None else two}"
-
-
-def _pairs(a: dict[str, Any], b: dict[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-    for name in sorted({*a, *b}):
-        yield name, a.get(name), b.get(name)
+def _kv_heads(group: Group) -> int:
+    return symbols.evaluate(group.spec.num_kv_heads, {"tp": 1, "rank": 0})
 
 
 def _token_bytes(group: Group) -> int:
     """Bytes that one token keeps in all layers of the group, on one rank of one."""
-    heads = symbols.evaluate(group.spec.num_kv_heads, {"tp": 1, "rank": 0})
-    size = _ITEM_BYTES[group.spec.dtype]
-    return len(group.slots) * heads * (group.spec.head_size + group.spec.value_size) * size
+    sizes = group.spec.head_size + group.spec.value_size
+    return len(group.slots) * _kv_heads(group) * sizes * element_bytes(group.spec.dtype)
 
 
-def _page_bytes(group: Group, length: int) -> int:
+def _paged_bytes(group: Group, length: int) -> int:
+    """Bytes of the whole pages that a sequence of `length` tokens takes in this group."""
     pages = -(-length // group.spec.page_size)
     return pages * group.spec.page_size * _token_bytes(group)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)

@@ -1,0 +1,163 @@
+"""`inspect` and `diff`: what they show is what the bundle holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from recitation import Command
+
+from precast import show
+from precast.ir.bundle import Bundle
+from precast.ir.schema import CachePlan
+from precast.ir.text import parse_graph
+
+
+def fields_of(command: Command, *arguments: str | Path) -> dict[str, Any]:
+    result = command(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def with_caches(bundle: Path, window: int | None, count: int) -> Bundle:
+    """The opened bundle with the first `count` of its cache groups, their window set."""
+    opened = Bundle.open(bundle)
+    groups = tuple(
+        msgspec.structs.replace(group, spec=msgspec.structs.replace(group.spec, window=window))
+        for group in opened.graph.caches.groups[:count]
+    )
+    plan = CachePlan(opened.graph.caches.pools, groups)
+    return msgspec.structs.replace(opened, graph=msgspec.structs.replace(opened.graph, caches=plan))
+
+
+def test_summary_in_fields(bundle: Path, command: Command) -> None:
+    fields = fields_of(command, "inspect", bundle)
+
+    opened = Bundle.open(bundle)
+    on_disk = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
+    tokenizer = sum(len(data) for data in opened.files("tokenizer").values())
+    assert set(fields) == {
+        "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "provenance",
+    }  # fmt: skip
+    assert fields["digest"] == opened.digest
+    assert fields["format"] == "1.0"
+    assert fields["model"]["num_parameters"] == 656_512
+    assert fields["graph"] == {"blocks": 2, "calls": 4, "nodes": 41, "params": 26}
+    assert fields["ops"] == opened.manifest.ops
+    assert fields["cache_groups"] == {"full": 4}
+    assert fields["bytes"] == {"total": on_disk, "without_tokenizer": on_disk - tokenizer}
+    assert fields["files"] == ["graph", "constants", *sorted(opened.files("tokenizer"))]
+    assert fields["provenance"]["from_snapshot"] is False
+
+
+def test_summary_in_words(bundle: Path, command: Command) -> None:
+    text = command("inspect", bundle).stdout
+
+    assert Bundle.open(bundle).digest in text
+    assert "LlamaForCausalLM, 4 layers, 656,512 parameters, float32" in text
+    assert "1,024 tokens a sequence, vocabulary 512" in text
+    assert "full: 4 layers" in text
+
+
+def test_graph_is_the_text_form(bundle: Path, command: Command) -> None:
+    graph = Bundle.open(bundle).graph
+
+    assert parse_graph(command("inspect", bundle, "--graph").stdout) == graph
+    assert parse_graph(fields_of(command, "inspect", bundle, "--graph")["graph"]) == graph
+
+
+def test_passes_are_those_that_ran(bundle: Path, command: Command) -> None:
+    records = Bundle.open(bundle).manifest.passes
+
+    rows = command("inspect", bundle, "--passes").stdout.splitlines()[1:]
+    assert [row.split()[:2] for row in rows] == [[record.stage, record.name] for record in records]
+    assert any("precast.rms_norm +9" in row for row in rows)
+    fields = fields_of(command, "inspect", bundle, "--passes")
+    assert msgspec.convert(fields["passes"], tuple[type(records[0]), ...]) == records  # type: ignore[misc]
+
+
+def test_weights_have_their_recipes(bundle: Path, command: Command) -> None:
+    fields = fields_of(command, "inspect", bundle, "--weights")
+
+    params = {param["name"]: param for param in fields["params"]}
+    assert len(params) == 26
+    assert params["model.embed_tokens.weight"] == {
+        "name": "model.embed_tokens.weight",
+        "type": "float32[512, 128]",
+        "recipe": 'cast(read("model.embed_tokens.weight", [512, 128]), float32)',
+    }
+    fused = params["model.layers.3.mlp.gate_proj_up_proj.weight"]["recipe"]
+    assert fused.startswith("concat([")
+    assert "layers.3.mlp.up_proj.weight" in fused
+    assert fields["ignored"] == ["*rotary_emb.inv_freq"]
+    assert fields["optional_prefixes"] == ["model."]
+    text = command("inspect", bundle, "--weights").stdout
+    assert all(name in text for name in params)
+
+
+def test_cache_costs_whole_pages(bundle: Path, other_bundle: Path, command: Command) -> None:
+    one, other = (fields_of(command, "inspect", path, "--cache") for path in (bundle, other_bundle))
+
+    token = 4 * 2 * (32 + 32)  # layers, kv heads, key and value size
+    assert one["groups"] == [
+        {
+            "name": "full", "pool": "pool0", "layers": 4, "kv_heads": 2, "head_size": 32, "value_size": 32,
+            "dtype": "float32", "page_size": 16, "window": None, "bytes_per_token": 4 * token,
+        }
+    ]  # fmt: skip
+    assert one["bytes_per_sequence"] == {"128": 128 * 4 * token, "1024": 1024 * 4 * token}
+    assert other["bytes_per_sequence"] == {"128": 144 * 2 * token, "200": 240 * 2 * token}
+
+
+def test_cache_says_how_much_a_window_leaves_visible(bundle: Path) -> None:
+    text = show.cache(with_caches(bundle, window=64, count=1)).text
+
+    assert [line.split()[-2:] for line in text.splitlines()[-2:]] == [["50.0", "%"], ["6.2", "%"]]
+
+
+def test_model_without_caches(bundle: Path) -> None:
+    report = show.cache(with_caches(bundle, window=None, count=0))
+
+    assert report.text == "no caches"
+    assert report.fields["bytes_per_sequence"] == {128: 0, 1024: 0}
+
+
+def test_equal_bundles(bundle: Path, command: Command) -> None:
+    result = command("diff", bundle, bundle)
+
+    assert result.exit_code == 0
+    assert result.stdout == f"equal: {Bundle.open(bundle).digest}\n"
+    assert fields_of(command, "diff", bundle, bundle) == {"equal": True, "differences": []}
+
+
+def test_bundles_that_differ(bundle: Path, other_bundle: Path, command: Command) -> None:
+    result = command("diff", bundle, other_bundle, "--json")
+
+    assert result.exit_code == 1
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    assert found["equal"] is False
+    lines = found["differences"]
+    assert 'manifest model.dtype: "float32" -> "bfloat16"' in lines
+    assert "manifest model.max_seq_len: 1024 -> 200" in lines
+    assert any(line.startswith("param model.norm.weight: float32[128] = ") for line in lines)
+    assert any(line.startswith("cache group full: 4 layers") and '"page_size":48' in line for line in lines)
+    assert "block layer1: 18 nodes -> 18 nodes" in lines
+    assert {line.split()[1] for line in lines if line.startswith("file ")} == {"graph:"}
+    assert command("diff", bundle, other_bundle).stdout.splitlines() == lines
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_only_one_bundle_has(swapped: bool, bundle: Path, bare_bundle: Path, command: Command) -> None:
+    paths = (bare_bundle, bundle) if swapped else (bundle, bare_bundle)
+
+    lines = command("diff", *paths).stdout.splitlines()
+
+    (line,) = [line for line in lines if line.startswith("file tokenizer.json: ")]
+    assert line.endswith(" -> absent") is not swapped
+    assert line.startswith("file tokenizer.json: absent -> ") is swapped

@@ -1,0 +1,81 @@
+"""Every family, the whole line: a checkpoint as `save_pretrained` writes it, built, verified, loaded, compared.
+
+Logits and greedy tokens are those of transformers, in float32, while prompts of unequal length arrive at different
+times and are computed in chunks of at most seven tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import families
+import precast
+from precast.cli import main
+from reference import hf_greedy, hf_logits, relative_error
+
+PROMPTS = (
+    [5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11],
+    [17],
+    [99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90, 2, 3, 5],
+)
+NUM_TOKENS = 32
+PARAMS = precast.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def built(tmp_path: Path, variant: str) -> Any:
+    """The variant's model, its checkpoint in `ckpt` and its bundle in `b`."""
+    model = families.make_model(variant)
+    model.save_pretrained(tmp_path / "ckpt")
+    precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32")
+    return model
+
+
+@pytest.mark.parametrize("variant", families.VARIANTS)
+def test_logits_and_tokens_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    model = built(tmp_path, variant)
+    with precast.load(
+        tmp_path / "b", weights=tmp_path / "ckpt", device="cpu", max_num_seqs=3, max_num_tokens=7, cache_bytes=1 << 22
+    ) as engine:
+        for prompt, expected in zip(PROMPTS, hf_logits(model, PROMPTS), strict=True):
+            assert relative_error(engine.logits(prompt), expected) < 1e-4
+        answers = arrive_one_after_another(engine)
+    assert answers == [hf_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def arrive_one_after_another(engine: Any) -> list[list[int]]:
+    """The tokens of each prompt; a prompt arrives when the one before it has given three tokens."""
+    waiting = list(PROMPTS)
+    order = [engine.submit(waiting.pop(0), PARAMS)]
+    tokens: dict[int, list[int]] = {order[0]: []}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id].extend(event.token_ids)
+        if waiting and len(tokens[order[-1]]) >= 3:
+            order.append(engine.submit(waiting.pop(0), PARAMS))
+            tokens[order[-1]] = []
+    return [tokens[handle] for handle in order]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_the_commands_of_the_readme(family: str, tmp_path: Path) -> None:
+    variant = next(name for name, (model_type, _) in families.VARIANTS.items() if model_type == family)
+    model = families.make_model(variant)
+    model.save_pretrained(tmp_path / "ckpt")
+    checkpoint, bundle = str(tmp_path / "ckpt"), str(tmp_path / "b")
+    command = CliRunner()
+
+    assert command.invoke(main, ["build", checkpoint, "-o", bundle, "--dtype", "float32"]).exit_code == 0
+    assert command.invoke(main, ["verify", bundle, "--weights", checkpoint]).exit_code == 0
+    ran = command.invoke(
+        main,
+        ["run", bundle, "--weights", checkpoint, "--device", "cpu", "--token-ids", ",".join(map(str, PROMPTS[0])),
+         "--max-tokens", "8", "--ignore-eos", "--json"],
+    )  # fmt: skip
+
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["outputs"][0]["token_ids"] == hf_greedy(model, PROMPTS[0], 8)
