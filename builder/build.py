@@ -92,20 +92,27 @@ def build(
 
 
 def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int) -> Options:
-    if dtype == "auto":
+    auto = dtype == "auto"
+    if auto:
         wanted = getattr(source.config, "dtype", None) or torch.float32
         dtype = str(wanted).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise BuildError("option-invalid", f"dtype is {dtype}, expected auto or one of {', '.join(DTYPES)}")
-    if not isinstance(page_size, int) or not 1 <= page_size <= 1024:
-        raise BuildError("option-invalid", f"page_size is {page_size}, expected 1 to 1024 tokens")
+        whose = "the config's dtype" if auto else "dtype"
+        expected = f"{'' if auto else 'auto or '}one of {', '.join(DTYPES)}"
+        fix = "name one of them as dtype" if auto else None
+        raise BuildError("option-invalid", f"{whose} is {dtype!s}, expected {expected}", fix=fix)
+    if type(page_size) is not int or not 1 <= page_size <= 1024:
+        raise BuildError("option-invalid", f"page_size is {page_size!r}, expected 1 to 1024 tokens")
     return Options(dtype, limit(source.config, max_seq_len), page_size)
 
 
 def _dump_dir(dump: str | Path | None) -> Path | None:
     if dump is None:
         return None
-    Path(dump).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(dump).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError("option-invalid", f"dump is no directory: {error.strerror}", where=str(dump)) from error
     return Path(dump)
 
 

@@ -15,6 +15,7 @@ from precast.builder.fx_types import FxGraph
 from precast.builder.recipes import checkpoint_rules, param_recipes
 from precast.builder.rope import long_frequencies
 from precast.ir import symbols
+from precast.ir.errors import BuildError
 from precast.ir.schema import Checkpoint, ModelInfo, Recipe, Tie
 
 
@@ -89,9 +90,6 @@ def _fake_mode(graph: FxGraph) -> FakeTensorMode:
 def _model_info(source: Source, module: PreTrainedModel, options: Options) -> ModelInfo:
     config = source.config
     text = config.get_text_config()
-    eos = text.eos_token_id if text.eos_token_id is not None else getattr(config, "eos_token_id", None)
-    generation = source.generation_config()
-    eos = generation.get("eos_token_id", eos)
     return ModelInfo(
         architecture=type(module).__name__,
         model_type=config.model_type,
@@ -100,6 +98,15 @@ def _model_info(source: Source, module: PreTrainedModel, options: Options) -> Mo
         max_seq_len=options.max_seq_len,
         num_layers=int(text.num_hidden_layers),
         num_parameters=sum(p.numel() for p in module.parameters()),
-        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),),
+        eos_token_ids=_eos_token_ids(source),
         bos_token_id=text.bos_token_id,
     )
+
+
+def _eos_token_ids(source: Source) -> tuple[int, ...]:
+    """The tokens that end an answer: the generation config's, or where it names none, the config's."""
+    eos = source.generation_config().get("eos_token_id", source.config.get_text_config().eos_token_id)
+    ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+    if not all(type(token_id) is int for token_id in ids):
+        raise BuildError("config-invalid", f"{source.name}: eos_token_id is {eos!r}, expected token ids")
+    return ids

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
 
 from precast.builder.fx_types import FxGraph, FxNode
 from precast.ir.schema import CachePlan, Expr, Recipe, Value
@@ -103,7 +103,7 @@ class PassContext:
 
     def fake(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What the op returns for the nodes' values, as fake tensors."""
-        values, keyword_values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        values, keyword_values = map_arg((args, kwargs), lambda n: n.meta["val"])
         mode = self.fake_mode or contextlib.nullcontext()
         with mode, torch.no_grad():
             return target(*values, **keyword_values)

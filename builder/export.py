@@ -7,6 +7,7 @@ params and buffers as placeholders; it returns `{"logits": [1, T, V]}`.
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -69,8 +70,8 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
             program = torch.export.export(
                 _KeywordModel(model, max_seq_len), (), kwargs=inputs, dynamic_shapes=shapes, strict=False
             )
-    except PrecastError:
-        raise
+    except PrecastError as error:
+        raise error.inside(type(model).__name__) from None
     except Exception as error:  # the exporter raises what the model's own code raises
         raise BuildError(
             "export-failed", f"{type(model).__name__} can't be traced: {type(error).__name__}: {_reason(error)}"
@@ -85,21 +86,23 @@ def _reason(error: Exception) -> str:
 
 def _unpack(program: torch.export.ExportedProgram) -> Exported:
     signature = program.graph_signature
-    (output,) = [node for node in program.graph_module.graph.nodes if node.op == "output"]
+    graph = cast(FxGraph, program.graph_module.graph)
+    (output,) = [node for node in graph.nodes if node.op == "output"]
     output.args = (dict(zip(("logits",), output.args[0], strict=True)),)
     persistent = dict(signature.inputs_to_buffers)
     volatile = set(signature.non_persistent_buffers)
     params = {place: target.removeprefix("model.") for place, target in signature.inputs_to_parameters.items()}
     params |= {p: t.removeprefix("model.") for p, t in persistent.items() if t not in volatile}
     literals = {
-        place: program.constants[target] for place, target in signature.inputs_to_lifted_tensor_constants.items()
+        place: cast(torch.Tensor, program.constants[target])
+        for place, target in signature.inputs_to_lifted_tensor_constants.items()
     }
     return Exported(
-        graph=program.graph_module.graph,
+        graph=graph,
         params=params,
         buffers={p: t.removeprefix("model.") for p, t in persistent.items() if t in volatile},
         literals=literals,
-        symbols=_symbols(program.graph_module.graph),
+        symbols=_symbols(graph),
     )
 
 

@@ -193,7 +193,7 @@ def _folder(name: str) -> Path:
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=["config.json", *tokenizer_files.READ]))
@@ -240,12 +240,12 @@ def _check_code(raw: dict[str, Any], name: str) -> None:
     if not code:
         return
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(raw["model_type"], ())
-    wanted = raw.get("architectures") or ["an architecture without a name"]
-    if not {*wanted} <= {*((known,) if isinstance(known, str) else known)}:
+    wanted = raw.get("architectures")
+    if wanted not in ([known], *([architecture] for architecture in known)):
         raise BuildError(
             "remote-code",
-            f"{name}: the config names code to run (auto_map: {', '.join(sorted(code))}), and transformers has no "
-            f"{', '.join(wanted)} of its own for the model_type {raw['model_type']}",
+            f"{name}: the config names code to run (auto_map: {', '.join(code)}) for {raw['model_type']} models of the "
+            f"architectures {wanted}, which transformers does not have itself",
             fix="use a model that transformers has itself",
         )
 

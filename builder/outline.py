@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from precast.ir.errors import BuildError
 from precast.ir.schema import (
     Arg,
     Block,
@@ -50,8 +49,8 @@ def outline(flat: Flat) -> Graph:
     main: list[Node | Call] = []
     blocks: dict[bytes, Block] = {}
     for layer, nodes in runs:
-        if layer is None:
-            main.extend(nodes)
+        if layer is None or not _results(nodes, shared):
+            main.extend(nodes)  # a block returns something: what only writes into caches stands in main
             continue
         block, call = _cut(nodes, shared, kinds, types)
         key = msgspec.msgpack.encode(block)
@@ -107,6 +106,11 @@ def _used_between(runs: Sequence[tuple[str | None, list[Node]]]) -> set[str]:
     return used
 
 
+def _results(nodes: Sequence[Node], shared: set[str]) -> list[Value]:
+    """The values of these nodes that are used outside of them."""
+    return [value for node in nodes for value in node.outputs if value.name in shared]
+
+
 def _names_in(step: Node | Call) -> Iterable[str]:
     if isinstance(step, Call):
         yield from step.args.values()
@@ -138,9 +142,7 @@ def _cut(
             short = node.op.split(".")[1]
             local[value.name] = f"{short}_{count.get(short, 0)}"
             count[short] = count.get(short, 0) + 1
-    outputs = [value for node in nodes for value in node.outputs if value.name in shared]
-    if not outputs:
-        raise BuildError("graph-invalid", "a layer computes nothing that is used")
+    outputs = _results(nodes, shared)
     block = Block(
         name="",
         inputs=tuple(interface["inputs"]),

@@ -120,7 +120,8 @@ def run(
 def eliminate_dead_code(graph: FxGraph, ctx: PassContext) -> None:
     """Removes nodes that nothing needs, and the params, constants and inputs that no node uses any more.
 
-    A node that writes into an argument (its op's schema says so) is needed.
+    A node that writes into an argument (its op's schema says so) is needed. The tracer's assertions, which return
+    nothing, are not: what they state holds for every graph.
     """
     for node in reversed(list(graph.nodes)):
         if node.users or node.op == "output" or _writes(node):

@@ -86,8 +86,9 @@ def _globs(pattern: str) -> list[str]:
     """
     anchored_start, anchored_end = pattern.startswith("^"), pattern.endswith("$")
     body = pattern.removeprefix("^").removesuffix("$")
-    tokens = _PATTERN_TOKEN.findall(body)
+    tokens: list[str] = _PATTERN_TOKEN.findall(body)
     if "".join(tokens) != body:
         return []
-    text = "".join({"\\d+": "*", ".*": "*", "\\.": "."}.get(token, token) for token in tokens)
+    spelled = {"\\d+": "*", ".*": "*", "\\.": "."}
+    text = "".join(spelled.get(token, token) for token in tokens)
     return [("" if anchored_start else "*") + text + ("" if anchored_end else "*")]

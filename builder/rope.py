@@ -79,10 +79,13 @@ def long_frequencies(module: Any) -> torch.Tensor:
 
 def _undecorated(forward: Any, path: str) -> Any:
     """The forward function below `dynamic_rope_update`, whose decoration asks for the batch's longest position."""
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-        if "dynamic_rope_update" not in getattr(forward, "__qualname__", ""):
-            inner = forward
-    if not callable(forward):
-        raise BuildError("feature-unsupported", f"{path}: no forward function found")
-    return inner
+    layers = [forward]
+    while hasattr(layers[-1], "__wrapped__"):
+        layers.append(layers[-1].__wrapped__)
+    # decorators take over the decorated function's name; their code keeps its own
+    if not any("dynamic_rope_update" in layer.__code__.co_qualname for layer in layers):
+        raise BuildError(
+            "feature-unsupported",
+            f"{path} has length-dependent frequencies, but not by transformers' dynamic_rope_update",
+        )
+    return layers[-1]

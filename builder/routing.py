@@ -92,7 +92,8 @@ def find_window(mask_function: Callable[..., Any], max_seq_len: int) -> int | No
 
     The rule is evaluated for the last query over all keys, which gives the window, and then compared with that
     finding on a grid of small positions and around the window's edge.
-    Raises BuildError("feature-unsupported") for a rule that is no causal window.
+    Raises BuildError: `model-unsupported` for a rule that lets a query see later keys, `feature-unsupported` for
+    another one that is no causal window.
     """
     with _disable_current_modes():
         zero = torch.zeros((), dtype=torch.int64)
@@ -106,11 +107,17 @@ def find_window(mask_function: Callable[..., Any], max_seq_len: int) -> int | No
         expected = (key <= query) & (query - key < (window or max_seq_len))
         tail = torch.arange(max_seq_len) >= max_seq_len - count
         found = _evaluate(mask_function, zero, query, key).expand(len(positions), len(positions))
+        if bool((found & (key > query)).any()):
+            raise BuildError(
+                "model-unsupported",
+                "the model's attention sees tokens that come later, expected a decoder",
+                fix="precast builds decoders; encoders and prefix language models are out of its scope",
+            )
         if count == 0 or not torch.equal(seen, tail) or not torch.equal(found, expected):
             raise BuildError(
                 "feature-unsupported",
                 "the model's attention mask is neither causal nor a causal sliding window",
-                fix="precast builds decoders; encoders and prefix language models are out of its scope",
+                fix="precast builds full attention and sliding windows; chunked attention is out of its scope",
             )
     return window
 

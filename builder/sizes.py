@@ -39,7 +39,7 @@ def _convert(expr: Any, names: Mapping[str, Expr]) -> Expr:
         return int(expr)
     if isinstance(expr, sympy.Symbol) and expr.name in names:
         return names[expr.name]
-    args = tuple(_convert(arg, names) for arg in expr.args) if not isinstance(expr, sympy.Symbol) else ()
+    args = [] if isinstance(expr, sympy.Symbol) else [_convert(arg, names) for arg in expr.args]
     if isinstance(expr, sympy.Add):
         return symbols.add(*args)
     if isinstance(expr, sympy.Mul):
@@ -47,9 +47,9 @@ def _convert(expr: Any, names: Mapping[str, Expr]) -> Expr:
     if isinstance(expr, sympy.Pow) and isinstance(args[1], int) and args[1] > 0:
         return symbols.mul(*([args[0]] * args[1]))
     if isinstance(expr, (Max, sympy.Max)):
-        return Apply("max", args)
+        return Apply("max", tuple(args))
     if isinstance(expr, (Min, sympy.Min)):
-        return Apply("min", args)
+        return Apply("min", tuple(args))
     if type(expr) in _BINARY:
-        return Apply(_BINARY[type(expr)], args)  # type: ignore[arg-type]
+        return Apply(_BINARY[type(expr)], tuple(args))  # type: ignore[arg-type]
     raise BuildError("export-failed", f"a size depends on {expr}, which is no size of the packed batch")

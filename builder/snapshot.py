@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -32,6 +30,7 @@ from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.lower import lower_flat
 from precast.builder.pipeline import Pass
 from precast.ir import symbols
+from precast.ir.errors import BuildError
 from precast.ir.schema import (
     Arg,
     Checkpoint,
@@ -107,7 +106,10 @@ class Store:
     path: Path
 
     def write(self, key: str, captured: Captured, history: tuple[PassRecord, ...]) -> bool:
-        """Stores the state; False when the graph holds what a snapshot can't (several unknown sizes in one shape)."""
+        """Stores the state; False when the graph holds what a snapshot can't (several unknown sizes in one shape).
+
+        Raises BuildError("write-failed") when the directory can't be written to.
+        """
         flat = lower_flat(captured.graph, captured.ctx)
         if any(_unwritable(node) for node, _ in flat.nodes):
             return False
@@ -124,11 +126,14 @@ class Store:
                 history=history,
             )
         )
-        digest = hashlib.sha256(content).hexdigest().encode()
-        self.path.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
-            file.write(_MAGIC + digest + zstandard.compress(content))
-        os.replace(file.name, self.path / key)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # In place: half of it is a miss by its digest, and a build that is killed here leaves nothing else.
+            (self.path / key).write_bytes(_MAGIC + _digest(key, content) + zstandard.compress(content))
+        except OSError as error:
+            raise BuildError(
+                "write-failed", f"the snapshot can't be written: {error.strerror}", where=str(self.path)
+            ) from error
         return True
 
     def read(self, key: str, options: Options) -> tuple[Captured, tuple[PassRecord, ...]] | None:
@@ -144,10 +149,15 @@ class Store:
             content = zstandard.decompress(raw[head:])
         except zstandard.ZstdError:
             return None
-        if hashlib.sha256(content).hexdigest().encode() != raw[len(_MAGIC) : head]:
+        if _digest(key, content) != raw[len(_MAGIC) : head]:
             return None
         stored = msgspec.msgpack.decode(content, type=_Snapshot)
         return _Rebuilt(stored, options).captured(), stored.history
+
+
+def _digest(key: str, content: bytes) -> bytes:
+    """What ties a snapshot's content to its key: under another name it is another build's."""
+    return hashlib.sha256(key.encode() + content).hexdigest().encode()
 
 
 def _unwritable(node: Node) -> bool:
@@ -241,6 +251,6 @@ def _as_called(target: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
     positional = [arg for arg in target._schema.arguments if not arg.kwarg_only]
     last = max((index for index, arg in enumerate(positional) if arg.name in given), default=-1)
     for arg in positional[: last + 1]:
-        args.append(given[arg.name] if arg.name in given else arg.default_value)
+        args.append(given.get(arg.name, arg.default_value))
     kwargs.update({name: value for name, value in given.items() if name not in {arg.name for arg in positional}})
     return tuple(args), kwargs

@@ -39,13 +39,14 @@ _TORCH_DTYPES = {"i": torch.int32, "q": torch.int64, "f": torch.float32}
 class Chunk(msgspec.Struct, frozen=True):
     """The part of one sequence that a step computes.
 
-    `token_ids` are int64 and stand at the absolute positions `start ..`. `prompt_length` counts the whole prompt.
+    `token_ids` are int64 and stand at the absolute positions `start ..`. `prefill_length` counts the
+    tokens that were known when the computation of the sequence began: the prompt, or more if it began anew.
     `logits` says of which tokens the logits are wanted.
     """
 
     token_ids: array[int]
     start: int
-    prompt_length: int
+    prefill_length: int
     pages: SequencePages
     logits: Literal["none", "last", "all"]
 
@@ -87,7 +88,7 @@ class BatchInputs:
             ids.extend(chunk.token_ids)
             positions.extend(range(chunk.start, chunk.end))
             if "rope_lengths" in self._dimensions:
-                lengths.extend(max(chunk.prompt_length, at + 1) for at in range(chunk.start, chunk.end))
+                lengths.extend(max(chunk.prefill_length, at + 1) for at in range(chunk.start, chunk.end))
             bounds.append(len(ids))
             kv_lens.append(chunk.end)
             if chunk.logits != "none":
@@ -166,5 +167,5 @@ class Staging:
                 self._host[start:stop].copy_(torch.frombuffer(values, dtype=torch.uint8))
         self._device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device.device))
         return {name: self._device[start:stop].view(dtype) for name, (start, stop, dtype) in places.items()}

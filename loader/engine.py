@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ from precast.loader.answers import Answer
 from precast.loader.batch import ALIGNMENT, BatchInputs, Chunk, Staging
 from precast.loader.pools import PageTables
 from precast.loader.prompts import Prompt, prompts_of, token_ids_of
+from precast.loader.restarts import restart_length
 from precast.loader.results import EngineStats, Event, FinishReason, Output
 from precast.loader.sampling import MAX_INT64, SamplingParams, params_of, sampling_arrays, sampling_bytes
 from precast.loader.scheduler import Request, ScheduledChunk, Scheduler
@@ -31,6 +33,11 @@ from precast.loader.timeline import Timeline
 from precast.loader.tokenizer import AnswerText, Tokenizer
 
 Program = Callable[..., dict[str, torch.Tensor]]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """While open, `device` is the one that kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Engine:
@@ -69,7 +76,12 @@ class Engine:
         self._max_num_tokens = max_num_tokens
         self._tokenizer_files = tokenizer_files
         self._tables = PageTables(graph.caches, num_pages)
-        self._scheduler = Scheduler(self._tables, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens)
+        self._scheduler = Scheduler(
+            self._tables,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            restart_length=restart_length(graph),
+        )
         self._inputs = BatchInputs(graph)
         self._sample = registry.resolve("precast.sample", 1, device)
         num_bytes = sampling_bytes(max_num_seqs, ALIGNMENT) + self._inputs.max_bytes(
@@ -160,7 +172,8 @@ class Engine:
             for start in range(0, len(ids), self._max_num_tokens):
                 part = ids[start : start + self._max_num_tokens]
                 arrays = self._inputs.arrays([Chunk(part, start, len(ids), pages, "all")])
-                outputs = program(**self._inputs.shaped(self._staging.to_device(arrays)))
+                with on_device(self._device):
+                    outputs = program(**self._inputs.shaped(self._staging.to_device(arrays)))
                 rows = outputs["logits"][0]
                 if start == 0:
                     result = torch.empty(len(ids), rows.shape[-1], dtype=torch.float32, device=self._device)
@@ -178,7 +191,7 @@ class Engine:
         return answer.request.id
 
     def step(self) -> list[Event]:
-        """Compute one step, and return the news of the submitted requests: at most one event each, cancellations too.
+        """Compute one step, and return the news of the submitted requests since the last call, cancellations too.
 
         Without work it returns at once.
         """
@@ -227,10 +240,9 @@ class Engine:
         for request_id in list(self._answers):
             self.cancel(request_id)
         self._events.clear()
-        if self._program is not None and self._device.type == "cuda":
-            self._program = None
-            torch.cuda.empty_cache()
         self._program = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self
@@ -311,17 +323,17 @@ class Engine:
         arrays = self._inputs.arrays([scheduled.chunk() for scheduled in plan])
         rows = [self._answers[scheduled.request.id].row() for scheduled in plan if scheduled.samples]
         sampling = sampling_arrays(rows) if any(row.params.temperature > 0 for row in rows) else {}
-        tensors = self._staging.to_device({**arrays, **sampling})
-        logits = program(**self._inputs.shaped(tensors))["logits"]
-        if not rows:
-            return []
-        with torch.inference_mode():
+        with on_device(self._device), torch.inference_mode():
+            tensors = self._staging.to_device({**arrays, **sampling})
+            logits = program(**self._inputs.shaped(tensors))["logits"][0]
+            if not rows:
+                return []
             if sampling:
-                drawn = self._sample(logits=logits[0], **{name: tensors[name] for name in sampling})
+                drawn = self._sample(logits=logits, **{name: tensors[name] for name in sampling})
             else:  # all rows are greedy: what `precast.sample` is by definition, without its sort
-                drawn = logits[0].argmax(-1)
-        token_ids: list[int] = drawn.tolist()
-        return token_ids
+                drawn = logits.argmax(-1)
+            token_ids: list[int] = drawn.tolist()
+            return token_ids
 
     def _hand_out(self, answer: Answer, token_id: int) -> None:
         """Append the event of a drawn token, and end the answer if the token ends it."""

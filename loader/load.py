@@ -19,7 +19,7 @@ from precast.ir.errors import RequestError, TargetError
 from precast.ir.schema import CachePlan, Graph, TensorType
 from precast.ir.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
-from precast.loader.engine import Engine
+from precast.loader.engine import Engine, on_device
 from precast.loader.pools import cache_bytes_for, cache_tensors, page_bytes, plan_pages
 from precast.loader.restore import restore
 from precast.loader.timeline import Phase, Timeline
@@ -64,18 +64,18 @@ def load(
     timeline = Timeline() if timeline is None else timeline
     with timeline.phase("context"):
         target = open_device(device)
-    with timeline.phase("bundle"):
+    with timeline.phase("bundle"), on_device(target):
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
         graph, model = opened.graph, opened.manifest.model
         program = restore(graph, device=target)
-    with timeline.phase("weights") as phase:
+    with timeline.phase("weights") as phase, on_device(target):
         loaded = load_weights(graph, opened.manifest.checkpoint, CheckpointFiles.open(Path(weights)), device=target)
         program.bind(loaded.tensors)
         program.bind(constant_tensors(graph, opened.constants, target))
         phase.bytes = loaded.bytes_read
         phase.count("bytes_read", loaded.bytes_read)
         phase.count("bytes_needed", loaded.bytes_needed)
-    with timeline.phase("pools") as phase:
+    with timeline.phase("pools") as phase, on_device(target):
         num_pages = size_pools(
             graph,
             phase,

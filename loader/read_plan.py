@@ -35,7 +35,7 @@ class Granularity(msgspec.Struct, frozen=True):
     bytes that are read along when they lie between needed ones; skipping them would cost another system call.
     """
 
-    job: int = 16 << 20
+    job: int = 8 << 20
     direct: int = 64 << 10
     gap: int = 1 << 10
 

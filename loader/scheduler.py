@@ -20,17 +20,17 @@ class Request:
     """One sequence: its tokens so far, and how many of them are in the cache.
 
     `max_length` counts prompt and answer. The last token of an answer is never computed, so it needs no place in the
-    cache.
+    cache. `prefill_length` is the length that the tokens had when their computation began, or began anew.
     """
 
-    __slots__ = ("id", "max_length", "num_cached", "pages", "prompt_length", "token_ids")
+    __slots__ = ("id", "max_length", "num_cached", "pages", "prefill_length", "prompt_length", "token_ids")
 
     def __init__(self, request_id: int, prompt: array[int], max_length: int) -> None:
         """`prompt`: int64 token ids, at least one, and fewer than `max_length`."""
         assert 0 < len(prompt) < max_length
         self.id = request_id
         self.token_ids = array("q", prompt)
-        self.prompt_length = len(prompt)
+        self.prompt_length = self.prefill_length = len(prompt)
         self.max_length = max_length
         self.num_cached = 0
         self.pages: SequencePages | None = None
@@ -62,7 +62,7 @@ class ScheduledChunk:
         return Chunk(
             token_ids=request.token_ids[start : start + self.length],
             start=start,
-            prompt_length=request.prompt_length,
+            prefill_length=request.prefill_length,
             pages=request.pages,
             logits="last" if self.samples else "none",
         )
@@ -71,8 +71,12 @@ class ScheduledChunk:
 class Scheduler:
     """The requests that wait and run. It knows pages and tokens, and neither tensors nor text."""
 
-    def __init__(self, tables: PageTables, *, max_num_seqs: int, max_num_tokens: int) -> None:
+    def __init__(
+        self, tables: PageTables, *, max_num_seqs: int, max_num_tokens: int, restart_length: int | None = None
+    ) -> None:
+        """A sequence that grows to `restart_length` tokens is computed anew, from its first token."""
         self._tables = tables
+        self._restart_length = restart_length
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
         self._waiting: dict[int, Request] = {}  # both in the order of arrival
@@ -122,6 +126,9 @@ class Scheduler:
         assert (token_id is not None) == scheduled.samples
         if token_id is not None:
             request.token_ids.append(token_id)
+            if len(request.token_ids) == self._restart_length:
+                request.num_cached = 0
+                request.prefill_length = len(request.token_ids)
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended or is cancelled, and give back its pages."""

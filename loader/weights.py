@@ -21,7 +21,7 @@ from precast.ir.schema import Checkpoint, Graph
 from precast.kernels import dtypes
 from precast.loader.pieces import Target, lay_out
 from precast.loader.read_plan import Plan, plan_reads
-from precast.loader.workers import execute
+from precast.loader.workers import PinnedBuffers, execute
 
 PARAM_ALIGNMENT = 256
 """Where params begin, in bytes: what CUDA's own allocations guarantee, and kernels with wide loads rely on."""
@@ -49,19 +49,23 @@ def load_weights(
     *,
     device: torch.device,
     symbols: Mapping[str, int] = NO_SYMBOLS,
+    buffers: PinnedBuffers | None = None,
 ) -> Weights:
     """All params of a verified graph, made from a checkpoint; `symbols` are those that its recipes' sizes depend on.
 
+    `buffers` for a GPU, made beforehand, save the time that pinning takes; they can be used for one load.
     Recipes and headers are compared before memory is taken or a tensor read. Raises WeightsError (weights-mismatch)
     with everything that does not fit, (checkpoint-read) for a file that can't be read to its end; TargetError
     (device-memory) if the params don't fit a GPU; BundleError for symbols that don't fit the graph.
     """
     started = time.perf_counter()
+    if buffers is None and device.type == "cuda":
+        buffers = PinnedBuffers(device)
     stored = recipes.require(graph, rules, files)
     layout = lay_out(graph.params, symbols, lambda name: stored[name].dtype)
     plan = plan_reads(layout, stored.__getitem__)
     memory = _allocate(plan.targets, device)
-    bytes_read = execute(plan, memory, device)
+    bytes_read = execute(plan, memory, device, buffers)
     return Weights(_named(graph, plan, memory), bytes_read, plan.bytes_needed, time.perf_counter() - started)
 
 

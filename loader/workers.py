@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
@@ -22,10 +23,10 @@ THREADS_A_CORE = 2
 """On a CPU: while one waits for the disk, the other copies."""
 DEVICE_THREADS = 8
 """For a GPU: together they read the page cache as fast as the bus takes it."""
-BUFFERS = 2
-"""Pinned buffers of each thread: one is read into while the other is on its way to the device."""
+BUFFERS_A_THREAD = 2
+"""One is read into while the other is on its way to the device."""
 BUFFER_BYTES = DEFAULT_SIZES.job
-"""With eight threads 256 MiB in all: pinning takes time, 0.4 s a GiB."""
+"""128 MiB for all threads: larger ones take longer to pin, smaller ones keep Python busy."""
 
 
 class Worker(Protocol):
@@ -38,13 +39,15 @@ class Worker(Protocol):
         """Wait until everything is in place."""
 
 
-def execute(plan: Plan, memory: Sequence[torch.Tensor], device: torch.device) -> int:
+def execute(
+    plan: Plan, memory: Sequence[torch.Tensor], device: torch.device, buffers: PinnedBuffers | None = None
+) -> int:
     """Fill all targets of `plan`; the bytes read. `memory` holds the bytes of each target, uint8, on `device`.
 
-    Raises WeightsError (checkpoint-read).
+    `buffers` are for a GPU, if the caller has begun to pin some. Raises WeightsError (checkpoint-read).
     """
     if device.type == "cuda":
-        num_bytes = _execute_on_device(plan, memory, device)
+        num_bytes = _execute_on_device(plan, memory, indexed(device), buffers or PinnedBuffers(device))
     else:
         threads = min(MAX_HOST_THREADS, THREADS_A_CORE * _num_cores())
         num_bytes = _share(plan.jobs, lambda: HostWorker(plan, memory), threads)
@@ -54,15 +57,20 @@ def execute(plan: Plan, memory: Sequence[torch.Tensor], device: torch.device) ->
     return num_bytes
 
 
+def indexed(device: torch.device) -> torch.device:
+    """The same device with its index: the current one's where none was given."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
 def _num_cores() -> int:
     """The cores that this process may use, where the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _execute_on_device(plan: Plan, memory: Sequence[torch.Tensor], device: torch.device) -> int:
+def _execute_on_device(plan: Plan, memory: Sequence[torch.Tensor], device: torch.device, buffers: PinnedBuffers) -> int:
     # The memory may have been in use before, by work that the current stream has not finished.
     ready = torch.cuda.current_stream(device).record_event()
-    num_bytes = _share(plan.jobs, lambda: DeviceWorker(memory, device, ready), DEVICE_THREADS)
+    num_bytes = _share(plan.jobs, lambda: DeviceWorker(memory, device, ready, buffers), DEVICE_THREADS)
     if any(job.copies for job in plan.jobs):
         # torch keeps what a worker's stream allocated for copies for that stream, which is gone.
         torch.cuda.empty_cache()
@@ -149,45 +157,94 @@ class _Transfer(NamedTuple):
     offset: int
 
 
-class DeviceWorker:
-    """Reads into pinned buffers in turn, and leaves the rest to the device: copies to it, and copies on it."""
+class _Buffer(NamedTuple):
+    """Pinned bytes, the same as a memoryview, and when the device has taken them."""
 
-    def __init__(self, memory: Sequence[torch.Tensor], device: torch.device, ready: torch.cuda.Event) -> None:
-        torch.cuda.set_device(device)  # of this thread
+    raw: torch.Tensor
+    view: memoryview
+    emptied: torch.cuda.Event
+
+
+class PinnedBuffers:
+    """Buffers for the transfer to a GPU, pinned one after the other by a thread of their own.
+
+    Pinning takes as long as moving 20 times as many bytes to the device, and the driver lets no copy begin meanwhile.
+    So it is best begun early: made when the device's context is there, these are ready when the first byte is read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="precast-pinning")
+        self._device = indexed(device)
+        self._pinned = deque(pool.submit(self._pin) for _ in range(DEVICE_THREADS * BUFFERS_A_THREAD))
+        pool.shutdown(wait=False)
+
+    def take(self) -> _Buffer:
+        """The next buffer, once it is pinned."""
+        return self._pinned.popleft().result()
+
+    def close(self) -> None:
+        """Pin no more of them. Those that nobody took are freed."""
+        while self._pinned:
+            self._pinned.popleft().cancel()
+
+    def _pin(self) -> _Buffer:
+        torch.cuda.set_device(self._device)
+        raw = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+        # Waiting for a blocking event leaves the core to those that read.
+        return _Buffer(raw, byte_view(raw), torch.cuda.Event(blocking=True))
+
+
+class DeviceWorker:
+    """Reads into pinned buffers in turn, and leaves the rest to the device: copies to it, and copies on it.
+
+    What Python does for a job must be short: the threads take turns at it, and a GPU takes thousands of jobs a second.
+    """
+
+    def __init__(
+        self, memory: Sequence[torch.Tensor], device: torch.device, ready: torch.cuda.Event, buffers: PinnedBuffers
+    ) -> None:
         self._memory = memory
         self._device = device
+        # The device and the stream of this thread; it runs nothing else.
+        torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)
+        torch.cuda.set_stream(self._stream)
         self._stream.wait_event(ready)
-        self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
-        # A thread that waits leaves its core to those that read.
-        self._emptied = [torch.cuda.Event(blocking=True) for _ in range(BUFFERS)]
-        self._turn = 0
+        self._buffers = buffers
+        self._taken: deque[_Buffer] = deque()
 
     def run(self, job: Job, descriptor: int) -> int:
         """Read the job's bytes and queue what the device has to do with them."""
-        self._turn = (self._turn + 1) % BUFFERS
-        buffer, emptied = self._buffers[self._turn], self._emptied[self._turn]
-        emptied.synchronize()
+        buffer = self._next_buffer()
+        raw, view = buffer.raw, buffer.view
         if job.size > BUFFER_BYTES:
             # Rare, and seldom worth pinning: tensors that are needed both as they are and transposed.
-            buffer = torch.empty(job.size, dtype=torch.uint8)
-        view = byte_view(buffer)
+            raw = torch.empty(job.size, dtype=torch.uint8)
+            view = byte_view(raw)
         runs, transfers = through_buffer(job)
-        num_bytes = read_runs(descriptor, job.file, (Run(start, view[at : at + length]) for start, length, at in runs))
-        with torch.cuda.stream(self._stream):
-            for start, end, target, offset in transfers:
-                self._memory[target][offset : offset + end - start].copy_(buffer[start:end], non_blocking=True)
-            if job.copies:
-                raw = torch.empty(job.buffer_bytes, dtype=torch.uint8, device=self._device)
-                raw.copy_(buffer[: job.buffer_bytes], non_blocking=True)
-                for copy in job.copies:
-                    apply_copy(copy, raw, self._memory)
-            emptied.record(self._stream)
+        num_bytes = read_runs(descriptor, job.file, [Run(start, view[at : at + length]) for start, length, at in runs])
+        for start, end, target, offset in transfers:
+            self._memory[target][offset : offset + end - start].copy_(raw[start:end], non_blocking=True)
+        if job.copies:
+            there = torch.empty(job.buffer_bytes, dtype=torch.uint8, device=self._device)
+            there.copy_(raw[: job.buffer_bytes], non_blocking=True)
+            for copy in job.copies:
+                apply_copy(copy, there, self._memory)
+        buffer.emptied.record(self._stream)
         return num_bytes
 
     def finish(self) -> None:
         """Wait for the stream."""
         self._stream.synchronize()
+
+    def _next_buffer(self) -> _Buffer:
+        """A buffer that is on its way to nowhere: a new one, or the one that has been on its way for the longest."""
+        if len(self._taken) < BUFFERS_A_THREAD:
+            self._taken.append(self._buffers.take())
+        else:
+            self._taken.rotate(-1)
+            self._taken[-1].emptied.synchronize()
+        return self._taken[-1]
 
 
 def through_buffer(job: Job) -> tuple[list[tuple[int, int, int]], list[_Transfer]]:

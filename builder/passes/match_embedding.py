@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from precast.builder.context import PassContext, tensor
-from precast.builder.fx_types import FxGraph
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.match import Bindings, Capture, Mul, Op, match
 from precast.builder.pipeline import graph_pass
 

@@ -89,8 +89,9 @@ def _find(pattern: Any, node: FxNode, ctx: PassContext) -> Bindings | None:
 
 def _layer_norm(node: FxNode, ctx: PassContext) -> Bindings | None:
     if node.target is aten.layer_norm.default and not node.kwargs:
-        x, shape, weight, bias, eps = (*node.args, None, None, 1e-5)[:5] if len(node.args) < 5 else node.args[:5]
-        return {"x": x, "weight": weight, "bias": bias, "eps": eps} if len(shape) == 1 else None
+        given = {"weight": None, "bias": None, "eps": 1e-5}
+        given |= dict(zip(("x", "shape", "weight", "bias", "eps"), node.args, strict=False))
+        return given if len(given["shape"]) == 1 else None
     return _find(Cast(Mul(_STANDARDISED, _WEIGHT)), node, ctx)
 
 

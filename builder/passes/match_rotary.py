@@ -50,11 +50,12 @@ def _is_rotation(found: Bindings) -> bool:
 
 def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, interleaved: bool) -> bool:
     x, end = found["x32"], node
-    if x.target is aten.to.dtype and len(node.users) == 1:
+    if tensor(node).dtype == torch.float32 and len(node.users) == 1:
         # computed in float32 around half precision heads, as the op does itself
         (user,) = node.users
-        if user.target is aten.to.dtype and tensor(user).dtype == tensor(x.args[0]).dtype:
-            x, end = x.args[0], user
+        heads = x.args[0] if x.target is aten.to.dtype else x
+        if user.target is aten.to.dtype and tensor(user).dtype == tensor(heads).dtype:
+            x, end = heads, user
     if tensor(end).dtype != tensor(x).dtype:
         return False  # wider tables make a wider result, which the op does not
     with ctx.before(end):

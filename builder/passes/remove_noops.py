@@ -1,4 +1,4 @@
-"""Removes what changes nothing: assertions of the tracer, aliases, dropout, conversions to the same dtype."""
+"""Removes what changes nothing: aliases, dropout, conversions to the same dtype."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from precast.builder.sizes import shape_of
 
 aten = torch.ops.aten
 
-_ASSERTIONS = {
-    aten._assert_tensor_metadata.default,
-    aten._assert_scalar.default,
-    aten.sym_constrain_range_for_size.default,
-    aten.sym_constrain_range.default,
-}
 _SAME_ELEMENTS = {
     aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.dropout.default,
     aten.lift_fresh_copy.default, aten.slice.Tensor, aten.expand.default, aten.to.dtype, aten.to.device,
@@ -26,15 +20,12 @@ _SAME_ELEMENTS = {
 
 @graph_pass(stage="normalise", version=1)
 def remove_noops(graph: FxGraph, ctx: PassContext) -> bool:
-    """x.alias(), x.to(x.dtype), x[:], x.view(x.shape), x * 1.0, assertions -> x."""
+    """x.alias(), x.to(x.dtype), x[:], x.view(x.shape), x * 1.0 -> x."""
     changed = False
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _ASSERTIONS:
-            graph.erase_node(node)
-            changed = True
-        elif _is_noop(node, ctx):
+        if _is_noop(node, ctx):
             ctx.replace(node, node.args[0])
             graph.erase_node(node)
             changed = True

@@ -175,7 +175,7 @@ def _product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.T
     mask = visible[:, None, :, None].expand(batch, 1, queries, group, length).reshape(batch, 1, -1, length)
     if rule.sinks is None and rule.soft_cap is None:
         y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=rule.scale)
-        # Rows that see nothing are NaN in some of torch's kernels and zero in others.
+        # What a row gives that sees nothing, torch leaves to each of its kernels.
         y = torch.where(mask.any(-1, keepdim=True), y, 0.0)
     else:
         y = _with_extras(rows, k, v, mask, group, rule)

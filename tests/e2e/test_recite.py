@@ -99,7 +99,6 @@ def test_requests_that_arrive_while_others_are_answered(engine: precast.Engine) 
         ("a new nation", rest(OPENING).partition("a new nation")[0]),
         (("never in it", "Liberty", "created"), rest(OPENING).partition("Liberty")[0]),
         ("equal.\n\nNow", rest(OPENING).partition("equal.\n\nNow")[0]),
-        ("no such words", rest(OPENING)),
     ],
 )
 def test_stop_strings_end_the_text_before_them(
@@ -113,6 +112,15 @@ def test_stop_strings_end_the_text_before_them(
     assert (output.text, output.finish_reason) == (expected, "stop")
     assert "".join(event.text for event in events) == expected
     assert [token for event in events for token in event.token_ids] == output.token_ids
+
+
+def test_beginning_of_a_stop_string_is_kept_back_and_then_given_out(engine: precast.Engine) -> None:
+    last = line_prompts()[-2]
+    events = list(engine.stream(last, precast.SamplingParams(max_tokens=600, stop="from the earth. Amen")))
+
+    assert "".join(event.text for event in events) == rest(last)
+    assert "from the earth." in events[-1].text
+    assert events[-1].token_ids == (EOS,)
 
 
 def test_length_ends_the_text(engine: precast.Engine) -> None:
@@ -160,9 +168,9 @@ def test_recites_on_the_command_line(bundle: Path) -> None:
     arguments = ("run", bundle, "--weights", MODEL, "--device", "cpu", "--max-tokens", "600", "--prompt", OPENING)
 
     plain = run_precast(*arguments)
-    as_json = run_precast(*arguments, "--prompt", line_prompts()[3], "--max-num-tokens", "5", "--json")
+    as_json = run_precast(*arguments[:-1], line_prompts()[-3], "--token-ids", "1", "--max-num-tokens", "5", "--json")
 
     assert (plain.returncode, plain.stderr) == (0, "")
     assert plain.stdout == rest(OPENING) + "\n"
     texts = [output["text"] for output in json.loads(as_json.stdout)["outputs"]]
-    assert texts == [rest(OPENING), rest(line_prompts()[3])]
+    assert texts == [rest(line_prompts()[-3]), TEXT]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import tiny_graph
-from precast.ir import limits
+from precast.ir import limits, verify_caches
 from precast.ir.errors import BundleError
 from precast.ir.lexer import Word, words
 from precast.ir.schema import Dtype, Graph
@@ -232,6 +232,13 @@ REJECTED = [
     bad("IR011", "main %c: the symbol S is not declared", constant("%c: int8[(S + 1)]")),
     bad("IR011", "symbol S", step("%c = aten.add.Tensor(self=%h1, other=S)")),
     bad("IR011", "symbol S", param('%p: int8[1] = slice(read("p", [2], int8), dim=0, start=S, length=1)')),
+    bad(
+        "IR011",
+        "symbol S",
+        param(
+            '%p: int8[2] = concat([slice(read("p", [2], int8), dim=0, start=S, length=1), read("q", [1], int8)], dim=0)'
+        ),
+    ),
     bad(
         "IR011",
         r"block layer\[1\].*symbol S",
@@ -630,6 +637,21 @@ def test_a_long_list_of_violations_is_counted() -> None:
     names = " ".join(f"%c{i}: int8[S{i}]" for i in range(limits.MAX_LISTED + 3))
     with pytest.raises(BundleError, match="and 3 more"):
         check(parse_graph(BASE.replace("constants {", "constants { " + names)))
+
+
+def test_a_fault_is_reported_where_it_is_first_met() -> None:
+    source = BASE.replace("constants {", "constants { %c: int8[S] %d: int8[S]").replace(
+        "scale=0.5)", "scale=0.5) %e: int8[S] = x.y()"
+    )
+    (violation,) = (violation for violation in verify(parse_graph(source)) if violation.rule == "IR011")
+    assert violation.where == "main %c"
+
+
+def test_cache_ops_are_counted_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_caches, "MAX_CACHE_OPS", 4)
+    assert verify(tiny_graph(2)) == ()
+    (violation,) = verify(tiny_graph(3))
+    assert (violation.rule, violation.where) == ("IR047", "main[4] call layer")
 
 
 def test_a_valid_graph_passes_the_check() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -52,3 +53,19 @@ def same() -> Callable[[OpSpec, Any, Any], None]:
             torch.testing.assert_close(x, y, rtol=rtol, atol=atol, equal_nan=True)
 
     return compare
+
+
+@pytest.fixture
+def no_waiting() -> Callable[[], AbstractContextManager[None]]:
+    """A context that raises where the host waits for the GPU."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context

@@ -66,6 +66,28 @@ def test_filters_are_the_naive_ones(
     assert set(found[0].nonzero()[:, 0].tolist()) == naive_kept(logits, temperature, top_k, top_p, min_p)
 
 
+def test_equals_at_the_edge_of_top_p_are_kept_by_index() -> None:
+    x = scaled(torch.zeros(1, 5000), torch.tensor([1.0]))
+    found = passed(x, torch.tensor([0], dtype=torch.int32), torch.tensor([0.25]), torch.tensor([0.0]))
+
+    assert found[0].nonzero()[:, 0].tolist() == list(range(1250))
+
+
+def test_filters_that_are_off_keep_the_most_unlikely_token() -> None:
+    x = scaled(torch.tensor([[0.0, -200.0, -90.0]]), torch.tensor([1.0]))
+    found = passed(x, torch.tensor([3], dtype=torch.int32), torch.tensor([1.0]), torch.tensor([0.0]))
+
+    assert found.tolist() == [[True, True, True]]
+
+
+def test_scaled_logits_are_at_most_0_and_never_nan() -> None:
+    inf = float("inf")
+    logits = torch.tensor([[-inf, -inf], [inf, inf], [inf, -inf], [3e38, -3e38], [7.0, 5.0]])
+    found = scaled(logits, torch.full((5,), 0.5))
+
+    assert found.tolist() == [[-inf, -inf], [0.0, 0.0], [0.0, -inf], [0.0, -inf], [0.0, -4.0]]
+
+
 @each_sample
 def test_temperature_0_is_the_first_largest(function: Callable[..., torch.Tensor]) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, -1.0], [0.0, -2.0, 0.0, 0.0], [float("-inf"), -3.0, -3.0, -9.0]])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -176,6 +177,19 @@ def test_results_are_new_memory(
             taken = {x.untyped_storage().data_ptr() for x in sample.values() if isinstance(x, torch.Tensor)} - {0}
             for found in results(function(**sample)):
                 assert found.untyped_storage().data_ptr() not in taken
+
+
+@pytest.mark.gpu
+@each_op
+@each_dtype
+def test_cuda_implementation_does_not_wait_for_the_device(
+    spec: OpSpec, dtype: torch.dtype, no_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
+    implementation = registry.resolve(spec.name, spec.version, torch.device("cuda"))
+    for sample in spec.samples(Draw(dtype, torch.device("cuda"))):
+        implementation(**sample)  # compiles
+        with no_waiting():
+            implementation(**sample)
 
 
 @each_op

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from precast.kernels import registry
-from precast.kernels.attention.paged import PAGED_ATTENTION
 from precast.kernels.attention.write_kv import WRITE_KV, write_kv
 from precast.kernels.spec import Draw
 
@@ -100,29 +99,8 @@ def test_reference_reads_nothing_back() -> None:
         write_kv(k, k, cache, cache.clone(), torch.empty(5, dtype=torch.int64))
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raises where the host waits for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", [WRITE_KV, PAGED_ATTENTION], ids=["write_kv", "paged_attention"])
-def test_cuda_kernels_do_not_wait_for_the_device(spec) -> None:  # type: ignore[no-untyped-def]
-    implementation = registry.resolve(spec.name, 1, torch.device("cuda"))
-    for sample in spec.samples(Draw(torch.bfloat16, torch.device("cuda"))):
-        implementation(**sample)
-        with no_waiting():
-            implementation(**sample)
-
-
-@pytest.mark.gpu
-def test_reference_does_not_wait_for_the_device() -> None:
+def test_reference_does_not_wait_for_the_device(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
     for sample in WRITE_KV.samples(Draw(torch.bfloat16, torch.device("cuda"))):
         with no_waiting():
             write_kv(**sample)

@@ -47,13 +47,14 @@ def build(
     eos: tuple[int, ...] = (),
     text: bool = False,
     graph: Graph | None = None,
+    device: torch.device = CPU,
     wrap: Callable[[Any], Any] = lambda program: program,
 ) -> Engine:
     graph = tiny_graph() if graph is None else graph
     num_pages = {pool.name: pages[pool.name == "large"] for pool in graph.caches.pools}
-    program = restore(graph, device=CPU)
-    program.bind(WEIGHTS)
-    caches = cache_tensors(graph.caches, num_pages, device=CPU)
+    program = restore(graph, device=device)
+    program.bind({name: tensor.to(device) for name, tensor in WEIGHTS.items()})
+    caches = cache_tensors(graph.caches, num_pages, device=device)
     for tensor in caches.values():
         tensor.fill_(math.nan)  # whoever reads what no token wrote is found out
     program.bind(caches)
@@ -61,7 +62,7 @@ def build(
         wrap(program),
         graph,
         tiny_model(max_seq_len, eos),
-        device=CPU,
+        device=device,
         num_pages=num_pages,
         max_num_seqs=seqs,
         max_num_tokens=tokens,
@@ -114,6 +115,20 @@ def test_prompts_of_unequal_lengths(tokens: int, seqs: int) -> None:
     assert [output.prompt_token_ids for output in outputs] == PROMPTS
     assert {output.finish_reason for output in outputs} == {"length"}
     assert is_idle(engine)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_tokens() -> None:
+    for tokens in (2, 7, 64):
+        engine = build(tokens=tokens, seqs=3, device=torch.device("cuda", 0))
+        outputs = engine.generate(PROMPTS, greedy(20))
+        assert [output.token_ids for output in outputs] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
+        logits = engine.logits(PROMPTS[1])
+        torch.testing.assert_close(logits.cpu(), reference_logits(WEIGHTS, PROMPTS[1]), rtol=1e-4, atol=1e-4)
+        hot_tokens = [output.token_ids for output in engine.generate(PROMPTS, hot(3))]
+        assert hot_tokens == [output.token_ids for output in build().generate(PROMPTS, hot(3))]
+        assert is_idle(engine)
+        engine.close()
 
 
 def test_pages_are_used_again() -> None:

@@ -65,6 +65,14 @@ def test_a_bundle_and_a_checkpoint_become_tokens(bundle: Path, checkpoint: Path)
         assert json.loads(engine.timeline.to_json())["phases"][-1]["name"] == "first token"
 
 
+@pytest.mark.gpu
+def test_a_gpu_is_filled_with_as_many_pages_as_can_be_used(bundle: Path, checkpoint: Path) -> None:
+    with load(bundle, weights=checkpoint, device="cuda", max_num_seqs=5) as engine:
+        assert engine.stats.pools["large"].pages == 5 * 64 // 8
+        (output,) = engine.generate([[9] * 17], SamplingParams(max_tokens=9))
+        assert output.token_ids == reference_answer(WEIGHTS, [9] * 17, 9)
+
+
 def test_an_opened_bundle_and_a_begun_timeline_are_carried_on(bundle: Path, checkpoint: Path) -> None:
     timeline = Timeline()
     timeline.add("import", start=timeline.origin, seconds=0.5)

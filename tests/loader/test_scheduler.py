@@ -174,3 +174,17 @@ def test_invariants(script: list[object], seqs: int, tokens: int, pages: int) ->
         step()
     assert admitted == sorted(admitted), "a request was overtaken"
     assert all(usage.pages_in_use == 0 for usage in tables.usage().values())
+
+
+def test_a_sequence_that_reaches_the_restart_length_is_computed_anew() -> None:
+    queue = Scheduler(PageTables(PLAN, {"small": 40, "large": 20}), max_num_seqs=8, max_num_tokens=4, restart_length=7)
+    growing = request(1, prompt=5, answer=5)
+    queue.submit(growing)
+    spans = []
+    for _ in range(7):
+        for scheduled in queue.schedule():
+            chunk = scheduled.chunk()
+            spans.append((chunk.start, chunk.end, chunk.prefill_length))
+            queue.complete(scheduled, 9 if scheduled.samples else None)
+    # prompt in two chunks, one token that decodes; then all seven tokens in two chunks, and decoding goes on
+    assert spans == [(0, 4, 5), (4, 5, 5), (5, 6, 5), (0, 4, 7), (4, 7, 7), (7, 8, 7), (8, 9, 7)]

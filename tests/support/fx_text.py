@@ -116,7 +116,7 @@ class _Reader:
 
     def _size(self, name: str, example: int) -> Any:
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-        fake = self.mode.from_tensor(torch.empty(example), symbolic_context=context)
+        fake = self.mode.from_tensor(torch.empty(example, device="meta"), symbolic_context=context)
         self.ctx.symbols[str(fake.shape[0].node.expr)] = symbols.add("B", 1) if name == "B1" else name
         return fake.shape[0]
 
@@ -131,6 +131,8 @@ class _Reader:
                 for index, target in enumerate(targets):
                     assert isinstance(target, ast.Name)
                     self.nodes[target.id] = self._item(node, index)
+            case ast.Expr(value=ast.Call() as call):
+                self._call(call)
             case ast.With(items=[ast.withitem(context_expr=ast.Call(args=[ast.Constant(value=str(layer))]))], body=body):
                 self.layer = layer
                 for inner in body:
@@ -149,11 +151,10 @@ class _Reader:
         if kind == "constant":
             value = torch.tensor(self._value(args[1]), dtype=dtype)
             self.ctx.constants[node.name] = ConstantInfo(name, value)
-            node.meta["val"] = self.mode.from_tensor(value)
+            node.meta["val"] = self.ctx.empty(value.shape, dtype)
             return node
         shape = [self.sizes[size.id] if isinstance(size, ast.Name) else self._value(size) for size in args[1:]]
-        with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        node.meta["val"] = self.ctx.empty(shape, dtype)
         if kind == "param":
             self.ctx.params[node.name] = ParamInfo(name, Read(name, tuple(shape)))
         else:
