@@ -7,8 +7,8 @@ from pathlib import Path
 
 from precast.builder.capture import Captured
 from precast.builder.constants import tensor_bytes
-from precast.ir.bundle import Bundle, write_bundle
-from precast.ir.schema import Graph, Manifest, Node, PassRecord
+from precast.ir.bundle import Bundle, ops_of, write_bundle
+from precast.ir.schema import Graph, Manifest, PassRecord
 from precast.ir.versions import FORMAT
 
 
@@ -26,7 +26,7 @@ def pack(
     manifest = Manifest(
         format=FORMAT,
         model=captured.model,
-        ops=used_ops(graph),
+        ops=ops_of(graph),
         checkpoint=captured.checkpoint,
         passes=history,
         built_with=dict(built_with),
@@ -47,8 +47,3 @@ def pack(
         provenance=dict(provenance),
     )
 
-
-def used_ops(graph: Graph) -> dict[str, int]:
-    """Every op of the graph with its version, sorted by name."""
-    steps = [*graph.main, *(node for block in graph.blocks for node in block.nodes)]
-    return dict(sorted({step.op: step.version for step in steps if isinstance(step, Node)}.items()))

@@ -27,14 +27,7 @@ def param_recipes(model: PreTrainedModel, dtype: str) -> dict[str, Recipe]:
     Raises BuildError("recipe-unsupported") for a conversion that is more than a rename.
     """
     tied = _tied(model)
-    transforms = [
-        transform
-        for transform in get_model_conversion_mapping(model, add_legacy=False)
-        if not isinstance(transform, PrefixChange)
-    ]
-    reverse = [transform.reverse_transform() for transform in transforms[::-1]]
-    renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
+    renamings, converters = _reverse_conversions(model)
     recipes: dict[str, Recipe] = {}
     for name, tensor in model.state_dict().items():
         _refuse_conversion(name, converters)
@@ -53,9 +46,25 @@ def checkpoint_rules(model: PreTrainedModel) -> Checkpoint:
     prefix = model.base_model_prefix
     patterns = sorted(set(model._keys_to_ignore_on_load_unexpected or ()))
     ignored = [glob for pattern in patterns for glob in _globs(pattern)]
+    renamings, _ = _reverse_conversions(model)
+    tied = {apply_renamings(a, renamings): apply_renamings(b, renamings) for a, b in sorted(_tied(model).items())}
     return Checkpoint(
-        optional_prefixes=(prefix + ".",) if prefix else (), ignored=tuple(sorted({*ignored, *_ALWAYS_IGNORED}))
+        optional_prefixes=(prefix + ".",) if prefix else (),
+        ignored=tuple(sorted({*ignored, *_ALWAYS_IGNORED})),
+        tied=tied,
     )
+
+
+def _reverse_conversions(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """What transformers does to a module's names and tensors when it saves them."""
+    transforms = [
+        transform
+        for transform in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(transform, PrefixChange)
+    ]
+    reverse = [transform.reverse_transform() for transform in transforms[::-1]]
+    renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
+    return renamings, [transform for transform in reverse if isinstance(transform, WeightConverter)]
 
 
 def _tied(model: PreTrainedModel) -> dict[str, str]:

@@ -93,10 +93,9 @@ class Cursor:
         return self._words[min(self._next + 1, len(self._words) - 1)]
 
     def take(self) -> Word:
-        """The next word; the end stays where it is."""
+        """The next word. Never the end: no form of the grammar asks for it."""
         word = self.now
-        if word.kind != "end":
-            self._next += 1
+        self._next += 1
         return word
 
     def at(self, text: str) -> bool:

@@ -31,7 +31,7 @@ class ArgDef(msgspec.Struct, frozen=True):
     kind: Kind
     mutated: bool = False
     has_default: bool = False
-    default: None | bool | int | float | str | tuple[int, ...] = None
+    default: bool | int | float | str | tuple[int, ...] | None = None
 
 
 class OpDef(msgspec.Struct, frozen=True):
@@ -199,7 +199,7 @@ def _parse(name: str, text: str, rule: Rule, dynamic: bool) -> OpDef:
     return OpDef(name, 1, tuple(args), returns.count("Tensor"), rule, dynamic)
 
 
-def _literal(text: str) -> None | bool | int | float | str:
+def _literal(text: str) -> bool | int | float | str | None:
     named = {"None": None, "True": True, "False": False}
     if text in named:
         return named[text]

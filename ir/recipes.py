@@ -33,7 +33,18 @@ from precast.ir.schema import (
 ANY_FLOAT: tuple[Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
 """The stored dtypes that a `Read` without a dtype accepts."""
 
-Kind = Literal["missing", "unexpected", "shape", "dtype"]
+Kind = Literal["missing", "shape", "dtype", "untied", "unexpected"]
+
+
+_TITLES: dict[Kind, str] = {
+    # in the order of the report
+    "missing": "missing",
+    "shape": "of a wrong shape",
+    "dtype": "of a wrong dtype",
+    "untied": "tied by the config and not equal",
+    "unexpected": "unexpected",
+}
+_COMPARED_BYTES = 1 << 24
 
 
 class RecipeError(ValueError):
@@ -158,14 +169,18 @@ def _text(sizes: Sequence[Expr]) -> str:
 def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
     """The checkpoint's name for what a recipe calls `name`, or None where it has none.
 
-    The name itself, or the name with one of the optional prefixes put before it or taken off.
+    The name itself, or the name with one of the optional prefixes put before it or taken off; or, likewise, another
+    name that is tied to it.
     """
-    return next((candidate for candidate in _spellings(name, rules) if candidate in stored), None)
+    names = (name, *(second for second, first in rules.tied.items() if first == name))
+    spelled = (candidate for one in names for candidate in _spellings(one, rules))
+    return next((candidate for candidate in spelled if candidate in stored), None)
 
 
 def problems(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Problem]:
     """Everything that keeps `files` from being loaded by the graph's recipes: missing tensors, then those of a wrong
-    shape or dtype, in the order of the params, then unexpected ones in the order of the files. Empty: it fits.
+    shape or dtype, in the order of the params, then tied ones that differ, and unexpected ones in the order of the
+    files. Empty: it fits. Only headers are read, but for tied tensors that are stored twice.
     """
     found: list[Problem] = []
     expected: set[str] = set()
@@ -180,11 +195,15 @@ def problems(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Pr
             else:
                 expected.add(name)
                 found += _mismatches(read, name, files.tensors[name])
+    for second, first in rules.tied.items():
+        names = [resolve(name, files.tensors, msgspec.structs.replace(rules, tied={})) for name in (second, first)]
+        expected.update(name for name in names if name is not None)
+        if None not in names and not _equal(*(files.tensors[name] for name in names if name is not None)):
+            found.append(Problem("untied", str(names[0]), f"expected the content of {names[1]}, to which it is tied"))
     for name, tensor in files.tensors.items():
         if name not in expected and not any(matches(pattern, name) for pattern in rules.ignored):
             found.append(Problem("unexpected", name, f"{tensor.dtype} {_text(tensor.shape)} in {tensor.file.name}"))
-    order = ("missing", "shape", "dtype", "unexpected")
-    return sorted(dict.fromkeys(found), key=lambda problem: order.index(problem.kind))
+    return sorted(dict.fromkeys(found), key=lambda problem: list(_TITLES).index(problem.kind))
 
 
 def check(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> None:
@@ -207,15 +226,9 @@ def mismatch(found: Sequence[Problem], where: str) -> WeightsError:
     by_kind: dict[Kind, list[Problem]] = {}
     for problem in found:
         by_kind.setdefault(problem.kind, []).append(problem)
-    titles = {
-        "missing": "missing",
-        "unexpected": "unexpected",
-        "shape": "of a wrong shape",
-        "dtype": "of a wrong dtype",
-    }
     lines = ["the checkpoint doesn't fit the bundle's recipes"]
     for kind, group in by_kind.items():
-        lines.append(f"  {len(group)} {'tensor' if len(group) == 1 else 'tensors'} {titles[kind]}:")
+        lines.append(f"  {len(group)} {'tensor' if len(group) == 1 else 'tensors'} {_TITLES[kind]}:")
         lines += [f"    {problem.tensor}: {problem.message}" for problem in group[: limits.MAX_LISTED]]
         if len(group) > limits.MAX_LISTED:
             lines.append(f"    and {len(group) - limits.MAX_LISTED} more")
@@ -258,3 +271,26 @@ def _mismatches(read: Read, name: str, stored: StoredTensor) -> Iterator[Problem
 
 def _wanted(read: Read) -> str:
     return f"{read.dtype or 'floating point'} {_text(read.shape)}"
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two stored tensors have the same type and bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    try:
+        return _equal_bytes(one, other)
+    except OSError as error:
+        raise WeightsError("checkpoint-read", f"{one.file.name} or {other.file.name} can't be read: {error}") from error
+
+
+def _equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    with one.file.open("rb") as left, other.file.open("rb") as right:
+        left.seek(one.offset)
+        right.seek(other.offset)
+        rest = one.nbytes
+        while rest:
+            size = min(rest, _COMPARED_BYTES)
+            if left.read(size) != right.read(size):
+                return False
+            rest -= size
+    return True

@@ -398,7 +398,6 @@ def _heads(args: Args, key: TensorType, value: TensorType) -> TensorType:
     _rank("q", q, 4)
     _same("q's first dimension", q.shape[:1], (1,))
     _same("key's head size", key.shape[-1:], q.shape[-1:])
-    _same("value's heads", value.shape[-2:-1], key.shape[-2:-1])
     heads, kv_heads = q.shape[2], key.shape[-2]
     if isinstance(heads, int) and isinstance(kv_heads, int):
         _expect(kv_heads > 0 and heads % kv_heads == 0, f"q: {heads} heads are no multiple of {kv_heads} kv heads")

@@ -301,11 +301,13 @@ class Checkpoint(Wire, frozen=True):
 
     `optional_prefixes` may be missing from, or stand before, every name of the checkpoint (GPT-2's `transformer.`).
     `ignored` are name patterns of tensors that are present in some checkpoints and used by none; `*` stands for any
-    run of characters, all else for itself.
+    run of characters, all else for itself. `tied` maps a second name of a tensor to the name that recipes read: a
+    checkpoint holds either of them, or both with equal content.
     """
 
     optional_prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    tied: dict[str, str] = {}
 
 
 class Blob(Wire, frozen=True):

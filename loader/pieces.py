@@ -212,8 +212,9 @@ class _Maker:
         if isinstance(recipe, Read):
             return msgspec.convert(self._stored_dtype(recipe.tensor), Dtype)
         if isinstance(recipe, (Concat, Stack)):
-            found = {self._dtype(part) for part in recipe.parts}
-            return found.pop() if len(found) == 1 else "float64" if "float64" in found else "float32"
+            found: set[Dtype] = {self._dtype(part) for part in recipe.parts}
+            widest: Dtype = "float64" if "float64" in found else "float32"
+            return found.pop() if len(found) == 1 else widest
         assert not isinstance(recipe, Tie), "verified: a tie is a recipe of its own"
         return self._dtype(recipe.of)
 

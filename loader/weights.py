@@ -61,11 +61,15 @@ def load_weights(
     started = time.perf_counter()
     if buffers is None and device.type == "cuda":
         buffers = PinnedBuffers(device)
-    stored = recipes.require(graph, rules, files)
-    layout = lay_out(graph.params, symbols, lambda name: stored[name].dtype)
-    plan = plan_reads(layout, stored.__getitem__)
-    memory = _allocate(plan.targets, device)
-    bytes_read = execute(plan, memory, device, buffers)
+    try:
+        stored = recipes.require(graph, rules, files)
+        layout = lay_out(graph.params, symbols, lambda name: stored[name].dtype)
+        plan = plan_reads(layout, stored.__getitem__)
+        memory = _allocate(plan.targets, device)
+        bytes_read = execute(plan, memory, buffers)
+    finally:
+        if buffers is not None:
+            buffers.close()
     return Weights(_named(graph, plan, memory), bytes_read, plan.bytes_needed, time.perf_counter() - started)
 
 

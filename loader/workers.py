@@ -34,47 +34,38 @@ class Worker(Protocol):
 
     def run(self, job: Job, descriptor: int) -> int:
         """Do the job, whose file is open; the bytes read."""
+        ...
 
     def finish(self) -> None:
-        """Wait until everything is in place."""
+        """Wait until nothing is under way any more, also after an error: the memory may be gone afterwards."""
+        ...
 
 
-def execute(
-    plan: Plan, memory: Sequence[torch.Tensor], device: torch.device, buffers: PinnedBuffers | None = None
-) -> int:
-    """Fill all targets of `plan`; the bytes read. `memory` holds the bytes of each target, uint8, on `device`.
+def execute(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers | None) -> int:
+    """Fill all targets of `plan`; the bytes read. `memory` holds the bytes of each target, uint8.
 
-    `buffers` are for a GPU, if the caller has begun to pin some. Raises WeightsError (checkpoint-read).
+    `buffers` are those of the GPU that `memory` is on; None: it is on the host. Raises WeightsError (checkpoint-read).
     """
-    if device.type == "cuda":
-        num_bytes = _execute_on_device(plan, memory, indexed(device), buffers or PinnedBuffers(device))
-    else:
+    if buffers is None:
         threads = min(MAX_HOST_THREADS, THREADS_A_CORE * _num_cores())
         num_bytes = _share(plan.jobs, lambda: HostWorker(plan, memory), threads)
+    else:
+        # The memory may have been in use before, by work that the current stream has not finished.
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(buffers.device))
+        num_bytes = _share(plan.jobs, lambda: DeviceWorker(memory, buffers, ready), DEVICE_THREADS)
+        if any(job.copies for job in plan.jobs):
+            # torch keeps what a worker's stream allocated for copies for that stream, which is gone.
+            torch.cuda.empty_cache()
     for move in plan.moves:
         source = memory[move.source].view(dtypes.BY_NAME[plan.targets[move.source].dtype])
         copy_converted(strided(source, move.view), memory[move.target], move.destination, move.casts)
     return num_bytes
 
 
-def indexed(device: torch.device) -> torch.device:
-    """The same device with its index: the current one's where none was given."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-
-
 def _num_cores() -> int:
     """The cores that this process may use, where the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _execute_on_device(plan: Plan, memory: Sequence[torch.Tensor], device: torch.device, buffers: PinnedBuffers) -> int:
-    # The memory may have been in use before, by work that the current stream has not finished.
-    ready = torch.cuda.current_stream(device).record_event()
-    num_bytes = _share(plan.jobs, lambda: DeviceWorker(memory, device, ready, buffers), DEVICE_THREADS)
-    if any(job.copies for job in plan.jobs):
-        # torch keeps what a worker's stream allocated for copies for that stream, which is gone.
-        torch.cuda.empty_cache()
-    return num_bytes
 
 
 def _share(jobs: Sequence[Job], make_worker: Callable[[], Worker], max_threads: int) -> int:
@@ -101,9 +92,10 @@ def _share(jobs: Sequence[Job], make_worker: Callable[[], Worker], max_threads: 
 
         def work() -> int:
             worker = make_worker()
-            num_bytes = sum(worker.run(job, descriptors[job.file]) for job in next_jobs())
-            worker.finish()
-            return num_bytes
+            try:
+                return sum(worker.run(job, descriptors[job.file]) for job in next_jobs())
+            finally:
+                worker.finish()
 
         threads = min(max_threads, len(jobs))
         with ThreadPoolExecutor(threads, thread_name_prefix="precast-weights") as pool:
@@ -174,7 +166,8 @@ class PinnedBuffers:
 
     def __init__(self, device: torch.device) -> None:
         pool = ThreadPoolExecutor(1, thread_name_prefix="precast-pinning")
-        self._device = indexed(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
         self._pinned = deque(pool.submit(self._pin) for _ in range(DEVICE_THREADS * BUFFERS_A_THREAD))
         pool.shutdown(wait=False)
 
@@ -188,7 +181,7 @@ class PinnedBuffers:
             self._pinned.popleft().cancel()
 
     def _pin(self) -> _Buffer:
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_device(self.device)
         raw = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
         # Waiting for a blocking event leaves the core to those that read.
         return _Buffer(raw, byte_view(raw), torch.cuda.Event(blocking=True))
@@ -200,14 +193,11 @@ class DeviceWorker:
     What Python does for a job must be short: the threads take turns at it, and a GPU takes thousands of jobs a second.
     """
 
-    def __init__(
-        self, memory: Sequence[torch.Tensor], device: torch.device, ready: torch.cuda.Event, buffers: PinnedBuffers
-    ) -> None:
+    def __init__(self, memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready: torch.cuda.Event) -> None:
         self._memory = memory
-        self._device = device
         # The device and the stream of this thread; it runs nothing else.
-        torch.cuda.set_device(device)
-        self._stream = torch.cuda.Stream(device)
+        torch.cuda.set_device(buffers.device)
+        self._stream = torch.cuda.Stream(buffers.device)
         torch.cuda.set_stream(self._stream)
         self._stream.wait_event(ready)
         self._buffers = buffers
@@ -226,7 +216,7 @@ class DeviceWorker:
         for start, end, target, offset in transfers:
             self._memory[target][offset : offset + end - start].copy_(raw[start:end], non_blocking=True)
         if job.copies:
-            there = torch.empty(job.buffer_bytes, dtype=torch.uint8, device=self._device)
+            there = torch.empty(job.buffer_bytes, dtype=torch.uint8, device=self._buffers.device)
             there.copy_(raw[: job.buffer_bytes], non_blocking=True)
             for copy in job.copies:
                 apply_copy(copy, there, self._memory)

@@ -10,13 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 from click.testing import CliRunner
+from reference import hf_greedy, hf_logits, relative_error
 
-import families
 import precast
 from precast.cli import main
-from reference import hf_greedy, hf_logits, relative_error
 
 PROMPTS = (
     [5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11],

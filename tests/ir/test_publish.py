@@ -208,6 +208,14 @@ def test_reader_meets_complete_bundles_only(tmp_path: Path) -> None:
     assert found == known
 
 
+def test_bundle_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    # The last reader is done before its bundle would be replaced.
+    done = run("read", str(tmp_path / "x.bundle"))
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"True [{LONG}, {SHORT}]"
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------
 
 

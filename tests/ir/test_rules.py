@@ -250,10 +250,12 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("rotary_tables", {**TABLES, "inv_freq": f32(1, "T", 8)}, (t("bfloat16", 1, "T", 8),) * 2),
     ("rotary", ROTARY, (Q,)),
     ("rotary", {**ROTARY, "cos": f32(1, "T", 3), "sin": f32(1, "T", 3)}, (Q,)),
+    ("rotary", {**ROTARY, "cos": f32(1, "T", "D"), "sin": f32(1, "T", "D")}, (Q,)),
     ("gated_activation", {"x": f32(1, "T", 6), "kind": "silu"}, (f32(1, "T", 3),)),
     ("gated_activation", {"x": f32("T", Apply("mul", ("H", 2))), "kind": "gelu"}, (f32("T", "H"),)),
     ("attention", PACKED, (Q,)),
     ("attention", {**PACKED, "v": t("bfloat16", 1, "T", 2, 24), "window": 7}, (t("bfloat16", 1, "T", 8, 24),)),
+    ("attention", {**PACKED, "q": t("bfloat16", 1, "T", "H", 16)}, (t("bfloat16", 1, "T", "H", 16),)),
     ("write_kv", WRITE, ()),
     ("paged_attention", PAGED, (Q,)),
     ("paged_attention", {**PAGED, "sinks": f32(8), "window": 1}, (Q,)),
@@ -268,6 +270,10 @@ def test_our_ops_give_these_types(op: str, args: Args, expected: tuple[TensorTyp
     assert infer(f"precast.{op}", args) == expected
 
 
+def both(first: str, second: str, value: TensorType) -> Args:
+    return {first: value, second: value}
+
+
 # op, arguments, what the message must say
 REJECTED: list[tuple[str, Args, str]] = [
     ("aten.linear.default", {"input": f32("T", 5), "weight": f32(7, 6)}, "input's last dimension.*6.*5"),
@@ -276,6 +282,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("aten.linear.default", {"input": f32(5), "weight": t("float16", 7, 5)}, "weight: expected dtype float32"),
     ("aten.linear.default", {"input": f32(5), "weight": f32(7, 5), "bias": f32(5)}, "bias"),
     ("aten.addmm.default", {"self": f32(7), "mat1": f32("T", 5), "mat2": f32(4, 7)}, "mat2's first dimension"),
+    ("aten.addmm.default", {"self": f32(7), "mat1": f32("T", 5), "mat2": f32(5, 7, 1)}, "mat2: expected 2"),
     ("aten.addmm.default", {"self": f32(5), "mat1": f32("T", 5), "mat2": f32(5, 7)}, "don't broadcast"),
     ("aten.addmm.default", {"self": f32(2, 2, 7), "mat1": f32(2, 5), "mat2": f32(5, 7)}, "self, broadcast"),
     ("aten.addmm.default", {"self": f32(7), "mat1": f32(2, 5), "mat2": t("float64", 5, 7)}, "mat2: expected dtype"),
@@ -303,6 +310,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("aten.mean.dim", {"self": f32(3, 5), "dim": (0, -2)}, "different dimensions"),
     ("aten.mean.dim", {"self": f32(3, 5), "dim": (2,)}, "2 is outside of 2 dimensions"),
     ("aten.sum.dim_IntList", {"self": f32(3, 5), "dim": ()}, "at least one"),
+    ("aten.sum.dim_IntList", {"self": t("float8_e4m3fn", 3), "dim": (0,)}, "expected dtype"),
     ("aten.softmax.int", {"self": t("int64", 3), "dim": 0}, "expected dtype"),
     ("aten.softmax.int", {"self": f32(3), "dim": 1}, "outside"),
     ("aten.softmax.int", {"self": f32(), "dim": 0}, "outside of 0 dimensions"),
@@ -357,6 +365,8 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.rotary_tables", {**TABLES, "dtype": "int64"}, "dtype: expected dtype"),
     ("precast.rotary_tables", {**TABLES, "positions": f32(1, "T")}, "positions: expected dtype"),
     ("precast.rotary", {**ROTARY, "x": f32("T", 8, 16)}, "x: expected 4 dimensions"),
+    ("precast.rotary", {**ROTARY, **both("cos", "sin", t("int64", 1, "T", 8))}, "cos: expected dtype"),
+    ("precast.rotary", {**ROTARY, **both("cos", "sin", f32(1, "T", 8, 1))}, "cos: expected 3 dimensions"),
     ("precast.rotary", {**ROTARY, "sin": f32(1, "T", 7)}, "sin: expected shape"),
     ("precast.rotary", {**ROTARY, "sin": t("float64", 1, "T", 8)}, "sin: expected dtype"),
     ("precast.rotary", {**ROTARY, "cos": f32(1, "T", 9), "sin": f32(1, "T", 9)}, "9 pairs don't fit"),
@@ -369,8 +379,14 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.attention", {**PACKED, "k": t("bfloat16", 1, "T", 2, 8)}, "key's head size"),
     ("precast.attention", {**PACKED, "v": t("bfloat16", 1, "T", 4, 16)}, "v's tokens and heads"),
     ("precast.attention", {**PACKED, "q": t("bfloat16", 2, "T", 8, 16)}, "k's tokens"),
+    (
+        "precast.attention",
+        {**PACKED, **dict.fromkeys(("q", "k", "v"), t("bfloat16", 2, "T", 2, 16))},
+        "first dimension",
+    ),
     ("precast.attention", {**PACKED, "k": t("float16", 1, "T", 2, 16)}, "k: expected dtype"),
     ("precast.attention", {**PACKED, "sinks": f32(2)}, "sinks: expected shape"),
+    ("precast.attention", {**PACKED, **both("k", "v", t("bfloat16", 1, "T", 2, 2, 16))}, "k: expected 4"),
     ("precast.attention", {**PACKED, "window": 0}, "window: expected None or at least 1"),
     ("precast.attention", {**PACKED, "cu_seqlens": t("int64", B1)}, "cu_seqlens: expected dtype int32"),
     ("precast.write_kv", {**WRITE, "slot_mapping": t("int64", "B")}, "slot_mapping: expected shape"),
@@ -378,6 +394,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.write_kv", {**WRITE, "k": t("bfloat16", 1, "T", 4, 16)}, "k_cache's heads"),
     ("precast.write_kv", {**WRITE, "k": t("bfloat16", 2, "T", 2, 16)}, "k's first dimension"),
     ("precast.write_kv", {**WRITE, "v_cache": t("bfloat16", "P", 8, 2, 16)}, "v_cache's pages"),
+    ("precast.write_kv", {**WRITE, **both("k", "k_cache", t("bfloat16", 1, "T", 2, 16, 1))}, "k: expected 4"),
     ("precast.write_kv", {**WRITE, "v_cache": t("float16", "P", 4, 2, 16)}, "v_cache: expected dtype"),
     ("precast.paged_attention", {**PAGED, "page_start": t("int32", B1)}, "page_start: expected shape"),
     ("precast.paged_attention", {**PAGED, "page_indptr": t("int32", "B")}, "page_indptr: expected shape"),
@@ -385,6 +402,11 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.paged_attention", {**PAGED, "page_indices": t("int64", "N")}, "page_indices: expected dtype"),
     ("precast.paged_attention", {**PAGED, "v_cache": t("bfloat16", "P", 4, 4, 16)}, "v_cache's pages and heads"),
     ("precast.paged_attention", {**PAGED, "q": t("bfloat16", "T", 8, 16)}, "q: expected 4"),
+    (
+        "precast.paged_attention",
+        {**PAGED, **both("k_cache", "v_cache", t("bfloat16", "P", 4, 2, 2, 16))},
+        "k_cache: expected 4",
+    ),
     ("precast.paged_attention", {**PAGED, "window": -1}, "window"),
     ("precast.gather_rows", {"x": f32("T", 8), "rows": t("int64", "R")}, "x: expected 3"),
     ("precast.gather_rows", {"x": f32(1, "T", 8), "rows": t("int32", "R")}, "rows: expected dtype"),
@@ -398,6 +420,47 @@ REJECTED: list[tuple[str, Args, str]] = [
 def test_a_rule_says_what_it_expected(op: str, args: Args, message: str) -> None:
     with pytest.raises(rules.RuleError, match=message):
         infer(op, args)
+
+
+PRODUCTS = [
+    case for case in ACCEPTED if case[0] in ("aten.linear.default", "aten.addmm.default", "aten.matmul.default")
+]
+STRICT = [*((f"precast.{op}", args) for op, args, _ in OURS), *PRODUCTS]
+ANY_DTYPE = {("precast.gather_rows", "x")}
+ANY_RANK = {
+    ("precast.embedding", "ids"),
+    ("precast.rms_norm", "x"),
+    ("precast.layer_norm", "x"),
+    ("precast.gated_activation", "x"),
+    ("aten.linear.default", "input"),
+    ("aten.addmm.default", "self"),
+    ("aten.matmul.default", "self"),
+    ("aten.matmul.default", "other"),
+}
+
+
+@pytest.mark.parametrize(("op", "args"), STRICT)
+@pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn"])
+def test_every_tensor_has_a_dtype_that_is_checked(op: str, args: Args, dtype: Dtype) -> None:
+    for name, value in args.items():
+        if isinstance(value, TensorType) and (op, name) not in ANY_DTYPE:
+            with pytest.raises(rules.RuleError, match="expected dtype"):
+                infer(op, {**args, name: TensorType(dtype, value.shape)})
+
+
+@pytest.mark.parametrize(("op", "args"), STRICT)
+def test_every_tensor_has_a_rank_that_is_checked(op: str, args: Args) -> None:
+    for name, value in args.items():
+        if isinstance(value, TensorType) and (op, name) not in ANY_RANK:
+            for shape in ((1, *value.shape), value.shape[1:]):
+                with pytest.raises(rules.RuleError):
+                    infer(op, {**args, name: TensorType(value.dtype, shape)})
+
+
+@pytest.mark.parametrize(("op", "args"), PRODUCTS)
+def test_products_are_of_floats_only(op: str, args: Args) -> None:
+    with pytest.raises(rules.RuleError, match="expected dtype"):
+        infer(op, {name: TensorType("int64", value.shape) for name, value in args.items()})
 
 
 def test_every_op_is_accepted_once_and_rejected_once() -> None:

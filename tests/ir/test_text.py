@@ -98,6 +98,10 @@ def test_a_decoder_comes_back_exactly(num_layers: int) -> None:
     assert encoded(text.parse_graph(text.format_graph(graph))) == encoded(graph)
 
 
+def test_empty_sections_are_left_out() -> None:
+    assert text.format_graph(text.parse_graph("symbols {} main { return }")) == "main {\n  return\n}\n"
+
+
 def encoded(graph: Graph) -> bytes:
     """Equality that tells 1, 1.0 and True apart."""
     return msgspec.msgpack.encode(graph, order="sorted")

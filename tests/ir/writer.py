@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
@@ -45,13 +46,15 @@ def forever(path: Path) -> None:
 
 
 def child(action: Callable[[], object]) -> int:
-    """The process id of a fork that runs `action` and ends."""
+    """The process id of a fork that runs `action` and ends, with 0 if nothing was raised."""
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
             action()
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
     return pid
 
 
@@ -72,13 +75,25 @@ def kill_at_moments(path: Path, kills: int) -> None:
     sys.stdout.write(f"{limits <= {SHORT, LONG}} {sorted(os.listdir(path.parent))}")
 
 
-def at_step(wanted: int, act: Callable[[], None]) -> None:
+def changes_a_directory(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether an audit event is a step of writing."""
+    return event in STEPS or (event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR)))
+
+
+def opens(event: str, _: tuple[Any, ...]) -> bool:
+    """Whether an audit event is the opening of a file."""
+    return event == "open"
+
+
+def at_step(
+    wanted: int, act: Callable[[], None], counts: Callable[[str, tuple[Any, ...]], bool] = changes_a_directory
+) -> None:
     """Have `act` called before the `wanted`-th step of this process from now on."""
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
-        if event in STEPS or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+        if counts(event, arguments):
             seen += 1
             if seen == wanted:
                 act()
@@ -105,10 +120,37 @@ def kill_at_steps(path: Path, first: str) -> None:
         _, status = os.waitpid(pid, 0)
         states.append(str(Bundle.open(path).manifest.model.max_seq_len) if path.exists() else "none")
         if not os.WIFSIGNALED(status):
+            assert status == 0
             break
     write(path, SHORT)
     kinds = list(dict.fromkeys(states))
     sys.stdout.write(f"{len(states) > 20} {kinds} {sorted(os.listdir(path.parent))}")
+
+
+def replace(path: Path) -> None:
+    """Put the bundle `other` in the place of the one at `path`, and remove that."""
+    path.rename(path.with_name("aside"))
+    path.with_name("other").rename(path)
+    shutil.rmtree(path.with_name("aside"))
+
+
+def read_at_step(path: Path, wanted: int) -> None:
+    """Read a bundle that is replaced before the `wanted`-th file is opened; exit with its sequence limit."""
+    at_step(wanted, lambda: replace(path), opens)
+    os._exit(Bundle.open(path).manifest.model.max_seq_len)
+
+
+def read_at_steps(path: Path) -> None:
+    """Read bundles that are replaced before each file that is opened; the old or the new one comes out whole."""
+    found: list[int] = []
+    for wanted in range(1, 100):
+        write(path, SHORT)
+        write(path.with_name("other"), LONG)
+        pid = child(lambda wanted=wanted: read_at_step(path, wanted))
+        found.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if path.with_name("other").exists():
+            break
+    sys.stdout.write(f"{len(found) > 10} {list(dict.fromkeys(found))}")
 
 
 def stop_in_the_middle(path: Path) -> None:
@@ -131,6 +173,7 @@ def main(verb: str, path: str, argument: str = "") -> int:
         "repeat": lambda: [write(target, (SHORT, LONG)[i % 2]) for i in range(int(argument))],
         "moments": lambda: kill_at_moments(target, int(argument)),
         "steps": lambda: kill_at_steps(target, argument),
+        "read": lambda: read_at_steps(target),
         "stop": lambda: stop_in_the_middle(target),
         "limited": lambda: limited(target, int(argument)),
     }

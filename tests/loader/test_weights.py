@@ -25,7 +25,7 @@ from precast.kernels import dtypes
 from precast.loader.pieces import lay_out
 from precast.loader.read_plan import Fetch, Granularity, Job, plan_reads
 from precast.loader.weights import Weights, load_weights
-from precast.loader.workers import apply_copy, execute, through_buffer
+from precast.loader.workers import PinnedBuffers, apply_copy, execute, through_buffer
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -131,7 +131,8 @@ def execute_plan(files: CheckpointFiles, params: Sequence[Param], device: torch.
     plan = plan_reads(layout, files.tensors.__getitem__, sizes)
     made = [torch.empty(target.shape, dtype=dtypes.BY_NAME[target.dtype], device=device) for target in plan.targets]
 
-    num_bytes = execute(plan, [tensor.flatten().view(torch.uint8) for tensor in made], device)
+    buffers = PinnedBuffers(device) if device.type == "cuda" else None
+    num_bytes = execute(plan, [tensor.flatten().view(torch.uint8) for tensor in made], buffers)
 
     assert num_bytes == plan.bytes_read
     return {target.name: tensor for target, tensor in zip(plan.targets, made, strict=True) if target.name is not None}
@@ -223,6 +224,19 @@ def test_a_tensor_needed_in_two_orders_is_read_once(tmp_path: Path, device: torc
 
     assert_made(made.tensors, recipes, tensors)
     assert made.bytes_read == made.bytes_needed == 2500 * 2003 * 4
+
+
+@pytest.mark.gpu
+def test_buffers_may_be_pinned_beforehand(tmp_path: Path) -> None:
+    tensors = {f"w{i}": torch.randn(1000, 1000) for i in range(12)}
+    recipes = {name: read(name, tensors) for name in tensors}
+    files = save(tmp_path, tensors)
+    device = torch.device("cuda")
+    buffers = PinnedBuffers(device)
+
+    made = load_weights(params_graph(recipes, tensors), Checkpoint(), files, device=device, buffers=buffers)
+
+    assert_made(made.tensors, recipes, tensors)
 
 
 @on_each_device

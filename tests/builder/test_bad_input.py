@@ -1,0 +1,313 @@
+"""What a user can get wrong about a build: each is named with a code and a reason, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import families
+from precast.builder.build import build
+from precast.ir.errors import BuildError
+
+TINY = {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 80}
+
+
+@pytest.fixture(scope="module")
+def llama() -> dict[str, Any]:
+    entries = families.make_config("llama").to_dict()
+    return {**entries, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.fixture
+def model(tmp_path: Path, llama: dict[str, Any]) -> Path:
+    """A model directory that builds."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write(folder, llama)
+    return folder
+
+
+def write(folder: Path, entries: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(entries))
+
+
+def refused(source: Any, code: str, message: str, **options: Any) -> str:
+    """The message of a build that must fail, and must leave nothing."""
+    around = source if isinstance(source, Path) else Path.cwd()
+    out = options.pop("out", None) or around.parent / "llama.bundle"
+    before = sorted(out.parent.iterdir()) if out.parent.is_dir() else None
+    with pytest.raises(BuildError, match=message) as error:
+        build(source, out, **options)
+    assert error.value.code == code
+    assert (sorted(out.parent.iterdir()) if out.parent.is_dir() else None) == before
+    return str(error.value)
+
+
+# --- the config --------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+
+    text = refused(tmp_path / "model", "config-missing", "has no config.json")
+
+    assert str(tmp_path / "model") in text
+
+
+def test_a_file_that_is_no_config(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+
+    refused(model / "tokenizer.json", "config-missing", "is a file, expected a config.json or a directory with one")
+
+
+@pytest.mark.parametrize("name", ["./no-such-directory", "/no/such/directory", "somebody/no-such-model", "no such name!"])
+def test_a_hub_id_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    text = refused(name, "config-missing", "is no directory here, and the hub gave no such model", out=tmp_path / "out")
+
+    assert name in text
+    assert "fix: name a directory" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "config.json is no JSON: Expecting property name"),
+        (b"", "config.json is no JSON"),
+        (b"\xff\xfe", "config.json is no JSON"),
+        (b"[]", "config.json names no model_type"),
+        (b"{}", "config.json names no model_type"),
+        (b'{"model_type": 3}', "config.json names no model_type"),
+    ],
+)
+def test_a_config_that_cannot_be_read(content: bytes, message: str, model: Path) -> None:
+    (model / "config.json").write_bytes(content)
+
+    refused(model, "config-invalid", message)
+
+
+def test_a_config_that_is_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").mkdir(parents=True)
+
+    refused(tmp_path / "model", "config-missing", "has no config.json")
+
+
+def test_an_unknown_model_type(model: Path, llama: dict[str, Any]) -> None:
+    write(model, {**llama, "model_type": "llama17"})
+
+    text = refused(model, "model-unknown", r"the model_type is llama17, which transformers [\d.]+ doesn't know")
+
+    assert "update transformers" in text
+
+
+def test_an_encoder(model: Path) -> None:
+    write(model, {"model_type": "vit", **TINY})
+
+    refused(model, "model-unsupported", "transformers has no causal language model for vit, expected a decoder")
+
+
+def test_an_encoder_that_could_be_a_decoder(model: Path) -> None:
+    write(model, {"model_type": "bert", **TINY})
+
+    refused(model, "model-unsupported", "BertLMHeadModel: .*sees tokens that come later, expected a decoder")
+
+
+def test_an_encoder_and_decoder(model: Path) -> None:
+    write(model, {"model_type": "t5", **TINY})
+
+    refused(model, "model-unsupported", "t5 is an encoder-decoder, expected a decoder")
+
+
+def test_a_model_of_text_and_pictures(model: Path, llama: dict[str, Any]) -> None:
+    write(model, {"model_type": "gemma3", "text_config": {**TINY, "num_key_value_heads": 2, "head_dim": 12}})
+
+    refused(model, "model-unsupported", "gemma3 is a language model with parts for other input")
+
+
+def test_attention_that_cannot_be_routed(model: Path) -> None:
+    write(model, {"model_type": "bloom", "vocab_size": 131, "hidden_size": 48, "n_layer": 1, "n_head": 4})
+
+    refused(model, "feature-unsupported", "BloomForCausalLM has no attention that can be routed")
+
+
+def test_code_of_the_repository(model: Path, llama: dict[str, Any]) -> None:
+    entries = {"model_type": "llama17", "auto_map": {"AutoConfig": "configuration_llama17.Llama17Config"}}
+    (model / "configuration_llama17.py").write_text("raise SystemExit('this must not run')")
+    write(model, {**entries, "architectures": ["Llama17ForCausalLM"]})
+
+    refused(model, "remote-code", r"auto_map: AutoConfig\) for llama17 models of the architectures \['Llama17")
+
+
+@pytest.mark.parametrize("architectures", [["MyLlamaForCausalLM"], None])
+def test_code_under_a_known_model_type(architectures: Any, model: Path, llama: dict[str, Any]) -> None:
+    write(model, {**llama, "architectures": architectures, "auto_map": {"AutoModelForCausalLM": "modeling.MyLlama"}})
+
+    refused(model, "remote-code", "which transformers does not have itself")
+
+
+def test_a_quantised_checkpoint(model: Path, llama: dict[str, Any]) -> None:
+    write(model, {**llama, "quantization_config": {"quant_method": "awq", "bits": 4}})
+
+    refused(model, "feature-unsupported", r"the checkpoint is quantised \(awq\)")
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        pytest.param({"hidden_size": "many"}, "'hidden_size' expected int, got str", id="a type"),
+        pytest.param({"num_attention_heads": 5}, "not a multiple of the number of attention heads", id="a contradiction"),
+        pytest.param({"hidden_act": "nope"}, "KeyError: 'nope'", id="a name"),
+        pytest.param({"dtype": "nonsense"}, "nonsense", id="a dtype"),
+    ],
+)
+def test_what_transformers_refuses(entries: dict[str, Any], reason: str, model: Path, llama: dict[str, Any]) -> None:
+    write(model, {**llama, "head_dim": None, **entries})
+
+    refused(model, "config-invalid", f"transformers .*{reason}")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]"])
+def test_a_generation_config_that_cannot_be_read(content: bytes, model: Path) -> None:
+    (model / "generation_config.json").write_bytes(content)
+
+    refused(model, "config-invalid", "generation_config.json is no JSON")
+
+
+@pytest.mark.parametrize("eos", ['"</s>"', "[2, null]", "{}", "1.5"])
+def test_an_end_that_is_no_token(eos: str, model: Path) -> None:
+    (model / "generation_config.json").write_text(f'{{"eos_token_id": {eos}}}')
+
+    refused(model, "config-invalid", "eos_token_id is .*, expected token ids")
+
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", ""])
+def test_a_dtype_that_is_none(dtype: str, model: Path) -> None:
+    refused(model, "option-invalid", f"dtype is {dtype}, expected auto or one of float32, bfloat16", dtype=dtype)
+
+
+def test_a_dtype_of_the_config(model: Path, llama: dict[str, Any]) -> None:
+    write(model, {**llama, "dtype": "float64"})
+
+    refused(model, "option-invalid", "the config's dtype is float64, expected one of float32")
+
+
+@pytest.mark.parametrize("length", [0, -1, 1.5, "64", True])
+def test_a_length_that_is_none(length: Any, model: Path) -> None:
+    refused(model, "option-invalid", "max_seq_len is .*, expected a number of at least 1", max_seq_len=length)
+
+
+def test_a_length_beyond_the_models(model: Path) -> None:
+    text = refused(model, "option-invalid", "max_seq_len is 257, but .* is 256", max_seq_len=257)
+
+    assert "fix: build with max_seq_len of at most 256" in text
+
+
+@pytest.mark.parametrize("known", [0, -5])
+def test_a_limit_of_the_config_that_is_none(known: int, model: Path, llama: dict[str, Any]) -> None:
+    write(model, {**llama, "max_position_embeddings": known})
+
+    refused(model, "config-invalid", f"the config's max_position_embeddings is {known}")
+
+
+def test_a_limit_beyond_all_models(model: Path, llama: dict[str, Any]) -> None:
+    write(model, {**llama, "max_position_embeddings": 10**18})
+
+    refused(model, "option-invalid", f"max_position_embeddings is {10**18}, expected at most 16777216")
+
+
+@pytest.mark.parametrize("page_size", [0, -1, 1025, 16.0, "16", True])
+def test_a_page_size_that_is_none(page_size: Any, model: Path) -> None:
+    refused(model, "option-invalid", "page_size is .*, expected 1 to 1024 tokens", page_size=page_size)
+
+
+@pytest.mark.parametrize("option", ["snapshots", "dump"])
+def test_a_directory_that_is_a_file(option: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+
+    with pytest.raises(BuildError, match="File exists|Not a directory") as error:
+        build(model, tmp_path / "llama.bundle", **{option: tmp_path / "file"})
+
+    assert error.value.code in ("write-failed", "option-invalid")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not (tmp_path / "llama.bundle").exists()
+
+
+# --- tokenizer files ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", b"{", "tokenizer.json: expected JSON"),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer.json: expected JSON"),
+        ("tokenizer.json", b"[]", "tokenizer.json: expected a JSON object, found a list"),
+        ("tokenizer.json", b'{"version": "1.0"}', "tokenizer.json: the tokenizers library [0-9.]+ can't read it"),
+        ("tokenizer_config.json", b"x", "tokenizer_config.json: expected JSON"),
+        ("special_tokens_map.json", b"3", "special_tokens_map.json: expected a JSON object, found a int"),
+    ],
+)
+def test_a_tokenizer_file_that_is_none(file: str, content: bytes, message: str, model: Path) -> None:
+    (model / file).write_bytes(content)
+
+    refused(model, "tokenizer-invalid", message)
+
+
+# --- the output --------------------------------------------------------------------------------------------------
+
+
+def a_file(out: Path) -> None:
+    out.write_text("mine")
+
+
+def a_directory(out: Path) -> None:
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+
+
+def a_link(out: Path) -> None:
+    out.symlink_to(out.parent / "model")
+
+
+@pytest.mark.parametrize("occupy", [a_file, a_directory, a_link])
+def test_a_path_that_is_somebody_elses(occupy: Callable[[Path], None], model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "llama.bundle"
+    occupy(out)
+
+    refused(model, "output-not-a-bundle", "found something else; it is never overwritten")
+
+    assert (out / "thesis.tex").read_text() == "mine" if occupy is a_directory else out.exists()
+    assert out.is_symlink() == (occupy is a_link)
+
+
+def test_a_directory_that_is_not_there(model: Path, tmp_path: Path) -> None:
+    text = refused(model, "write-failed", "in a directory that exists", out=tmp_path / "no" / "such" / "bundle")
+
+    assert f"fix: make the directory {tmp_path / 'no' / 'such'} first" in text
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a directory that even root can't write to")
+def test_a_directory_that_cannot_be_written_to(model: Path) -> None:
+    out = Path("/proc/llama.bundle")
+
+    with pytest.raises(BuildError, match="the bundle could not be written") as error:
+        build(model, out)
+
+    assert error.value.code == "write-failed"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_permission(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+
+    refused(model, "write-failed", "Permission denied", out=tmp_path / "locked" / "bundle")

@@ -1,0 +1,216 @@
+"""The cache plan, and logits for the rows that are wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from fx_text import SmallGraph, compute, read_graph, write_graph
+from precast.builder import pipeline
+from precast.builder.context import Options
+from precast.builder.lower import lower
+from precast.builder.passes.gather_logits import gather_logits
+from precast.builder.passes.insert_caches import insert_caches
+from precast.ir.schema import CachePlan, Pool
+
+BATCH = """
+input_ids: input(int64, 1, T)
+cu_seqlens: input(int32, B1)
+"""
+ATTENTION = """
+q{n} = aten.reshape({q}, [1, -1, 4, 6])
+k{n} = aten.reshape({k}, [1, -1, {heads}, {size}])
+y{n} = precast.attention(q{n}, k{n}, k{n}, None, cu_seqlens, scale=0.5{keywords})
+"""
+
+
+def attention(n: int, *, heads: int = 2, window: int | None = None) -> str:
+    """The lines of one attention over the inputs `wide` (queries) and `narrow` (keys and values)."""
+    keywords = "" if window is None else f", window={window}"
+    return ATTENTION.format(n=n, q="wide", k=f"narrow{heads}", heads=heads, size=6, keywords=keywords)
+
+
+def planned(*layers: str, page_size: int = 16) -> SmallGraph:
+    """A graph with these attentions, after `insert_caches`."""
+    inputs = "wide: input(bfloat16, 1, T, 24)\nnarrow1: input(bfloat16, 1, T, 6)\nnarrow2: input(bfloat16, 1, T, 12)\n"
+    returned = ", ".join(f"y{n}" for n in range(len(layers)))
+    source = read_graph(
+        BATCH + inputs + "".join(layers) + f"return {returned}", options=Options("bfloat16", 64, page_size)
+    )
+    run(source, insert_caches)
+    return source
+
+
+def run(source: SmallGraph, step: pipeline.Pass) -> None:
+    (record,) = pipeline.run(source.graph, source.ctx, (dataclasses.replace(step, requires=()),))
+    assert record.changed
+
+
+def inputs_of(source: SmallGraph) -> dict[str, str]:
+    """The type of each input that lowering finds."""
+    graph = lower(source.graph, source.ctx)
+    return {value.name: f"{value.type.dtype}{list(value.type.shape)}" for value in graph.inputs}
+
+
+# --- caches ------------------------------------------------------------------------------------------------------
+
+
+def test_an_attention_writes_and_reads_its_cache() -> None:
+    source = planned(attention(0, window=8))
+
+    lines = write_graph(source.graph, source.ctx).splitlines()
+
+    assert lines[2:] == [
+        "v2 = precast.write_kv(v1, v1, cache_layers_0_k, cache_layers_0_v, slot_mapping_window8)",
+        "v3 = precast.paged_attention(v0, cache_layers_0_k, cache_layers_0_v, None, cu_seqlens, kv_lens, "
+        "page_indices_window8, page_indptr_window8, page_start_window8, scale=0.5, window=8)",
+        "return v3",
+    ]
+
+
+def test_the_metadata_inputs_of_a_group() -> None:
+    found = inputs_of(planned(attention(0)))
+
+    metadata = {name: kind for name, kind in found.items() if "narrow" not in name and name != "wide"}
+    assert metadata == {
+        "cu_seqlens": "int32[Apply(op='add', args=(1, 'B'))]",
+        "kv_lens": "int32['B']",
+        "page_indices_full": "int32['N_full']",
+        "page_indptr_full": "int32[Apply(op='add', args=(1, 'B'))]",
+        "page_start_full": "int32['B']",
+        "slot_mapping_full": "int64['T']",
+    }
+
+
+def groups_of(plan: CachePlan) -> dict[str, tuple[str, list[str]]]:
+    return {group.name: (group.pool, [slot.name for slot in group.slots]) for group in plan.groups}
+
+
+def test_equal_layers_share_a_group() -> None:
+    source = planned(attention(0), attention(1))
+
+    assert groups_of(source.ctx.caches) == {"full": ("pool0", ["layers.0", "layers.1"])}
+
+
+def test_layers_of_two_windows_share_a_pool() -> None:
+    source = planned(attention(0, window=8), attention(1), attention(2, window=8))
+
+    assert source.ctx.caches.pools == (Pool("pool0", "P_pool0"),)
+    assert groups_of(source.ctx.caches) == {
+        "window8": ("pool0", ["layers.0", "layers.2"]),
+        "full": ("pool0", ["layers.1"]),
+    }
+
+
+def test_layers_of_other_heads_have_a_pool_of_their_own() -> None:
+    source = planned(attention(0), attention(1, heads=1))
+
+    assert groups_of(source.ctx.caches) == {
+        "full_2x6x6": ("pool0", ["layers.0"]),
+        "full_1x6x6": ("pool1", ["layers.1"]),
+    }
+
+
+def test_a_slots_tensors_are_pages_of_the_pool() -> None:
+    source = planned(attention(0), page_size=32)
+
+    (group,) = source.ctx.caches.groups
+    (slot,) = group.slots
+    assert [(value.name, value.type.dtype, value.type.shape) for value in slot.tensors] == [
+        ("layers.0.k", "bfloat16", ("P_pool0", 32, 2, 6)),
+        ("layers.0.v", "bfloat16", ("P_pool0", 32, 2, 6)),
+    ]
+
+
+def test_a_model_without_attention_has_no_caches() -> None:
+    source = read_graph(BATCH + "x: input(float32, 1, T, 8)\ny = aten.neg(x)\nreturn y")
+
+    (record,) = pipeline.run(source.graph, source.ctx, (insert_caches,))
+
+    assert not record.changed
+    assert source.ctx.caches == CachePlan()
+
+
+# --- logits ------------------------------------------------------------------------------------------------------
+
+HEAD = """
+input_ids: input(int64, 1, T)
+x: input(float32, 1, T, 8)
+w: param(float32, 9, 8)
+bias: param(float32, 9)
+z: input(float32, 1, T, 9)
+scale: param(float32)
+logits = aten.linear(x, w{bias})
+{behind}
+return {result}
+"""
+
+
+def gathered(*, bias: str = "", behind: str = "", result: str = "logits") -> str:
+    """The graph as text after the pass; its rows are compared with those of all logits."""
+    source = read_graph(HEAD.format(bias=bias, behind=behind, result=result))
+    inputs = _inputs()
+    everything = compute(source, inputs)[0]
+    run(source, gather_logits)
+    assert torch.equal(compute(source, inputs)[0], everything[:, inputs["logit_rows"]])
+    return write_graph(source.graph, source.ctx)
+
+
+def _inputs() -> dict[str, torch.Tensor]:
+    shapes: dict[str, Any] = {"x": (1, 7, 8), "w": (9, 8), "bias": (9,), "z": (1, 7, 9), "scale": ()}
+    drawn = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return {**drawn, "input_ids": torch.zeros(1, 7, dtype=torch.int64), "logit_rows": torch.tensor([6, 2])}
+
+
+def test_rows_are_gathered_before_the_head() -> None:
+    assert gathered().splitlines() == [
+        "v0 = precast.gather_rows(x, logit_rows)",
+        "v1 = aten.linear.default(v0, w)",
+        "return v1",
+    ]
+
+
+def test_also_through_a_soft_cap_a_scale_and_a_bias() -> None:
+    behind = """
+small = aten.div.Tensor(logits, 30.0)
+capped = aten.tanh(small)
+large = aten.mul.Tensor(capped, 30.0)
+scaled = aten.mul.Tensor(large, scale)
+"""
+
+    lines = gathered(bias=", bias", behind=behind, result="scaled").splitlines()
+
+    assert lines[:2] == ["v0 = precast.gather_rows(x, logit_rows)", "v1 = aten.linear.default(v0, w, bias)"]
+
+
+@pytest.mark.parametrize(
+    ("behind", "result"),
+    [
+        pytest.param("y = aten.add.Tensor(logits, z)", "y", id="a sum with other rows"),
+        pytest.param("y = aten.cumsum(logits, 1)", "y", id="an op over the rows"),
+        pytest.param("y = aten.neg(logits)", "logits, y", id="all logits are wanted too"),
+    ],
+)
+def test_other_logits_are_gathered_at_the_end(behind: str, result: str) -> None:
+    lines = gathered(behind=behind, result=result).splitlines()
+
+    assert "gather_rows" in lines[-2]
+    assert lines[0] == "v0 = aten.linear.default(x, w)"
+
+
+def test_a_head_that_is_no_product_is_gathered_behind() -> None:
+    lines = gathered(result="z").splitlines()
+
+    assert lines == ["v0 = precast.gather_rows(z, logit_rows)", "return v0"]
+
+
+def test_the_rows_are_an_input_of_their_own_size() -> None:
+    source = read_graph(HEAD.format(bias="", behind="", result="logits"))
+    run(source, gather_logits)
+
+    assert inputs_of(source)["logit_rows"] == "int64['R']"
+    (output,) = lower(source.graph, source.ctx).outputs.values()
+    assert output == "linear_0"
