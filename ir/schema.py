@@ -71,7 +71,7 @@ class Ref(Wire, frozen=True, tag="r", tag_field="k"):
 class Const(Wire, frozen=True, tag="c", tag_field="k"):
     """A literal. Floats are finite or infinite, never NaN."""
 
-    value: None | bool | int | float | str
+    value: bool | int | float | str | None
 
 
 class Dim(Wire, frozen=True, tag="d", tag_field="k"):
