@@ -125,7 +125,9 @@ def cache(bundle: Bundle) -> Report:
     }
     if not groups:
         return Report(fields, "no caches")
-    geometry: list[tuple[str, ...]] = [("group", "pool", "layers", "kv heads", "head", "value", "dtype", "page", "window", "bytes/token")]
+    geometry: list[tuple[str, ...]] = [
+        ("group", "pool", "layers", "kv heads", "head", "value", "dtype", "page", "window", "bytes/token")
+    ]
     geometry += [_geometry(group) for group in groups]
     prices = [("tokens", "bytes a sequence", "of which visible to the next token")]
     for length, paged in costs.items():

@@ -99,13 +99,14 @@ def _model_info(source: Source, module: PreTrainedModel, options: Options) -> Mo
         num_layers=int(text.num_hidden_layers),
         num_parameters=sum(p.numel() for p in module.parameters()),
         eos_token_ids=_eos_token_ids(source),
-        bos_token_id=text.bos_token_id,
+        bos_token_id=getattr(text, "bos_token_id", None),
     )
 
 
 def _eos_token_ids(source: Source) -> tuple[int, ...]:
     """The tokens that end an answer: the generation config's, or where it names none, the config's."""
-    eos = source.generation_config().get("eos_token_id", source.config.get_text_config().eos_token_id)
+    config = source.config.get_text_config()
+    eos = source.generation_config().get("eos_token_id", getattr(config, "eos_token_id", None))
     ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
     if not all(type(token_id) is int for token_id in ids):
         raise BuildError("config-invalid", f"{source.name}: eos_token_id is {eos!r}, expected token ids")

@@ -114,6 +114,9 @@ def limit(config: PreTrainedConfig, wanted: int | None) -> int:
         raise BuildError(
             "config-invalid", f"the config's max_position_embeddings is {known!r}, expected a number of at least 1"
         )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if known is not None and rope.get("rope_type") == "dynamic":
+        known = int(known * rope["factor"])  # this rope stretches what the model was trained on
     if wanted is not None and known is not None and wanted > known:
         raise BuildError(
             "option-invalid",

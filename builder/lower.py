@@ -129,15 +129,34 @@ def _definition(target: Any) -> OpDef | None:
 def _refuse_unknown(graph: FxGraph) -> None:
     unknown: dict[str, set[str]] = {}
     for node in graph.nodes:
-        if _is_tensor_op(node) and _definition(node.target) is None:
-            unknown.setdefault(op_name(node.target), set()).add(module_path(node) or "the model itself")
+        call = _unknown(node) if _is_tensor_op(node) else None
+        if call is not None:
+            unknown.setdefault(call, set()).add(module_path(node) or "the model itself")
     if unknown:
-        lines = [f"{op} (used by {', '.join(sorted(paths)[:3])})" for op, paths in sorted(unknown.items())]
+        lines = [f"{call} (used by {_some(paths)})" for call, paths in sorted(unknown.items())]
         raise BuildError(
             "op-unsupported",
             "the model uses operations outside the op table: " + "; ".join(lines),
             fix="docs/adding_an_op.md says how an operation is added",
         )
+
+
+def _unknown(node: FxNode) -> str | None:
+    """What the op table doesn't know of this call: the op, or arguments that haven't their defaults."""
+    definition = _definition(node.target)
+    if definition is None:
+        return op_name(node.target)
+    known = {arg.name for arg in definition.args}
+    defaults = {arg.name: arg.default_value for arg in node.target._schema.arguments}
+    others = [
+        f"{name}={value}" for name, value in _given(node).items() if name not in known and value != defaults[name]
+    ]
+    return f"{definition.name} with {', '.join(others)}" if others else None
+
+
+def _some(paths: set[str]) -> str:
+    listed, rest = sorted(paths)[:3], len(paths) - 3
+    return ", ".join(listed) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _type(value: torch.Tensor, ctx: PassContext) -> TensorType:
@@ -154,7 +173,7 @@ def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
         results.append(Value(names.of(node), _type(value, ctx)))
     elif value is not None:
         results += [Value(f"{names.of(node)}_{i}", _type(part, ctx)) for i, part in enumerate(value)]
-    given = _bound(node, definition)
+    given = _given(node)
     given.update(_written_out(node, ctx))
     args = {}
     for arg in definition.args:
@@ -164,24 +183,15 @@ def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
     return Node(definition.name, args, tuple(results), definition.version)
 
 
-def _bound(node: FxNode, definition: OpDef) -> dict[str, Any]:
-    """The call's arguments by name. What the table doesn't know must have its default."""
-    known = {arg.name for arg in definition.args}
-    bound: dict[str, Any] = {}
+def _given(node: FxNode) -> dict[str, Any]:
+    """The call's arguments by name."""
+    given: dict[str, Any] = {}
     for position, arg in enumerate(node.target._schema.arguments):
         if position < len(node.args) and not arg.kwarg_only:
-            bound[arg.name] = node.args[position]
+            given[arg.name] = node.args[position]
         elif arg.name in node.kwargs:
-            bound[arg.name] = node.kwargs[arg.name]
-        else:
-            continue
-        if arg.name not in known:
-            value = bound.pop(arg.name)
-            if value != arg.default_value:
-                raise BuildError(
-                    "op-unsupported", f"{definition.name} is called with {arg.name}={value} by {module_path(node)}"
-                )
-    return bound
+            given[arg.name] = node.kwargs[arg.name]
+    return given
 
 
 def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:

@@ -71,8 +71,10 @@ class _Snapshot(Wire, frozen=True):
 
 def key(source: Source, options: Options, passes: tuple[Pass, ...]) -> str:
     """The content key of the pipeline's state after `passes`: 64 hexadecimal digits."""
+    config = source.config.to_dict()
+    config.pop("_name_or_path", None)  # where it was read from
     parts = {
-        "config": source.config.to_dict(),
+        "config": config,
         "architecture": type(source.config).__name__,
         "generation": source.generation_config(),
         "dtype": options.dtype,

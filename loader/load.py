@@ -5,6 +5,7 @@ The sizes of the caches are arithmetic over what is known before the first step;
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from precast.loader.pools import cache_bytes_for, cache_tensors, page_bytes, pla
 from precast.loader.restore import restore
 from precast.loader.timeline import Phase, Timeline
 from precast.loader.weights import load_weights
+from precast.loader.workers import PinnedBuffers
 
 CUDA_FRACTION = 0.9
 """Of the GPU memory that is free after weights and activations; the rest is for the allocator's fragments."""
@@ -64,12 +66,18 @@ def load(
     timeline = Timeline() if timeline is None else timeline
     with timeline.phase("context"):
         target = open_device(device)
-    with timeline.phase("bundle"), on_device(target):
+    # The buffers are pinned while the bundle is read.
+    buffers = PinnedBuffers(target) if target.type == "cuda" else None
+    with contextlib.ExitStack() as on_error, timeline.phase("bundle"), on_device(target):
+        if buffers is not None:
+            on_error.callback(buffers.close)
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
         graph, model = opened.graph, opened.manifest.model
         program = restore(graph, device=target)
+        files = CheckpointFiles.open(Path(weights))
+        on_error.pop_all()  # from here on the buffers are load_weights' own
     with timeline.phase("weights") as phase, on_device(target):
-        loaded = load_weights(graph, opened.manifest.checkpoint, CheckpointFiles.open(Path(weights)), device=target)
+        loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
         program.bind(loaded.tensors)
         program.bind(constant_tensors(graph, opened.constants, target))
         phase.bytes = loaded.bytes_read

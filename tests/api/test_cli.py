@@ -182,7 +182,7 @@ WRONG = {
     "too long a limit": (1, "option-invalid", "build", str(MODEL), "-o", "{tmp}/b", "--max-seq-len", "9999"),
     "output is something else": (1, "output-not-a-bundle", "build", str(MODEL), "-o", str(MODEL)),
     "no such folder": (1, "write-failed", "build", str(MODEL), "-o", "{tmp}/no/b"),
-    "dump inside a file": (1, "write-failed", "build", str(MODEL), "-o", "{tmp}/b", "--dump", "{tmp}/file/dump"),
+    "dump inside a file": (1, "option-invalid", "build", str(MODEL), "-o", "{tmp}/b", "--dump", "{tmp}/file/dump"),
     "checkpoint without tensors": (1, "checkpoint-missing", "verify", "{bundle}", "--weights", "{tmp}"),
     "no such checkpoint": (1, "checkpoint-missing", "run", "{bundle}", "--weights", "{tmp}/nothing", "--prompt", "a"),
     "empty prompt": (1, "prompt-empty", *RUN, "--prompt", ""),
@@ -225,6 +225,18 @@ def test_errors_have_a_code_and_an_exit_code(
     assert set(error) == {"code", "message", "where", "fix"}
     assert error["code"] == code
     assert error["message"] in result.stderr
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_the_system_refuses_is_an_error_like_others(tmp_path: Path, command: Command) -> None:
+    """A directory stands where the first dump is to be written."""
+    (tmp_path / "dump" / "00_remove_noops.txt").mkdir(parents=True)
+
+    result = command("build", MODEL, "-o", tmp_path / "b", "--dump", tmp_path / "dump")
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "00_remove_noops.txt" in result.stderr
+    assert result.stderr.endswith("\n  code: write-failed\n")
     assert not (tmp_path / "b").exists()
 
 

@@ -206,7 +206,7 @@ def test_a_product_with_a_transposed_weight_becomes_linear() -> None:
         normalise_linear,
         CONV1D.format(kind="param", alpha="", shape="[1, -1, 6]"),
         """
-        w.transposed = transpose(read("w", [8, 6]), 0, 1)
+        w.transposed = transpose(read("w", [8, 6], float32), 0, 1)
         v0 = aten.linear.default(x, w.transposed, bias)
         return v0
         """,

@@ -86,7 +86,7 @@ def test_gate_and_up_become_one_product(activation: str, kind: str, product: str
         fuse_gated_activation,
         GATED.format(**{**MLP, "activation": activation, "product": product}),
         f"""
-        g_u = concat([read("g", [6, 8]), read("u", [6, 8])], dim=0)
+        g_u = concat([read("g", [6, 8], float32), read("u", [6, 8], float32)], dim=0)
         v0 = aten.linear.default(x, g_u, None)
         v1 = precast.gated_activation(v0, kind={kind})
         return v1
@@ -97,7 +97,7 @@ def test_gate_and_up_become_one_product(activation: str, kind: str, product: str
 def test_biases_are_fused_likewise() -> None:
     applied = apply(fuse_gated_activation, GATED.format(**{**MLP, "gate": "x, g, b", "up": "x, u, c"}))
 
-    assert 'b_c = concat([read("b", [6]), read("c", [6])], dim=0)' in applied.text
+    assert 'b_c = concat([read("b", [6], float32), read("c", [6], float32)], dim=0)' in applied.text
     assert "v0 = aten.linear.default(x, g_u, b_c)" in applied.text
 
 

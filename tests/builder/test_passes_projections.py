@@ -31,7 +31,7 @@ def test_products_of_one_input_become_one() -> None:
         fuse_projections,
         PROJECTIONS.format(**ATTENTION),
         """
-        q_k = concat([read("q", [6, 8]), read("k", [2, 8])], dim=0)
+        q_k = concat([read("q", [6, 8], float32), read("k", [2, 8], float32)], dim=0)
         v0 = aten.linear.default(x, q_k, None)
         v1 = aten.slice.Tensor(v0, 2, 0, 6, 1)
         v2 = aten.slice.Tensor(v0, 2, 6, 8, 1)
@@ -43,7 +43,7 @@ def test_products_of_one_input_become_one() -> None:
 def test_biases_are_fused_likewise() -> None:
     applied = apply(fuse_projections, PROJECTIONS.format(**{**ATTENTION, "first": "x, q, qb", "second": "x, k, kb"}))
 
-    assert 'qb_kb = concat([read("qb", [6]), read("kb", [2])], dim=0)' in applied.text
+    assert 'qb_kb = concat([read("qb", [6], float32), read("kb", [2], float32)], dim=0)' in applied.text
     assert "v0 = aten.linear.default(x, q_k, qb_kb)" in applied.text
 
 

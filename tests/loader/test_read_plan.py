@@ -231,6 +231,36 @@ def test_what_overlaps_is_needed_once() -> None:
     assert made.bytes_read == made.bytes_needed == 8 * 16
 
 
+def test_what_lies_within_a_larger_read_is_read_with_it() -> None:
+    tensors = {"w": torch.zeros(10, 4)}
+    whole = read("w", tensors)
+
+    made = plan({"w": whole, "b": Slice(whole, 0, 1, 2), "c": Slice(whole, 0, 5, 2)}, tensors)
+
+    assert runs(made.jobs) == [(FIRST, 100, 260)]
+
+
+def test_params_that_begin_at_other_rows_are_cut_at_the_same_ones() -> None:
+    tensors = {"w": torch.zeros(100, 8)}
+    whole = read("w", tensors)
+    recipes = {f"from_{row}": Transpose(Slice(whole, 0, row, 100 - row), 0, 1) for row in (0, 3, 5)}
+
+    made = plan(recipes, tensors)
+
+    assert max(job.size for job in made.jobs) <= SMALL.job
+    assert made.bytes_read == 3200
+
+
+def test_gaps_between_shared_reads_are_not_needed() -> None:
+    tensors = {"w": torch.zeros(6, 8)}
+    columns = {f"from_{column}": Slice(read("w", tensors), 1, column, 2) for column in (0, 4)}
+
+    made = plan(columns, tensors, Granularity(job=1024, direct=64, gap=8))
+
+    assert made.bytes_needed == 6 * 16
+    assert made.bytes_read == 6 * 32 - 8
+
+
 def test_a_tied_param_reads_nothing() -> None:
     tensors = {"w": torch.zeros(4, 4)}
 

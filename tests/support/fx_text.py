@@ -155,7 +155,7 @@ class _Reader:
         shape = [self.sizes[size.id] if isinstance(size, ast.Name) else self._value(size) for size in args[1:]]
         node.meta["val"] = self.ctx.empty(shape, dtype)
         if kind == "param":
-            self.ctx.params[node.name] = ParamInfo(name, Read(name, tuple(shape)))
+            self.ctx.params[node.name] = ParamInfo(name, Read(name, tuple(shape), str(dtype).removeprefix("torch.")))
         else:
             assert kind == "input", kind
         return node

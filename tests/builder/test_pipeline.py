@@ -1,0 +1,234 @@
+"""The list of passes, and the runner: order, truth, history, dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+from fx_text import SmallGraph, read_graph, write_graph
+from precast.builder import pipeline
+from precast.builder.context import PassContext
+from precast.builder.passes.match_activations import match_activations
+from precast.builder.passes.merge_duplicates import merge_duplicates
+from precast.builder.pipeline import STAGES, Pass, graph_pass
+from precast.ir.schema import PassRecord
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def small() -> SmallGraph:
+    return read_graph(
+        """
+        x: input(float32, 1, T, 8)
+        a = aten.neg(x)
+        b = aten.neg(x)
+        y = aten.add.Tensor(a, b)
+        return y
+        """
+    )
+
+
+def step(function: Callable[[fx.Graph, PassContext], bool]) -> Pass:
+    return graph_pass(stage="match", version=1)(function)
+
+
+def calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+# --- the list ----------------------------------------------------------------------------------------------------
+
+
+def test_every_pass_is_of_a_stage_and_the_stages_are_in_order() -> None:
+    stages = [STAGES.index(each.stage) for each in pipeline.passes()]
+
+    assert stages == sorted(stages)
+
+
+def test_names_are_unique_and_those_of_their_modules() -> None:
+    names = [each.name for each in pipeline.passes()]
+
+    assert len(set(names)) == len(names)
+    assert [each.run.__module__ for each in pipeline.passes()] == [f"precast.builder.passes.{name}" for name in names]
+    files = {path.stem for path in Path(pipeline.__file__).parent.joinpath("passes").glob("[a-z]*.py")}
+    assert files == set(names)
+
+
+def test_what_a_pass_requires_runs_before_it() -> None:
+    done: set[str] = set()
+    for each in pipeline.passes():
+        assert set(each.requires) <= done, each.name
+        done.add(each.name)
+
+
+def test_a_pass_before_what_it_requires_is_caught(small: SmallGraph) -> None:
+    late = Pass("late", "match", 1, lambda graph, ctx: False, requires=("merge_duplicates", "match_norms"))
+
+    with pytest.raises(AssertionError, match="late runs before .*match_norms"):
+        pipeline.run(small.graph, small.ctx, (merge_duplicates, late))
+
+
+def test_passes_of_an_earlier_run_count_as_done(small: SmallGraph) -> None:
+    late = Pass("late", "match", 1, lambda graph, ctx: False, requires=("remove_noops",))
+
+    assert pipeline.run(small.graph, small.ctx, (late,), first=1)
+
+
+def test_a_stage_that_is_none_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        graph_pass(stage="polish", version=1)
+
+
+def test_passes_up_to_the_caches_come_first() -> None:
+    early = [pipeline.before_caches(each) for each in pipeline.passes()]
+
+    assert early == sorted(early, reverse=True)
+    assert not all(early)
+
+
+# --- the truth ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pass_that_hides_a_new_op_is_caught(small: SmallGraph) -> None:
+    def secret(graph: fx.Graph, ctx: PassContext) -> bool:
+        last = calls(graph)[-1]
+        with ctx.before(last):
+            last.replace_input_with(last.args[0], ctx.call(graph, aten.tanh.default, last.args[0]))
+        return False
+
+    with pytest.raises(AssertionError, match="secret changed the graph and said that it didn't: .*tanh"):
+        pipeline.run(small.graph, small.ctx, (step(secret),))
+
+
+def test_a_pass_that_hides_another_argument_is_caught(small: SmallGraph) -> None:
+    def swapped(graph: fx.Graph, ctx: PassContext) -> bool:
+        last = calls(graph)[-1]
+        last.args = last.args[::-1]
+        return False
+
+    with pytest.raises(AssertionError, match="swapped changed the graph and said that it didn't"):
+        pipeline.run(small.graph, small.ctx, (step(swapped),))
+
+
+def test_a_pass_that_boasts_is_caught(small: SmallGraph) -> None:
+    with pytest.raises(AssertionError, match="match_nothing said that it changed the graph, and didn't"):
+        pipeline.run(small.graph, small.ctx, (Pass("match_nothing", "match", 1, lambda graph, ctx: True),))
+
+
+def test_a_pass_that_breaks_the_graph_is_caught(small: SmallGraph) -> None:
+    def reordered(graph: fx.Graph, ctx: PassContext) -> bool:
+        first, *_, last = calls(graph)
+        last.append(first)
+        return True
+
+    with pytest.raises(RuntimeError, match="not been defined|before it has been defined"):
+        pipeline.run(small.graph, small.ctx, (step(reordered),))
+
+
+# --- dead code ---------------------------------------------------------------------------------------------------
+
+
+def test_dead_code_goes_with_its_params() -> None:
+    source = read_graph(
+        """
+        x: input(float32, 1, T, 8)
+        unused: input(float32, 1, T, 8)
+        w: param(float32, 8)
+        c: constant(float32, [1.0])
+        a = aten.mul.Tensor(x, w)
+        b = aten.mul.Tensor(a, c)
+        check = aten._assert_tensor_metadata(x, None, None, float32)
+        y = aten.neg(x)
+        return y
+        """
+    )
+
+    pipeline.eliminate_dead_code(source.graph, source.ctx)
+
+    assert write_graph(source.graph, source.ctx) == "v0 = aten.neg.default(x)\nreturn v0"
+    assert source.ctx.params == {}
+    assert source.ctx.constants == {}
+    assert [node.name for node in source.graph.nodes if node.op == "placeholder"] == ["x", "unused"]
+
+
+def test_what_writes_into_an_argument_is_no_dead_code() -> None:
+    source = read_graph(
+        """
+        k: input(float32, 1, T, 2, 4)
+        k_cache: input(float32, 4, 16, 2, 4)
+        slot_mapping: input(int64, T)
+        precast.write_kv(k, k, k_cache, k_cache, slot_mapping)
+        return k
+        """
+    )
+
+    pipeline.eliminate_dead_code(source.graph, source.ctx)
+
+    assert [str(node.target) for node in calls(source.graph)] == ["precast.write_kv.default"]
+
+
+def test_dead_code_of_the_tracer_is_no_passs_doing() -> None:
+    source = read_graph("x: input(float32, 1, T, 8)\na = aten.neg(x)\ny = aten.tanh(x)\nreturn y")
+
+    (record,) = pipeline.run(source.graph, source.ctx, (match_activations,))
+
+    assert record == PassRecord("match_activations", "match", 1, False, {})
+
+
+# --- history and dumps -------------------------------------------------------------------------------------------
+
+
+def test_history_says_what_was_added_and_removed(small: SmallGraph) -> None:
+    def double(graph: fx.Graph, ctx: PassContext) -> bool:
+        last = calls(graph)[-1]
+        with ctx.before(last):
+            ctx.replace(last, ctx.call(graph, aten.mul.Tensor, last.args[0], 2.0))
+        return True
+
+    records = pipeline.run(small.graph, small.ctx, (merge_duplicates, step(double), match_activations))
+
+    assert records == (
+        PassRecord("merge_duplicates", "normalise", 1, True, {"aten.neg.default": -1}),
+        PassRecord("double", "match", 1, True, {"aten.add.Tensor": -1, "aten.mul.Tensor": 1}),
+        PassRecord("match_activations", "match", 1, False, {}),
+    )
+
+
+def test_results_of_an_op_are_not_counted() -> None:
+    source = read_graph(
+        """
+        positions: input(int64, 1, T)
+        inv_freq: constant(float32, [1.0])
+        c, s = precast.rotary_tables(positions, inv_freq, scale=1.0, dtype=float32)
+        y = aten.add.Tensor(c, s)
+        return y
+        """
+    )
+
+    assert pipeline.op_counts(source.graph) == {"precast.rotary_tables": 1, "aten.add.Tensor": 1}
+
+
+def test_a_dump_has_a_file_for_each_pass(small: SmallGraph, tmp_path: Path) -> None:
+    pipeline.run(small.graph, small.ctx, (merge_duplicates, match_activations), dump=tmp_path, first=3)
+
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["03_merge_duplicates.txt", "04_match_activations.txt"]
+    assert (tmp_path / files[0]).read_text().count("aten.neg.default") == 1
+
+
+def test_an_observer_sees_the_graph_after_each_pass(small: SmallGraph) -> None:
+    seen: list[tuple[str, int]] = []
+
+    pipeline.run(
+        small.graph,
+        small.ctx,
+        (match_activations, merge_duplicates),
+        observe=lambda each, graph: seen.append((each.name, len(calls(graph)))),
+    )
+
+    assert seen == [("match_activations", 3), ("merge_duplicates", 2)]

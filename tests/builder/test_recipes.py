@@ -1,0 +1,114 @@
+"""How params are made from a checkpoint, by what transformers says of its models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+import families
+from precast.builder.factory import make_module
+from precast.builder.recipes import checkpoint_rules, param_recipes
+from precast.ir.errors import BuildError
+from precast.ir.recipes import leaves
+from precast.ir.schema import Cast, Read, Tie
+
+
+def module(variant: str, dtype: str = "float32") -> Any:
+    return make_module(families.make_config(variant), dtype, 64)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gpt2-inverse-layer", "gpt_neox", "phi3", "gemma3"])
+def test_recipes_read_what_save_pretrained_writes(variant: str) -> None:
+    model = families.make_model(variant)
+    written = revert_weight_conversion(model, dict(model.state_dict()))
+
+    recipes = param_recipes(module(variant), "float32")
+
+    reads = {read.tensor: read.shape for recipe in recipes.values() for read in leaves(recipe)}
+    tied = set(model.all_tied_weights_keys)
+    assert reads == {name: tuple(tensor.shape) for name, tensor in written.items() if name not in tied}
+
+
+def test_a_renamed_tensor() -> None:
+    """GPT-NeoX keeps its head as embed_out in checkpoints, and transformers calls it lm_head."""
+    recipes = param_recipes(module("gpt_neox", "bfloat16"), "bfloat16")
+
+    assert recipes["lm_head.weight"] == Cast(Read("embed_out.weight", (131, 48)), "bfloat16")
+    assert "embed_out.weight" not in recipes
+
+
+def test_a_tied_param() -> None:
+    recipes = param_recipes(module("llama-tied-bias"), "float32")
+
+    assert recipes["lm_head.weight"] == Tie("model.embed_tokens.weight")
+    assert recipes["model.embed_tokens.weight"] == Cast(Read("model.embed_tokens.weight", (131, 48)), "float32")
+
+
+def test_untied_params_are_read() -> None:
+    assert not any(isinstance(recipe, Tie) for recipe in param_recipes(module("llama"), "float32").values())
+
+
+def test_integers_keep_their_type() -> None:
+    model = module("llama", "bfloat16")
+    model.model.register_buffer("steps", model.model.norm.weight.new_empty(3).long())
+
+    assert param_recipes(model, "bfloat16")["model.steps"] == Read("model.steps", (3,), "int64")
+
+
+def test_tensors_that_are_merged_while_loading_are_refused() -> None:
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    model = make_module(AutoConfig.for_model("mixtral", **sizes, **heads), "float32", 64)
+
+    with pytest.raises(BuildError, match=r"layers\.0\.mlp\.experts\.gate_up_proj is made by a checkpoint conv") as error:
+        param_recipes(model, "float32")
+
+    assert error.value.code == "recipe-unsupported"
+
+
+# --- rules -------------------------------------------------------------------------------------------------------
+
+
+def ignored(*patterns: str) -> set[str]:
+    """What becomes of the patterns of tensors that transformers ignores."""
+    model = module("llama")
+    model._keys_to_ignore_on_load_unexpected = set(patterns)
+    return set(checkpoint_rules(model).ignored) - {"*rotary_emb.inv_freq"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "glob"),
+    [
+        ("attn.bias", "*attn.bias*"),
+        (r"attn\.bias", "*attn.bias*"),
+        (r"^model\.old", "model.old*"),
+        (r"masked_bias$", "*masked_bias"),
+        (r"^lm_head$", "lm_head"),
+        (r"layers\.\d+\.attn", "*layers.*.attn*"),
+        (r"^mtp.*weight$", "mtp*weight"),
+    ],
+)
+def test_a_pattern_of_transformers_becomes_a_glob(pattern: str, glob: str) -> None:
+    assert ignored(pattern) == {glob}
+
+
+@pytest.mark.parametrize("pattern", [r"(a|b)\.bias", "h[0-9]", "a+", "a?", r"\w+", "a{2}", "layer*"])
+def test_a_pattern_that_no_glob_can_say_is_left_out(pattern: str) -> None:
+    assert ignored(pattern, "kept") == {"*kept*"}
+
+
+def test_frequencies_that_old_checkpoints_hold_are_ignored() -> None:
+    assert checkpoint_rules(module("llama")).ignored == ("*rotary_emb.inv_freq",)
+
+
+@pytest.mark.parametrize(("variant", "prefix"), [("llama", "model."), ("gpt2", "transformer."), ("gpt_neox", "gpt_neox.")])
+def test_the_base_models_prefix_is_optional(variant: str, prefix: str) -> None:
+    assert checkpoint_rules(module(variant)).optional_prefixes == (prefix,)
+
+
+def test_tied_names_are_known() -> None:
+    assert checkpoint_rules(module("llama-tied-bias")).tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert checkpoint_rules(module("llama")).tied == {}

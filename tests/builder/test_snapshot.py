@@ -1,0 +1,243 @@
+"""Snapshots of the pipeline: what their key covers, and that what is not whole is a miss."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import families
+import odd_models
+from precast.builder import pipeline, snapshot
+from precast.builder.build import build
+from precast.builder.context import Options
+from precast.builder.factory import Source, open_source
+from precast.builder.snapshot import Store
+
+OPTIONS = Options("float32", 64)
+EARLY = tuple(step for step in pipeline.passes() if pipeline.before_caches(step))
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return open_source(families.make_config("llama"))
+
+
+def key(source: Source, options: Options = OPTIONS, passes: tuple[pipeline.Pass, ...] = EARLY) -> str:
+    return snapshot.key(source, options, passes)
+
+
+# --- the key -----------------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_64_hexadecimal_digits(source: Source) -> None:
+    assert len(key(source)) == 64
+    assert key(source) == key(open_source(families.make_config("llama")))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("rms_norm_eps", 1e-5), ("num_hidden_layers", 4), ("tie_word_embeddings", True)]
+)
+def test_a_change_of_the_config_is_another_key(attribute: str, value: Any, source: Source) -> None:
+    changed = open_source(source.config)
+    setattr(changed.config, attribute, value)
+
+    assert key(changed) != key(source)
+
+
+def test_another_architecture_of_equal_entries_is_another_key() -> None:
+    found = {key(open_source(transformers.AutoConfig.for_model(name))) for name in ("llama", "mistral")}
+
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("options", [Options("bfloat16", 64), Options("float32", 63)])
+def test_options_of_the_graph_are_in_the_key(options: Options, source: Source) -> None:
+    assert key(source, options) != key(source)
+
+
+def test_the_page_size_is_not(source: Source) -> None:
+    assert key(source, Options("float32", 64, page_size=64)) == key(source)
+
+
+def test_the_end_of_answers_is_in_the_key(source: Source) -> None:
+    changed = dataclasses.replace(source, files={"generation_config.json": b'{"eos_token_id": 7}'})
+
+    assert key(changed) != key(source)
+
+
+def test_a_pass_of_another_version_is_another_key(source: Source) -> None:
+    first, *others = EARLY
+
+    assert key(source, passes=(dataclasses.replace(first, version=first.version + 1), *others)) != key(source)
+    assert key(source, passes=tuple(others)) != key(source)
+
+
+@pytest.mark.parametrize("package", [torch, transformers])
+def test_another_version_of_a_package_is_another_key(
+    package: Any, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = key(source)
+
+    monkeypatch.setattr(package, "__version__", "99.0")
+
+    assert key(source) != before
+
+
+def test_a_change_of_our_sources_is_another_key(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(source)
+
+    monkeypatch.setattr(snapshot, "_sources_digest", lambda: "other sources")
+
+    assert key(source) != before
+
+
+def test_where_the_model_lies_is_not_in_the_key(tmp_path: Path, source: Source) -> None:
+    for place in ("here", "there"):
+        source.config.save_pretrained(tmp_path / place)
+    (tmp_path / "there" / "tokenizer_config.json").write_text("{}")
+
+    here, there = (open_source(tmp_path / place) for place in ("here", "there"))
+
+    assert here.name != there.name
+    assert here.files != there.files
+    assert key(here) == key(there)
+
+
+# --- the store ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A directory with one snapshot, and what was built with it."""
+
+    folder: Path
+    digest: str
+
+    @property
+    def file(self) -> Path:
+        (file,) = self.folder.iterdir()
+        return file
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, source: Source) -> Stored:
+    folder = tmp_path_factory.mktemp("stored")
+    bundle = build(source.config, folder / "bundle", max_seq_len=64, snapshots=folder / "snapshots")
+    assert bundle.provenance["from_snapshot"] is False
+    return Stored(folder / "snapshots", bundle.digest)
+
+
+@pytest.fixture
+def copied(stored: Stored, tmp_path: Path) -> Stored:
+    shutil.copytree(stored.folder, tmp_path / "snapshots")
+    return dataclasses.replace(stored, folder=tmp_path / "snapshots")
+
+
+def test_one_file_a_build_named_by_its_key(stored: Stored, source: Source) -> None:
+    assert stored.file.name == key(source)
+
+
+def test_a_rebuild_starts_from_the_snapshot(copied: Stored, source: Source, tmp_path: Path) -> None:
+    stages: list[str] = []
+
+    again = build(
+        source.config, tmp_path / "again", max_seq_len=64, snapshots=copied.folder, progress=stages.append
+    )
+
+    assert again.provenance["from_snapshot"] is True
+    assert again.digest == copied.digest
+    assert stages == ["config", "caches", "lower", "pack"]
+
+
+def test_another_page_size_starts_from_the_snapshot(copied: Stored, source: Source, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_seq_len": 64, "page_size": 32}
+
+    quick = build(source.config, tmp_path / "quick", snapshots=copied.folder, **options)
+    fresh = build(source.config, tmp_path / "fresh", **options)
+
+    assert quick.provenance["from_snapshot"] is True
+    assert quick.digest == fresh.digest
+    assert quick.digest != copied.digest
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flipped(at: float) -> Callable[[bytes], bytes]:
+    def flip(data: bytes) -> bytes:
+        place = int(at * len(data))
+        return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+    return flip
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda data: b"", id="empty"),
+        pytest.param(lambda data: data[:10], id="a part of the head"),
+        pytest.param(truncated, id="half"),
+        pytest.param(lambda data: data[:-1], id="all but a byte"),
+        pytest.param(flipped(0.0), id="a bit at the start"),
+        pytest.param(flipped(0.03), id="a bit of the digest"),
+        pytest.param(flipped(0.5), id="a bit in the middle"),
+        pytest.param(flipped(0.999), id="a bit at the end"),
+        pytest.param(lambda data: b"precast-snapshot-0" + data[18:], id="another format"),
+    ],
+)
+def test_a_damaged_snapshot_is_a_miss(damage: Callable[[bytes], bytes], copied: Stored, source: Source) -> None:
+    copied.file.write_bytes(damage(copied.file.read_bytes()))
+
+    assert Store(copied.folder).read(key(source), OPTIONS) is None
+
+
+def test_the_undamaged_one_is_none(copied: Stored, source: Source) -> None:
+    assert Store(copied.folder).read(key(source), OPTIONS) is not None
+
+
+def test_a_snapshot_under_another_key_is_a_miss(copied: Stored) -> None:
+    other = "0" * 64
+    copied.file.rename(copied.folder / other)
+
+    assert Store(copied.folder).read(other, OPTIONS) is None
+
+
+def test_a_damaged_snapshot_is_replaced_by_the_next_build(copied: Stored, source: Source, tmp_path: Path) -> None:
+    whole = copied.file.read_bytes()
+    copied.file.write_bytes(truncated(whole))
+
+    bundle = build(source.config, tmp_path / "bundle", max_seq_len=64, snapshots=copied.folder)
+
+    assert bundle.provenance["from_snapshot"] is False
+    assert bundle.digest == copied.digest
+    assert copied.file.read_bytes() == whole
+
+
+def test_a_directory_in_a_snapshots_place_is_a_miss(copied: Stored, source: Source) -> None:
+    copied.file.unlink()
+    (copied.folder / key(source)).mkdir()
+
+    assert Store(copied.folder).read(key(source), OPTIONS) is None
+
+
+def test_no_directory_is_a_miss(tmp_path: Path, source: Source) -> None:
+    assert Store(tmp_path / "nothing").read(key(source), OPTIONS) is None
+
+
+def test_a_model_without_attention(tmp_path: Path) -> None:
+    """Its graph doesn't use cu_seqlens, so that the one restored has no such input."""
+    config = odd_models.odd_config(("tanh",), ("tanh",))
+
+    bundles = [build(config, tmp_path / name, snapshots=tmp_path / "snapshots") for name in ("first", "second")]
+
+    assert [bundle.provenance["from_snapshot"] for bundle in bundles] == [False, True]
+    assert bundles[0].digest == bundles[1].digest
+    assert [value.name for value in bundles[1].graph.inputs] == ["input_ids", "logit_rows"]
