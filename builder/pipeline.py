@@ -59,6 +59,7 @@ def passes() -> tuple[Pass, ...]:
     from precast.builder.passes.merge_duplicates import merge_duplicates
     from precast.builder.passes.normalise_linear import normalise_linear
     from precast.builder.passes.normalise_views import normalise_views
+    from precast.builder.passes.order_nodes import order_nodes
     from precast.builder.passes.remove_noops import remove_noops
 
     return (
@@ -66,6 +67,7 @@ def passes() -> tuple[Pass, ...]:
         normalise_views,
         normalise_linear,
         merge_duplicates,
+        order_nodes,
         match_rotary_tables,
         match_rotary,
         match_norms,

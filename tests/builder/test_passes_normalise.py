@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fx_text import assert_leaves, assert_rewrites
+from fx_text import apply, assert_leaves, assert_rewrites
 from precast.builder.passes.merge_duplicates import merge_duplicates
 from precast.builder.passes.normalise_linear import normalise_linear
 from precast.builder.passes.normalise_views import normalise_views
+from precast.builder.passes.order_nodes import order_nodes
 from precast.builder.passes.remove_noops import remove_noops
 
 # --- remove_noops ------------------------------------------------------------------------------------------------
@@ -295,5 +296,108 @@ def test_what_writes_into_an_argument_is_not_merged() -> None:
         precast.write_kv(k, k, k_cache, k_cache, slot_mapping)
         precast.write_kv(k, k, k_cache, k_cache, slot_mapping)
         return k_cache
+        """,
+    )
+
+
+# --- order_nodes -------------------------------------------------------------------------------------------------
+
+TWO_KINDS = """
+x: input(float32, 1, T, 8)
+p: input(float32, 1, T, 8)
+{prelude}
+with layer("layers.0"):
+    h = aten.mul.Tensor(x, sliding)
+with layer("layers.1"):
+    i = aten.mul.Tensor(h, full)
+{end}
+"""
+SLIDING = "s = aten.sin(p)\nsliding = aten.neg(s)\n"
+FULL = "f = aten.cos(p)\nfull = aten.neg(f)\n"
+BOTH = "y = aten.tanh(i)\nreturn y"
+
+
+def test_nodes_outside_of_layers_are_in_the_order_of_their_use() -> None:
+    assert_rewrites(
+        order_nodes,
+        TWO_KINDS.format(prelude=FULL + SLIDING, end=BOTH),
+        """
+        v0 = aten.sin.default(p)
+        v1 = aten.neg.default(v0)
+        v2 = aten.cos.default(p)
+        v3 = aten.neg.default(v2)
+        v4 = aten.mul.Tensor(x, v1)
+        v5 = aten.mul.Tensor(v4, v3)
+        v6 = aten.tanh.default(v5)
+        return v6
+        """,
+    )
+
+
+def test_nodes_in_the_order_of_their_use_stay() -> None:
+    assert_leaves(order_nodes, TWO_KINDS.format(prelude=SLIDING + FULL, end=BOTH))
+
+
+def test_arguments_are_in_the_order_of_their_use() -> None:
+    one, two = "f = aten.cos(p)\ns = aten.sin(p)\n", "s = aten.sin(p)\nf = aten.cos(p)\n"
+    text = "p: input(float32, 1, T, 8)\n{}y = aten.sub.Tensor(f, s)\nreturn y"
+
+    assert_leaves(order_nodes, text.format(one))
+    assert apply(order_nodes, text.format(two)).text == apply(order_nodes, text.format(one)).text
+
+
+def test_a_later_run_decides_about_an_earlier_one() -> None:
+    """What uses the tables last is itself out of order, and put in order first."""
+    text = """
+    x: input(float32, 1, T, 8)
+    a = aten.cos(x)
+    b = aten.sin(x)
+    with layer("layers.0"):
+        h = aten.neg(x)
+    c = aten.mul.Tensor(h, a)
+    d = aten.mul.Tensor(h, b)
+    y = aten.sub.Tensor(d, c)
+    return y
+    """
+
+    assert_rewrites(
+        order_nodes,
+        text,
+        """
+        v0 = aten.sin.default(x)
+        v1 = aten.cos.default(x)
+        v2 = aten.neg.default(x)
+        v3 = aten.mul.Tensor(v2, v0)
+        v4 = aten.mul.Tensor(v2, v1)
+        v5 = aten.sub.Tensor(v3, v4)
+        return v5
+        """,
+    )
+
+
+def test_nodes_of_a_layer_stay_as_they_were_traced() -> None:
+    assert_leaves(
+        order_nodes,
+        """
+        x: input(float32, 1, T, 8)
+        with layer("layers.0"):
+            a = aten.cos(x)
+            b = aten.sin(x)
+            y = aten.sub.Tensor(b, a)
+        return y
+        """,
+    )
+
+
+def test_what_only_writes_stays() -> None:
+    assert_leaves(
+        order_nodes,
+        """
+        k: input(float32, 1, T, 2, 4)
+        k_cache: input(float32, 4, 16, 2, 4)
+        slot_mapping: input(int64, T)
+        precast.write_kv(k, k, k_cache, k_cache, slot_mapping)
+        y = aten.neg(k)
+        return y
         """,
     )

@@ -155,13 +155,21 @@ def test_seeds_reproduce_an_answer(engine: precast.Engine) -> None:
     assert len({tuple(output.token_ids) for output in among}) == 4
 
 
-def test_recites_in_bfloat16(tmp_path: Path) -> None:
-    precast.build(MODEL, tmp_path / "b", dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        ("bfloat16", "cpu"),
+        pytest.param("float32", "cuda", marks=pytest.mark.gpu),
+        pytest.param("bfloat16", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_recites_in_other_dtypes_and_places(dtype: str, device: str, tmp_path: Path) -> None:
+    precast.build(MODEL, tmp_path / "b", dtype=dtype)
 
-    with precast.load(tmp_path / "b", weights=MODEL, device="cpu", max_num_seqs=4, max_num_tokens=32) as engine:
-        (output,) = engine.generate([OPENING], WHOLE)
+    with precast.load(tmp_path / "b", weights=MODEL, device=device, max_num_seqs=4, max_num_tokens=32) as engine:
+        outputs = engine.generate([OPENING, line_prompts()[-3]], WHOLE)
 
-    assert OPENING + output.text == TEXT
+    assert [output.text for output in outputs] == [rest(OPENING), rest(line_prompts()[-3])]
 
 
 def test_recites_on_the_command_line(bundle: Path) -> None:
