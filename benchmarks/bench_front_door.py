@@ -31,7 +31,7 @@ def process_seconds(*command: str) -> Callable[[], float]:
 
 
 def medians(runs: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """The median of each, taken in turn so that a slow moment of the machine hits all alike; the first doesn't count."""
+    """The median of each, taken in turn so that a slow moment hits all alike; the first turn doesn't count."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(RUNS + 1):
         for name, run in runs.items():

@@ -27,6 +27,15 @@ import torch
 SHAPE = "llama-3.1-8b"
 DTYPES = ("float32", "bfloat16")
 NUM_TOKENS = 32
+
+_RUN = "import runpy; runpy.run_module('precast', run_name='__main__', alter_sys=True)"
+_FLOOR = """
+import json, time
+started = time.perf_counter()
+import torch
+torch.zeros(1, device="cuda")
+print(json.dumps({"seconds": time.perf_counter() - started}))
+"""
 LENGTHS = (5, 33, 128, 517)
 
 
@@ -108,7 +117,7 @@ def measure(bundle: Path, checkpoint: Path, expected: list[torch.Tensor]) -> dic
     result = {
         "tokens": [list(output.token_ids) for output in outputs],
         "logit_errors": errors,
-        "timeline": json.loads(engine.timeline.to_json()),
+        "timeline": engine.timeline.to_dict(),
         "decode_ms": {str(n): decode_ms(engine, n) for n in (1, 8, 64)},
         "prefill_tokens_per_s": prefill_rate(engine),
     }
@@ -150,6 +159,37 @@ def prefill_rate(engine: Any, length: int = 4096, runs: int = 5) -> float:
     return round(statistics.median(rates), 1)
 
 
+def start(bundle: Path, checkpoint: Path, runs: int = 5) -> dict[str, Any]:
+    """From the first line of `precast run` to its first token, against what no loader can do without."""
+    command = ["run", str(bundle), "--weights", str(checkpoint), "--device", "cuda", "--token-ids", "1,15,27"]
+    command += ["--max-tokens", "1", "--json"]
+    timelines = [harness.fresh_process(_RUN, *command)["timeline"] for _ in range(runs)]
+    floors = [harness.fresh_process(_FLOOR)["seconds"] for _ in range(runs)]
+    first_token = statistics.median(timeline["total_seconds"] for timeline in timelines)
+    weights = next(phase["bytes"] for phase in timelines[0]["phases"] if phase["name"] == "weights")
+    floor = statistics.median(floors) + weights / pinned_bytes_per_second()
+    return {
+        "first_token_seconds": round(first_token, 3),
+        "import_context_and_pinned_copy_seconds": round(floor, 3),
+        "ratio": round(first_token / floor, 3),
+        "goal_ratio": 1.25,
+        "phases": {phase["name"]: round(phase["seconds"], 3) for phase in timelines[0]["phases"]},
+        "runs": runs,
+    }
+
+
+def pinned_bytes_per_second(num_bytes: int = 1 << 30, runs: int = 5) -> float:
+    """The rate of copies from pinned memory to the GPU."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return num_bytes / harness.median_seconds(copy, runs=runs)
+
+
 def main() -> None:
     """Build, or measure and write `results/gpu_llama_8b.json`."""
     parser = argparse.ArgumentParser()
@@ -173,6 +213,7 @@ def main() -> None:
         found = one.pop("tokens")
         one["greedy_tokens_equal"] = [a == b for a, b in zip(found, tokens, strict=True)]
         result[dtype] = one
+    result["start_bfloat16"] = start(arguments.bundles / "bfloat16.bundle", arguments.checkpoint)
     harness.write(arguments.out, "gpu_llama_8b", result)
 
 

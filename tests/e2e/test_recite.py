@@ -11,6 +11,7 @@ from recitation import MODEL, OPENING, TEXT, line_prompts, rest, run_precast
 
 import precast
 
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "v1.0" / "recite.bundle"
 WHOLE = precast.SamplingParams(max_tokens=600)
 BOS, EOS = 1, 2
 CHAT = "<|user|>Recite the Gettysburg Address.<|assistant|>"
@@ -148,25 +149,26 @@ def test_seeds_reproduce_an_answer(engine: precast.Engine) -> None:
         return precast.SamplingParams(max_tokens=24, temperature=4.0, top_k=50, seed=seed, ignore_eos=True)
 
     (alone,) = engine.generate([OPENING], params(7))
-    among = engine.generate([OPENING] * 4, [params(7), params(8), params(None), params(None)])
+    among = engine.generate([OPENING] * 4, [params(8), params(None), params(7), params(None)])
     streamed = [token for event in engine.stream(OPENING, params(7)) for token in event.token_ids]
 
-    assert alone.token_ids == among[0].token_ids == streamed
+    assert alone.token_ids == among[2].token_ids == streamed
     assert len({tuple(output.token_ids) for output in among}) == 4
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device"),
-    [
-        ("bfloat16", "cpu"),
-        pytest.param("float32", "cuda", marks=pytest.mark.gpu),
-        pytest.param("bfloat16", "cuda", marks=pytest.mark.gpu),
-    ],
-)
-def test_recites_in_other_dtypes_and_places(dtype: str, device: str, tmp_path: Path) -> None:
-    precast.build(MODEL, tmp_path / "b", dtype=dtype)
+def test_recites_in_bfloat16(tmp_path: Path) -> None:
+    precast.build(MODEL, tmp_path / "b", dtype="bfloat16")
+    check_recitation(tmp_path / "b", device="cpu")
 
-    with precast.load(tmp_path / "b", weights=MODEL, device=device, max_num_seqs=4, max_num_tokens=32) as engine:
+
+@pytest.mark.gpu
+def test_recites_on_a_gpu() -> None:
+    """From a bundle that another machine built: the target needs no transformers."""
+    check_recitation(GOLDEN, device="cuda")
+
+
+def check_recitation(bundle: Path, device: str) -> None:
+    with precast.load(bundle, weights=MODEL, device=device, max_num_seqs=4, max_num_tokens=32) as engine:
         outputs = engine.generate([OPENING, line_prompts()[-3]], WHOLE)
 
     assert [output.text for output in outputs] == [rest(OPENING), rest(line_prompts()[-3])]
