@@ -113,7 +113,7 @@ def find_window(mask_function: Callable[..., Any], max_seq_len: int) -> int | No
                 "the model's attention sees tokens that come later, expected a decoder",
                 fix="precast builds decoders; encoders and prefix language models are out of its scope",
             )
-        if count == 0 or not torch.equal(seen, tail) or not torch.equal(found, expected):
+        if not torch.equal(seen, tail) or not torch.equal(found, expected):
             raise BuildError(
                 "feature-unsupported",
                 "the model's attention mask is neither causal nor a causal sliding window",

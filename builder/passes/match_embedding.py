@@ -25,7 +25,7 @@ def match_embedding(graph: FxGraph, ctx: PassContext) -> bool:
     for pattern in (_SCALED, _LOOKUP):
         for node in list(graph.nodes):
             found = match(pattern, node) if node.op == "call_function" else None
-            scale = _scale(found, node, ctx) if found else None
+            scale = _scale(found, ctx) if found else None
             if found is None or scale is None:
                 continue
             with ctx.before(node):
@@ -35,19 +35,19 @@ def match_embedding(graph: FxGraph, ctx: PassContext) -> bool:
     return changed
 
 
-def _scale(found: Bindings, node: FxNode, ctx: PassContext) -> float | None:
+def _scale(found: Bindings, ctx: PassContext) -> float | None:
     """The scale as a number of the weight's type; None where it is not known or would be rounded."""
     scale = found.get("scale", 1.0)
     dtype = tensor(found["weight"]).dtype
     if isinstance(scale, FxNode):
         scale = _number(scale, dtype, ctx)
-    if scale is None or tensor(node).dtype != dtype:
+    if scale is None:
         return None
     return float(scale) if float(torch.tensor(scale, dtype=dtype)) == scale else None
 
 
 def _number(scale: FxNode, dtype: torch.dtype, ctx: PassContext) -> float | None:
-    """A constant of one element, rounded where the model rounds it."""
+    """A constant without dimensions, rounded where the model rounds it."""
     rounded = scale.target is aten.to.dtype and scale.args[1] == dtype
     constant = ctx.constant(scale.args[0] if rounded else scale)
     if constant is None or constant.dim():

@@ -89,7 +89,7 @@ def _find(pattern: Any, node: FxNode, ctx: PassContext) -> Bindings | None:
 
 def _layer_norm(node: FxNode, ctx: PassContext) -> Bindings | None:
     if node.target is aten.layer_norm.default and not node.kwargs:
-        given = {"weight": None, "bias": None, "eps": 1e-5}
+        given: Bindings = {"weight": None, "bias": None, "eps": 1e-5}
         given |= dict(zip(("x", "shape", "weight", "bias", "eps"), node.args, strict=False))
         return given if len(given["shape"]) == 1 else None
     return _find(Cast(Mul(_STANDARDISED, _WEIGHT)), node, ctx)

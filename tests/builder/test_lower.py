@@ -92,7 +92,8 @@ def test_sizes_become_expressions() -> None:
         c = aten.unsqueeze(b, 1)
         d = aten.expand(c, [1, 3, -1, 8])
         e = aten.slice.Tensor(d, 2, 1, 9223372036854775807)
-        return e
+        f = aten.slice.Tensor(e, 3, 2, None, 2)
+        return f
         """
     ) == [
         "%reshape_0 = aten.reshape.default@1(self=%x, shape=[1, T, 2, 4])",
@@ -100,6 +101,7 @@ def test_sizes_become_expressions() -> None:
         "%unsqueeze_0 = aten.unsqueeze.default@1(self=%reshape_1, dim=1)",
         "%expand_0 = aten.expand.default@1(self=%unsqueeze_0, size=[1, 3, T, 8])",
         "%slice_0 = aten.slice.Tensor@1(self=%expand_0, dim=2, start=1, end=T)",
+        "%slice_1 = aten.slice.Tensor@1(self=%slice_0, dim=3, start=2, end=8, step=2)",
     ]
 
 

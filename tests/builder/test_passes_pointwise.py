@@ -148,9 +148,9 @@ def test_halves_of_one_product() -> None:
     [
         pytest.param({"end": "7", "middle": "4", "start": "1"}, id="not from the start"),
         pytest.param({"shape": "1, T, 9"}, id="not to the end"),
-        pytest.param({"shape": "1, 8, 5", "dim": "1", "up_dim": "1"}, id="of another dimension"),
+        pytest.param({"shape": "1, 8, 8", "dim": "1", "up_dim": "1"}, id="of another dimension"),
+        pytest.param({"shape": "1, T, 3", "middle": "1", "end": "3"}, id="one element and two"),
         pytest.param({"shape": "1, 2, 2", "middle": "1", "end": "2", "up_dim": "1"}, id="of two dimensions"),
-        pytest.param({"shape": "1, T, 2", "middle": "1", "end": "3"}, id="beyond the end"),
     ],
 )
 def test_near_two_halves(differs: dict[str, str]) -> None:

@@ -55,12 +55,15 @@ def test_biases_are_fused_likewise() -> None:
         pytest.param({"second": "x, q"}, id="one weight twice"),
         pytest.param({"kind": "input"}, id="a weight that is no param"),
         pytest.param({"layer": "layers.1"}, id="two layers"),
-        pytest.param({"layer": "head"}, id="outside of layers"),
         pytest.param({"results": ", k"}, id="a weight that is used elsewhere"),
     ],
 )
 def test_near_fused_projections(differs: dict[str, str]) -> None:
     assert_leaves(fuse_projections, PROJECTIONS.format(**{**ATTENTION, **differs}))
+
+
+def test_products_outside_of_layers_stay() -> None:
+    assert_leaves(fuse_projections, PROJECTIONS.format(**ATTENTION).replace("layers.0", "head"))
 
 
 # --- transposes --------------------------------------------------------------------------------------------------
@@ -106,6 +109,18 @@ def test_also_around_an_op_on_another_dimension(between: str, expected: str) -> 
 )
 def test_near_cancelled_transposes(between: str, dims: str) -> None:
     assert_leaves(cancel_transposes, TRANSPOSES.format(between=between, dims=dims))
+
+
+def test_exchanges_of_other_dimensions_stay() -> None:
+    assert_leaves(
+        cancel_transposes,
+        """
+        x: input(float32, 1, 3, T, 8)
+        a = aten.transpose.int(x, 1, 2)
+        b = aten.transpose.int(a, 2, 3)
+        return b
+        """,
+    )
 
 
 def test_a_norm_over_an_exchanged_dimension_stays() -> None:

@@ -67,6 +67,10 @@ def _window_that_grows(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return (key <= query) & (query - key < torch.where(query < 200, 8, 16))
 
 
+def _other_keys_at_the_end(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return torch.where(query == 299, (key >= 100) & (key < 200), (key <= query) & (query - key < 100))
+
+
 def _sinks(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return (key <= query) & ((query - key < 16) | (key < 2))
 
@@ -80,6 +84,7 @@ def _sinks(batch: Any, head: Any, query: Any, key: Any) -> Any:
         pytest.param(_every_other, id="every other key"),
         pytest.param(_nothing, id="no key"),
         pytest.param(_window_that_grows, id="a window that grows"),
+        pytest.param(_other_keys_at_the_end, id="other keys at the end"),
         pytest.param(_sinks, id="a window and the first keys"),
     ],
 )

@@ -14,11 +14,14 @@ import transformers
 
 import families
 import odd_models
+from fx_text import read_graph
 from precast.builder import pipeline, snapshot
 from precast.builder.build import build
+from precast.builder.capture import Captured
 from precast.builder.context import Options
 from precast.builder.factory import Source, open_source
 from precast.builder.snapshot import Store
+from precast.ir.schema import Checkpoint, ModelInfo
 
 OPTIONS = Options("float32", 64)
 EARLY = tuple(step for step in pipeline.passes() if pipeline.before_caches(step))
@@ -241,3 +244,21 @@ def test_a_model_without_attention(tmp_path: Path) -> None:
     assert [bundle.provenance["from_snapshot"] for bundle in bundles] == [False, True]
     assert bundles[0].digest == bundles[1].digest
     assert [value.name for value in bundles[1].graph.inputs] == ["input_ids", "logit_rows"]
+
+
+def test_a_graph_that_a_snapshot_cannot_hold_is_not_stored(tmp_path: Path) -> None:
+    """A size of its own as an argument: a graph that is rebuilt has no node for it."""
+    small = read_graph(
+        """
+        x: input(float32, 1, T, 8)
+        size = aten.sym_size.int(x, 1)
+        y = aten.slice.Tensor(x, 1, 0, size, 2)
+        return y
+        """
+    )
+    info = ModelInfo("Small", "small", "float32", vocab_size=8, max_seq_len=64, num_layers=0, num_parameters=0)
+
+    stored = Store(tmp_path / "snapshots").write("0" * 64, Captured(small.graph, small.ctx, info, Checkpoint()), ())
+
+    assert not stored
+    assert not (tmp_path / "snapshots").exists()
