@@ -224,7 +224,7 @@ def _read_config(folder: Path, name: str) -> PreTrainedConfig:
     if raw["model_type"] not in CONFIG_MAPPING:
         raise BuildError(
             "model-unknown",
-            f"{name}: the model_type is {raw['model_type']}, which transformers {transformers.__version__} doesn't know",
+            f"{name}: transformers {transformers.__version__} doesn't know the model_type {raw['model_type']}",
             fix="check the model_type; if the model is newer than that, update transformers",
         )
     try:

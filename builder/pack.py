@@ -46,4 +46,3 @@ def pack(
         files=dict(files),
         provenance=dict(provenance),
     )
-

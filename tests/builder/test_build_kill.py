@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import families
 import pytest
 
-import families
 from precast.ir.bundle import Bundle
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked and killed")
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes
 KILLS = 50
 STAGES = ("config", "export", "passes", "caches", "lower", "pack", "done")
 
-# Everything is imported once; each line on standard input is then a build in a process of its own.
+# Everything is imported once, and by a first build also what is imported late; each line on standard input is then a
+# build in a process of its own.
 SERVER = """
 import os, sys
 from precast.builder.build import build
@@ -41,6 +42,7 @@ def run(source, out, snapshots):
     os.waitpid(pid, 0)
     say("gone")
 
+build(sys.argv[1], sys.argv[2])
 for line in sys.stdin:
     run(*line.split())
 """
@@ -88,9 +90,10 @@ class Builder:
 
 
 @pytest.fixture(scope="module")
-def builder() -> Iterator[Builder]:
+def builder(sources: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    first = tmp_path_factory.mktemp("first") / "bundle"
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER],
+        [sys.executable, "-c", SERVER, sources[0], first],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

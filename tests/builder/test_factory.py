@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from transformers import AutoConfig
 
-import families
 from precast.builder.factory import Source, limit, make_module, open_source
 from precast.builder.routing import IMPLEMENTATION
 from precast.ir.errors import BuildError
@@ -60,7 +60,7 @@ def test_a_hub_id_in_the_cache(tmp_path: Path, folder: Path, monkeypatch: pytest
     assert source.config.hidden_size == 48
 
     (snapshot / "config.json").unlink()
-    with pytest.raises(BuildError, match="somebody/tiny on the hub has no config.json") as error:
+    with pytest.raises(BuildError, match=r"somebody/tiny on the hub has no config.json") as error:
         open_source("somebody/tiny")
     assert error.value.code == "config-missing"
 

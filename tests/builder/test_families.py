@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import families
 import pytest
 
-import families
 from precast.builder.build import build
 from precast.ir.schema import Call
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import odd_models
+import pytest
 from fx_text import read_graph
+
 from precast.builder.build import build
 from precast.builder.lower import lower, lower_flat
 from precast.ir.errors import BuildError
@@ -136,9 +135,8 @@ def test_symbols_have_their_ranges() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _known_to_transformers() -> Iterator[None]:
+def _known_to_transformers() -> None:
     odd_models.odd_config()
-    yield
 
 
 def refused(out: Path, *layers: tuple[str, ...]) -> BuildError:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from fx_text import read_graph
+
 from precast.builder.match import Add, Anything, Capture, Cast, Either, Mul, Number, Op, match
 
 aten = torch.ops.aten

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fx_text import read_graph
+
 from precast.builder.lower import lower
 from precast.builder.passes.insert_caches import insert_caches
 from precast.ir.schema import Call, Graph

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from fx_text import SmallGraph, compute, read_graph, write_graph
+
 from precast.builder import pipeline
 from precast.builder.context import Options
 from precast.builder.lower import lower

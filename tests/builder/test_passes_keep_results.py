@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import families
 import pytest
 import torch
+from reference import evaluate, hf_logits, relative_error
 from torch import fx
 from transformers.core_model_loading import revert_weight_conversion
 
-import families
 from precast.builder import pipeline
 from precast.builder.capture import Captured, capture
 from precast.builder.context import Options
 from precast.builder.factory import limit, open_source
 from precast.kernels.registry import register
-from reference import evaluate, hf_logits, relative_error
 
 PROMPTS = (
     [5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from fx_text import apply, assert_leaves, assert_rewrites
+
 from precast.builder.passes.merge_duplicates import merge_duplicates
 from precast.builder.passes.normalise_linear import normalise_linear
 from precast.builder.passes.normalise_views import normalise_views

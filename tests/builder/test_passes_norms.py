@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from fx_text import assert_leaves, assert_rewrites
+
 from precast.builder.passes.fuse_residual_norm import fuse_residual_norm
 from precast.builder.passes.match_norms import match_norms
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from fx_text import apply, assert_leaves, assert_rewrites
+
 from precast.builder.passes.fuse_gated_activation import fuse_gated_activation
 from precast.builder.passes.match_activations import match_activations
 from precast.builder.passes.match_embedding import match_embedding
@@ -209,9 +209,13 @@ CONSTANT = {"dtype": "float32", "scale": "constant(float32, 6.9282)", "rounded":
         pytest.param({"factor": "12.0"}, "12.0", id="a number"),
         pytest.param({"dtype": "bfloat16", "factor": "12.0"}, "12.0", id="a number that bfloat16 has"),
         pytest.param(
-            {"dtype": "bfloat16", "rounded": "scale = aten.to.dtype(scale, bfloat16)"}, "6.9375", id="a rounded constant"
+            {"dtype": "bfloat16", "rounded": "scale = aten.to.dtype(scale, bfloat16)"},
+            "6.9375",
+            id="a rounded constant",
         ),
-        pytest.param({"dtype": "bfloat16", "scale": "constant(float32, 8.0)"}, "8.0", id="a constant that bfloat16 has"),
+        pytest.param(
+            {"dtype": "bfloat16", "scale": "constant(float32, 8.0)"}, "8.0", id="a constant that bfloat16 has"
+        ),
     ],
 )
 def test_a_scale_is_taken_in(differs: dict[str, str], scale: str) -> None:
@@ -230,7 +234,9 @@ def test_a_scale_is_taken_in(differs: dict[str, str], scale: str) -> None:
     [
         pytest.param({"dtype": "bfloat16", "factor": "1.7"}, id="a number that bfloat16 would round"),
         pytest.param({"dtype": "bfloat16"}, id="a constant that bfloat16 would round"),
-        pytest.param({"scale": "constant(float32, [2.0])", "dtype": "bfloat16"}, id="a constant that widens the result"),
+        pytest.param(
+            {"scale": "constant(float32, [2.0])", "dtype": "bfloat16"}, id="a constant that widens the result"
+        ),
         pytest.param({"scale": "constant(float32, [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])"}, id="a vector"),
         pytest.param({"scale": "param(float32)"}, id="a param"),
     ],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from fx_text import apply, assert_leaves, assert_rewrites
+
 from precast.builder.passes.cancel_transposes import cancel_transposes
 from precast.builder.passes.fuse_projections import fuse_projections
 
@@ -82,7 +82,9 @@ return c
 def test_two_exchanges_are_none(dims: str) -> None:
     text = TRANSPOSES.replace("b = {between}\n", "").replace("(b,", "(a,").format(dims=dims)
 
-    assert_rewrites(cancel_transposes, text.replace("return c", "d = aten.neg(c)\nreturn d"), "v0 = aten.neg.default(x)\nreturn v0")
+    assert_rewrites(
+        cancel_transposes, text.replace("return c", "d = aten.neg(c)\nreturn d"), "v0 = aten.neg.default(x)\nreturn v0"
+    )
 
 
 @pytest.mark.parametrize(

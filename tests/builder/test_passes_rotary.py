@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from fx_text import apply, assert_leaves, assert_rewrites
+
 from precast.builder.passes.match_rotary import match_rotary
 from precast.builder.passes.match_rotary_tables import match_rotary_tables
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fx_text import SmallGraph, read_graph, write_graph
 from torch import fx
 
-from fx_text import SmallGraph, read_graph, write_graph
 from precast.builder import pipeline
 from precast.builder.context import PassContext
 from precast.builder.passes.match_activations import match_activations
@@ -69,7 +69,7 @@ def test_what_a_pass_requires_runs_before_it() -> None:
 def test_a_pass_before_what_it_requires_is_caught(small: SmallGraph) -> None:
     late = Pass("late", "match", 1, lambda graph, ctx: False, requires=("merge_duplicates", "match_norms"))
 
-    with pytest.raises(AssertionError, match="late runs before .*match_norms"):
+    with pytest.raises(AssertionError, match=r"late runs before .*match_norms"):
         pipeline.run(small.graph, small.ctx, (merge_duplicates, late))
 
 
@@ -101,7 +101,7 @@ def test_a_pass_that_hides_a_new_op_is_caught(small: SmallGraph) -> None:
             last.replace_input_with(last.args[0], ctx.call(graph, aten.tanh.default, last.args[0]))
         return False
 
-    with pytest.raises(AssertionError, match="secret changed the graph and said that it didn't: .*tanh"):
+    with pytest.raises(AssertionError, match=r"secret changed the graph and said that it didn't: .*tanh"):
         pipeline.run(small.graph, small.ctx, (step(secret),))
 
 
@@ -126,7 +126,7 @@ def test_a_pass_that_breaks_the_graph_is_caught(small: SmallGraph) -> None:
         last.append(first)
         return True
 
-    with pytest.raises(RuntimeError, match="not been defined|before it has been defined"):
+    with pytest.raises(RuntimeError, match=r"not been defined|before it has been defined"):
         pipeline.run(small.graph, small.ctx, (step(reordered),))
 
 

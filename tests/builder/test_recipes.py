@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import families
 import pytest
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-import families
 from precast.builder.factory import make_module
 from precast.builder.recipes import checkpoint_rules, param_recipes
 from precast.ir.errors import BuildError
@@ -63,7 +63,9 @@ def test_tensors_that_are_merged_while_loading_are_refused() -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
     model = make_module(AutoConfig.for_model("mixtral", **sizes, **heads), "float32", 64)
 
-    with pytest.raises(BuildError, match=r"layers\.0\.mlp\.experts\.gate_up_proj is made by a checkpoint conv") as error:
+    with pytest.raises(
+        BuildError, match=r"layers\.0\.mlp\.experts\.gate_up_proj is made by a checkpoint conv"
+    ) as error:
         param_recipes(model, "float32")
 
     assert error.value.code == "recipe-unsupported"
@@ -104,7 +106,9 @@ def test_frequencies_that_old_checkpoints_hold_are_ignored() -> None:
     assert checkpoint_rules(module("llama")).ignored == ("*rotary_emb.inv_freq",)
 
 
-@pytest.mark.parametrize(("variant", "prefix"), [("llama", "model."), ("gpt2", "transformer."), ("gpt_neox", "gpt_neox.")])
+@pytest.mark.parametrize(
+    ("variant", "prefix"), [("llama", "model."), ("gpt2", "transformer."), ("gpt_neox", "gpt_neox.")]
+)
 def test_the_base_models_prefix_is_optional(variant: str, prefix: str) -> None:
     assert checkpoint_rules(module(variant)).optional_prefixes == (prefix,)
 

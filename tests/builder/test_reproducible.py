@@ -8,10 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import families
 import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-import families
 
 # Several model directories in one process: importing everything takes longer than the builds.
 BUILD = """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import families
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import families
 from precast.builder.factory import make_module, materialise_buffers
 from precast.builder.rope import long_frequencies, route_dynamic_rope
 from precast.ir.errors import BuildError
@@ -103,7 +103,9 @@ def test_a_buffer_of_unknown_value_is_refused(dtype: torch.dtype) -> None:
     meta = make_module(families.make_config("llama"), "float32", 64)
     meta.model.register_buffer("table", torch.zeros(3, dtype=dtype, device="meta"), persistent=False)
 
-    with pytest.raises(BuildError, match=r"model\.table is used by the model but transformers gives it no value") as error:
+    with pytest.raises(
+        BuildError, match=r"model\.table is used by the model but transformers gives it no value"
+    ) as error:
         materialise_buffers(meta, {"model.table"})
 
     assert error.value.code == "feature-unsupported"

@@ -9,11 +9,20 @@ import pytest
 import torch
 from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import (
-    bidirectional_mask_function, causal_mask_function, chunked_causal_mask_function, sliding_window_causal_mask_function,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
 )  # fmt: skip
 
 from precast.builder.routing import (
-    IMPLEMENTATION, CausalMask, Trace, current_trace, find_window, routed_attention, tracing,
+    IMPLEMENTATION,
+    CausalMask,
+    Trace,
+    current_trace,
+    find_window,
+    routed_attention,
+    tracing,
 )  # fmt: skip
 from precast.ir.errors import BuildError
 from precast.kernels.registry import register
@@ -151,8 +160,12 @@ def test_there_is_no_trace_outside_of_one() -> None:
 def test_transformers_is_left_as_it_was() -> None:
     before = masking_utils.find_packed_sequence_indices
 
-    with pytest.raises(ZeroDivisionError), routed_attention():
-        assert masking_utils.find_packed_sequence_indices is not before
-        raise ZeroDivisionError
+    def fail() -> None:
+        with routed_attention():
+            assert masking_utils.find_packed_sequence_indices is not before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
 
     assert masking_utils.find_packed_sequence_indices is before

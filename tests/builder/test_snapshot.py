@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
+import odd_models
 import pytest
 import torch
 import transformers
-
-import families
-import odd_models
 from fx_text import read_graph
+
 from precast.builder import pipeline, snapshot
 from precast.builder.build import build
 from precast.builder.capture import Captured
@@ -150,9 +150,7 @@ def test_one_file_a_build_named_by_its_key(stored: Stored, source: Source) -> No
 def test_a_rebuild_starts_from_the_snapshot(copied: Stored, source: Source, tmp_path: Path) -> None:
     stages: list[str] = []
 
-    again = build(
-        source.config, tmp_path / "again", max_seq_len=64, snapshots=copied.folder, progress=stages.append
-    )
+    again = build(source.config, tmp_path / "again", max_seq_len=64, snapshots=copied.folder, progress=stages.append)
 
     assert again.provenance["from_snapshot"] is True
     assert again.digest == copied.digest

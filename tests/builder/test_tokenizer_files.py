@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tokenizers
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-import families
 from precast.builder.factory import open_source
 from precast.builder.tokenizer_files import read_files
 from precast.ir.errors import BuildError
@@ -93,12 +93,16 @@ def test_half_a_tokenizer_is_none(file: str, folder: Path) -> None:
     assert read_files(folder, "model") == {}
 
 
-@pytest.mark.parametrize(("file", "content"), [("vocab.json", "{"), ("vocab.json", "[]"), ("merges.txt", "h e l l o\n")])
+@pytest.mark.parametrize(
+    ("file", "content"), [("vocab.json", "{"), ("vocab.json", "[]"), ("merges.txt", "h e l l o\n")]
+)
 def test_an_older_form_that_cannot_be_read(file: str, content: str, folder: Path) -> None:
     write_gpt2(folder)
     (folder / file).write_text(content)
 
-    with pytest.raises(BuildError, match="transformers can't read the tokenizer in vocab.json and merges.txt") as error:
+    with pytest.raises(
+        BuildError, match=r"transformers can't read the tokenizer in vocab.json and merges.txt"
+    ) as error:
         read_files(folder, "my-model")
 
     assert error.value.code == "tokenizer-invalid"
@@ -127,7 +131,9 @@ def test_a_tokenizer_without_a_json_form(folder: Path, monkeypatch: pytest.Monke
     write_gpt2(folder)
     monkeypatch.setattr("transformers.AutoTokenizer", Slow)
 
-    with pytest.raises(BuildError, match="vocab.json and merges.txt is a Slow, which has no tokenizer.json form") as error:
+    with pytest.raises(
+        BuildError, match=r"vocab.json and merges.txt is a Slow, which has no tokenizer.json form"
+    ) as error:
         read_files(folder, "model")
 
     assert error.value.code == "tokenizer-invalid"
@@ -141,7 +147,7 @@ def test_a_package_that_the_conversion_needs(module: str, folder: Path, monkeypa
     (folder / "tokenizer.model").write_bytes(b"")
     monkeypatch.setitem(sys.modules, module, None)
 
-    with pytest.raises(BuildError, match="stored as a tokenizer.model, which can't be read without") as error:
+    with pytest.raises(BuildError, match=r"stored as a tokenizer.model, which can't be read without") as error:
         read_files(folder, "model")
 
     assert error.value.code == "dependency-missing"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import precast
 import pytest
+
+import precast
 from precast.ir.bundle import Bundle
 from precast.ir.text import format_graph
 

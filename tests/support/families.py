@@ -74,7 +74,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2-untied": ("cohere2", {"sliding_window": 12, "tie_word_embeddings": False, "attention_bias": True}),
     "granite": (
         "granite",
-        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0156, "logits_scaling": 8.0},
+        {
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0156,
+            "logits_scaling": 8.0,
+        },
     ),
     "granite-tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "embedding_multiplier": 1.7}),
     "starcoder2": ("starcoder2", {"sliding_window": None}),

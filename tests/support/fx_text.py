@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from reference import evaluate
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -34,7 +35,6 @@ from precast.ir import symbols
 from precast.ir.schema import Read
 from precast.ir.text import format_recipe
 from precast.kernels.registry import register
-from reference import evaluate
 
 SIZES = {"T": 7, "B1": 3}
 
@@ -132,7 +132,9 @@ class _Reader:
                     self.nodes[target.id] = self._item(node, index)
             case ast.Expr(value=ast.Call() as call):
                 self._call(call)
-            case ast.With(items=[ast.withitem(context_expr=ast.Call(args=[ast.Constant(value=str(layer))]))], body=body):
+            case ast.With(
+                items=[ast.withitem(context_expr=ast.Call(args=[ast.Constant(value=str(layer))]))], body=body
+            ):
                 self.layer = layer
                 for inner in body:
                     self._statement(inner)
