@@ -42,7 +42,7 @@ _HALVES = Mul(
 )
 
 
-@graph_pass(stage="match", version=1, requires=("normalise_views", "normalise_linear"))
+@graph_pass(stage="match", version=1, requires=("normalise_views", "normalise_linear", "match_activations"))
 def fuse_gated_activation(graph: FxGraph, ctx: PassContext) -> bool:
     """act(linear(x, g)) * linear(x, u) -> gated_activation(linear(x, concat(g, u))); act(y[:h]) * y[h:] likewise."""
     changed = False
