@@ -20,7 +20,7 @@ from precast.builder.context import Options
 from precast.builder.factory import DTYPES, Source, limit, open_source
 from precast.builder.lower import lower
 from precast.builder.pack import pack
-from precast.ir.bundle import Bundle
+from precast.ir.bundle import Bundle, check_output
 from precast.ir.errors import BuildError
 from precast.kernels.registry import register
 
@@ -61,6 +61,7 @@ def build(
     started = time.monotonic()
     register()
     say("config")
+    check_output(out)
     opened = open_source(source)
     options = _options(opened, dtype, max_seq_len, page_size)
     todo = pipeline.passes()

@@ -83,6 +83,13 @@ def write_bundle(
     return msgspec.structs.replace(written, path=Path(path))
 
 
+def check_output(path: str | os.PathLike[str]) -> None:
+    """Raise BuildError for a path that `write_bundle` would not write to, before the work for it is done."""
+    from precast.ir.publish import check_place
+
+    check_place(Path(path), is_bundle)
+
+
 def ops_of(graph: Graph) -> dict[str, int]:
     """The version of each op that the graph uses, for `Manifest.ops`.
 

@@ -44,16 +44,11 @@ def publish(
     Raises BuildError: `build-in-progress`, `output-not-a-bundle`, `disk-full` or `write-failed`.
     """
     path = Path(os.path.abspath(path))
-    if not path.parent.is_dir() or not path.name:
-        message = "expected a path in a directory that exists"
-        raise BuildError("write-failed", message, where=str(path), fix=f"make the directory {path.parent} first")
+    check_place(path, may_replace)
     building, replaced = (path.with_name(f".{path.name}.{state}") for state in ("building", "replaced"))
     with _errors_of_the_system(path, files), _locked(path):
         _tidy(path, building, replaced)
-        if not _may_write(path, may_replace):
-            message = "expected nothing, an empty directory or a bundle, found something else; it is never overwritten"
-            fix = "choose another path, or remove what is there"
-            raise BuildError("output-not-a-bundle", message, where=str(path), fix=fix)
+        check_place(path, may_replace)
         try:
             _write(building, files)
             checked = check(building)
@@ -61,6 +56,20 @@ def publish(
         finally:
             _remove(building)
         return checked
+
+
+def check_place(path: Path, may_replace: Callable[[Path], bool]) -> None:
+    """Raise BuildError `write-failed` or `output-not-a-bundle` for a path that `publish` would not write to."""
+    path = Path(os.path.abspath(path))
+    if not path.parent.is_dir() or not path.name:
+        message = "expected a path in a directory that exists"
+        raise BuildError("write-failed", message, where=str(path), fix=f"make the directory {path.parent} first")
+    with _errors_of_the_system(path, {}):
+        may_write = _may_write(path, may_replace)
+    if not may_write:
+        message = "expected nothing, an empty directory or a bundle, found something else; it is never overwritten"
+        fix = "choose another path, or remove what is there"
+        raise BuildError("output-not-a-bundle", message, where=str(path), fix=fix)
 
 
 @contextmanager

@@ -315,3 +315,12 @@ def test_a_directory_without_permission(model: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
 
     refused(model, "write-failed", "Permission denied", out=tmp_path / "locked" / "bundle")
+
+
+def test_a_path_that_is_somebody_elses_is_refused_before_the_work_is_done(model: Path, tmp_path: Path) -> None:
+    stages: list[str] = []
+    a_file(tmp_path / "llama.bundle")
+
+    refused(model, "output-not-a-bundle", "it is never overwritten", progress=stages.append)
+
+    assert stages == ["config"]
