@@ -14,6 +14,7 @@ _BASE: dict[str, Any] = {
 }  # fmt: skip
 
 _ROPES: dict[str, dict[str, Any]] = {
+    "proportional": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     "yarn": {
