@@ -31,8 +31,8 @@ class Captured:
 
 def capture(source: Source, options: Options) -> Captured:
     """Makes the module on the meta device, traces it, and gathers the values of its small constants."""
-    module = make_module(source.config, options.dtype, options.max_seq_len)
-    recipes = param_recipes(module, options.dtype)
+    module = make_module(source.config, options.dtype)
+    recipes = param_recipes(module)
     exported = export(module, options.max_seq_len)
     _keep_used(exported)
     params = {place: _param(name, recipes) for place, name in exported.params.items()}

@@ -79,7 +79,7 @@ def open_source(source: str | Path | PreTrainedConfig) -> Source:
     return Source(name, config, tokenizer_files.read_files(folder, name))
 
 
-def make_module(config: PreTrainedConfig, dtype: str, max_seq_len: int) -> PreTrainedModel:
+def make_module(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """The model that transformers has for `config`, on the meta device, with its attention routed to our op.
 
     Raises BuildError: `config-invalid` (transformers can't make it), `feature-unsupported` (its attention or its

@@ -9,7 +9,7 @@ replaces its root, and what is still used stays.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,13 +17,6 @@ from precast.builder.fx_types import FxNode
 
 aten = torch.ops.aten
 Bindings = dict[str, Any]
-
-
-class Pattern(Protocol):
-    """Anything that can be matched against an argument of a node."""
-
-    def match(self, value: Any, found: Bindings) -> Bindings | None:
-        """The bindings extended by this match, or None."""
 
 
 class Capture:

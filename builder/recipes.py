@@ -21,7 +21,7 @@ _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
 _PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")
 
 
-def param_recipes(model: PreTrainedModel, dtype: str) -> dict[str, Recipe]:
+def param_recipes(model: PreTrainedModel) -> dict[str, Recipe]:
     """A recipe for each entry of the model's state dict, by its name there.
 
     Raises BuildError("recipe-unsupported") for a conversion that is more than a rename.

@@ -60,8 +60,6 @@ CODES: dict[str, str] = {
     "op-unsupported": "the model uses an operation outside the op table",
     "recipe-unsupported": "a parameter cannot be made from checkpoint tensors by a recipe",
     "export-failed": "the model cannot be exported",
-    "pass-unknown": "a pass of this name does not exist",
-    "pass-failed": "a pass left a graph that breaks the rules, or did not tell the truth about it",
     "option-invalid": "a build option has a value that is not allowed",
     "tokenizer-invalid": "a tokenizer file cannot be used",
     "dependency-missing": "an optional dependency is not installed",
@@ -71,7 +69,6 @@ CODES: dict[str, str] = {
     "checkpoint-index": "the checkpoint's index does not parse, or contradicts its files",
     "checkpoint-shard-missing": "the checkpoint's index names files that are not there",
     "checkpoint-header": "the header of a checkpoint file is not a valid safetensors header",
-    "checkpoint-truncated": "a checkpoint file ended before the last tensor that its header lists",
     "checkpoint-duplicate": "a tensor is in two files of the checkpoint",
     "checkpoint-read": "a checkpoint file could not be read",
     "weights-mismatch": "tensors are missing, unexpected, or of another shape or dtype than the recipes read",
@@ -92,8 +89,6 @@ CODES: dict[str, str] = {
     "device-missing": "the device that was asked for is not there",
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
-    "torch-too-old": "the installed torch is older than the bundle or the loader needs",
-    "platform-unsupported": "the operating system or processor is not supported",
 }
 
 

@@ -161,7 +161,12 @@ def names() -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=512)
 def signature(name: str, version: int = 1) -> str:
-    """The op's signature in the schema language of `torch.library`, without the namespace."""
+    """The op's signature in the schema language of `torch.library`, without the namespace.
+
+    Raises KeyError for a name or version that the table doesn't have.
+    """
+    if (name, version) not in _table():
+        raise KeyError(f"{name}@{version}")
     if name.startswith("precast."):
         return name.removeprefix("precast.") + _PRECAST[name.removeprefix("precast.")][0]
     return name + _ATEN[name.removeprefix("aten.")][0]

@@ -90,7 +90,7 @@ def test_the_generation_config_may_be_missing() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_module_takes_no_memory(dtype: str) -> None:
-    module = make_module(families.make_config("qwen2"), dtype, 64)
+    module = make_module(families.make_config("qwen2"), dtype)
 
     assert all(parameter.is_meta for parameter in module.parameters())
     assert {parameter.dtype for parameter in module.parameters()} == {getattr(torch, dtype)}
@@ -99,7 +99,7 @@ def test_a_module_takes_no_memory(dtype: str) -> None:
 
 
 def test_the_default_dtype_stays() -> None:
-    make_module(families.make_config("qwen2"), "bfloat16", 64)
+    make_module(families.make_config("qwen2"), "bfloat16")
 
     assert torch.get_default_dtype() == torch.float32
 

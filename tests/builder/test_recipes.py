@@ -17,7 +17,7 @@ from precast.ir.schema import Cast, Read, Tie
 
 
 def module(variant: str, dtype: str = "float32") -> Any:
-    return make_module(families.make_config(variant), dtype, 64)
+    return make_module(families.make_config(variant), dtype)
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2-inverse-layer", "gpt_neox", "phi3", "gemma3"])
@@ -25,7 +25,7 @@ def test_recipes_read_what_save_pretrained_writes(variant: str) -> None:
     model = families.make_model(variant)
     written = revert_weight_conversion(model, dict(model.state_dict()))
 
-    recipes = param_recipes(module(variant), "float32")
+    recipes = param_recipes(module(variant))
 
     reads = {read.tensor: read.shape for recipe in recipes.values() for read in leaves(recipe)}
     tied = set(model.all_tied_weights_keys)
@@ -34,39 +34,39 @@ def test_recipes_read_what_save_pretrained_writes(variant: str) -> None:
 
 def test_a_renamed_tensor() -> None:
     """GPT-NeoX keeps its head as embed_out in checkpoints, and transformers calls it lm_head."""
-    recipes = param_recipes(module("gpt_neox", "bfloat16"), "bfloat16")
+    recipes = param_recipes(module("gpt_neox", "bfloat16"))
 
     assert recipes["lm_head.weight"] == Cast(Read("embed_out.weight", (131, 48)), "bfloat16")
     assert "embed_out.weight" not in recipes
 
 
 def test_a_tied_param() -> None:
-    recipes = param_recipes(module("llama-tied-bias"), "float32")
+    recipes = param_recipes(module("llama-tied-bias"))
 
     assert recipes["lm_head.weight"] == Tie("model.embed_tokens.weight")
     assert recipes["model.embed_tokens.weight"] == Cast(Read("model.embed_tokens.weight", (131, 48)), "float32")
 
 
 def test_untied_params_are_read() -> None:
-    assert not any(isinstance(recipe, Tie) for recipe in param_recipes(module("llama"), "float32").values())
+    assert not any(isinstance(recipe, Tie) for recipe in param_recipes(module("llama")).values())
 
 
 def test_integers_keep_their_type() -> None:
     model = module("llama", "bfloat16")
     model.model.register_buffer("steps", model.model.norm.weight.new_empty(3).long())
 
-    assert param_recipes(model, "bfloat16")["model.steps"] == Read("model.steps", (3,), "int64")
+    assert param_recipes(model)["model.steps"] == Read("model.steps", (3,), "int64")
 
 
 def test_tensors_that_are_merged_while_loading_are_refused() -> None:
     sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
-    model = make_module(AutoConfig.for_model("mixtral", **sizes, **heads), "float32", 64)
+    model = make_module(AutoConfig.for_model("mixtral", **sizes, **heads), "float32")
 
     with pytest.raises(
         BuildError, match=r"layers\.0\.mlp\.experts\.gate_up_proj is made by a checkpoint conv"
     ) as error:
-        param_recipes(model, "float32")
+        param_recipes(model)
 
     assert error.value.code == "recipe-unsupported"
 

@@ -31,14 +31,14 @@ def test_long_frequencies_are_those_behind_the_original_limit() -> None:
 
 @pytest.mark.parametrize("variant", ["llama-rope-dynamic", "phi3-longrope"])
 def test_length_dependent_modules_are_routed(variant: str) -> None:
-    module = make_module(families.make_config(variant), "float32", 64)
+    module = make_module(families.make_config(variant), "float32")
 
     assert "forward" in vars(module.model.rotary_emb)
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-rope-yarn", "llama-rope-linear", "gemma3"])
 def test_other_modules_stay_as_they_are(variant: str) -> None:
-    module = make_module(families.make_config(variant), "float32", 64)
+    module = make_module(families.make_config(variant), "float32")
 
     assert "forward" not in vars(module.model.rotary_emb)
 
@@ -85,7 +85,7 @@ def test_length_dependent_rope_of_some_layers_is_refused() -> None:
     ],
 )
 def test_constants_have_the_values_that_transformers_gives_them(variant: str, name: str) -> None:
-    meta = make_module(families.make_config(variant), "float32", 64)
+    meta = make_module(families.make_config(variant), "float32")
     assert meta.get_buffer(name).is_meta
 
     values = materialise_buffers(meta, {name})
@@ -95,12 +95,12 @@ def test_constants_have_the_values_that_transformers_gives_them(variant: str, na
 
 
 def test_nothing_is_made_that_nobody_wants() -> None:
-    assert materialise_buffers(make_module(families.make_config("llama"), "float32", 64), set()) == {}
+    assert materialise_buffers(make_module(families.make_config("llama"), "float32"), set()) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_a_buffer_of_unknown_value_is_refused(dtype: torch.dtype) -> None:
-    meta = make_module(families.make_config("llama"), "float32", 64)
+    meta = make_module(families.make_config("llama"), "float32")
     meta.model.register_buffer("table", torch.zeros(3, dtype=dtype, device="meta"), persistent=False)
 
     with pytest.raises(
@@ -112,7 +112,7 @@ def test_a_buffer_of_unknown_value_is_refused(dtype: torch.dtype) -> None:
 
 
 def test_a_buffer_that_is_filled_in_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    meta = make_module(families.make_config("llama"), "float32", 64)
+    meta = make_module(families.make_config("llama"), "float32")
     meta.model.register_buffer("table", torch.zeros(3, device="meta"), persistent=False)
 
     def fill_in_part(module: Any) -> None:
