@@ -87,7 +87,8 @@ class OpSpec:
     axes, `2F` for a multiple and `B+1` for a sum; one letter has one size in a call. `dtypes` names the element types
     of each tensor argument that it takes. `implementations` maps a device type to what imports the fastest
     implementation there; a device type that isn't in it has the reference. `tolerances` are for the largest of the
-    floating results' dtypes; a dtype that isn't in it must be met exactly.
+    floating results' dtypes, and for what is written; a dtype that isn't in it must be met exactly. `reads_metadata`:
+    its implementation for CUDA reads metadata on the host, which is a wait for the device.
     """
 
     name: str
@@ -100,6 +101,7 @@ class OpSpec:
     samples: Callable[[Draw], Iterator[Sample]]
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=dict)
     implementations: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
+    reads_metadata: bool = False
 
     @property
     def definition(self) -> ops.OpDef:

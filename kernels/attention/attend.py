@@ -1,12 +1,13 @@
 """What the attention ops have in common: the formula for one sequence, and which keys a query may see.
 
     s[i, h, j] = scale * sum_d q[i, h, d] * k[j, h // G, d]               G query heads share a key head
+    s[i, h, j] += slopes[h] * (j - i)                                     where there are slopes (ALiBi)
     s = soft_cap * tanh(s / soft_cap)                                     where there is a soft cap
     p[i, h, j] = exp(s[i, h, j]) / (sum_visible_j exp(s[i, h, j]) + exp(sinks[h]))      0 for keys that i can't see
     y[i, h] = sum_j p[i, h, j] * v[j, h // G]
 
-Key j is visible to query i iff its position is at most i's, and within the window i's is less than `window` ahead.
-A query that sees no key gives zeros.
+i and j are absolute positions: those in the sequence. Key j is visible to query i iff j <= i and, with a window,
+i - j < window; with chunks, i // chunk == j // chunk. A query that sees no key gives zeros.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ def attend(
     sinks: torch.Tensor | None,
     scale: float,
     soft_cap: float | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One sequence: `q` [Q, H, D], `k` [L, K, D], `v` [L, K, Dv], `visible` [Q, L] bool; [Q, H, Dv] in q's dtype."""
+    """One sequence: `q` [Q, H, D], `k` [L, K, D], `v` [L, K, Dv], `visible` [Q, L] bool; [Q, H, Dv] in q's dtype.
+
+    `bias` [Q, H, L] is what slopes add to the scores.
+    """
     group = q.shape[1] // k.shape[1]
     wide = widened(q)
     keys = k.to(wide.dtype).repeat_interleave(group, dim=1)
     values = v.to(wide.dtype).repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,lhd->qhl", wide, keys) * scale
+    if bias is not None:
+        scores = scores + bias
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
@@ -51,13 +58,41 @@ def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Ten
     return weights[..., :-1] / torch.where(total == 0, 1.0, total)
 
 
-def visible_keys(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which of `keys` [..., L] each of `queries` [..., Q] may see, both given as positions; [..., Q, L] bool."""
-    distance = queries[..., :, None] - keys[..., None, :]
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+def visible_keys(
+    queries: torch.Tensor, keys: torch.Tensor, window: int | None, chunk: int | None = None
+) -> torch.Tensor:
+    """Which of `keys` [..., L] each of `queries` [..., Q] may see, both given as positions; [..., Q, L] bool.
+
+    With a `chunk` the positions are absolute; without one, only their differences count.
+    """
+    queries, keys = queries[..., :, None], keys[..., None, :]
+    visible = keys <= queries
+    if window is not None:
+        visible = visible & (queries - keys < window)
+    if chunk is not None:
+        visible = visible & (queries // chunk == keys // chunk)
+    return visible
 
 
-def check_window(window: int | None) -> None:
-    """Raise ValueError for a window that isn't None (full attention) or at least 1."""
+def distance_bias(slopes: torch.Tensor | None, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    """`slopes[h] * (j - i)` [Q, H, L] for positions i of `queries` [Q] and j of `keys` [L]; None without slopes."""
+    if slopes is None:
+        return None
+    return slopes[:, None] * (keys - queries[:, None])[:, None]
+
+
+def first_seen(query: int, window: int | None, chunk: int | None) -> int:
+    """The position of the first key that the query at position `query` sees, both absolute."""
+    if window is not None:
+        return max(query - window + 1, 0)
+    return 0 if chunk is None else max(query // chunk * chunk, 0)
+
+
+def check_window(window: int | None, chunk: int | None = None) -> None:
+    """Raise ValueError for a window or a chunk that isn't None or at least 1, and for both at once."""
     if window is not None and window < 1:
         raise ValueError(f"window: expected None (full attention) or at least 1, found {window}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk: expected None (full attention) or at least 1, found {chunk}")
+    if window is not None and chunk is not None:
+        raise ValueError(f"expected a window or chunks, found window {window} and chunk {chunk}")

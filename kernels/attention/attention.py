@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from precast.kernels.attention import batched, cuda
-from precast.kernels.attention.attend import attend, check_window, visible_keys
+from precast.kernels.attention.attend import attend, check_window, distance_bias, visible_keys
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 
@@ -28,19 +28,23 @@ def attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """`q` [1, T, H, D], `k` [1, T, K, D], `v` [1, T, K, Dv], `sinks` [H], `cu_seqlens` [B + 1] int32; [1, T, H, Dv].
 
-    Computed in float32, rounded once to q's dtype. Raises ValueError for a window below 1.
+    `slopes` [H] float32. Computed in float32, rounded once to q's dtype. Raises ValueError for a window or chunk below
+    1, and for both at once.
     """
-    check_window(window)
+    check_window(window, chunk)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     bounds = cu_seqlens.tolist()
     for first, end in pairwise(bounds):
         positions = torch.arange(end - first, device=q.device)
-        visible = visible_keys(positions, positions, window)
+        visible = visible_keys(positions, positions, window, chunk)
+        bias = distance_bias(slopes, positions, positions)
         rows = slice(first, end)
-        out[0, rows] = attend(q[0, rows], k[0, rows], v[0, rows], visible, sinks, scale, soft_cap)
+        out[0, rows] = attend(q[0, rows], k[0, rows], v[0, rows], visible, sinks, scale, soft_cap, bias)
     return out
 
 
@@ -54,6 +58,8 @@ def _fake(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
@@ -79,6 +85,12 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     yield sample([33], 3, 1, 40, 40, 1, window=1, soft_cap=5.0)
     yield sample([2, 3], 2, 2, 8, 8, 2, sinks=draw.normal(2), soft_cap=2.0, window=100)
     yield sample([1, 1, 1], 7, 1, 32, 32, 0, sinks=draw.normal(7, dtype=torch.float32))
+    yield sample([6, 0, 11, 1], 6, 3, 24, 8, 2, slopes=draw.uniform(6, dtype=torch.float32))
+    yield sample([9, 4], 3, 1, 40, 40, 0, slopes=draw.uniform(3, dtype=torch.float32), window=3, soft_cap=4.0)
+    yield sample([7, 12, 5], 4, 2, 16, 8, 1, chunk=5)
+    yield sample([6, 3], 2, 2, 8, 8, 0, chunk=1, soft_cap=3.0)
+    more = {"sinks": draw.normal(7), "slopes": draw.uniform(7, dtype=torch.float32)}
+    yield sample([23, 2], 7, 1, 32, 32, 3, chunk=7, **more)
     yield sample([], 2, 1, 8, 8, 3)
     yield sample([], 2, 1, 8, 8, 0)
     # Query, key and value as slices of the fused product.
@@ -88,9 +100,9 @@ def _samples(draw: Draw) -> Iterator[Sample]:
 
 ATTENTION = OpSpec(
     name="precast.attention",
-    axes={"q": "1 T H D", "k": "1 T K D", "v": "1 T K E", "sinks": "H", "cu_seqlens": "B+1"},
+    axes={"q": "1 T H D", "k": "1 T K D", "v": "1 T K E", "sinks": "H", "cu_seqlens": "B+1", "slopes": "H"},
     results={"y": "1 T H E"},
-    dtypes={"q": FLOAT, "k": FLOAT, "v": FLOAT, "sinks": FLOAT, "cu_seqlens": (torch.int32,)},
+    dtypes=dict.fromkeys(("q", "k", "v", "sinks"), FLOAT) | {"cu_seqlens": (torch.int32,), "slopes": (torch.float32,)},
     reference=attention,
     fake=_fake,
     samples=_samples,

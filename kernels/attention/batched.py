@@ -2,8 +2,9 @@
 decoding sequences together. It reads the metadata on the host, which on a GPU is a wait; the Triton kernel has none.
 
 Sequences that are decoding (one query) are sorted into classes of like length, and each class is one product over
-pages padded to its longest list. Others go one by one, in blocks of queries. Products without soft cap and sinks are
-`scaled_dot_product_attention`; torch's softmax has no place for the other two.
+pages padded to its longest list. Others go one by one, in blocks of queries. Products without slopes, soft cap and
+sinks are `scaled_dot_product_attention`: it has no place for the last two, and takes a mask of numbers in q's dtype
+alone, which is too coarse for slopes over long distances.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from precast.kernels.attention.attend import check_window, probabilities, visible_keys
+from precast.kernels.attention.attend import check_window, first_seen, probabilities, visible_keys
 from precast.kernels.dtypes import widened
 
 # Queries of a block: bounds the mask and the scores to this many rows a head, and keeps products large.
@@ -28,14 +29,17 @@ class _Rule(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
+    slopes: torch.Tensor | None
+    chunk: int | None
 
 
 class _Sequence(NamedTuple):
-    """One sequence of a paged call. Positions are local: those of the slots of `first_page .. end_page`."""
+    """One sequence of a paged call. Positions are absolute; `first_page .. end_page` have the keys from `start` on."""
 
     row: int
     queries: int
     position: int  # of the first query
+    start: int
     keys: int
     first_page: int
     end_page: int
@@ -51,15 +55,17 @@ def attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """`precast.attention`, see `precast.kernels.attention.attention`."""
-    check_window(window)
-    rule = _Rule(sinks, scale, window, soft_cap)
+    check_window(window, chunk)
+    rule = _Rule(sinks, scale, window, soft_cap, slopes, chunk)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     bounds = cu_seqlens.tolist()
     for first, end in pairwise(bounds):
         rows = slice(first, end)
-        _in_blocks(out[0, rows], q[0, rows], k[0, rows], v[0, rows], 0, rule)
+        _in_blocks(out[0, rows], q[0, rows], k[0, rows], v[0, rows], 0, 0, rule)
     return out
 
 
@@ -77,14 +83,16 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """`precast.paged_attention`, see `precast.kernels.attention.paged`."""
-    check_window(window)
-    rule = _Rule(sinks, scale, window, soft_cap)
+    check_window(window, chunk)
+    rule = _Rule(sinks, scale, window, soft_cap, slopes, chunk)
     out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
     page_size = k_cache.shape[1]
     decoding: dict[int, list[_Sequence]] = {}
-    for sequence in _sequences(cu_seqlens, kv_lens, page_indptr, page_start, page_size, window):
+    for sequence in _sequences(cu_seqlens, kv_lens, page_indptr, page_start, page_size, rule):
         if sequence.queries == 1:
             # Lists of one class differ by less than a factor of two: that bounds what padding costs.
             decoding.setdefault((sequence.end_page - sequence.first_page).bit_length(), []).append(sequence)
@@ -93,7 +101,7 @@ def paged_attention(
         k = k_cache[pages].flatten(0, 1)[: sequence.keys]
         v = v_cache[pages].flatten(0, 1)[: sequence.keys]
         rows = slice(sequence.row, sequence.row + sequence.queries)
-        _in_blocks(out[0, rows], q[0, rows], k, v, sequence.position, rule)
+        _in_blocks(out[0, rows], q[0, rows], k, v, sequence.position, sequence.start, rule)
     for sequences in decoding.values():
         _decode(out, q, k_cache, v_cache, page_indices, sequences, rule)
     return out
@@ -105,38 +113,39 @@ def _sequences(
     page_indptr: torch.Tensor,
     page_start: torch.Tensor,
     page_size: int,
-    window: int | None,
+    rule: _Rule,
 ) -> list[_Sequence]:
-    """The sequences that have queries and keys, without pages that lie before every window or behind the last key."""
+    """The sequences that have queries and keys, without pages that no query sees or that lie behind the last key."""
     bounds, indptr = cu_seqlens.tolist(), page_indptr.tolist()
     found = []
     for b, (kv_len, start) in enumerate(zip(kv_lens.tolist(), page_start.tolist(), strict=True)):
         queries = bounds[b + 1] - bounds[b]
-        position = kv_len - start - queries
+        position = kv_len - queries
         keys = min(kv_len - start, (indptr[b + 1] - indptr[b]) * page_size)
-        skipped = 0 if window is None else max(position - window + 1, 0) // page_size
+        skipped = max(first_seen(position, rule.window, rule.chunk) - start, 0) // page_size
         held = -(-keys // page_size)
         if queries > 0 and held > skipped:
             slots = skipped * page_size
             first, end = indptr[b] + skipped, indptr[b] + held
-            found.append(_Sequence(bounds[b], queries, position - slots, keys - slots, first, end))
+            found.append(_Sequence(bounds[b], queries, position, start + slots, keys - slots, first, end))
     return found
 
 
 def _in_blocks(
-    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, rule: _Rule
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, start: int, rule: _Rule
 ) -> None:
-    """One sequence: `q` [Q, H, D] at local positions from `position` on, over `k`, `v` [L, K, .]; into `out`."""
+    """One sequence: `q` [Q, H, D] from `position` on, over `k`, `v` [L, K, .] from position `start` on; into `out`."""
     for first in range(0, q.shape[0], _BLOCK):
         end = min(first + _BLOCK, q.shape[0])
-        low = 0 if rule.window is None else max(position + first - rule.window + 1, 0)
-        high = min(position + end, k.shape[0])
+        low = max(first_seen(position + first, rule.window, rule.chunk) - start, 0)
+        high = min(position + end - start, k.shape[0])
         if high <= low:
             continue
-        queries = torch.arange(position + first, position + end, device=q.device)
-        keys = torch.arange(low, high, device=q.device)
-        visible = visible_keys(queries, keys, rule.window)
-        out[first:end] = _product(q[None, first:end], k[None, low:high], v[None, low:high], visible[None], rule)[0]
+        queries = torch.arange(position + first, position + end, device=q.device)[None]
+        keys = torch.arange(start + low, start + high, device=q.device)[None]
+        visible = visible_keys(queries, keys, rule.window, rule.chunk)
+        part = (q[None, first:end], k[None, low:high], v[None, low:high])
+        out[first:end] = _product(*part, visible, _distance(queries, keys, rule), rule)[0]
 
 
 def _decode(
@@ -149,49 +158,78 @@ def _decode(
     rule: _Rule,
 ) -> None:
     """Sequences of one query each, in one product; into `out`."""
-    rows, positions, keys, first_pages, counts = torch.tensor(
-        [(s.row, s.position, s.keys, s.first_page, s.end_page - s.first_page) for s in sequences], device=q.device
+    rows, positions, starts, lengths, first_pages, counts = torch.tensor(
+        [(s.row, s.position, s.start, s.keys, s.first_page, s.end_page - s.first_page) for s in sequences],
+        device=q.device,
     ).unbind(1)
     column = torch.arange(max(s.end_page - s.first_page for s in sequences), device=q.device)
     # Lists shorter than the longest repeat their first page; its slots are masked like others without a key.
     table = page_indices[first_pages[:, None] + torch.where(column < counts[:, None], column, 0)]
     slots = torch.arange(len(column) * k_cache.shape[1], device=q.device)
-    empty = slots >= keys[:, None]
+    empty = slots >= lengths[:, None]
     # Slots without a key hold anything, NaN too; a probability of zero would not keep that out of a product.
     k = k_cache[table].flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
     v = v_cache[table].flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
-    visible = visible_keys(positions[:, None], slots, rule.window) & ~empty[:, None]
-    out[0, rows] = _product(q[0, rows][:, None], k, v, visible, rule)[:, 0]
+    queries, keys = positions[:, None], starts[:, None] + slots
+    visible = visible_keys(queries, keys, rule.window, rule.chunk) & ~empty[:, None]
+    out[0, rows] = _product(q[0, rows][:, None], k, v, visible, _distance(queries, keys, rule), rule)[:, 0]
 
 
-def _product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, rule: _Rule) -> torch.Tensor:
+def _distance(queries: torch.Tensor, keys: torch.Tensor, rule: _Rule) -> torch.Tensor | None:
+    """How far each of `keys` [B, L] stands behind each of `queries` [B, Q], [B, Q, L]; None where no slope asks."""
+    return None if rule.slopes is None else keys[:, None, :] - queries[:, :, None]
+
+
+def _product(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    distance: torch.Tensor | None,
+    rule: _Rule,
+) -> torch.Tensor:
     """`q` [B, Q, H, D] over `k`, `v` [B, L, K, .] where `visible` [B, Q, L]; [B, Q, H, Dv] in q's dtype."""
     batch, queries, heads, size = q.shape
-    length, kv_heads = k.shape[1], k.shape[2]
+    kv_heads = k.shape[2]
     group = heads // kv_heads
     # The queries of one key head become rows of one matrix, so that no key is repeated for its group.
     rows = q.view(batch, queries, kv_heads, group, size).transpose(1, 2).reshape(batch, kv_heads, -1, size)
     k, v = k.transpose(1, 2).to(q.dtype), v.transpose(1, 2).to(q.dtype)
-    mask = visible[:, None, :, None].expand(batch, 1, queries, group, length).reshape(batch, 1, -1, length)
-    if rule.sinks is None and rule.soft_cap is None:
+    mask = _for_each_row(visible, group)
+    if rule.sinks is None and rule.soft_cap is None and distance is None:
         y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=rule.scale)
         # What a row gives that sees nothing, torch leaves to each of its kernels.
         y = torch.where(mask.any(-1, keepdim=True), y, 0.0)
     else:
-        y = _with_extras(rows, k, v, mask, group, rule)
+        y = _with_extras(rows, k, v, mask, None if distance is None else _for_each_row(distance, group), rule)
     return y.view(batch, kv_heads, queries, group, -1).transpose(1, 2).reshape(batch, queries, heads, -1)
 
 
+def _for_each_row(x: torch.Tensor, group: int) -> torch.Tensor:
+    """`x` [B, Q, L] for the rows of one key head, its group's heads once for each query: [B, 1, Q * G, L]."""
+    return x.repeat_interleave(group, dim=1)[:, None]
+
+
 def _with_extras(
-    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, group: int, rule: _Rule
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    distance: torch.Tensor | None,
+    rule: _Rule,
 ) -> torch.Tensor:
-    """The product in float32 with soft cap and sinks; `rows` [B, K, Q * G, D], `mask` [B, 1, Q * G, L]."""
+    """The product in float32 with slopes, soft cap and sinks; `rows` [B, K, Q * G, D], others [B, 1, Q * G, L]."""
+    kv_heads, num_rows = rows.shape[1:3]
+
+    def for_rows(heads: torch.Tensor) -> torch.Tensor:
+        group = len(heads) // kv_heads
+        return heads.view(kv_heads, 1, group).expand(-1, num_rows // group, -1).reshape(kv_heads, num_rows)
+
     scores = torch.matmul(widened(rows), widened(k).transpose(-1, -2)) * rule.scale
+    if rule.slopes is not None and distance is not None:
+        scores = scores + for_rows(rule.slopes)[:, :, None] * distance
     if rule.soft_cap is not None:
         scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
     scores = scores.masked_fill(~mask, float("-inf"))
-    sinks = rule.sinks
-    if sinks is not None:
-        # Rows of a key head: its group's heads, once for each query.
-        sinks = sinks.view(k.shape[1], 1, group).expand(-1, scores.shape[2] // group, -1).reshape(scores.shape[1:3])
+    sinks = None if rule.sinks is None else for_rows(rule.sinks)
     return torch.matmul(probabilities(scores, sinks), widened(v)).to(rows.dtype)

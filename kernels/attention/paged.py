@@ -3,9 +3,9 @@
 
 Sequence b's queries are tokens `cu_seqlens[b] .. cu_seqlens[b + 1]`, the last of them at absolute position
 `kv_lens[b] - 1`. Its keys lie in the pages `page_indices[page_indptr[b] .. page_indptr[b + 1]]`; the first slot of the
-first page has absolute position `page_start[b]` (the list is cut to the window on the host), and slots from position
-`kv_lens[b]` on hold nothing. Positions and lengths are absolute, page lists local: `page_start` is the only bridge.
-Tokens past `cu_seqlens[B]` are padding, and give zeros.
+first page has absolute position `page_start[b]` (the list is cut to the window or chunk on the host), and slots from
+position `kv_lens[b]` on hold nothing. Positions and lengths are absolute, page lists local: `page_start` is the only
+bridge. Tokens past `cu_seqlens[B]` are padding, and give zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from precast.kernels.attention import batched, cuda
-from precast.kernels.attention.attend import attend, check_window, visible_keys
+from precast.kernels.attention.attend import attend, check_window, distance_bias, first_seen, visible_keys
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 
@@ -35,14 +35,16 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """`q` [1, T, H, D], `k_cache` [P, S, K, D], `v_cache` [P, S, K, Dv], `sinks` [H]; [1, T, H, Dv] in q's dtype.
 
     All metadata is int32: `cu_seqlens`, `page_indptr` [B + 1]; `kv_lens`, `page_start` [B]; `page_indices` [N].
-    A cache of another dtype is converted as it is read. Computed in float32, rounded once. Raises ValueError for a
-    window below 1.
+    `slopes` [H] float32. A cache of another dtype is converted as it is read. Computed in float32, rounded once. Raises
+    ValueError for a window or chunk below 1, and for both at once.
     """
-    check_window(window)
+    check_window(window, chunk)
     out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
     bounds, indptr = cu_seqlens.tolist(), page_indptr.tolist()
     for b, (kv_len, start) in enumerate(zip(kv_lens.tolist(), page_start.tolist(), strict=True)):
@@ -53,8 +55,9 @@ def paged_attention(
         v = v_cache[pages].flatten(0, 1)[: max(kv_len - start, 0)]
         queries = torch.arange(kv_len - (bounds[b + 1] - bounds[b]), kv_len, device=q.device)
         keys = torch.arange(start, start + len(k), device=q.device)
-        visible = visible_keys(queries, keys, window)
-        out[0, rows] = attend(q[0, rows], k, v, visible, sinks, scale, soft_cap)
+        visible = visible_keys(queries, keys, window, chunk)
+        bias = distance_bias(slopes, queries, keys)
+        out[0, rows] = attend(q[0, rows], k, v, visible, sinks, scale, soft_cap, bias)
     return out
 
 
@@ -72,6 +75,8 @@ def _fake(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
 
@@ -93,13 +98,13 @@ def paged_sample(
     """A call for `sequences`, each (tokens of this step, context length with them), on pages in random order.
 
     Slots that hold no key are NaN, and so are padding's queries; behind the last page list stands a page that isn't
-    there: whoever reads one of them is found out. `cut`: page lists begin with the first page that the window of the
-    first query reaches. Other arguments are taken as they are.
+    there: whoever reads one of them is found out. `cut`: page lists begin with the first page that the window or chunk
+    of the first query reaches. Other arguments are taken as they are.
     """
-    window = more.get("window")
+    window, chunk = more.get("window"), more.get("chunk")
     starts, counts = [], []
     for queries, kv_len in sequences:
-        first = max(kv_len - queries - window + 1, 0) if cut and window else 0
+        first = first_seen(kv_len - queries, window, chunk) if cut else 0
         starts.append(first // page_size * page_size)
         counts.append(-(-(kv_len - starts[-1]) // page_size))
     pages = sum(counts) + 2
@@ -154,6 +159,14 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     )
     yield paged_sample(draw, mixed, heads=2, kv_heads=1, size=8, window=1000)
     yield paged_sample(draw, decode, heads=4, kv_heads=2, size=16, cache_dtype=torch.float16)
+    slopes = draw.uniform(6, dtype=torch.float32)
+    yield paged_sample(draw, decode, heads=6, kv_heads=2, size=16, slopes=slopes)
+    yield paged_sample(draw, mixed, heads=6, kv_heads=3, size=24, page_size=3, window=5, cut=True, slopes=slopes)
+    yield paged_sample(draw, mixed, heads=2, kv_heads=1, size=8, value=16, chunk=5, soft_cap=3.0, padding=3)
+    yield paged_sample(draw, decode, heads=7, kv_heads=1, size=40, page_size=8, chunk=6, cut=True)
+    yield paged_sample(draw, mixed, heads=3, kv_heads=3, size=8, page_size=2, chunk=1, cut=True)
+    more: dict[str, Any] = {"slopes": slopes, "sinks": draw.normal(6), "soft_cap": 2.0}
+    yield paged_sample(draw, mixed, heads=6, kv_heads=1, size=16, page_size=3, chunk=7, cut=True, **more)
     # Nothing to see: an empty context, a query before the first key, and no sequences at all.
     yield paged_sample(draw, [(1, 3), (2, 2)], heads=2, kv_heads=1, size=8, kv_lens=draw.of([0, 1], torch.int32))
     yield paged_sample(draw, [], heads=2, kv_heads=1, size=8, padding=3)
@@ -173,9 +186,11 @@ PAGED_ATTENTION = OpSpec(
         "page_indices": "N",
         "page_indptr": "B+1",
         "page_start": "B",
+        "slopes": "H",
     },
     results={"y": "1 T H E"},
-    dtypes={"q": FLOAT, "k_cache": FLOAT, "v_cache": FLOAT, "sinks": FLOAT} | dict.fromkeys(_METADATA, (torch.int32,)),
+    dtypes={"q": FLOAT, "k_cache": FLOAT, "v_cache": FLOAT, "sinks": FLOAT, "slopes": (torch.float32,)}
+    | dict.fromkeys(_METADATA, (torch.int32,)),
     reference=paged_attention,
     fake=_fake,
     samples=_samples,

@@ -44,7 +44,7 @@ def _find_sequence(cu_seqlens_ptr, num_seqs, block, BLOCK_Q: tl.constexpr):  # t
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "window", "chunk"])
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     q_ptr,
@@ -56,8 +56,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     page_indices_ptr,
     page_indptr_ptr,
     page_start_ptr,
+    slopes_ptr,
     num_seqs,
     window,
+    chunk,
     scale,
     soft_cap,
     out_stride_t,
@@ -76,6 +78,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
@@ -99,7 +103,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
 
     first_page = tl.load(page_indptr_ptr + seq)
     num_pages = tl.load(page_indptr_ptr + seq + 1) - first_page
-    kv_len = tl.load(kv_lens_ptr + seq) - tl.load(page_start_ptr + seq)
+    page_start = tl.load(page_start_ptr + seq)
+    kv_len = tl.load(kv_lens_ptr + seq) - page_start
 
     row = tl.arange(0, BLOCK_M)
     query = first_query + row // GROUP
@@ -120,12 +125,19 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes_ptr + head, mask=row_mask, other=0.0)
 
     last_query = tl.minimum(first_query + BLOCK_Q, num_queries) - 1
     end = tl.minimum(tl.minimum(kv_len, num_pages * PAGE_SIZE), kv_len - num_queries + last_query + 1)
     start = 0
     if HAS_WINDOW:
         start = tl.maximum(kv_len - num_queries + first_query - window + 1, 0) // BLOCK_N * BLOCK_N
+    if HAS_CHUNK:
+        # Chunks are counted in absolute positions.
+        chunk_start = (position + page_start) // chunk * chunk - page_start
+        first_chunk = (kv_len - num_queries + first_query + page_start) // chunk * chunk - page_start
+        start = tl.maximum(first_chunk, 0) // BLOCK_N * BLOCK_N
 
     for first_key in range(start, end, BLOCK_N):
         key = first_key + tl.arange(0, BLOCK_N)
@@ -140,12 +152,16 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         v = tl.load(v_ptr + v_offsets, mask=key_mask[:, None] & (e[None, :] < VALUE_SIZE), other=0.0).to(q.dtype)
 
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        distance = position[:, None] - key[None, :]
+        if HAS_SLOPES:
+            scores -= slope[:, None] * distance
         if HAS_SOFT_CAP:
             scores = soft_cap * _tanh(scores / soft_cap)
-        distance = position[:, None] - key[None, :]
         visible = key_mask[None, :] & (distance >= 0)
         if HAS_WINDOW:
             visible = visible & (distance < window)
+        if HAS_CHUNK:
+            visible = visible & (key[None, :] >= chunk_start[:, None])
         scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
 
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -208,18 +224,19 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """`precast.paged_attention`, see `precast.kernels.attention.paged`. float64 is computed by PyTorch."""
-    check_window(window)
+    check_window(window, chunk)
     metadata = (cu_seqlens, kv_lens, page_indices, page_indptr, page_start)
     if q.dtype == torch.float64:
-        return batched.paged_attention(
-            q, k_cache, v_cache, sinks, *metadata, scale=scale, window=window, soft_cap=soft_cap
-        )
+        rule: dict[str, Any] = {"window": window, "soft_cap": soft_cap, "slopes": slopes, "chunk": chunk}
+        return batched.paged_attention(q, k_cache, v_cache, sinks, *metadata, scale=scale, **rule)
     # Zeros for padding, whose tokens belong to no program.
     out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
     if q.shape[1] > 0 and kv_lens.shape[0] > 0:
-        _launch(out, q, k_cache, v_cache, sinks, metadata, scale, window, soft_cap)
+        _launch(out, q, k_cache, v_cache, sinks, metadata, scale, window, soft_cap, slopes, chunk)
     return out
 
 
@@ -233,6 +250,8 @@ def _launch(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    slopes: torch.Tensor | None,
+    chunk: int | None,
 ) -> None:
     num_tokens, num_heads, size = q.shape[1:]
     page_size, num_kv_heads, value_size = v_cache.shape[1:]
@@ -249,8 +268,10 @@ def _launch(
             v_cache,
             sinks if sinks is not None else q,
             *metadata,
+            slopes if slopes is not None else q,
             num_seqs,
             window or 0,
+            chunk or 0,
             scale,
             soft_cap or 0.0,
             *out.stride()[1:3],
@@ -260,6 +281,8 @@ def _launch(
             HAS_SINKS=sinks is not None,
             HAS_WINDOW=window is not None,
             HAS_SOFT_CAP=soft_cap is not None,
+            HAS_SLOPES=slopes is not None,
+            HAS_CHUNK=chunk is not None,
             PAGE_SIZE=page_size,
             GROUP=group,
             SIZE=size,
@@ -285,6 +308,8 @@ def attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """`precast.attention`, see `precast.kernels.attention.attention`: each token is a page, its own."""
     tokens = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
@@ -302,4 +327,6 @@ def attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        slopes=slopes,
+        chunk=chunk,
     )

@@ -82,6 +82,11 @@ def test_write_kv_stays_inside_the_cache(copied: Callable[[Sample], Sample]) -> 
         (2, 2, 128, 128, 7, {"sinks": True, "soft_cap": 50.0}),
         (1, 1, 256, 256, 32, {"window": 33}),
         (3, 1, 8, 8, 4, {"window": 1, "sinks": True}),
+        (7, 1, 80, 80, 5, {"chunk": 37, "cut": True}),
+        (6, 2, 24, 40, 1, {"slopes": True, "soft_cap": 4.0, "padding": 5}),
+        (2, 2, 16, 16, 32, {"slopes": True, "chunk": 64}),
+        (4, 1, 64, 64, 7, {"slopes": True, "window": 20, "sinks": True, "cut": True}),
+        (3, 3, 8, 8, 4, {"chunk": 1, "sinks": True, "cut": True}),
     ],
     ids=str,
 )
@@ -98,6 +103,8 @@ def test_odd_sizes(
     draw = Draw(torch.float32, CPU)
     if "sinks" in more:
         more = more | {"sinks": draw.normal(heads)}
+    if "slopes" in more:
+        more = more | {"slopes": draw.uniform(heads)}
     sample = paged_sample(
         draw, sequences, heads=heads, kv_heads=kv_heads, size=size, value=value, page_size=page_size, **more
     )

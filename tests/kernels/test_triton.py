@@ -58,24 +58,26 @@ def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("is_decode", [False, True], ids=["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("dtype", "size", "value", "group"),
+    ("dtype", "size", "value", "group", "has_chunk"),
     [
-        (torch.bfloat16, 128, 128, 4),
-        (torch.bfloat16, 256, 256, 2),
-        (torch.float16, 80, 64, 7),
-        (torch.float32, 256, 256, 1),
+        (torch.bfloat16, 128, 128, 4, False),
+        (torch.bfloat16, 256, 256, 2, True),
+        (torch.float16, 80, 64, 7, False),
+        (torch.float32, 256, 256, 1, True),
     ],
 )
 def test_paged_attention_compiles_for_hopper(
-    dtype: torch.dtype, size: int, value: int, group: int, is_decode: bool
+    dtype: torch.dtype, size: int, value: int, group: int, has_chunk: bool, is_decode: bool
 ) -> None:
     from precast.kernels.attention import triton as kernels
 
     blocks = kernels.blocks(8 if is_decode else 512, 8, group, max(size, value), dtype)
     constants = {
         "HAS_SINKS": True,
-        "HAS_WINDOW": True,
+        "HAS_WINDOW": not has_chunk,
         "HAS_SOFT_CAP": True,
+        "HAS_SLOPES": True,
+        "HAS_CHUNK": has_chunk,
         "PAGE_SIZE": 16,
         "GROUP": group,
         "SIZE": size,
@@ -93,6 +95,7 @@ def test_paged_attention_compiles_for_hopper(
     kernel = kernels.paged_attention_kernel
     floats = ("out_ptr", "q_ptr", "k_ptr", "v_ptr", "sinks_ptr")
     pointers = {name: f"*{NAMES[dtype] if name in floats else 'i32'}" for name in kernel.arg_names if "_ptr" in name}
+    pointers["slopes_ptr"] = "*fp32"
     found = compiled(kernel, constants, pointers, {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages})
 
     assert len(found.asm["cubin"]) > 0

@@ -1,0 +1,1 @@
+"""The short causal convolution before state space and delta layers."""

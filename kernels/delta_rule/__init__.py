@@ -1,0 +1,1 @@
+"""The delta rule: linear attention that first reads what a key holds, and writes the difference."""

@@ -1,0 +1,105 @@
+"""The delta rule for speed in PyTorch: chunks as products of matrices, decoding sequences together.
+
+What the tokens of a chunk write depends on what earlier ones wrote: with A the decayed products of keys below the
+diagonal, times beta, the differences U solve (I + A) U = beta (V - arriving K S). The system doesn't depend on the
+state, so all chunks are solved at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from precast.kernels.delta_rule.step import prepared, step
+from precast.kernels.linear_attention.chunks import chunk_size, join, products, reach, split
+from precast.kernels.linear_attention.step import token_decays
+from precast.kernels.states import Slots, fresh, together
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor | None,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float,
+    normalise: bool,
+) -> torch.Tensor:
+    """`precast.delta_rule`, see `precast.kernels.delta_rule.delta_rule`."""
+    held = fresh(cu_seqlens, (v.shape[2], q.shape[3], v.shape[3]), q)
+    return _apply(q, k, v, decay, beta, held, scale, normalise)
+
+
+def stateful_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor | None,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    *,
+    scale: float,
+    normalise: bool,
+) -> torch.Tensor:
+    """`precast.stateful_delta_rule`, see `precast.kernels.delta_rule.stateful`."""
+    return _apply(q, k, v, decay, beta, Slots(state, slots, cu_seqlens, kv_lens), scale, normalise)
+
+
+def _apply(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor | None,
+    beta: torch.Tensor,
+    held: Slots,
+    scale: float,
+    normalise: bool,
+) -> torch.Tensor:
+    def batch(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = prepared(q, v, normalise) * scale, prepared(k, v, normalise)
+        if q.shape[1] > 1:
+            return _scan(q, k, v, decay, beta, state)
+        y, state = step(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], state)
+        return y[:, None], state
+
+    out = q.new_zeros(v.shape)
+    return together(batch, (q, k, v, token_decays(decay, v), beta), out, held)
+
+
+def _scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole sequences: `q`, `k` [n, L, H, D], `v` [n, L, H, E], `decay` [n, L, H, 1 or D], `beta` [n, L, H]."""
+    tokens = q.shape[1]
+    size = chunk_size(tokens, decay)
+    q, k, v, decay, beta = (split(x, size) for x in (q, k, v, decay, beta[..., None]))
+    inner, system = products((q, k), k, decay)
+    factors = reach(decay)
+    # The solver takes the diagonal as ones.
+    written = torch.linalg.solve_triangular(
+        beta * system, torch.cat((beta * v, beta * factors.arriving * k), -1), upper=False, unitriangular=True
+    )
+    values, keys = written.split((v.shape[-1], k.shape[-1]), -1)
+    q, k = q * factors.arriving, (k * factors.leaving).transpose(-1, -2)
+    y = torch.empty_like(v)
+    for g in range(q.shape[2]):
+        difference = values[:, :, g] - torch.matmul(keys[:, :, g], state)
+        y[:, :, g] = torch.matmul(q[:, :, g], state) + torch.matmul(inner[:, :, g], difference)
+        state = state * factors.whole[:, :, g] + torch.matmul(k[:, :, g], difference)
+    return join(y, tokens), state

@@ -1,0 +1,1 @@
+"""Products with one of several weights for each row, and the feed-forward layers made of them."""

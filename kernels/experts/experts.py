@@ -1,0 +1,159 @@
+"""experts@1: y[t] = sum_j expert_weights[t, j] * mlp(x[t], expert_ids[t, j]), the experts of a feed-forward layer.
+
+    h = x @ up[e]^T + up_bias[e]
+    h = act(clamp(h[:F], max=limit)) * (clamp(h[F:], -limit, limit) + offset)    if `gated`, else act(h)
+    mlp(x, e) = h @ down[e]^T + down_bias[e]
+
+Kinds of `activation`: `silu` a * sigmoid(alpha * a), where 1 is the usual `alpha`; `gelu`; `gelu_tanh`, its
+approximation; `relu`; `relu2` relu(a)^2. An id that is no expert's adds nothing. Computed in float32 (float64 for
+float64), rounded once at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import functional
+
+from precast.ir.rules_experts import EXPERT_ACTIVATIONS
+from precast.kernels.dtypes import FLOAT, widened
+from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+
+
+def experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    *,
+    activation: str,
+    gated: bool,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts: [T, I] in `x`'s dtype.
+
+    `x` [T, I], `expert_ids` [T, K] int64, `expert_weights` [T, K]; `up` [E, 2F, I], gate before values (ungated:
+    [E, F, I]), `down` [E, I, F] and the biases [E, 2F], [E, I] have `x`'s dtype. Raises ValueError for an activation
+    that the module's docstring doesn't name.
+    """
+    total = widened(x).new_zeros(x.shape)
+    for expert in range(up.shape[0]):
+        tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
+        h = functional.linear(widened(x[tokens]), widened(up[expert]), _row(up_bias, expert))
+        h = activate(h, activation, gated=gated, alpha=alpha, limit=limit, offset=offset)
+        h = functional.linear(h, widened(down[expert]), _row(down_bias, expert))
+        total.index_add_(0, tokens, h * expert_weights[tokens, places, None].to(h.dtype))
+    return total.to(x.dtype)
+
+
+def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias is None else widened(bias[expert])
+
+
+def activate(
+    h: torch.Tensor, kind: str, *, gated: bool, alpha: float, limit: float | None, offset: float
+) -> torch.Tensor:
+    """What stands between the two products: `h` [..., 2F], or [..., F] where there is no gate, -> [..., F]."""
+    if not gated:
+        return _activate(h, kind, alpha)
+    gate, value = h.chunk(2, dim=-1)
+    if limit is not None:
+        gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+    return _activate(gate, kind, alpha) * (value + offset)
+
+
+def _activate(a: torch.Tensor, kind: str, alpha: float) -> torch.Tensor:
+    if kind == "silu":
+        return functional.silu(a) if alpha == 1.0 else a * torch.sigmoid(alpha * a)
+    if kind == "gelu":
+        return functional.gelu(a)
+    if kind == "gelu_tanh":
+        return functional.gelu(a, approximate="tanh")
+    if kind == "relu":
+        return functional.relu(a)
+    if kind == "relu2":
+        return functional.relu(a).square()
+    raise ValueError(f"activation: expected one of {', '.join(EXPERT_ACTIVATIONS)}, found {kind!r}")
+
+
+def _fake(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    *,
+    activation: str,
+    gated: bool,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _implementation() -> Callable[..., torch.Tensor]:
+    from precast.kernels.experts.grouped import experts
+
+    return experts
+
+
+def _sample(draw: Draw, tokens: int, top_k: int, *, gated: bool, bias: bool = False, size: int = 9) -> Sample:
+    num, inner = 5, 6 if size == 9 else 24
+    rows = inner * (2 if gated else 1)
+    return {
+        "x": draw.normal(tokens, size),
+        "expert_ids": draw.integers(0, num, tokens, top_k),
+        "expert_weights": draw.uniform(tokens, top_k),
+        "up": draw.normal(num, rows, size, scale=0.2),
+        "down": draw.normal(num, size, inner, scale=0.2),
+        "up_bias": draw.normal(num, rows) if bias else None,
+        "down_bias": draw.normal(num, size) if bias else None,
+        "gated": gated,
+    }
+
+
+def _samples(draw: Draw) -> Iterator[Sample]:
+    for kind in EXPERT_ACTIVATIONS:
+        yield {**_sample(draw, 11, 3, gated=True), "activation": kind}
+        yield {**_sample(draw, 3, 2, gated=False, bias=True), "activation": kind}
+    clamped = {"activation": "silu", "alpha": 1.702, "limit": 0.7, "offset": 1.0}
+    yield {**_sample(draw, 17, 2, gated=True, bias=True, size=16), **clamped}
+    sample = {**_sample(draw, 20, 4, gated=True, size=16), "activation": "silu"}
+    yield {**sample, "expert_weights": draw.uniform(20, 4, dtype=torch.float32)}
+    yield {**sample, "expert_ids": draw.integers(-1, 7, 20, 4)}  # some are no expert's
+    yield {**sample, "x": draw.normal(40, 16)[::2], "up": draw.normal(5, 16, 48, scale=0.2).transpose(1, 2)}
+    for tokens in (1, 0):
+        yield {**_sample(draw, tokens, 1, gated=True), "activation": "gelu"}
+
+
+EXPERTS = OpSpec(
+    name="precast.experts",
+    axes={
+        "x": "T I",
+        "expert_ids": "T K",
+        "expert_weights": "T K",
+        "up": "E U I",
+        "down": "E I F",
+        "up_bias": "E U",
+        "down_bias": "E I",
+    },
+    results={"y": "T I"},
+    dtypes={
+        **dict.fromkeys(("x", "expert_weights", "up", "down", "up_bias", "down_bias"), FLOAT),
+        "expert_ids": (torch.int64,),
+    },
+    reference=experts,
+    fake=_fake,
+    samples=_samples,
+    tolerances=PRODUCT,
+    implementations={"cpu": _implementation, "cuda": _implementation},
+)

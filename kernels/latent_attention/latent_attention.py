@@ -1,0 +1,106 @@
+"""latent_attention@1: causal attention over packed sequences, keys and values made from latents: formulas in
+`precast.kernels.latent_attention.expand` and `precast.kernels.attention.attend`.
+
+Tokens `cu_seqlens[b] .. cu_seqlens[b + 1]` are sequence b: its queries and its keys. Tokens past `cu_seqlens[B]` are
+padding, and give zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from precast.kernels.attention.attend import attend, check_window, visible_keys
+from precast.kernels.dtypes import FLOAT, widened
+from precast.kernels.latent_attention import batched
+from precast.kernels.latent_attention.expand import expand, sizes_of
+from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+
+
+def latent_attention(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    weight: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float,
+    value_size: int,
+    window: int | None = None,
+) -> torch.Tensor:
+    """`q` [1, T, H, Dn + Dr], `latent` [1, T, C], `k_rope` [1, T, Dr], `weight` [H * (Dn + Dv), C], `value_size` Dv,
+    `cu_seqlens` [B + 1] int32; [1, T, H, Dv].
+
+    Computed in float32, rounded once to q's dtype. Raises ValueError for a window below 1, and for a weight that
+    doesn't fit the heads.
+    """
+    check_window(window)
+    sizes = sizes_of(q, weight, k_rope.shape[-1], value_size)
+    out = q.new_zeros((*q.shape[:-1], value_size))
+    for first, end in pairwise(cu_seqlens.tolist()):
+        rows = slice(first, end)
+        k, v = expand(widened(latent[0, rows]), widened(k_rope[0, rows]), widened(weight), sizes)
+        positions = torch.arange(end - first, device=q.device)
+        visible = visible_keys(positions, positions, window)
+        out[0, rows] = attend(q[0, rows], k, v, visible, None, scale, None)
+    return out
+
+
+def _fake(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    weight: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float,
+    value_size: int,
+    window: int | None = None,
+) -> torch.Tensor:
+    return q.new_empty((*q.shape[:-1], value_size))
+
+
+def _samples(draw: Draw) -> Iterator[Sample]:
+    def sample(
+        lengths: list[int], heads: int, nope: int, rope: int, latent: int, value: int, padding: int, **more: Any
+    ) -> Sample:
+        bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        tokens = bounds[-1] + padding
+        return {
+            "q": draw.normal(1, tokens, heads, nope + rope),
+            "latent": draw.normal(1, tokens, latent),
+            "k_rope": draw.normal(1, tokens, rope),
+            "weight": draw.normal(heads * (nope + value), latent, scale=latent**-0.5),
+            "cu_seqlens": draw.of(bounds, torch.int32),
+            "scale": (nope + rope) ** -0.5,
+            "value_size": value,
+            **more,
+        }
+
+    yield sample([5, 1, 9], 4, 12, 4, 20, 16, 0)
+    yield sample([5, 0, 17], 3, 10, 6, 24, 14, 3, window=4)
+    yield sample([33], 1, 7, 2, 5, 40, 1, window=1)
+    yield sample([2, 3], 2, 3, 8, 64, 1, 2, window=100)
+    yield sample([], 2, 8, 4, 8, 8, 3)
+    yield sample([], 2, 8, 4, 8, 8, 0)
+    # Latent and rope part as slices of the product that gives both.
+    fused = draw.normal(1, 7, 26)
+    sliced = {"latent": fused[..., :20], "k_rope": fused[..., 20:]}
+    yield sample([3, 4], 2, 8, 6, 20, 8, 0) | sliced
+
+
+LATENT_ATTENTION = OpSpec(
+    name="precast.latent_attention",
+    axes={"q": "1 T H D", "latent": "1 T C", "k_rope": "1 T R", "weight": "W C", "cu_seqlens": "B+1"},
+    results={"y": "1 T H E"},
+    dtypes={"q": FLOAT, "latent": FLOAT, "k_rope": FLOAT, "weight": FLOAT, "cu_seqlens": (torch.int32,)},
+    reference=latent_attention,
+    fake=_fake,
+    samples=_samples,
+    tolerances=PRODUCT,
+    implementations={"cpu": lambda: batched.latent_attention, "cuda": lambda: batched.latent_attention},
+    reads_metadata=True,
+)

@@ -1,0 +1,1 @@
+"""Linear attention: a decaying sum of key-value products, read by queries."""

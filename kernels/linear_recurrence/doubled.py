@@ -1,0 +1,50 @@
+"""The linear recurrence for speed in PyTorch: by doubling, so that a sequence of L tokens takes about log2(L) steps.
+
+After step i each token holds what the last 2^i tokens up to it come to, and the product of their factors. Factors
+from 0 to 1 are only ever multiplied: products may vanish, and can't overflow.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from precast.kernels.linear_recurrence.joining import joining
+from precast.kernels.states import Slots, computed_in, fresh, together
+
+
+def linear_recurrence(
+    x: torch.Tensor, factor: torch.Tensor, cu_seqlens: torch.Tensor, *, kind: str = "sum"
+) -> torch.Tensor:
+    """`precast.linear_recurrence`, see `precast.kernels.linear_recurrence.linear_recurrence`."""
+    return _scan(x, factor, fresh(cu_seqlens, x.shape[2:], x), kind)
+
+
+def stateful_linear_recurrence(
+    x: torch.Tensor,
+    factor: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    *,
+    kind: str = "sum",
+) -> torch.Tensor:
+    """`precast.stateful_linear_recurrence`, see `precast.kernels.linear_recurrence.stateful`."""
+    return _scan(x, factor, Slots(state, slots, cu_seqlens, kv_lens), kind)
+
+
+def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torch.Tensor:
+    joined = joining(kind)
+
+    def batch(x: torch.Tensor, loss: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        factor = 1 - loss
+        h = torch.cat((joined(factor[:, :1] * state[:, None], x[:, :1]), x[:, 1:]), 1)
+        reach = 1
+        while reach < h.shape[1]:
+            h = torch.cat((h[:, :reach], joined(factor[:, reach:] * h[:, :-reach], h[:, reach:])), 1)
+            factor = torch.cat((factor[:, :reach], factor[:, reach:] * factor[:, :-reach]), 1)
+            reach *= 2
+        return h, h[:, -1]
+
+    # Behind a shorter sequence's end 1 - factor is 0, as x is, and the state stays what it is.
+    return together(batch, (x, 1 - factor.to(computed_in(x))), x.new_zeros(x.shape), held)
