@@ -60,6 +60,7 @@ CODES: dict[str, str] = {
     "op-unsupported": "the model uses an operation outside the op table",
     "recipe-unsupported": "a parameter cannot be made from checkpoint tensors by a recipe",
     "export-failed": "the model cannot be exported",
+    "check-failed": "what was built of the model does not compute what transformers computes",
     "option-invalid": "a build option has a value that is not allowed",
     "tokenizer-invalid": "a tokenizer file cannot be used",
     "dependency-missing": "an optional dependency is not installed",
@@ -119,6 +120,10 @@ class PrecastError(Exception):
         """This error, its place put inside `where`: how callers add what they know while it travels outward."""
         self.where = f"{where}: {self.where}" if self.where else where
         return self
+
+
+class RecipeError(ValueError):
+    """A recipe contradicts itself; whoever reads the recipe says where."""
 
 
 class BundleError(PrecastError):

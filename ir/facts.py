@@ -7,25 +7,23 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from precast.ir import symbols
+from precast.ir import caches, recipes, symbols
 from precast.ir.schema import (
     Block,
     Call,
-    Concat,
     Dim,
     Expr,
     Graph,
     Group,
     Items,
     Node,
-    Read,
+    PagedSpec,
     Recipe,
     Reshape,
     Slice,
     Slot,
-    Stack,
+    StateGroup,
     TensorType,
-    Tie,
     Value,
 )
 
@@ -70,8 +68,8 @@ class Facts:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.blocks: dict[str, Block] = {block.name: block for block in reversed(graph.blocks)}
-        self.slots: dict[str, tuple[Group, Slot]] = {
-            value.name: (group, slot) for group in graph.caches.groups for slot in group.slots for value in slot.tensors
+        self.slots: dict[str, tuple[Group | StateGroup, Slot]] = {
+            value.name: (group, slot) for group, slot in caches.slots(graph.caches) for value in slot.tensors
         }
         self.scopes = [_block_scope(block) for block in graph.blocks]
         self.block_scopes = {
@@ -115,7 +113,10 @@ class Facts:
         for param in self.graph.params:
             yield from ((f"param %{param.name}", expr) for expr in recipe_expressions(param.recipe))
         for group in self.graph.caches.groups:
-            yield f"group {group.name}", group.spec.num_kv_heads
+            if isinstance(group.spec, PagedSpec):
+                yield f"group {group.name}", group.spec.num_kv_heads
+        for states in self.graph.caches.states:
+            yield from ((f"group {states.name}", size) for size in states.spec.shape)
 
 
 def same_type(a: TensorType, b: TensorType) -> bool:
@@ -146,12 +147,12 @@ def _formals(block: Block) -> dict[str, Formal]:
 
 
 def _main_scope(graph: Graph) -> Scope:
-    caches = [value for group in graph.caches.groups for slot in group.slots for value in slot.tensors]
+    cached = list(caches.tensors(graph.caches))
     params = [Value(param.name, param.type) for param in graph.params]
     return _scope(
         "main",
-        (*graph.inputs, *params, *graph.constants, *caches),
-        frozenset(value.name for value in caches),
+        (*graph.inputs, *params, *graph.constants, *cached),
+        frozenset(value.name for value in cached),
         graph.main,
         tuple(graph.outputs.values()),
     )
@@ -181,17 +182,12 @@ def _argument_expressions(node: Node) -> Iterator[Expr]:
 
 def recipe_expressions(recipe: Recipe) -> Iterator[Expr]:
     """The sizes that a recipe writes out: starts, lengths, and shapes of `Reshape`."""
-    if isinstance(recipe, (Read, Tie)):
-        return
     if isinstance(recipe, Slice):
         yield from (recipe.start, recipe.length)
     elif isinstance(recipe, Reshape):
         yield from recipe.shape
-    if isinstance(recipe, (Concat, Stack)):
-        for part in recipe.parts:
-            yield from recipe_expressions(part)
-    else:
-        yield from recipe_expressions(recipe.of)
+    for part in recipes.parts(recipe):
+        yield from recipe_expressions(part)
 
 
 def duplicates(kind: str, names: Iterable[str], message: str = "is declared twice") -> Iterator[Fault]:

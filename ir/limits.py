@@ -58,6 +58,9 @@ MAX_RANK = 16
 MAX_EXPRESSION_TERMS = 32
 """Terms of a normal form: (a + b) * (c + d) has four. Multiplying out can square them; real sizes have up to four."""
 
+MAX_EACH = 1 << 16
+"""Parts of one `each`: experts of a layer, of which the largest models have 1024."""
+
 # --- tensors -----------------------------------------------------------------------------------------------------
 
 MAX_CONSTANTS_BYTES = 64 * MIB

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from precast.ir import rules
+from precast.ir import rules, rules_experts, rules_latent, rules_states
 from precast.ir.rules import Rule
 
 Kind = Literal[
@@ -80,7 +80,7 @@ _PRECAST: dict[str, tuple[str, Rule, bool]] = {
     "gated_activation": ("(Tensor x, *, str kind) -> Tensor", rules.gated_activation, False),
     "attention": (
         "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, *,"
-        " float scale, int? window=None, float? soft_cap=None) -> Tensor",
+        " float scale, int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None) -> Tensor",
         rules.attention,
         True,
     ),
@@ -92,8 +92,125 @@ _PRECAST: dict[str, tuple[str, Rule, bool]] = {
     "paged_attention": (
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor cu_seqlens, Tensor kv_lens,"
         " Tensor page_indices, Tensor page_indptr, Tensor page_start, *,"
-        " float scale, int? window=None, float? soft_cap=None) -> Tensor",
+        " float scale, int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None) -> Tensor",
         rules.paged_attention,
+        True,
+    ),
+    "causal_conv": (
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, *, str activation='none') -> Tensor",
+        rules_states.causal_conv,
+        True,
+    ),
+    "stateful_causal_conv": (
+        "(Tensor x, Tensor weight, Tensor? bias,"
+        " Tensor(a!) state, Tensor slots, Tensor cu_seqlens, Tensor kv_lens, *, str activation='none') -> Tensor",
+        rules_states.stateful_causal_conv,
+        True,
+    ),
+    "selective_scan": (
+        "(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias,"
+        " Tensor cu_seqlens, *, bool softplus) -> Tensor",
+        rules_states.selective_scan,
+        True,
+    ),
+    "stateful_selective_scan": (
+        "(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias,"
+        " Tensor(a!) state, Tensor slots, Tensor cu_seqlens, Tensor kv_lens, *, bool softplus) -> Tensor",
+        rules_states.stateful_selective_scan,
+        True,
+    ),
+    "state_space_scan": (
+        "(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias,"
+        " Tensor cu_seqlens, *, bool softplus, float dt_min, float dt_max) -> Tensor",
+        rules_states.state_space_scan,
+        True,
+    ),
+    "stateful_state_space_scan": (
+        "(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias,"
+        " Tensor(a!) state, Tensor slots, Tensor cu_seqlens, Tensor kv_lens, *,"
+        " bool softplus, float dt_min, float dt_max) -> Tensor",
+        rules_states.stateful_state_space_scan,
+        True,
+    ),
+    "delta_rule": (
+        "(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor beta,"
+        " Tensor cu_seqlens, *, float scale, bool normalise) -> Tensor",
+        rules_states.delta_rule,
+        True,
+    ),
+    "stateful_delta_rule": (
+        "(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor beta,"
+        " Tensor(a!) state, Tensor slots, Tensor cu_seqlens, Tensor kv_lens, *, float scale, bool normalise) -> Tensor",
+        rules_states.stateful_delta_rule,
+        True,
+    ),
+    "linear_attention": (
+        "(Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor cu_seqlens, *, float scale) -> Tensor",
+        rules_states.linear_attention,
+        True,
+    ),
+    "stateful_linear_attention": (
+        "(Tensor q, Tensor k, Tensor v, Tensor? decay,"
+        " Tensor(a!) state, Tensor slots, Tensor cu_seqlens, Tensor kv_lens, *, float scale) -> Tensor",
+        rules_states.stateful_linear_attention,
+        True,
+    ),
+    "linear_recurrence": (
+        "(Tensor x, Tensor factor, Tensor cu_seqlens, *, str kind='sum') -> Tensor",
+        rules_states.linear_recurrence,
+        True,
+    ),
+    "stateful_linear_recurrence": (
+        "(Tensor x, Tensor factor, Tensor(a!) state, Tensor slots, Tensor cu_seqlens, Tensor kv_lens, *,"
+        " str kind='sum') -> Tensor",
+        rules_states.stateful_linear_recurrence,
+        True,
+    ),
+    "wkv": (
+        "(Tensor k, Tensor v, Tensor decay, Tensor first, Tensor cu_seqlens) -> Tensor",
+        rules_states.wkv,
+        True,
+    ),
+    "stateful_wkv": (
+        "(Tensor k, Tensor v, Tensor decay, Tensor first,"
+        " Tensor(a!) state, Tensor slots, Tensor cu_seqlens, Tensor kv_lens) -> Tensor",
+        rules_states.stateful_wkv,
+        True,
+    ),
+    "route": (
+        "(Tensor logits, Tensor? bias, *, str scoring, int top_k, str choice='scores', int num_groups=1,"
+        " int top_groups=1, str group_score='top2', bool normalise, float epsilon=0.0, float floor=0.0,"
+        " float scale=1.0, Dtype dtype) -> (Tensor, Tensor)",
+        rules_experts.route,
+        False,
+    ),
+    "grouped_linear": (
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor expert_ids) -> Tensor",
+        rules_experts.grouped_linear,
+        False,
+    ),
+    "experts": (
+        "(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor up, Tensor down, Tensor? up_bias,"
+        " Tensor? down_bias, *, str activation, bool gated, float alpha=1.0, float? limit=None, float offset=0.0)"
+        " -> Tensor",
+        rules_experts.experts,
+        False,
+    ),
+    "latent_attention": (
+        "(Tensor q, Tensor latent, Tensor k_rope, Tensor weight, Tensor cu_seqlens, *,"
+        " float scale, int value_size, int? window=None) -> Tensor",
+        rules_latent.latent_attention,
+        True,
+    ),
+    "write_latent": (
+        "(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slot_mapping) -> ()",
+        rules_latent.write_latent,
+        False,
+    ),
+    "paged_latent_attention": (
+        "(Tensor q, Tensor cache, Tensor weight, Tensor cu_seqlens, Tensor kv_lens, Tensor page_indices,"
+        " Tensor page_indptr, Tensor page_start, *, float scale, int value_size, int? window=None) -> Tensor",
+        rules_latent.paged_latent_attention,
         True,
     ),
     "gather_rows": ("(Tensor x, Tensor rows) -> Tensor", rules.gather_rows, False),
@@ -119,6 +236,13 @@ _ATEN: dict[str, tuple[str, Rule]] = {
     "abs.default": ("(Tensor self) -> Tensor", rules.arithmetic),
     "relu.default": ("(Tensor self) -> Tensor", rules.arithmetic),
     "exp.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "expm1.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "log.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "log1p.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
+    "softplus.default": ("(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor", rules.softplus),
+    "floor.default": ("(Tensor self) -> Tensor", rules.arithmetic),
+    "minimum.default": ("(Tensor self, Tensor other) -> Tensor", rules.pointwise),
+    "maximum.default": ("(Tensor self, Tensor other) -> Tensor", rules.pointwise),
     "rsqrt.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
     "sqrt.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
     "tanh.default": ("(Tensor self) -> Tensor", rules.pointwise_float),
@@ -140,6 +264,28 @@ _ATEN: dict[str, tuple[str, Rule]] = {
     "expand.default": ("(Tensor self, int[] size) -> Tensor", rules.expand),
     "slice.Tensor": ("(Tensor self, int dim, int start, int end, int step=1) -> Tensor", rules.slice_),
     "select.int": ("(Tensor self, int dim, int index) -> Tensor", rules.select),
+    "topk.default": (
+        "(Tensor self, int k, int dim=-1, bool largest=True, bool sorted=True) -> (Tensor, Tensor)",
+        rules_experts.topk,
+    ),
+    "sort.default": ("(Tensor self, int dim=-1, bool descending=False) -> (Tensor, Tensor)", rules_experts.sort),
+    "max.dim": ("(Tensor self, int dim, bool keepdim=False) -> (Tensor, Tensor)", rules_experts.max_dim),
+    "argmax.default": ("(Tensor self, int dim, bool keepdim=False) -> Tensor", rules_experts.argmax),
+    "cumsum.default": ("(Tensor self, int dim, *, Dtype dtype=None) -> Tensor", rules_experts.cumsum),
+    "gather.default": ("(Tensor self, int dim, Tensor index) -> Tensor", rules_experts.gather),
+    "scatter.src": ("(Tensor self, int dim, Tensor index, Tensor src) -> Tensor", rules_experts.scatter_src),
+    "scatter.value": ("(Tensor self, int dim, Tensor index, Scalar value) -> Tensor", rules_experts.scatter_value),
+    "one_hot.default": ("(Tensor self, int num_classes) -> Tensor", rules_experts.one_hot),
+    "masked_fill.Scalar": ("(Tensor self, Tensor mask, Scalar value) -> Tensor", rules_experts.masked_fill),
+    "where.self": ("(Tensor condition, Tensor self, Tensor other) -> Tensor", rules_experts.where),
+    **{
+        f"{name}.{overload}": (f"(Tensor self, {kind} other) -> Tensor", rules_experts.compare)
+        for name in ("eq", "ne", "ge", "gt", "le", "lt")
+        for overload, kind in (("Scalar", "Scalar"), ("Tensor", "Tensor"))
+    },
+    "full_like.default": ("(Tensor self, Scalar fill_value) -> Tensor", rules_experts.full_like),
+    "logical_not.default": ("(Tensor self) -> Tensor", rules_experts.logical_not),
+    "bitwise_not.default": ("(Tensor self) -> Tensor", rules_experts.bitwise_not),
     "cat.default": ("(Tensor[] tensors, int dim=0) -> Tensor", rules.cat),
 }
 

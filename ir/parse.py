@@ -22,14 +22,17 @@ from precast.ir.schema import (
     Cast,
     Concat,
     Const,
+    Dequantise,
     Dim,
     Dtype,
     DtypeArg,
+    Each,
     Expr,
     ExprOp,
     Graph,
     Group,
     Items,
+    LatentSpec,
     Node,
     PagedInputs,
     PagedSpec,
@@ -41,6 +44,8 @@ from precast.ir.schema import (
     Reshape,
     Slice,
     Slot,
+    StateGroup,
+    StateSpec,
     Stack,
     Symbol,
     TensorType,
@@ -73,6 +78,8 @@ class _GraphParser:
         self._constants: tuple[Value, ...] = ()
         self._pools: list[Pool] = []
         self._groups: list[Group] = []
+        self._states: list[StateGroup] = []
+        self._cached: list[Value] = []
         self._blocks: list[Block] = []
         self._main: tuple[Node | Call, ...] = ()
         self._outputs: dict[str, str] = {}
@@ -105,7 +112,7 @@ class _GraphParser:
             blocks=tuple(self._blocks),
             main=self._main,
             outputs=self._outputs,
-            caches=CachePlan(tuple(self._pools), tuple(self._groups)),
+            caches=CachePlan(tuple(self._pools), tuple(self._groups), tuple(self._states)),
         )
 
     def _read_symbols(self) -> None:
@@ -145,6 +152,9 @@ class _GraphParser:
         self._in.key("pool", first=True)
         pool = self._in.name()
         self._in.key("spec")
+        if self._in.at_call_of("state") or self._in.at_call_of("conv"):
+            self._read_states(name, pool)
+            return
         spec = _spec(self._in)
         inputs = []
         for field in ("page_indices", "page_indptr", "page_start", "slot_mapping"):
@@ -153,9 +163,19 @@ class _GraphParser:
         self._in.expect(")")
         self._groups.append(Group(name, pool, spec, PagedInputs(*inputs), self._in.many(self._slot)))
 
+    def _read_states(self, name: str, pool: str) -> None:
+        kind = self._in.expect("state", "conv").text
+        spec = self._in.inside("(", lambda: _state(self._in, kind), ")")
+        self._in.key("slot_ids")
+        slot_ids = self._in.ref()
+        self._in.expect(")")
+        self._states.append(StateGroup(name, pool, spec, slot_ids, self._in.many(self._slot)))
+
     def _slot(self) -> Slot:
         self._in.expect("slot")
-        return Slot(self._in.name(), self._in.list("(", lambda: _value(self._in), ")"))
+        slot = Slot(self._in.name(), self._in.list("(", lambda: _value(self._in), ")"))
+        self._cached += slot.tensors
+        return slot
 
     def _read_block(self) -> None:
         name = self._in.name()
@@ -173,8 +193,7 @@ class _GraphParser:
 
     def _read_main(self) -> None:
         types = {param.name: param.type for param in self._params}
-        caches = (value for group in self._groups for slot in group.slots for value in slot.tensors)
-        types.update((value.name, value.type) for value in (*self._inputs, *self._constants, *caches))
+        types.update((value.name, value.type) for value in (*self._inputs, *self._constants, *self._cached))
         steps = _Steps(self._in, types)
         self._in.expect("{")
         found: list[Node | Call] = []
@@ -343,9 +362,19 @@ def _item(cursor: Cursor) -> Ref | Const | Dim:
     return Dim(_expr(cursor))
 
 
-def _spec(cursor: Cursor) -> PagedSpec:
-    cursor.expect("paged")
-    return cursor.inside("(", lambda: _paged(cursor), ")")
+def _spec(cursor: Cursor) -> PagedSpec | LatentSpec:
+    kinds: dict[str, Callable[[], PagedSpec | LatentSpec]] = {
+        "paged": lambda: _paged(cursor),
+        "latent": lambda: _latent(cursor),
+    }
+    return cursor.inside("(", kinds[cursor.expect(*kinds).text], ")")
+
+
+def _state(cursor: Cursor, kind: str) -> StateSpec:
+    cursor.key("shape", first=True)
+    shape = _shape(cursor)
+    cursor.key("dtype")
+    return StateSpec(kind, shape, _dtype(cursor))  # type: ignore[arg-type]
 
 
 def _paged(cursor: Cursor) -> PagedSpec:
@@ -354,13 +383,28 @@ def _paged(cursor: Cursor) -> PagedSpec:
     cursor.key("head_size")
     head_size = cursor.int()
     cursor.key("value_size")
-    value_size = cursor.int()
+    value_size, pages = cursor.int(), _pages(cursor)
+    chunk = None
+    if cursor.at(","):
+        cursor.key("chunk")
+        chunk = cursor.int()
+    return PagedSpec(heads, head_size, value_size, *pages, chunk)
+
+
+def _latent(cursor: Cursor) -> LatentSpec:
+    cursor.key("latent_size", first=True)
+    latent_size = cursor.int()
+    cursor.key("rope_size")
+    return LatentSpec(latent_size, cursor.int(), *_pages(cursor))
+
+
+def _pages(cursor: Cursor) -> tuple[Dtype, int, int | None]:
     cursor.key("dtype")
     dtype = _dtype(cursor)
     cursor.key("page_size")
     page_size = cursor.int()
     cursor.key("window")
-    return PagedSpec(heads, head_size, value_size, dtype, page_size, None if cursor.takes("none") else cursor.int())
+    return dtype, page_size, None if cursor.takes("none") else cursor.int()
 
 
 def _recipe(cursor: Cursor) -> Recipe:
@@ -372,6 +416,8 @@ def _recipe(cursor: Cursor) -> Recipe:
         "transpose": lambda: Transpose(_of(cursor), cursor.int(), _behind_comma(cursor, cursor.int)),
         "reshape": lambda: Reshape(_of(cursor), _shape(cursor)),
         "cast": lambda: Cast(_of(cursor), _dtype(cursor)),
+        "each": lambda: _each(cursor),
+        "dequantise": lambda: _dequantise(cursor),
         "tie": lambda: Tie(cursor.ref()),
     }
     kind = cursor.expect(*kinds)
@@ -390,6 +436,32 @@ def _slice(cursor: Cursor) -> Slice:
     start = _expr(cursor)
     cursor.key("length")
     return Slice(of, dim, start, _expr(cursor))
+
+
+def _each(cursor: Cursor) -> Each:
+    of, dim = _of(cursor), _dim(cursor)
+    cursor.key("count")
+    count = cursor.int()
+    cursor.key("start")
+    return Each(of, dim, count, cursor.int())
+
+
+def _dequantise(cursor: Cursor) -> Dequantise:
+    format = cursor.expect("fp8", "mxfp4", "awq", "gptq").text
+    cursor.expect(",")
+    of, scales = _of(cursor), _recipe(cursor)
+    cursor.key("block")
+    block = None if cursor.takes("none") else cursor.inside("[", lambda: _pair(cursor), "]")
+    cursor.key("zeros")
+    zeros = None if cursor.takes("none") else _recipe(cursor)
+    cursor.key("groups")
+    groups = None if cursor.takes("none") else _recipe(cursor)
+    cursor.key("zero_offset")
+    return Dequantise(of, scales, format, block, zeros, groups, cursor.int())  # type: ignore[arg-type]
+
+
+def _pair(cursor: Cursor) -> tuple[int, int]:
+    return cursor.int(), _behind_comma(cursor, cursor.int)
 
 
 def _of(cursor: Cursor) -> Recipe:

@@ -6,19 +6,21 @@ once, before a byte of any tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
-from precast.ir import limits, symbols
+from precast.ir import limits, quantised, symbols
 from precast.ir.checkpoint import CheckpointFiles, StoredTensor
-from precast.ir.errors import WeightsError
+from precast.ir.errors import RecipeError, WeightsError
 from precast.ir.schema import (
     Cast,
     Checkpoint,
     Concat,
+    Dequantise,
     Dtype,
+    Each,
     Expr,
     Graph,
     Read,
@@ -47,10 +49,6 @@ _TITLES: dict[Kind, str] = {
 _COMPARED_BYTES = 1 << 24
 
 
-class RecipeError(ValueError):
-    """The recipe contradicts itself."""
-
-
 class Problem(msgspec.Struct, frozen=True):
     """One way in which a checkpoint doesn't fit the recipes; `tensor` is the name in the recipe or the checkpoint."""
 
@@ -62,9 +60,42 @@ class Problem(msgspec.Struct, frozen=True):
 # --- what a recipe is ------------------------------------------------------------------------------------------
 
 
+def parts(recipe: Recipe) -> tuple[Recipe, ...]:
+    """The recipes that this one is made of, in order; those of an `Each` as they are written, once."""
+    if isinstance(recipe, (Read, Tie)):
+        return ()
+    if isinstance(recipe, (Concat, Stack)):
+        return recipe.parts
+    if isinstance(recipe, Dequantise):
+        return tuple(part for part in (recipe.of, recipe.scales, recipe.zeros, recipe.groups) if part is not None)
+    return (recipe.of,)
+
+
 def leaves(recipe: Recipe) -> tuple[Read, ...]:
-    """What the recipe reads, in order; nothing for `Tie`."""
+    """What the recipe reads, in order, that of an `Each` for each number; nothing for `Tie`."""
     return tuple(_leaves(recipe))
+
+
+def nth(each: Each, index: int) -> Recipe:
+    """Part `index` of those that `each` stands for, counted from 0."""
+    number = str(each.start + index)
+    return map_reads(each.of, lambda read: Read(read.tensor.replace("*", number), read.shape, read.dtype))
+
+
+def map_reads(recipe: Recipe, made: Callable[[Read], Recipe]) -> Recipe:
+    """The recipe with what `made` gives in place of each `Read`."""
+    if isinstance(recipe, Read):
+        return made(recipe)
+    if isinstance(recipe, Tie):
+        return recipe
+    changes: dict[str, object] = {}
+    for name in ("of", "scales", "zeros", "groups"):
+        part = getattr(recipe, name, None)
+        if part is not None:
+            changes[name] = map_reads(part, made)
+    if isinstance(recipe, (Concat, Stack)):
+        changes["parts"] = tuple(map_reads(part, made) for part in recipe.parts)
+    return msgspec.structs.replace(recipe, **changes)
 
 
 def shape(recipe: Recipe) -> tuple[Expr, ...]:
@@ -79,7 +110,11 @@ def shape(recipe: Recipe) -> tuple[Expr, ...]:
         raise RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
     if isinstance(recipe, (Concat, Stack)):
         return _joined(recipe)
+    if isinstance(recipe, Dequantise):
+        return quantised.shape(recipe, *map(shape, parts(recipe)))
     found = shape(recipe.of)
+    if isinstance(recipe, Each):
+        return _repeated(recipe, found)
     if isinstance(recipe, Slice):
         return _sliced(recipe, found)
     if isinstance(recipe, Transpose):
@@ -108,17 +143,21 @@ def dtype(recipe: Recipe) -> Dtype | None:
         found: set[Dtype | None] = {dtype(part) for part in recipe.parts}
         _expect(len(found) == 1, f"parts of different dtypes: {', '.join(sorted(map(str, found)))}")
         return found.pop()
+    if isinstance(recipe, Dequantise):
+        return quantised.dtype(recipe, *map(dtype, parts(recipe)))
     return dtype(recipe.of)
 
 
 def _leaves(recipe: Recipe) -> Iterator[Read]:
     if isinstance(recipe, Read):
         yield recipe
-    elif isinstance(recipe, (Concat, Stack)):
-        for part in recipe.parts:
+    elif isinstance(recipe, Each):
+        written = tuple(_leaves(recipe.of))
+        for number in map(str, range(recipe.start, recipe.start + recipe.count)):
+            yield from (Read(read.tensor.replace("*", number), read.shape, read.dtype) for read in written)
+    else:
+        for part in parts(recipe):
             yield from _leaves(part)
-    elif not isinstance(recipe, Tie):
-        yield from _leaves(recipe.of)
 
 
 def _joined(recipe: Concat | Stack) -> tuple[Expr, ...]:
@@ -136,6 +175,18 @@ def _joined(recipe: Concat | Stack) -> tuple[Expr, ...]:
     if stacked:
         return (*first[:dim], len(shapes), *first[dim:])
     return (*first[:dim], symbols.add(*(sizes[dim] for sizes in shapes)), *first[dim + 1 :])
+
+
+def _repeated(recipe: Each, found: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    _axis("each", recipe.dim, len(found) + 1)
+    in_bounds = 0 < recipe.count <= limits.MAX_EACH and recipe.start >= 0
+    _expect(in_bounds, f"each: {recipe.count} parts from {recipe.start} on, expected 1 to {limits.MAX_EACH}")
+    _expect(not _repeats(recipe.of), "each: another each inside of it")
+    return (*found[: recipe.dim], recipe.count, *found[recipe.dim :])
+
+
+def _repeats(recipe: Recipe) -> bool:
+    return isinstance(recipe, Each) or any(map(_repeats, parts(recipe)))
 
 
 def _sliced(recipe: Slice, found: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -169,8 +220,8 @@ def _text(sizes: Sequence[Expr]) -> str:
 def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
     """The checkpoint's name for what a recipe calls `name`, or None where it has none.
 
-    The name itself, or the name with one of the optional prefixes put before it or taken off; or, likewise, another
-    name that is tied to it.
+    The name itself, the name with one of the optional prefixes put before it or taken off, or with another prefix in
+    place of its own; or, likewise, another name that is tied to it.
     """
     names = (name, *(second for second, first in rules.tied.items() if first == name))
     spelled = (candidate for one in names for candidate in _spellings(one, rules))
@@ -200,8 +251,9 @@ def problems(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Pr
         expected.update(name for name in names if name is not None)
         if None not in names and not _equal(*(files.tensors[name] for name in names if name is not None)):
             found.append(Problem("untied", str(names[0]), f"expected the content of {names[1]}, to which it is tied"))
+    passed_over = (*rules.ignored, *rules.unused)
     for name, tensor in files.tensors.items():
-        if name not in expected and not any(matches(pattern, name) for pattern in rules.ignored):
+        if name not in expected and not any(matches(pattern, name) for pattern in passed_over):
             found.append(Problem("unexpected", name, f"{tensor.dtype} {_text(tensor.shape)} in {tensor.file.name}"))
     return sorted(dict.fromkeys(found), key=lambda problem: list(_TITLES).index(problem.kind))
 
@@ -260,6 +312,9 @@ def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
     yield name
     for prefix in rules.optional_prefixes:
         yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+    for prefix, other in rules.prefixes.items():
+        if name.startswith(prefix):
+            yield other + name.removeprefix(prefix)
 
 
 def _mismatches(read: Read, name: str, stored: StoredTensor) -> Iterator[Problem]:

@@ -149,6 +149,11 @@ def activation(args: Args) -> tuple[TensorType, ...]:
     return (x,)
 
 
+def softplus(args: Args) -> tuple[TensorType, ...]:
+    _dtype("self", args["self"], *COMPUTED)
+    return (args["self"],)
+
+
 def linear(args: Args) -> tuple[TensorType, ...]:
     x, weight, bias = args["input"], args["weight"], args.get("bias")
     _rank("weight", weight, 2)
@@ -407,8 +412,19 @@ def _heads(args: Args, key: TensorType, value: TensorType) -> TensorType:
     window = args.get("window")
     ok = window is None or (isinstance(window, int) and window > 0)
     _expect(ok, f"window: expected None or at least 1, found {window}")
+    _slopes_and_chunk(args, heads)
     _dtype("q", q, *COMPUTED)
     return TensorType(q.dtype, (*q.shape[:-1], value.shape[-1]))
+
+
+def _slopes_and_chunk(args: Args, heads: Expr) -> None:
+    slopes, chunk = args.get("slopes"), args.get("chunk")
+    if slopes is not None:
+        _same("slopes", slopes.shape, (heads,))
+        _dtype("slopes", slopes, "float32")
+    ok = chunk is None or (isinstance(chunk, int) and chunk > 0)
+    _expect(ok, f"chunk: expected None or at least 1, found {chunk}")
+    _expect(chunk is None or args.get("window") is None, "window, chunk: expected one of them at most, found both")
 
 
 def attention(args: Args) -> tuple[TensorType, ...]:

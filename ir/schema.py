@@ -182,13 +182,44 @@ class Cast(Wire, frozen=True, tag="cast", tag_field="k"):
     dtype: Dtype
 
 
+class Each(Wire, frozen=True, tag="each", tag_field="k"):
+    """`of` once for each number `start .. start + count`, along a new dimension `dim`.
+
+    Each `*` in a name that `of` reads stands for the number: the experts of a layer are one `Each`, not hundreds of
+    parts. Inside of it there is no other `Each`.
+    """
+
+    of: Recipe
+    dim: int
+    count: int
+    start: int = 0
+
+
+class Dequantise(Wire, frozen=True, tag="dequantise", tag_field="k"):
+    """The float32 values that `of` holds in few bits, by the formula of `format` (`docs/format/v1.md`, Recipes).
+
+    `fp8`: `of [.., r, c]` times `scales [.., r / block[0], c / block[1]]`. `mxfp4`: `of [.., g, b]`, two values a byte,
+    times two to the power of `scales [.., g]`. `awq` and `gptq`: int32 with eight values each, `[i, o / 8]` and
+    `[i / 8, o]`, minus `zeros`, times `scales [g, o]`; `groups [i]` (`gptq`) gives the row of `scales` of each input.
+    `zero_offset` is added to what `zeros` holds.
+    """
+
+    of: Recipe
+    scales: Recipe
+    format: Literal["fp8", "mxfp4", "awq", "gptq"]
+    block: tuple[int, int] | None = None
+    zeros: Recipe | None = None
+    groups: Recipe | None = None
+    zero_offset: int = 0
+
+
 class Tie(Wire, frozen=True, tag="tie", tag_field="k"):
     """The same memory as another param of the graph."""
 
     param: str
 
 
-Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Tie
+Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Tie
 
 
 class Param(Wire, frozen=True):
@@ -203,7 +234,10 @@ class Param(Wire, frozen=True):
 
 
 class PagedSpec(Wire, frozen=True, tag="paged", tag_field="k"):
-    """Geometry of a paged key/value cache. `window` None: full attention; else the keys a query may see."""
+    """Geometry of a paged key/value cache. `window` None: full attention; else the keys a query may see.
+
+    With a `chunk`, and no window, a query at position i sees the keys from position `i // chunk * chunk` on.
+    """
 
     num_kv_heads: Expr
     head_size: int
@@ -211,6 +245,28 @@ class PagedSpec(Wire, frozen=True, tag="paged", tag_field="k"):
     dtype: Dtype
     page_size: int
     window: int | None = None
+    chunk: int | None = None
+
+
+class LatentSpec(Wire, frozen=True, tag="latent", tag_field="k"):
+    """Geometry of a paged cache of latents, which all heads share. `window` None: full attention."""
+
+    latent_size: int
+    rope_size: int
+    dtype: Dtype
+    page_size: int
+    window: int | None = None
+
+
+class StateSpec(Wire, frozen=True, tag="state", tag_field="k"):
+    """Geometry of a state that a sequence keeps as a whole: a recurrent `state`, or the last inputs of a `conv`.
+
+    `shape` is that of one sequence.
+    """
+
+    kind: Literal["state", "conv"]
+    shape: tuple[Expr, ...]
+    dtype: Dtype
 
 
 class PagedInputs(Wire, frozen=True):
@@ -234,8 +290,19 @@ class Group(Wire, frozen=True):
 
     name: str
     pool: str
-    spec: PagedSpec
+    spec: PagedSpec | LatentSpec
     inputs: PagedInputs
+    slots: tuple[Slot, ...]
+
+
+class StateGroup(Wire, frozen=True):
+    """Layers whose states are of equal spec. `slot_ids` is the input that says which of the pool's pages, each of
+    which holds one state a layer, a sequence has."""
+
+    name: str
+    pool: str
+    spec: StateSpec
+    slot_ids: str
     slots: tuple[Slot, ...]
 
 
@@ -251,6 +318,7 @@ class CachePlan(Wire, frozen=True):
 
     pools: tuple[Pool, ...] = ()
     groups: tuple[Group, ...] = ()
+    states: tuple[StateGroup, ...] = ()
 
 
 # --- graph -----------------------------------------------------------------------------------------------------
@@ -302,12 +370,16 @@ class Checkpoint(Wire, frozen=True):
     `optional_prefixes` may be missing from, or stand before, every name of the checkpoint (GPT-2's `transformer.`).
     `ignored` are name patterns of tensors that are present in some checkpoints and used by none; `*` stands for any
     run of characters, all else for itself. `tied` maps a second name of a tensor to the name that recipes read: a
-    checkpoint holds either of them, or both with equal content.
+    checkpoint holds either of them, or both with equal content. `unused` are patterns of tensors that belong to the
+    model but not to its graph: the vision tower of a model whose text decoder was built. A name that begins with a key
+    of `prefixes` may begin with its value instead.
     """
 
     optional_prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     tied: dict[str, str] = {}
+    unused: tuple[str, ...] = ()
+    prefixes: dict[str, str] = {}
 
 
 class Blob(Wire, frozen=True):
@@ -320,7 +392,10 @@ class Blob(Wire, frozen=True):
 
 
 class Manifest(Wire, frozen=True):
-    """The bundle's typed root. `ops` are the versions of all ops that the graph uses."""
+    """The bundle's typed root. `ops` are the versions of all ops that the graph uses.
+
+    `checked`: the build compared the model, made tiny, with the implementation that it was built from.
+    """
 
     format: tuple[int, int]
     model: ModelInfo
@@ -329,3 +404,4 @@ class Manifest(Wire, frozen=True):
     passes: tuple[PassRecord, ...]
     built_with: dict[str, str]
     blobs: tuple[Blob, ...]
+    checked: bool = False

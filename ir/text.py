@@ -46,12 +46,15 @@ from precast.ir.schema import (
     Cast,
     Concat,
     Const,
+    Dequantise,
     Dim,
     DtypeArg,
+    Each,
     Expr,
     Graph,
     Group,
     Items,
+    LatentSpec,
     Node,
     PagedSpec,
     Param,
@@ -60,7 +63,9 @@ from precast.ir.schema import (
     Ref,
     Reshape,
     Slice,
+    Slot,
     Stack,
+    StateGroup,
     Symbol,
     TensorType,
     Tie,
@@ -122,8 +127,18 @@ def format_recipe(recipe: Recipe) -> str:
             return f"reshape({format_recipe(of)}, {_sizes(sizes)})"
         case Cast(of, dtype):
             return f"cast({format_recipe(of)}, {dtype})"
+        case Each(of, dim, count, start):
+            return f"each({format_recipe(of)}, dim={dim}, count={count}, start={start})"
+        case Dequantise(of, scales, kind, block, zeros, groups, offset):
+            size = f"[{block[0]}, {block[1]}]" if block else "none"
+            rest = f"zeros={_maybe(zeros)}, groups={_maybe(groups)}, zero_offset={offset}"
+            return f"dequantise({kind}, {format_recipe(of)}, {format_recipe(scales)}, block={size}, {rest})"
         case Tie(param):
             return f"tie({_ref(param)})"
+
+
+def _maybe(recipe: Recipe | None) -> str:
+    return "none" if recipe is None else format_recipe(recipe)
 
 
 def _graph(graph: Graph) -> Iterator[str]:
@@ -134,8 +149,9 @@ def _graph(graph: Graph) -> Iterator[str]:
     for pool in graph.caches.pools:
         yield f"pool {_name(pool.name)}(pages={_name(pool.pages)})"
     for group in graph.caches.groups:
-        slots = (f"slot {_name(slot.name)}({', '.join(map(format_value, slot.tensors))})" for slot in group.slots)
-        yield from _section(_group(group), slots, always=True)
+        yield from _section(_group(group), map(_slot, group.slots), always=True)
+    for states in graph.caches.states:
+        yield from _section(_states(states), map(_slot, states.slots), always=True)
     for block in graph.blocks:
         yield from _section(f"block {_name(block.name)}", _block(block), always=True)
     yield from _section("main", _main(graph), always=True)
@@ -170,10 +186,22 @@ def _group(group: Group) -> str:
     return f"group {_name(group.name)}(pool={_name(group.pool)}, spec={_spec(group.spec)}, {fields})"
 
 
-def _spec(spec: PagedSpec) -> str:
+def _states(group: StateGroup) -> str:
+    spec = f"{group.spec.kind}(shape={_sizes(group.spec.shape)}, dtype={group.spec.dtype})"
+    return f"group {_name(group.name)}(pool={_name(group.pool)}, spec={spec}, slot_ids={_ref(group.slot_ids)})"
+
+
+def _slot(slot: Slot) -> str:
+    return f"slot {_name(slot.name)}({', '.join(map(format_value, slot.tensors))})"
+
+
+def _spec(spec: PagedSpec | LatentSpec) -> str:
+    pages = f"dtype={spec.dtype}, page_size={spec.page_size}, window={'none' if spec.window is None else spec.window}"
+    if isinstance(spec, LatentSpec):
+        return f"latent(latent_size={spec.latent_size}, rope_size={spec.rope_size}, {pages})"
     sizes = f"num_kv_heads={symbols.text(spec.num_kv_heads)}, head_size={spec.head_size}, value_size={spec.value_size}"
-    window = "none" if spec.window is None else spec.window
-    return f"paged({sizes}, dtype={spec.dtype}, page_size={spec.page_size}, window={window})"
+    chunk = "" if spec.chunk is None else f", chunk={spec.chunk}"
+    return f"paged({sizes}, {pages}{chunk})"
 
 
 def _block(block: Block) -> Iterator[str]:

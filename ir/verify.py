@@ -14,8 +14,8 @@ from itertools import islice
 
 import msgspec
 
-from precast.ir import limits, ops, recipes, symbols
-from precast.ir.errors import BundleError
+from precast.ir import caches, limits, ops, recipes, symbols
+from precast.ir.errors import BundleError, RecipeError
 from precast.ir.facts import Facts, Fault, Rule, Scope, duplicates, recipe_expressions, same_type
 from precast.ir.infer import apply_rule, misfits, references
 from precast.ir.rules import RuleError
@@ -78,7 +78,7 @@ def _all_names(facts: Facts) -> Iterator[tuple[str, str]]:
     yield from (("block", block.name) for block in graph.blocks)
     yield from (("pool", pool.name) for pool in graph.caches.pools)
     yield from (("output", name) for name in graph.outputs)
-    for group in graph.caches.groups:
+    for group in caches.groups(graph.caches):
         yield "group", group.name
         yield from (("slot", slot.name) for slot in group.slots)
     for scope in facts.scopes:
@@ -308,7 +308,7 @@ def _recipe(param: Param) -> Iterator[str]:
     try:
         shape, dtype = recipes.shape(param.recipe), recipes.dtype(param.recipe)
         same = same_type(param.type, TensorType(param.type.dtype, shape))
-    except (recipes.RecipeError, symbols.ExprError) as error:
+    except (RecipeError, symbols.ExprError) as error:
         yield str(error)
         return
     if any(isinstance(size, int) and size < 0 for size in recipe_expressions(param.recipe)):

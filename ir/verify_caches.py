@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
-from precast.ir import symbols
+from precast.ir import caches, ops, symbols
 from precast.ir.facts import Facts, Fault, Rule, duplicates, same_type
-from precast.ir.schema import Call, Const, Expr, Group, Node, PagedSpec, Ref, TensorType
+from precast.ir.schema import Call, Const, Expr, Group, LatentSpec, Node, PagedSpec, Ref, StateGroup
 from precast.ir.text import format_type
 
+_WRITES, _READS = ("slot_mapping",), ("page_indices", "page_indptr", "page_start")
 _METADATA = {
-    "precast.write_kv": ("slot_mapping",),
-    "precast.paged_attention": ("page_indices", "page_indptr", "page_start"),
+    "precast.write_kv": (("k_cache", "v_cache"), _WRITES),
+    "precast.paged_attention": (("k_cache", "v_cache"), _READS),
+    "precast.write_latent": (("cache",), _WRITES),
+    "precast.paged_latent_attention": (("cache",), _READS),
 }
-"""The ops that take a slot's tensors as `k_cache` and `v_cache`, and which inputs of the slot's group they take."""
+"""The ops on pages: as what they take a slot's tensors, and which inputs of the slot's group they take."""
 
 MAX_CACHE_OPS = 100_000
 """Ops on caches, each counted once a call: the one check whose time is not linear in the graph's size."""
@@ -26,19 +29,19 @@ Resolve = Callable[[str], str | None]
 def _plan_names(facts: Facts) -> Iterator[Fault]:
     plan = facts.graph.caches
     yield from duplicates("pool", (pool.name for pool in plan.pools))
-    yield from duplicates("group", (group.name for group in plan.groups))
-    yield from duplicates("slot", (slot.name for group in plan.groups for slot in group.slots))
+    yield from duplicates("group", (group.name for group in caches.groups(plan)))
+    yield from duplicates("slot", (slot.name for _, slot in caches.slots(plan)))
 
 
 def _plan_references(facts: Facts) -> Iterator[Fault]:
     plan = facts.graph.caches
     pools = {pool.name for pool in plan.pools}
-    for group in plan.groups:
+    for group in caches.groups(plan):
         if group.pool not in pools:
             yield f"group {group.name}", f"there is no pool {group.pool}"
         if not group.slots:
             yield f"group {group.name}", "expected at least one slot"
-    for unused in sorted(pools - {group.pool for group in plan.groups}):
+    for unused in sorted(pools - {group.pool for group in caches.groups(plan)}):
         yield f"pool {unused}", "no group uses it"
 
 
@@ -56,25 +59,32 @@ def _page_counts(facts: Facts) -> Iterator[Fault]:
 
 def _specs(facts: Facts) -> Iterator[Fault]:
     for group in facts.graph.caches.groups:
-        spec = group.spec
-        sizes: dict[str, Expr] = {
-            "num_kv_heads": spec.num_kv_heads,
-            "head_size": spec.head_size,
-            "value_size": spec.value_size,
-            "page_size": spec.page_size,
-            "window": 1 if spec.window is None else spec.window,
-        }
-        for name, size in sizes.items():
+        for name, size in _spec_sizes(group.spec).items():
             if isinstance(size, int) and size < 1:
                 yield f"group {group.name}", f"{name}: expected at least 1, found {size}"
+        if group.spec.window is not None and isinstance(group.spec, PagedSpec) and group.spec.chunk is not None:
+            found = f"window {group.spec.window} and chunk {group.spec.chunk}"
+            yield f"group {group.name}", f"expected a window or chunks, found {found}"
+    for states in facts.graph.caches.states:
+        for size in states.spec.shape:
+            if isinstance(size, int) and size < 1:
+                yield f"group {states.name}", f"shape: expected sizes of at least 1, found {size}"
+
+
+def _spec_sizes(spec: PagedSpec | LatentSpec) -> dict[str, Expr]:
+    sizes: dict[str, Expr] = {"page_size": spec.page_size, "window": 1 if spec.window is None else spec.window}
+    if isinstance(spec, LatentSpec):
+        return sizes | {"latent_size": spec.latent_size, "rope_size": spec.rope_size}
+    sizes["chunk"] = 1 if spec.chunk is None else spec.chunk
+    return sizes | {"num_kv_heads": spec.num_kv_heads, "head_size": spec.head_size, "value_size": spec.value_size}
 
 
 def _slots(facts: Facts) -> Iterator[Fault]:
     pages = {pool.name: pool.pages for pool in facts.graph.caches.pools}
-    for group in facts.graph.caches.groups:
+    for group in caches.groups(facts.graph.caches):
         if group.pool not in pages:
             continue
-        expected = _tensors(group.spec, pages[group.pool])
+        expected = caches.slot_types(group.spec, pages[group.pool])
         for slot in group.slots:
             types = [value.type for value in slot.tensors]
             if len(types) != len(expected) or not all(map(same_type, types, expected)):
@@ -83,17 +93,12 @@ def _slots(facts: Facts) -> Iterator[Fault]:
                 yield f"slot {slot.name}", f"expected tensors {wanted} by the spec of its group, found {found}"
 
 
-def _tensors(spec: PagedSpec, pages: str) -> tuple[TensorType, TensorType]:
-    """The types of a slot's keys and values."""
-    keys = (pages, spec.page_size, spec.num_kv_heads, spec.head_size)
-    return TensorType(spec.dtype, keys), TensorType(spec.dtype, (*keys[:-1], spec.value_size))
-
-
 def _geometries(facts: Facts) -> Iterator[Fault]:
-    first: dict[str, Group] = {}
-    for group in facts.graph.caches.groups:
+    first: dict[str, Group | StateGroup] = {}
+    for group in caches.groups(facts.graph.caches):
         other = first.setdefault(group.pool, group)
-        if not all(map(same_type, _tensors(group.spec, "pages"), _tensors(other.spec, "pages"))):
+        types, others = caches.slot_types(group.spec, "pages"), caches.slot_types(other.spec, "pages")
+        if len(types) != len(others) or not all(map(same_type, types, others)):
             yield f"group {group.name}", f"its pages have another geometry than those of {other.name} in the same pool"
 
 
@@ -119,13 +124,14 @@ def _group_inputs(facts: Facts) -> Iterator[Fault]:
             ):
                 shape = f"[{'any' if size is None else symbols.text(size)}]"
                 yield f"group {group.name}", f"%{name}: expected {dtype}{shape}, found {format_type(found)}"
-    yield from duplicates("input", _input_names(facts), "is the metadata of two groups, or twice of one")
-
-
-def _input_names(facts: Facts) -> Iterator[str]:
-    for group in facts.graph.caches.groups:
-        names = group.inputs
-        yield from (names.page_indices, names.page_indptr, names.page_start, names.slot_mapping)
+    for states in facts.graph.caches.states:
+        found = inputs.get(states.slot_ids)
+        if found is None:
+            yield f"group {states.name}", f"%{states.slot_ids} is no input of the graph"
+        elif found.dtype != "int32" or len(found.shape) != 1:
+            yield f"group {states.name}", f"%{states.slot_ids}: expected int32[any], found {format_type(found)}"
+    fed = (name for group in caches.groups(facts.graph.caches) for name in caches.input_names(group))
+    yield from duplicates("input", fed, "is the metadata of two groups, or twice of one")
 
 
 def _cache_ops(facts: Facts) -> Iterator[Fault]:
@@ -149,36 +155,54 @@ def _cache_ops(facts: Facts) -> Iterator[Fault]:
 
 
 def _is_cache_op(step: Node | Call) -> TypeGuard[Node]:
-    return isinstance(step, Node) and step.op in _METADATA
+    return isinstance(step, Node) and (step.op in _METADATA or _is_stateful(step))
 
 
 def _cache_op(facts: Facts, where: str, node: Node, resolve: Resolve) -> Iterator[Fault]:
-    """Keys and values of one slot, the metadata of its group, and the window of its group."""
+    """The tensors of one slot, the metadata of its group, and the window or chunk of its group."""
     bound = {name: resolve(arg.name) for name, arg in node.args.items() if isinstance(arg, Ref)}
-    found = facts.slots.get(bound.get("k_cache") or "")
-    if found is None:
-        yield where, "k_cache: expected a tensor of a cache slot"
+    if _is_stateful(node):
+        yield from _stateful_op(facts, where, bound)
         return
-    group, slot = found
-    expected = {name: getattr(group.inputs, name) for name in _METADATA[node.op]}
-    if len(slot.tensors) == 2:
-        expected |= {"k_cache": slot.tensors[0].name, "v_cache": slot.tensors[1].name}
+    names, metadata = _METADATA[node.op]
+    group, slot = facts.slots.get(bound.get(names[0]) or "", (None, None))
+    if slot is None or not isinstance(group, Group):
+        yield where, f"{names[0]}: expected a tensor of a cache slot"
+        return
+    expected = {name: getattr(group.inputs, name) for name in metadata}
+    expected |= {name: tensor.name for name, tensor in zip(names, slot.tensors, strict=False)}
     for name, tensor in expected.items():
         if bound.get(name) != tensor:
             yield where, f"{name}: expected %{tensor} of slot {slot.name}, group {group.name}, found %{bound.get(name)}"
-    if group.spec.window is not None and node.op == "precast.paged_attention":
-        window = node.args.get("window")
-        if window != Const(group.spec.window):
-            yield where, f"window: expected {group.spec.window}, that of group {group.name}, whose pages end there"
+    for name in ("window", "chunk") if metadata is _READS else ():
+        size = getattr(group.spec, name, None)  # latents have no chunks
+        if size is not None and node.args.get(name) != Const(size):
+            yield where, f"{name}: expected {size}, that of group {group.name}, whose pages end there"
+
+
+def _is_stateful(node: Node) -> bool:
+    """Whether the op takes a slot's one tensor as `state`, and the slot ids of its group as `slots`."""
+    op = ops.lookup(node.op, node.version)
+    return op is not None and op.mutated == ("state",)
+
+
+def _stateful_op(facts: Facts, where: str, bound: dict[str, str | None]) -> Iterator[Fault]:
+    """The state of one slot, and the slot ids of its group."""
+    group, slot = facts.slots.get(bound.get("state") or "", (None, None))
+    if slot is None or not isinstance(group, StateGroup):
+        yield where, "state: expected the tensor of a state's slot"
+    elif bound.get("slots") != group.slot_ids:
+        wanted = f"%{group.slot_ids} of slot {slot.name}, group {group.name}"
+        yield where, f"slots: expected {wanted}, found %{bound.get('slots')}"
 
 
 CACHE_RULES = (
     Rule("IR040", "pools, groups and slots have names of their own", _plan_names),
     Rule("IR041", "each group has a pool and a slot, each pool a group", _plan_references),
     Rule("IR042", "each pool's pages are counted by a declared symbol of its own", _page_counts),
-    Rule("IR043", "sizes and windows of a spec are at least 1", _specs),
+    Rule("IR043", "sizes, windows and chunks of a spec are at least 1, and a window excludes chunks", _specs),
     Rule("IR044", "a slot's tensors are those of its group's spec", _slots),
     Rule("IR045", "groups of one pool have pages of one geometry", _geometries),
     Rule("IR046", "a group's metadata are graph inputs of the right types, and its own", _group_inputs),
-    Rule("IR047", "an op on a cache takes the tensors of one slot, its group's metadata and window", _cache_ops),
+    Rule("IR047", "an op on a cache takes the tensors of one slot, its group's metadata, window and chunk", _cache_ops),
 )

@@ -2,7 +2,7 @@
 
 Tokens are packed: `[1, T]`, sequences are told apart by `cu_seqlens`. The host makes flat arrays, which go into one
 pinned staging buffer and to the device in one copy; the tensors are views of that copy. Positions and lengths are
-absolute; page lists are cut to the window here, and `page_start` says where they begin.
+absolute; page lists are cut to the window or chunk here, and `page_start` says where they begin.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 import torch
 
+from precast.ir import caches
 from precast.ir.errors import BundleError
 from precast.ir.schema import Graph, Group
 from precast.loader.pools import SequencePages
@@ -64,6 +65,7 @@ class BatchInputs:
         known = dict(_INPUTS)
         for group in graph.caches.groups:
             known |= {getattr(group.inputs, role): (dtype, 1) for role, dtype in _GROUP_INPUTS.items()}
+        known |= {states.slot_ids: ("int32", 1) for states in graph.caches.states}
         found = {value.name: (value.type.dtype, len(value.type.shape)) for value in graph.inputs}
         unknown = [name for name, kind in found.items() if known.get(name) != kind]
         if unknown:
@@ -75,6 +77,7 @@ class BatchInputs:
                 fix="load the bundle with the release of precast that built it, or build it again",
             )
         self._groups = graph.caches.groups
+        self._states = graph.caches.states
         self._dimensions = {name: kind[1] for name, kind in found.items()}
 
     def arrays(self, chunks: Sequence[Chunk]) -> Arrays:
@@ -103,6 +106,8 @@ class BatchInputs:
         }
         for group in self._groups:
             made |= _group_arrays(group, chunks)
+        for states in self._states:
+            made[states.slot_ids] = array("i", [chunk.pages[states.name][0] for chunk in chunks])
         return {name: values for name, values in made.items() if name in self._dimensions}
 
     def shaped(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -126,11 +131,11 @@ class BatchInputs:
 
 def _group_arrays(group: Group, chunks: Sequence[Chunk]) -> Arrays:
     """Page lists, each cut to what the chunk's queries can see, and the slots that its tokens are written to."""
-    size, window, names = group.spec.page_size, group.spec.window, group.inputs
+    size, names = group.spec.page_size, group.inputs
     indices, bounds, starts, slots = array("i"), array("i", [0]), array("i"), array("q")
     for chunk in chunks:
         pages = chunk.pages[group.name]
-        first = 0 if window is None else max(0, chunk.start - window + 1) // size
+        first = caches.first_visible(group.spec, chunk.start) // size
         indices.extend(pages[first : -(-chunk.end // size)])
         bounds.append(len(indices))
         starts.append(first * size)

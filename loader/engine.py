@@ -18,6 +18,7 @@ from typing import Self
 
 import torch
 
+from precast.ir import caches
 from precast.ir.errors import BundleError, RequestError
 from precast.ir.schema import Graph, ModelInfo
 from precast.kernels import registry
@@ -67,7 +68,7 @@ class Engine:
 
         Raises BundleError for a graph that has no cache, no logits, or inputs that this release doesn't feed.
         """
-        if not graph.caches.groups or "logits" not in graph.outputs:
+        if not caches.groups(graph.caches) or "logits" not in graph.outputs:
             raise BundleError("graph-invalid", "the graph has no cache or no output logits: the engine can't decode")
         self.timeline = timeline
         self._program: Program | None = program

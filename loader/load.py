@@ -171,7 +171,7 @@ def size_pools(
     elif cache_bytes > free:
         raise TargetError("device-memory", f"cache_bytes is {cache_bytes}, and {free} bytes are free on {device}")
     num_pages = plan_pages(plan, cache_bytes=cache_bytes, max_num_seqs=max_num_seqs, max_seq_len=max_seq_len)
-    if plan.groups and not all(num_pages.values()):
+    if not all(num_pages.values()):
         raise _no_room(plan, cache_bytes, free, allowance)
     sizes = page_bytes(plan)
     phase.bytes = sum(sizes[name] * count for name, count in num_pages.items())

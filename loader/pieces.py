@@ -3,17 +3,37 @@
 A recipe is followed from its root to what it reads, with the part of the destination that each branch fills. A
 branch without a join is a strided view of one stored tensor, so nearly all of it is arithmetic: one piece for each
 tensor read. Only a join under a reshape that no strides describe is made in a temporary tensor and moved afterwards.
+
+Values that a checkpoint holds in few bits are computed, matrix by matrix, from tensors that are read for it
+(`lay_out_inputs`) and gone afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from precast.ir import quantised, recipes
 from precast.ir import symbols as exprs
 from precast.ir.errors import BundleError
-from precast.ir.schema import Cast, Concat, Dtype, Expr, Param, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
+from precast.ir.schema import (
+    Cast,
+    Concat,
+    Dequantise,
+    Dtype,
+    Each,
+    Expr,
+    Param,
+    Read,
+    Recipe,
+    Reshape,
+    Slice,
+    Stack,
+    Tie,
+    Transpose,
+)
 from precast.loader import views
 from precast.loader.views import Shape, View
 
@@ -52,6 +72,28 @@ class Move(msgspec.Struct, frozen=True):
     casts: Casts
 
 
+class Computed(msgspec.Struct, frozen=True):
+    """Elements of a dequantised tensor for elements of a target. `index`: all of them are in that part of its first
+    dimension, and `source` views that part alone.
+    """
+
+    recipe: Dequantise
+    index: int | None
+    source: View
+    target: int
+    destination: View
+    casts: Casts
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """What a computation reads, as targets of a layout of its own."""
+
+    values: int
+    scales: int
+    zeros: int | None
+    groups: int | None
+
+
 class Layout(msgspec.Struct, frozen=True):
     """All pieces of all params; `ties` maps a param to the one whose memory it shares."""
 
@@ -59,6 +101,7 @@ class Layout(msgspec.Struct, frozen=True):
     pieces: tuple[Piece, ...]
     moves: tuple[Move, ...]
     ties: dict[str, str]
+    computed: tuple[Computed, ...] = ()
 
 
 def lay_out(params: Iterable[Param], symbols: Mapping[str, int], stored_dtype: Callable[[str], str]) -> Layout:
@@ -77,7 +120,16 @@ def lay_out(params: Iterable[Param], symbols: Mapping[str, int], stored_dtype: C
             maker.add_param(param)
         except BundleError as error:
             raise error.inside(f"param {param.name}") from None
-    return Layout(tuple(maker.targets), tuple(maker.pieces), tuple(maker.moves), ties)
+    return Layout(tuple(maker.targets), tuple(maker.pieces), tuple(maker.moves), ties, tuple(maker.computed))
+
+
+def lay_out_inputs(
+    computed: Sequence[Computed], symbols: Mapping[str, int], stored_dtype: Callable[[str], str]
+) -> tuple[Layout, tuple[Inputs, ...]]:
+    """The tensors that these computations need, in temporary targets, and which of them each one needs."""
+    maker = _Maker(symbols, stored_dtype)
+    inputs = tuple(maker.add_inputs(each) for each in computed)
+    return Layout(tuple(maker.targets), tuple(maker.pieces), tuple(maker.moves), {}), inputs
 
 
 class _Maker:
@@ -87,11 +139,31 @@ class _Maker:
         self.targets: list[Target] = []
         self.pieces: list[Piece] = []
         self.moves: list[Move] = []
+        self.computed: list[Computed] = []
 
     def add_param(self, param: Param) -> None:
         shape = self._sizes(param.type.shape)
         target = self._add_target(Target(param.name, param.type.dtype, shape))
         self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
+
+    def add_inputs(self, computed: Computed) -> Inputs:
+        """Temporary targets for what a computation reads, or for the part of it that `index` says."""
+        recipe = computed.recipe
+        values, scales = self._input(recipe.of, computed), self._input(recipe.scales, computed)
+        zeros, groups = (
+            None if part is None else self._input(part, computed) for part in (recipe.zeros, recipe.groups)
+        )
+        return Inputs(values, scales, zeros, groups)
+
+    def _input(self, part: Recipe, computed: Computed) -> int:
+        window = _whole(self._shape(part))
+        if computed.index is not None:
+            window = ((computed.index, 1), *window[1:])
+        shape = tuple(length for _, length in window)
+        dtype = self._dtype(part)
+        target = self._add_target(Target(None, dtype, shape))
+        self._place(part, views.contiguous(shape), window, target, (dtype,))
+        return target
 
     def _add_target(self, target: Target) -> int:
         self.targets.append(target)
@@ -103,11 +175,14 @@ class _Maker:
             return
         leaf = self._leaf(recipe)
         if leaf is not None:
-            read, source, inner = leaf
+            origin, source, inner = leaf
             for dim, (start, length) in enumerate(window):
                 source = views.narrow(source, dim, start, length)
-            kept = _conversions(self._stored_dtype(read.tensor), (*inner, *casts))
-            self.pieces.append(Piece(read.tensor, source, target, destination, kept))
+            kept = _conversions(self._dtype(origin), (*inner, *casts))
+            if isinstance(origin, Read):
+                self.pieces.append(Piece(origin.tensor, source, target, destination, kept))
+            else:
+                self._compute(origin, source, target, destination, kept)
         elif isinstance(recipe, Slice):
             start, length = window[recipe.dim]
             moved = (start + self._slice_start(recipe), length)
@@ -127,6 +202,12 @@ class _Maker:
             inside = (*window[: recipe.dim], *window[recipe.dim + 1 :])
             for i in range(length):
                 self._place(recipe.parts[start + i], views.select(destination, recipe.dim, i), inside, target, casts)
+        elif isinstance(recipe, Each):
+            start, length = window[recipe.dim]
+            inside = (*window[: recipe.dim], *window[recipe.dim + 1 :])
+            for i in range(length):
+                part = recipes.nth(recipe, start + i)
+                self._place(part, views.select(destination, recipe.dim, i), inside, target, casts)
         else:
             assert isinstance(recipe, Reshape), "verified: a tie is a recipe of its own"
             self._place_reshape(recipe, destination, window, target, casts)
@@ -143,6 +224,16 @@ class _Maker:
                 self._place(part, views.narrow(destination, dim, low - first, high - low), inside, target, casts)
             begin = end
 
+    def _compute(self, recipe: Dequantise, source: View, target: int, destination: View, casts: Casts) -> None:
+        """Compute the elements that `source` views, one after the other in the first of three dimensions or more."""
+        shape = self._shape(recipe)
+        parts = views.split(source, destination, math.prod(shape[1:])) if len(shape) > 2 else None
+        if parts is None:
+            self.computed.append(Computed(recipe, None, source, target, destination, casts))
+            return
+        for index, inside, place in parts:
+            self.computed.append(Computed(recipe, index, inside, target, place, casts))
+
     def _place_reshape(self, recipe: Reshape, destination: View, window: Window, target: int, casts: Casts) -> None:
         shape, inner = self._shape(recipe), self._shape(recipe.of)
         fitting = views.reshape(destination, inner) if window == _whole(shape) else None
@@ -157,26 +248,26 @@ class _Maker:
         kept = _conversions(self.targets[temporary].dtype, casts)
         self.moves.append(Move(temporary, view, target, destination, kept))
 
-    def _leaf(self, recipe: Recipe) -> tuple[Read, View, Casts] | None:
-        """What the recipe reads, as a view of the stored tensor, and its casts; None if it joins or isn't strided."""
-        if isinstance(recipe, Read):
-            return recipe, views.contiguous(recipe.shape), ()
-        if isinstance(recipe, (Concat, Stack, Tie)):
+    def _leaf(self, recipe: Recipe) -> tuple[Read | Dequantise, View, Casts] | None:
+        """What the recipe reads or computes, as a view of it, and its casts; None if it joins or isn't strided."""
+        if isinstance(recipe, (Read, Dequantise)):
+            return recipe, views.contiguous(self._shape(recipe)), ()
+        if isinstance(recipe, (Concat, Stack, Each, Tie)):
             return None
         leaf = self._leaf(recipe.of)
         if leaf is None:
             return None
-        read, view, casts = leaf
+        origin, view, casts = leaf
         if isinstance(recipe, Cast):
-            return read, view, (*casts, recipe.dtype)
+            return origin, view, (*casts, recipe.dtype)
         if isinstance(recipe, Transpose):
-            return read, views.transpose(view, recipe.dim0, recipe.dim1), casts
+            return origin, views.transpose(view, recipe.dim0, recipe.dim1), casts
         if isinstance(recipe, Slice):
             start, (length,) = self._slice_start(recipe), self._sizes((recipe.length,))
-            return read, views.narrow(view, recipe.dim, start, length), casts
+            return origin, views.narrow(view, recipe.dim, start, length), casts
         shape = self._sizes(recipe.shape)
         reshaped = views.reshape(view, shape) if 0 not in shape else views.contiguous(shape)
-        return None if reshaped is None else (read, reshaped, casts)
+        return None if reshaped is None else (origin, reshaped, casts)
 
     def _slice_start(self, recipe: Slice) -> int:
         start, length = self._sizes((recipe.start, recipe.length))
@@ -194,7 +285,11 @@ class _Maker:
         if isinstance(recipe, (Concat, Stack)):
             return self._joined_shape(recipe)
         assert not isinstance(recipe, Tie), "verified: a tie is a recipe of its own"
+        if isinstance(recipe, Dequantise):
+            return self._sizes(quantised.shape(recipe, *map(self._shape, recipes.parts(recipe))))
         inner = self._shape(recipe.of)
+        if isinstance(recipe, Each):
+            return (*inner[: recipe.dim], recipe.count, *inner[recipe.dim :])
         if isinstance(recipe, Slice):
             return (*inner[: recipe.dim], *self._sizes((recipe.length,)), *inner[recipe.dim + 1 :])
         return views.swap(inner, recipe.dim0, recipe.dim1) if isinstance(recipe, Transpose) else inner
@@ -211,8 +306,11 @@ class _Maker:
             return recipe.dtype
         if isinstance(recipe, Read):
             return msgspec.convert(self._stored_dtype(recipe.tensor), Dtype)
-        if isinstance(recipe, (Concat, Stack)):
-            found: set[Dtype] = {self._dtype(part) for part in recipe.parts}
+        if isinstance(recipe, Dequantise):
+            return "float32"
+        if isinstance(recipe, (Concat, Stack, Each)):
+            parts = [recipes.nth(recipe, i) for i in range(recipe.count)] if isinstance(recipe, Each) else recipe.parts
+            found: set[Dtype] = {self._dtype(part) for part in parts}
             widest: Dtype = "float64" if "float64" in found else "float32"
             return found.pop() if len(found) == 1 else widest
         assert not isinstance(recipe, Tie), "verified: a tie is a recipe of its own"

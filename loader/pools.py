@@ -3,7 +3,8 @@
 The graph's cache plan is the only source: a pool's pages are counted by its symbol, over which the cache tensors of
 all its slots are typed. Each group has a page table, and therefore a free list, of its own: page 3 of one group and
 page 3 of another are different memory also where the groups share a pool, since no slot belongs to two groups.
-No page is set aside for padding: tokens that must not be cached have slot -1.
+A sequence has one page of a group of states, whatever its length. No page is set aside for padding: tokens that must
+not be cached have slot -1.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import torch
 
-from precast.ir import symbols
-from precast.ir.schema import CachePlan, Group
+from precast.ir import caches, symbols
+from precast.ir.schema import CachePlan, Group, StateGroup
 from precast.kernels.dtypes import BY_NAME
 
 SequencePages = Mapping[str, "array[int]"]
@@ -63,12 +64,15 @@ class PageTables:
 
     def __init__(self, plan: CachePlan, num_pages: Mapping[str, int]) -> None:
         """`num_pages` by pool."""
-        self.groups: tuple[Group, ...] = plan.groups
-        self._allocators = {group.name: PageAllocator(num_pages[group.pool]) for group in plan.groups}
+        self.groups = caches.groups(plan)
+        self._allocators = {group.name: PageAllocator(num_pages[group.pool]) for group in self.groups}
 
     def needed(self, num_tokens: int) -> dict[str, int]:
         """Pages by group that hold `num_tokens` cached tokens."""
-        return {group.name: math.ceil(num_tokens / group.spec.page_size) for group in self.groups}
+        return {
+            group.name: 1 if isinstance(group, StateGroup) else math.ceil(num_tokens / group.spec.page_size)
+            for group in self.groups
+        }
 
     def can_hold(self, num_tokens: int) -> bool:
         """Whether `num_tokens` fit when all pages are free."""
@@ -90,7 +94,7 @@ class PageTables:
     def arithmetic(self, num_tokens: int) -> str:
         """How the pages for `num_tokens` compare with the pages there are, a clause a group, for messages."""
         return "; ".join(
-            f"group {group.name}: {count} pages of {group.spec.page_size} tokens needed, "
+            f"group {group.name}: {count} {_unit_name(group)} needed, "
             f"{self._allocators[group.name].num_free} free of {self._allocators[group.name].num_pages}"
             for group, count in zip(self.groups, self.needed(num_tokens).values(), strict=True)
         )
@@ -105,11 +109,15 @@ class PageTables:
         return found
 
 
+def _unit_name(group: Group | StateGroup) -> str:
+    return "state" if isinstance(group, StateGroup) else f"pages of {group.spec.page_size} tokens"
+
+
 def page_bytes(plan: CachePlan) -> dict[str, int]:
     """Bytes by pool that one more page takes, over all slots of all groups of the pool."""
     counters = {pool.name: pool.pages for pool in plan.pools}
     total = dict.fromkeys(counters, 0)
-    for group in plan.groups:
+    for group in caches.groups(plan):
         one_page = {counters[group.pool]: 1}
         for tensor in (tensor for slot in group.slots for tensor in slot.tensors):
             elements = math.prod(symbols.evaluate(size, one_page) for size in tensor.type.shape)
@@ -119,26 +127,32 @@ def page_bytes(plan: CachePlan) -> dict[str, int]:
 
 def cache_bytes_for(plan: CachePlan, num_seqs: int, seq_len: int) -> int:
     """Bytes of cache that hold `num_seqs` sequences of `seq_len` tokens in every group, in whole pages."""
-    return num_seqs * math.ceil(seq_len / _unit(plan)) * _unit_bytes(plan)
+    return num_seqs * (math.ceil(seq_len / _unit(plan)) * _unit_bytes(plan) + _state_bytes(plan))
 
 
 def plan_pages(plan: CachePlan, *, cache_bytes: int, max_num_seqs: int, max_seq_len: int) -> dict[str, int]:
     """Pages by pool that fit into `cache_bytes`, and no more than `max_num_seqs` sequences of `max_seq_len` fill.
 
-    All pools get room for the same number of tokens, counted in units of the page sizes' least common multiple:
-    `units = cache_bytes // bytes_of_a_unit`, `pages = units * unit // page_size`.
+    States come first, one for each sequence, from at most half of the bytes where there are pages too. Of the rest,
+    all pools get room for the same number of tokens, counted in units of the page sizes' least common multiple:
+    `units = bytes // bytes_of_a_unit`, `pages = units * unit // page_size`.
     """
+    left = max(cache_bytes, 0)
+    for_states = left // 2 if plan.groups else left
+    states = min(for_states // max(_state_bytes(plan), 1), max_num_seqs) if plan.states else 0
+    left -= states * _state_bytes(plan)
     unit = _unit(plan)
     useful = max_num_seqs * math.ceil(max_seq_len / unit)
-    units = min(max(cache_bytes, 0) // max(_unit_bytes(plan), 1), useful)
-    return {name: units * unit // size for name, size in _page_sizes(plan).items()}
+    units = min(left // max(_unit_bytes(plan), 1), useful)
+    pages = {name: units * unit // size for name, size in _page_sizes(plan).items()}
+    return pages | {group.pool: states for group in plan.states}
 
 
 def cache_tensors(plan: CachePlan, num_pages: Mapping[str, int], *, device: torch.device) -> dict[str, torch.Tensor]:
     """The cache tensors of all slots by name, uninitialised: what no token wrote enters no product (`kernels/`)."""
     counters = {pool.pages: num_pages[pool.name] for pool in plan.pools}
     tensors = {}
-    for tensor in (tensor for group in plan.groups for slot in group.slots for tensor in slot.tensors):
+    for tensor in caches.tensors(plan):
         shape = [symbols.evaluate(size, counters) for size in tensor.type.shape]
         tensors[tensor.name] = torch.empty(shape, dtype=BY_NAME[tensor.type.dtype], device=device)
     return tensors
@@ -150,9 +164,16 @@ def _page_sizes(plan: CachePlan) -> dict[str, int]:
 
 
 def _unit(plan: CachePlan) -> int:
-    return math.lcm(*_page_sizes(plan).values())
+    return math.lcm(*_page_sizes(plan).values())  # 1 without pages
+
+
+def _state_bytes(plan: CachePlan) -> int:
+    """Bytes of the states of one sequence, in all groups."""
+    of_pools = page_bytes(plan)
+    return sum(of_pools[group.pool] for group in plan.states)
 
 
 def _unit_bytes(plan: CachePlan) -> int:
     sizes, unit = _page_sizes(plan), _unit(plan)
-    return sum(bytes_a_page * (unit // sizes[pool]) for pool, bytes_a_page in page_bytes(plan).items())
+    of_pools = page_bytes(plan)
+    return sum(of_pools[pool] * (unit // size) for pool, size in sizes.items())

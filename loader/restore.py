@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from precast.ir import caches
 from precast.ir import symbols as exprs
 from precast.ir.errors import BundleError, RequestError
 from precast.ir.schema import Arg, Block, Call, Const, Dim, DtypeArg, Expr, Graph, Items, Node, Ref, Value
@@ -218,8 +219,7 @@ def _node_actions(node: Node, layout: _Layout, resolve_op: Resolve) -> list[Acti
 def _static_values(graph: Graph) -> list[Value]:
     """What `bind` is given, in the graph's order."""
     params = [Value(param.name, param.type) for param in graph.params]
-    caches = [tensor for group in graph.caches.groups for slot in group.slots for tensor in slot.tensors]
-    return [*params, *graph.constants, *caches]
+    return [*params, *graph.constants, *caches.tensors(graph.caches)]
 
 
 def _resolver(device: torch.device) -> Resolve:

@@ -74,6 +74,26 @@ def reshape(view: View, shape: Shape) -> View | None:
     return View(view.offset, shape, tuple(reversed(strides)))
 
 
+def split(source: View, destination: View, size: int) -> list[tuple[int, View, View]] | None:
+    """Both views by which of the blocks of `size` elements the source's elements are in: (block, what of the source is
+    in it, counted from its beginning, and the same of the destination).
+
+    None where no dimension goes from block to block while the others stay in one.
+    """
+    dims = [dim for dim, count in enumerate(source.shape) if count > 1]
+    outer = [dim for dim in dims if source.strides[dim] >= size]
+    first, rest = divmod(source.offset, size)
+    inner = sum((source.shape[dim] - 1) * source.strides[dim] for dim in dims if dim not in outer)
+    if rest + inner >= size or len(outer) > 1 or any(source.strides[dim] % size for dim in outer):
+        return None
+    within = source._replace(offset=rest)
+    if not outer:
+        return [(first, within, destination)]
+    (dim,) = outer
+    step = source.strides[dim] // size
+    return [(first + i * step, select(within, dim, 0), select(destination, dim, i)) for i in range(source.shape[dim])]
+
+
 def _runs(view: View) -> list[tuple[int, int]]:
     """(count, step) of the dimensions after merging those that lie one inside the other, without those of size 1."""
     runs: list[tuple[int, int]] = []

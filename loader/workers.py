@@ -46,6 +46,13 @@ def execute(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers |
 
     `buffers` are those of the GPU that `memory` is on; None: it is on the host. Raises WeightsError (checkpoint-read).
     """
+    num_bytes = read_all(plan, memory, buffers)
+    move_all(plan, memory)
+    return num_bytes
+
+
+def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers | None) -> int:
+    """Do the jobs of `plan`, as `execute` does, and leave out the moves."""
     if buffers is None:
         threads = min(MAX_HOST_THREADS, THREADS_A_CORE * _num_cores())
         num_bytes = _share(plan.jobs, lambda: HostWorker(plan, memory), threads)
@@ -57,10 +64,14 @@ def execute(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers |
         if any(job.copies for job in plan.jobs):
             # torch keeps what a worker's stream allocated for copies for that stream, which is gone.
             torch.cuda.empty_cache()
+    return num_bytes
+
+
+def move_all(plan: Plan, memory: Sequence[torch.Tensor]) -> None:
+    """Move what is in temporary targets to where it belongs, in the plan's order."""
     for move in plan.moves:
         source = memory[move.source].view(dtypes.BY_NAME[plan.targets[move.source].dtype])
         copy_converted(strided(source, move.view), memory[move.target], move.destination, move.casts)
-    return num_bytes
 
 
 def _num_cores() -> int:
@@ -175,6 +186,12 @@ class PinnedBuffers:
         """The next buffer, once it is pinned."""
         return self._pinned.popleft().result()
 
+    def give_back(self, buffer: _Buffer) -> None:
+        """Take a buffer back that nothing is on its way from any more."""
+        free: Future[_Buffer] = Future()
+        free.set_result(buffer)
+        self._pinned.append(free)
+
     def close(self) -> None:
         """Pin no more of them. Those that nobody took are freed."""
         while self._pinned:
@@ -226,6 +243,8 @@ class DeviceWorker:
     def finish(self) -> None:
         """Wait for the stream."""
         self._stream.synchronize()
+        while self._taken:
+            self._buffers.give_back(self._taken.popleft())
 
     def _next_buffer(self) -> _Buffer:
         """A buffer that is on its way to nowhere: a new one, or the one that has been on its way for the longest."""

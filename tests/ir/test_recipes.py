@@ -5,17 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from examples import tiny_graph
 from precast.ir import limits, recipes
 from precast.ir.checkpoint import CheckpointFiles, StoredTensor
-from precast.ir.errors import WeightsError
-from precast.ir.recipes import Problem, RecipeError
+from precast.ir.errors import RecipeError, WeightsError
+from precast.ir.recipes import Problem
 from precast.ir.schema import (
     Apply,
     Cast,
     Checkpoint,
     Concat,
+    Dequantise,
+    Dtype,
+    Each,
     Expr,
     Read,
     Recipe,
@@ -42,6 +46,17 @@ def stored(shape: tuple[int, ...], dtype: str = "float32") -> StoredTensor:
     return StoredTensor(Path("/ckpt/model.safetensors"), dtype, shape, 0, 0)
 
 
+def whole(name: str, *shape: int, dtype: Dtype = "int32") -> Read:
+    """A read of a quantised tensor or one of its parts."""
+    return Read(name, shape, dtype)
+
+
+EACH = Each(Concat((Read("e.*.gate", (4, 3)), Read("e.*.up", (2, 3))), 0), 0, 3, 7)
+FP8 = Dequantise(whole("w", 10, 7, dtype="float8_e4m3fn"), Read("s", (3, 2)), "fp8", (4, 4))
+MXFP4 = Dequantise(whole("b", 2, 6, 3, 16, dtype="uint8"), whole("s", 2, 6, 3, dtype="uint8"), "mxfp4")
+AWQ = Dequantise(whole("q", 6, 2), Read("s", (3, 16)), "awq", zeros=whole("z", 3, 2))
+GPTQ = Dequantise(whole("q", 2, 8), Read("s", (3, 8)), "gptq", None, whole("z", 3, 1), whole("g", 16), 1)
+
 NO_RULES = Checkpoint()
 NORM = "model.norm.weight"
 
@@ -65,6 +80,12 @@ NORM = "model.norm.weight"
         (Slice(R43, 0, Apply("mul", ("rank", HALF)), HALF), (HALF, 3)),
         (Concat((Slice(R43, 0, 0, HALF), Slice(R43, 0, 0, HALF)), 0), (Apply("mul", (2, HALF)), 3)),
         (Concat((Transpose(R23, 0, 1), Reshape(R43, (3, 4))), 1), (3, 6)),
+        (EACH, (3, 6, 3)),
+        (Each(R23, 2, 5), (2, 3, 5)),
+        (FP8, (10, 7)),
+        (MXFP4, (2, 6, 96)),
+        (AWQ, (6, 16)),
+        (GPTQ, (16, 8)),
     ],
 )
 def test_shape(recipe: Recipe, shape: tuple[Expr, ...]) -> None:
@@ -93,6 +114,30 @@ def test_shape(recipe: Recipe, shape: tuple[Expr, ...]) -> None:
         Slice(R23, 2, 0, 1),
         Tie("x"),
         Cast(Tie("x"), "float16"),
+        Each(R23, 3, 2),
+        Each(R23, 0, 0),
+        Each(R23, 0, limits.MAX_EACH + 1),
+        Each(R23, 0, 2, -1),
+        Each(Transpose(Each(R23, 0, 2), 0, 1), 0, 2),
+        replace(FP8, block=None),
+        replace(FP8, block=(0, 4)),
+        replace(FP8, block=(5, 4)),
+        replace(FP8, scales=Read("s", (1, 3, 2))),
+        replace(FP8, of=whole("w", 10, dtype="float8_e4m3fn")),
+        replace(FP8, zeros=R23),
+        replace(FP8, zero_offset=1),
+        replace(FP8, of=Slice(FP8.of, 0, 0, HALF)),
+        replace(MXFP4, block=(1, 32)),
+        replace(MXFP4, scales=whole("s", 2, 6, 2, dtype="uint8")),
+        replace(AWQ, zeros=None),
+        replace(AWQ, zeros=whole("z", 3, 3)),
+        replace(AWQ, scales=Read("s", (3, 2))),
+        replace(AWQ, scales=Read("s", (4, 16)), zeros=whole("z", 4, 2)),
+        replace(AWQ, groups=whole("g", 6)),
+        replace(GPTQ, groups=None),
+        replace(GPTQ, groups=whole("g", 8)),
+        replace(GPTQ, zeros=whole("z", 3)),
+        replace(GPTQ, zeros=whole("z", 3, 2)),
     ],
 )
 def test_recipes_that_contradict_themselves(recipe: Recipe) -> None:
@@ -109,6 +154,11 @@ def test_recipes_that_contradict_themselves(recipe: Recipe) -> None:
         (Transpose(Cast(R23, "float16"), 0, 1), "float16"),
         (Concat((Cast(R23, "float16"), Cast(R43, "float16")), 0), "float16"),
         (Concat((R23, R43), 0), None),
+        (EACH, None),
+        (FP8, "float32"),
+        (Each(MXFP4, 0, 2), "float32"),
+        (AWQ, "float32"),
+        (GPTQ, "float32"),
     ],
 )
 def test_dtype(recipe: Recipe, dtype: str | None) -> None:
@@ -118,6 +168,36 @@ def test_dtype(recipe: Recipe, dtype: str | None) -> None:
 def test_parts_of_different_dtypes() -> None:
     with pytest.raises(RecipeError, match="None, float16"):
         recipes.dtype(Concat((Cast(R23, "float16"), R43), 0))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        replace(FP8, of=R23),
+        replace(FP8, scales=whole("s", 3, 2)),
+        replace(MXFP4, scales=Read("s", (2, 6, 3))),
+        replace(AWQ, zeros=Read("z", (3, 2))),
+        replace(GPTQ, groups=whole("g", 16, dtype="int64")),
+    ],
+)
+def test_parts_of_a_format_have_its_dtypes(recipe: Recipe) -> None:
+    with pytest.raises(RecipeError):
+        recipes.dtype(recipe)
+
+
+def test_a_part_of_each_is_read_by_its_number() -> None:
+    assert recipes.nth(EACH, 2) == Concat((Read("e.9.gate", (4, 3)), Read("e.9.up", (2, 3))), 0)
+    assert [read.tensor for read in recipes.leaves(EACH)] == [
+        f"e.{i}.{name}" for i in (7, 8, 9) for name in ("gate", "up")
+    ]
+
+
+def test_all_parts_of_a_quantised_tensor_are_read() -> None:
+    assert [read.tensor for read in recipes.leaves(Cast(GPTQ, "bfloat16"))] == ["q", "s", "z", "g"]
+    numbered = recipes.nth(
+        Each(Dequantise(whole("*.q", 6, 2), Read("*.s", (3, 16)), "awq", zeros=whole("*.z", 3, 2)), 0, 2), 1
+    )
+    assert [read.tensor for read in recipes.leaves(numbered)] == ["1.q", "1.s", "1.z"]
 
 
 def test_leaves_in_order() -> None:
@@ -144,6 +224,19 @@ def test_leaves_in_order() -> None:
 )
 def test_optional_prefixes(name: str, there: set[str], found: str | None) -> None:
     assert recipes.resolve(name, there, Checkpoint(optional_prefixes=("transformer.", "x."))) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "found"),
+    [
+        ("model.norm", {"model.text.norm"}, "model.text.norm"),
+        ("model.norm", {"model.norm", "model.text.norm"}, "model.norm"),
+        ("model.text.norm", {"model.norm"}, None),
+        ("lm_head", {"text.lm_head", "model.text.lm_head"}, None),
+    ],
+)
+def test_other_prefixes(name: str, there: set[str], found: str | None) -> None:
+    assert recipes.resolve(name, there, Checkpoint(prefixes={"model.": "model.text."})) == found
 
 
 @pytest.mark.parametrize(
@@ -211,6 +304,14 @@ def test_wrong_shape(shape: tuple[int, ...]) -> None:
 
     found = "[" + ", ".join(map(str, shape)) + "]"
     assert problems == [Problem("shape", NORM, f"expected [16], found {found}")]
+
+
+def test_unused_tensors_are_not_unexpected() -> None:
+    files = fitting(**{"vision.x": stored((5,)), "other.x": stored((5,))})
+
+    (problem,) = recipes.problems(tiny_graph(), Checkpoint(unused=("vision.*",)), files)
+
+    assert problem.tensor == "other.x"
 
 
 def test_ignored_tensors() -> None:

@@ -21,8 +21,10 @@ from precast.ir.schema import (
     Cast,
     Concat,
     Const,
+    Dequantise,
     Dim,
     DtypeArg,
+    Each,
     Graph,
     Group,
     Items,
@@ -226,10 +228,21 @@ RECIPES = st.recursive(
         st.builds(Transpose, inner, INTS, INTS),
         st.builds(Reshape, inner, tuples(EXPRS)),
         st.builds(Cast, inner, DTYPES),
+        st.builds(Each, inner, INTS, INTS, INTS),
+        st.builds(
+            Dequantise,
+            inner,
+            inner,
+            st.sampled_from(("fp8", "mxfp4", "awq", "gptq")),
+            st.one_of(st.none(), st.tuples(INTS, INTS)),
+            st.one_of(st.none(), inner),
+            st.one_of(st.none(), inner),
+            INTS,
+        ),
     ),
     max_leaves=5,
 )
-SPECS = st.builds(PagedSpec, EXPRS, INTS, INTS, DTYPES, INTS, st.one_of(st.none(), INTS))
+SPECS = st.builds(PagedSpec, EXPRS, INTS, INTS, DTYPES, INTS, st.none() | INTS, st.none() | INTS)
 GROUPS = st.builds(
     Group,
     NAMES,
@@ -352,7 +365,7 @@ REFUSED = [
     Bad('params { %w: float32[] = slice(read("w", []), start=0) }', 1, 47, "expected 'dim', found 'start'"),
     Bad("params { %w: float32[] }", 1, 24, "expected '=', found '}'"),
     Bad("pool main(P)", 1, 11, "expected 'pages', found 'P'"),
-    Bad("group g(pool=main, spec=dense())", 1, 25, "expected 'paged', found 'dense'"),
+    Bad("group g(pool=main, spec=dense())", 1, 25, "expected 'paged' or 'latent', found 'dense'"),
     Bad("block b { %y: float32[] = call b() return }", 1, 32, r"expected '\(', found 'b'"),
     Bad(
         "main { %y: float32[] aten.neg.default(self=%x) return }",

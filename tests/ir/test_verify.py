@@ -144,6 +144,10 @@ ONE_POOL = (
     ("page_size=16", "page_size=8"),
     ("float32[P_large, 16, 2, 4]", "float32[P_small, 8, 2, 4]"),
 )
+CHUNKS = (
+    ("page_size=8, window=32", "page_size=8, window=none, chunk=32"),
+    ("scale=0.5, window=32)", "scale=0.5, chunk=32)"),
+)
 WRITE = "precast.write_kv(k=%k1, v=%v1, k_cache=%layers.1.k, v_cache=%layers.1.v, slot_mapping=%slots_full)"
 LONG = "a" * 256
 
@@ -185,10 +189,13 @@ ACCEPTED = [
     ok("IR041", *ONE_POOL),
     ok("IR042", ("P_small: 0..", "P_small: 1..100")),
     ok("IR043", ("window=32", "window=1")),
+    ok("IR043", *CHUNKS, ("chunk=32", "chunk=1")),
     ok("IR044", ("num_kv_heads=2", "num_kv_heads=(1 + 1)")),
     ok("IR045", *ONE_POOL, ("window=32", "window=4")),
     ok("IR046", ("%indptr_full: int32[(1 + B)]", "%indptr_full: int32[(B + 1)]")),
     ok("IR047", ("scale=0.5)", "scale=0.5, window=7)")),
+    ok("IR047", *CHUNKS),
+    ok("IR047", ("scale=0.5)", "scale=0.5, chunk=7)")),
 ]
 
 NOT_A_NAME = "expected letters, digits, _ and ., at most 256, no digit first"
@@ -484,6 +491,13 @@ REJECTED = [
         ("P_large", "R"),
     ),
     bad("IR043", "group local: window: expected at least 1, found 0", ("window=32)", "window=0)"), also=("IR022",)),
+    bad("IR043", "group local: chunk: expected at least 1, found 0", *CHUNKS, ("chunk=32", "chunk=0"), also=("IR022",)),
+    bad(
+        "IR043",
+        "group local: expected a window or chunks, found window 32 and chunk 8",
+        ("page_size=8, window=32", "page_size=8, window=32, chunk=8"),
+        also=("IR047",),
+    ),
     bad(
         "IR043",
         "page_size: expected at least 1, found 0",
@@ -579,6 +593,8 @@ REJECTED = [
         ("scale=0.5, window=32)", "scale=0.5, window=31)"),
     ),
     bad("IR047", "window: expected 32", ("scale=0.5, window=32)", "scale=0.5)")),
+    bad("IR047", "chunk: expected 32, that of group local", *CHUNKS, ("scale=0.5, chunk=32)", "scale=0.5, chunk=31)")),
+    bad("IR047", "chunk: expected 32", *CHUNKS, ("scale=0.5, chunk=32)", "scale=0.5)")),
     bad(
         "IR047",
         "v_cache: expected %layers.1.v of slot layers.1",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import quantised
 import torch
 from hypothesis import strategies as st
 
+from precast.ir import recipes as ir_recipes
 from precast.ir import symbols as exprs
 from precast.ir.schema import (
     Cast,
     Concat,
+    Dequantise,
     Dtype,
+    Each,
     Expr,
     Graph,
     Param,
@@ -58,6 +62,10 @@ def evaluate(
                 return make(part.of).reshape([size(each) for each in part.shape])
             case Cast():
                 return make(part.of).to(dtypes.BY_NAME[part.dtype])
+            case Each():
+                return torch.stack([make(ir_recipes.nth(part, i)) for i in range(part.count)], part.dim)
+            case Dequantise():
+                return quantised.dequantised(part, [make(each) for each in ir_recipes.parts(part)])
             case Tie():
                 raise AssertionError("a tie makes nothing")
 
@@ -95,21 +103,47 @@ class Made(NamedTuple):
 
 
 @st.composite
-def recipe_sets(draw: st.DrawFn) -> tuple[dict[str, Recipe], Tensors]:
+def recipe_sets(draw: st.DrawFn, *, quantised: bool = False) -> tuple[dict[str, Recipe], Tensors]:
     """One to three params, and the tensors that they read; params may read the same tensors."""
     tensors: Tensors = {}
-    recipes = {f"p{i}": draw(_made(tensors)).recipe for i in range(draw(st.integers(1, 3)))}
+    firsts = (_read, _experts, _quantised) if quantised else (_read, _read, _experts)
+    recipes = {f"p{i}": draw(_made(tensors, firsts)).recipe for i in range(draw(st.integers(1, 3)))}
     return recipes, tensors
 
 
 @st.composite
-def _made(draw: st.DrawFn, tensors: Tensors) -> Made:
-    made = draw(_read(tensors))
+def _made(draw: st.DrawFn, tensors: Tensors, firsts: Sequence[Callable[[Tensors], st.SearchStrategy[Made]]]) -> Made:
+    made = draw(st.sampled_from(firsts).flatmap(lambda first: first(tensors)))
     for _ in range(draw(st.integers(0, 5))):
         made = draw(
             st.sampled_from((_slice, _join, _transpose, _reshape, _cast)).flatmap(lambda op, m=made: op(tensors, m))
         )
     return made
+
+
+@st.composite
+def _experts(draw: st.DrawFn, tensors: Tensors) -> Made:
+    """Numbered tensors along a new dimension."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)))
+    count, start, dim = draw(st.integers(1, 4)), draw(st.integers(0, 11)), draw(st.integers(0, len(shape)))
+    layer = len(tensors)
+    for number in range(start, start + count):
+        tensors[f"layer.{layer}.{number}.w"] = (torch.arange(math.prod(shape)) * 0.7 - number).reshape(shape)
+    each = Each(Read(f"layer.{layer}.*.w", shape, "float32"), dim, count, start)
+    return Made(each, (*shape[:dim], count, *shape[dim:]), "float32")
+
+
+@st.composite
+def _quantised(draw: st.DrawFn, tensors: Tensors) -> Made:
+    """Two matrices or one in float8, with a scale for each block."""
+    shape = (*draw(st.sampled_from(((), (2,)))), draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+    block = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    scales = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+    name = f"quantised.{len(tensors)}"
+    tensors[name] = (torch.arange(math.prod(shape)) * 0.9 - 20).reshape(shape).to(torch.float8_e4m3fn)
+    tensors[name + ".scale"] = (torch.arange(math.prod(scales)) * 0.013 + 0.1).reshape(scales)
+    made = Dequantise(read(name, tensors), read(name + ".scale", tensors), "fp8", block)
+    return Made(made, shape, "float32")
 
 
 @st.composite
@@ -126,7 +160,10 @@ def _read(draw: st.DrawFn, tensors: Tensors, shape: tuple[int, ...] | None = Non
         shape = shape or tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
         dtype = dtype or draw(st.sampled_from(FLOATS))
         made = torch.arange(math.prod(shape)) + 1000 * len(tensors)
-        tensors[name] = (made * 0.37).reshape(shape).to(dtypes.BY_NAME[dtype])
+        values = made * 0.37
+        if dtype == "float8_e4m3fn":
+            values %= 400  # the largest float8 is 448, and what is above becomes NaN, which equals nothing
+        tensors[name] = values.reshape(shape).to(dtypes.BY_NAME[dtype])
     tensor = tensors[name]
     found = dtypes.NAMES[tensor.dtype]
     return Made(Read(name, tuple(tensor.shape), found), tuple(tensor.shape), found)

@@ -1,9 +1,10 @@
-"""A step's inputs: packed tokens, absolute positions, page lists that are cut to the window."""
+"""A step's inputs: packed tokens, absolute positions, page lists that are cut to the window or chunk."""
 
 from __future__ import annotations
 
 from array import array
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -71,6 +72,25 @@ def test_the_cut_list_holds_exactly_what_the_window_reaches(start: int, length: 
     assert found["page_start_near"] == [first_seen // size * size]
     assert found["page_indices_near"] == near[first_seen // size :]
     assert found["slot_mapping_near"] == [near[at // size] * size + at % size for at in range(start, end)]
+
+
+@given(st.integers(0, 60), st.integers(1, 30), st.integers(1, 13))
+def test_the_cut_list_begins_with_the_page_of_the_chunk(start: int, length: int, chunk_size: int) -> None:
+    end, size = start + length, 4
+    near = list(range(100, 100 + -(-end // size)))
+    found = lists([chunk(start, [1] * length, near=near, far=list(range(99)))], with_chunks(chunk_size))
+    first_seen = max(at for at in range(0, start + 1, chunk_size))
+    assert found["page_start_near"] == [first_seen // size * size]
+    assert found["page_indices_near"] == near[first_seen // size :]
+    assert found["page_start_far"] == [0]
+
+
+def with_chunks(size: int) -> Graph:
+    """The graph with chunks in the place of the window."""
+    near, far = GRAPH.caches.groups
+    spec = msgspec.structs.replace(near.spec, window=None, chunk=size)
+    plan = msgspec.structs.replace(GRAPH.caches, groups=(msgspec.structs.replace(near, spec=spec), far))
+    return msgspec.structs.replace(GRAPH, caches=plan)
 
 
 def test_without_wanted_logits_there_is_one_row_to_ignore() -> None:
