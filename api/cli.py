@@ -64,6 +64,7 @@ def main() -> None:
 @click.option("--page-size", type=int, default=16, show_default=True, help="Tokens per page of the caches.")
 @click.option("--snapshots", type=DIRECTORY, help="Directory of snapshots that speed up rebuilds.")
 @click.option("--dump", type=DIRECTORY, help="Directory that gets the graph after each pass.")
+@click.option("--check", is_flag=True, help="Compare the model, made tiny, with transformers; pack only if equal.")
 @AS_JSON
 def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """Build the bundle of SOURCE: a model directory, a config.json, or a hub id. Needs no GPU and no weights."""
@@ -114,6 +115,27 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
     _report(Report(fields, "\n".join(lines)), as_json)
+
+
+@main.command()
+@click.option("--only", multiple=True, metavar="TYPE", help="Cover this model type; may be repeated. Default: all.")
+@click.option("--write", type=PATH, help="Write the page of the table, docs/models.md.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model types covered at once.")
+@AS_JSON
+def models(only: tuple[str, ...], write: Path | None, workers: int, as_json: bool) -> None:
+    """Cover transformers' causal language models: build each, made tiny, and compare it. Takes minutes."""
+    try:
+        from precast.models_page import page, sweep_report
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        message = "precast models needs transformers: pip install 'precast[build]'"
+        raise TargetError("dependency-missing", message) from error
+    rows, report = sweep_report(only, workers=workers, done=None if as_json else click.echo)
+    if write is not None:
+        write.write_text(page(rows), encoding="utf-8")
+    if as_json:
+        _report(report, as_json)
 
 
 @main.command()
@@ -198,11 +220,15 @@ def run(
             click.echo(timeline.text(), err=True)
 
 
-def _build(source: str, out: Path, **options: Any) -> Bundle:
+def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:
     """`precast.build`, with what it raises besides Precast's errors turned into those."""
     try:
         from precast import build as build_bundle
 
+        if check:
+            from precast.check import compare
+
+            options["check"] = compare
         return build_bundle(source, out, **options)
     except ModuleNotFoundError as error:
         if error.name != "transformers":

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from precast.ir import caches
 from precast.ir.bundle import Bundle
 from precast.ir.schema import Block, Graph
 from precast.ir.text import format_recipe, format_type
@@ -55,7 +56,7 @@ def _params(graph: Graph) -> dict[str, str]:
 def _groups(graph: Graph) -> dict[str, str]:
     return {
         group.name: f"{len(group.slots)} layers, {msgspec.json.encode(group.spec).decode()}"
-        for group in graph.caches.groups
+        for group in caches.groups(graph.caches)
     }
 
 

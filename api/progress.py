@@ -10,7 +10,7 @@ from precast.loader.timeline import Phase, Timeline
 
 Say = Callable[[str], None]
 
-BUILD_STAGES = ("import", "config", "export", "passes", "caches", "lower", "pack")
+BUILD_STAGES = ("import", "config", "check", "export", "passes", "caches", "lower", "pack")
 LOAD_PHASES = ("import", "context", "bundle", "weights", "pools")
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from precast.ir import symbols
+from precast.ir import caches, symbols
 from precast.ir.bundle import Bundle
-from precast.ir.schema import Call, Group, Node
-from precast.ir.tensorfile import element_bytes
+from precast.ir.flops import canonical_share
+from precast.ir.schema import Call, Group, LatentSpec, Node, StateGroup, StateSpec
 from precast.ir.text import format_graph, format_recipe, format_type
 
 LENGTHS = (128, 2048, 8192, 32768, 131072)
@@ -35,16 +35,19 @@ def summary(bundle: Bundle) -> Report:
     tokenizer = [blob for blob in manifest.blobs if blob.role == "tokenizer"]
     total = sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
+    share = canonical_share(graph)
     fields = {
         "digest": bundle.digest,
         "format": ".".join(map(str, manifest.format)),
         "model": msgspec.to_builtins(model),
         "graph": {"blocks": len(graph.blocks), "calls": calls, "nodes": nodes, "params": len(graph.params)},
         "ops": manifest.ops,
-        "cache_groups": {group.name: len(group.slots) for group in graph.caches.groups},
+        "cache_groups": {group.name: len(group.slots) for group in caches.groups(graph.caches)},
         "bytes": {"total": total, "without_tokenizer": without_tokenizer},
         "files": [blob.name for blob in manifest.blobs],
         "built_with": manifest.built_with,
+        "checked": manifest.checked,
+        "canonical_share": round(share, 4),
         "provenance": bundle.provenance,
     }
     layers = f"{model.num_layers} layers, {model.num_parameters:,} parameters"
@@ -54,9 +57,11 @@ def summary(bundle: Bundle) -> Report:
         ("model", f"{model.architecture}, {layers}, {model.dtype}"),
         ("limits", f"{model.max_seq_len:,} tokens a sequence, vocabulary {model.vocab_size:,}"),
         ("graph", f"{len(graph.blocks)} blocks in {calls} calls, {nodes} nodes, {len(manifest.ops)} ops"),
-        ("caches", ", ".join(f"{group.name}: {len(group.slots)} layers" for group in graph.caches.groups) or "none"),
+        ("caches", ", ".join(f"{group.name}: {len(group.slots)} layers" for group in caches.groups(graph.caches)) or "none"),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
+        ("canonical ops", f"{100 * share:.1f} % of the floating-point work"),
+        ("checked", "yes: equal to transformers, made tiny" if manifest.checked else "no"),
         ("built with", _pairs(manifest.built_with)),
         ("provenance", _pairs(bundle.provenance) or "none"),
     ]
@@ -85,6 +90,7 @@ def weights(bundle: Bundle) -> Report:
     rows = [("param", "type", "recipe")]
     rows += [(param.name, format_type(param.type), format_recipe(param.recipe)) for param in bundle.graph.params]
     notes = [
+        ("unused tensors", ", ".join(rules.unused) or "none"),
         ("ignored tensors", ", ".join(rules.ignored) or "none"),
         ("optional prefixes", ", ".join(rules.optional_prefixes) or "none"),
     ]
@@ -93,6 +99,7 @@ def weights(bundle: Bundle) -> Report:
             {"name": param.name, "type": format_type(param.type), "recipe": format_recipe(param.recipe)}
             for param in bundle.graph.params
         ],
+        "unused": list(rules.unused),
         "ignored": list(rules.ignored),
         "optional_prefixes": list(rules.optional_prefixes),
     }
@@ -101,23 +108,19 @@ def weights(bundle: Bundle) -> Report:
 
 def cache(bundle: Bundle) -> Report:
     """Each group's geometry, and the bytes that a sequence of given lengths keeps."""
-    groups = bundle.graph.caches.groups
+    groups = caches.groups(bundle.graph.caches)
     limit = bundle.manifest.model.max_seq_len
     lengths = [*(length for length in LENGTHS if length < limit), limit]
-    costs = {length: sum(_paged_bytes(group, length) for group in groups) for length in lengths}
+    costs = {length: sum(caches.sequence_bytes(group, length) for group in groups) for length in lengths}
     fields = {
         "groups": [
             {
                 "name": group.name,
                 "pool": group.pool,
                 "layers": len(group.slots),
-                "kv_heads": _kv_heads(group),
-                "head_size": group.spec.head_size,
-                "value_size": group.spec.value_size,
-                "dtype": group.spec.dtype,
-                "page_size": group.spec.page_size,
-                "window": group.spec.window,
-                "bytes_per_token": _token_bytes(group),
+                "spec": msgspec.to_builtins(group.spec),
+                "bytes_per_token": caches.token_bytes(group),
+                "bytes_per_sequence": caches.state_bytes(group),
             }
             for group in groups
         ],
@@ -125,14 +128,12 @@ def cache(bundle: Bundle) -> Report:
     }
     if not groups:
         return Report(fields, "no caches")
-    geometry: list[tuple[str, ...]] = [
-        ("group", "pool", "layers", "kv heads", "head", "value", "dtype", "page", "window", "bytes/token")
-    ]
+    geometry = [("group", "pool", "layers", "kind", "geometry", "dtype", "page", "window", "bytes/token", "bytes/seq")]
     geometry += [_geometry(group) for group in groups]
     prices = [("tokens", "bytes a sequence", "of which visible to the next token")]
-    for length, paged in costs.items():
-        visible = sum(min(length, group.spec.window or length) * _token_bytes(group) for group in groups)
-        prices.append((f"{length:,}", f"{paged:,}", f"{100 * visible / paged:.1f} %" if paged else "-"))
+    for length, held in costs.items():
+        visible = sum(caches.visible_bytes(group, length) for group in groups)
+        prices.append((f"{length:,}", f"{held:,}", f"{100 * visible / held:.1f} %" if held else "-"))
     return Report(fields, f"{table(geometry)}\n\n{table(prices)}")
 
 
@@ -147,26 +148,15 @@ def _pairs(record: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in record.items())
 
 
-def _geometry(group: Group) -> tuple[str, ...]:
+def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
     spec = group.spec
+    layers, token, state = str(len(group.slots)), f"{caches.token_bytes(group):,}", f"{caches.state_bytes(group):,}"
+    if isinstance(spec, StateSpec):
+        shape = "x".join(map(symbols.text, spec.shape))
+        return (group.name, group.pool, layers, spec.kind, shape, spec.dtype, "-", "-", "-", state)
+    if isinstance(spec, LatentSpec):
+        kind, shape = "latent", f"{spec.latent_size} + {spec.rope_size}"
+    else:
+        kind, shape = "kv", f"{symbols.text(spec.num_kv_heads)} x ({spec.head_size} + {spec.value_size})"
     window = "-" if spec.window is None else str(spec.window)
-    sizes = (len(group.slots), _kv_heads(group), spec.head_size, spec.value_size)
-    return (
-        group.name, group.pool, *map(str, sizes), spec.dtype, str(spec.page_size), window, f"{_token_bytes(group):,}"
-    )  # fmt: skip
-
-
-def _kv_heads(group: Group) -> int:
-    return symbols.evaluate(group.spec.num_kv_heads, {"tp": 1, "rank": 0})
-
-
-def _token_bytes(group: Group) -> int:
-    """Bytes that one token keeps in all layers of the group, on one rank of one."""
-    sizes = group.spec.head_size + group.spec.value_size
-    return len(group.slots) * _kv_heads(group) * sizes * element_bytes(group.spec.dtype)
-
-
-def _paged_bytes(group: Group, length: int) -> int:
-    """Bytes of the whole pages that a sequence of `length` tokens takes in this group."""
-    pages = -(-length // group.spec.page_size)
-    return pages * group.spec.page_size * _token_bytes(group)
+    return (group.name, group.pool, layers, kind, shape, spec.dtype, str(spec.page_size), window, token, "-")

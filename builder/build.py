@@ -39,6 +39,7 @@ def build(
     page_size: int = 16,
     snapshots: str | Path | None = None,
     dump: str | Path | None = None,
+    check: Callable[[PreTrainedConfig], None] | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
     """Build the bundle of a Hugging Face decoder, without weights and without a GPU, and publish it at `out`.
@@ -52,6 +53,8 @@ def build(
         snapshots: a directory for snapshots of the pipeline: a rebuild with another page size starts behind the
             tracing. None: none are read or written.
         dump: a directory that gets the graph after each pass as text.
+        check: called with the config before anything is traced; what it raises ends the build. The bundle records that
+            there was one. `precast.check.compare` compares with transformers.
         progress: called with each stage's name as it begins.
 
     Raises:
@@ -70,6 +73,9 @@ def build(
     key = snapshot.key(opened, options, early)
     dump_dir = _dump_dir(dump)
 
+    if check is not None:
+        say("check")
+        check(opened.config)
     restored = store.read(key, options) if store else None
     if restored is None:
         say("export")
@@ -87,7 +93,7 @@ def build(
     graph = lower(captured.graph, captured.ctx)
     say("pack")
     return pack(
-        Path(out), captured, graph, history, files=opened.files, built_with=_versions(),
+        Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
         provenance=_provenance(opened, started, from_snapshot=restored is not None),
     )  # fmt: skip
 

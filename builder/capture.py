@@ -9,10 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import PreTrainedModel
 
 from precast.builder.context import ConstantInfo, Options, ParamInfo, PassContext
+from precast.builder.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.export import Exported, export
 from precast.builder.factory import Source, make_module, materialise_buffers
 from precast.builder.fx_types import FxGraph
-from precast.builder.recipes import checkpoint_rules, param_recipes
+from precast.builder.quantisation import quantisation_of
+from precast.builder.pipeline import eliminate_dead_code
+from precast.builder.recipes import ModelCheckpoint
 from precast.builder.rope import long_frequencies
 from precast.ir import symbols
 from precast.ir.errors import BuildError
@@ -32,9 +35,10 @@ class Captured:
 def capture(source: Source, options: Options) -> Captured:
     """Makes the module on the meta device, traces it, and gathers the values of its small constants."""
     module = make_module(source.config, options.dtype)
-    recipes = param_recipes(module)
+    stored = ModelCheckpoint(module, quantisation_of(source.config))
     exported = export(module, options.max_seq_len)
     _keep_used(exported)
+    recipes = stored.recipes(exported.params.values())
     params = {place: _param(name, recipes) for place, name in exported.params.items()}
     ctx = PassContext(
         options=options,
@@ -43,7 +47,10 @@ def capture(source: Source, options: Options) -> Captured:
         symbols={symbol: symbols.add("B", 1) if name == "B1" else name for symbol, name in exported.symbols.items()},
         fake_mode=_fake_mode(exported.graph),
     )
-    return Captured(exported.graph, ctx, _model_info(source, module, options), checkpoint_rules(module))
+    _drop_paddings(exported.graph, ctx)
+    eliminate_dead_code(exported.graph, ctx)
+    used = [exported.params[place] for place in ctx.params]
+    return Captured(exported.graph, ctx, _model_info(source, module, options), stored.rules(used))
 
 
 def _keep_used(exported: Exported) -> None:
@@ -57,6 +64,24 @@ def _keep_used(exported: Exported) -> None:
     for table in tables:
         for name in [name for name in table if name not in used]:
             del table[name]
+
+
+def _drop_paddings(graph: FxGraph, ctx: PassContext) -> None:
+    """Takes the padding masks that the model made from the graph's outputs.
+
+    Raises BuildError for one that masks a token: it depends on the tokens, which have no padding here.
+    """
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    paddings = {name: node for name, node in output.args[0].items() if name.startswith("padding_")}
+    known = example_inputs(graph, 11)
+    for node in set(paddings.values()):
+        try:
+            is_all = bool(evaluate(node, known, ctx).bool().all())
+        except NotComputable:
+            is_all = False
+        if not is_all:
+            raise BuildError("feature-unsupported", "the model makes a padding mask from the tokens' values")
+    output.args = ({name: node for name, node in output.args[0].items() if name not in paddings},)
 
 
 def _param(name: str, recipes: dict[str, Recipe]) -> ParamInfo:

@@ -115,7 +115,7 @@ class PassContext:
     def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor; sizes may be the exporter's symbols."""
         with self.fake_mode or contextlib.nullcontext():
-            return torch.empty(shape, dtype=dtype, device="meta")
+            return torch.empty(shape, dtype=dtype)
 
     def new_param(self, graph: FxGraph, after: FxNode, name: str, recipe: Recipe, shape: Any) -> FxNode:
         """A new param placeholder of the dtype of `after`, the param that it stands behind."""

@@ -6,13 +6,21 @@ params and buffers as placeholders; it returns `{"logits": [1, T, V]}`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import cast
 
 import torch
+from torch._dynamo.exc import UserError
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import PreTrainedModel
 
+from precast.builder.experts import routed_experts
 from precast.builder.fx_types import FxGraph
+from precast.builder.marks import routed_functions
+from precast.builder.modules import routed_modules
 from precast.builder.routing import Trace, routed_attention, tracing
 from precast.ir.errors import BuildError, PrecastError
 
@@ -46,37 +54,81 @@ class _KeywordModel(torch.nn.Module):
     def forward(
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, rope_lengths: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        with tracing(Trace(cu_seqlens, rope_lengths, self.max_seq_len)):
+        with tracing(Trace(cu_seqlens, rope_lengths, self.max_seq_len)) as trace:
             out = self.model(input_ids=input_ids, position_ids=positions, use_cache=False, return_dict=True)
-        return {"logits": out.logits}
+        return {"logits": out.logits} | {f"padding_{i}": mask for i, mask in enumerate(trace.paddings)}
 
 
 def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
-    """Traces the model on the meta device.
+    """Traces the model, whose tensors on the meta device become fake ones on the CPU: they compute shapes, nothing
+    more, and go together with the tensors that a model's code makes from numbers, whose values stay known.
 
     Raises BuildError("export-failed") with the exporter's reason when the model's code can't be traced.
     """
-    tokens, sequences = torch.export.Dim("T", min=1, max=MAX_TOKENS), torch.export.Dim("B1", min=2, max=MAX_SEQUENCES)
-    ids = torch.zeros(1, 7, dtype=torch.int64, device="meta")
+    _make_fake(model)
+    ids = torch.zeros(1, 7, dtype=torch.int64)
     inputs = {
         "input_ids": ids,
         "positions": ids.clone(),
         "rope_lengths": ids.clone(),
-        "cu_seqlens": torch.zeros(5, dtype=torch.int32, device="meta"),
+        "cu_seqlens": torch.zeros(5, dtype=torch.int32),
     }
-    shapes = {name: {1: tokens} for name in ("input_ids", "positions", "rope_lengths")} | {"cu_seqlens": {0: sequences}}
+    module = _KeywordModel(model, max_seq_len)
     try:
-        with torch.no_grad(), routed_attention():
-            program = torch.export.export(
-                _KeywordModel(model, max_seq_len), (), kwargs=inputs, dynamic_shapes=shapes, strict=False
-            )
+        with torch.no_grad(), _no_grad_marks(), routed_attention(), routed_functions(model), routed_modules(model), routed_experts():
+            try:
+                return _unpack(_trace(module, inputs, 1, MAX_TOKENS))
+            except UserError:
+                # Tables of masks end at the longest sequence, and `min(limit, T) <= T` is not seen to be true. What
+                # depends on them goes with the attention, or is refused with what else looks across tokens.
+                return _unpack(_trace(module, inputs, 2, max_seq_len - 1, asserts=True))
     except PrecastError as error:
         raise error.inside(type(model).__name__) from None
     except Exception as error:  # the exporter raises what the model's own code raises
         raise BuildError(
             "export-failed", f"{type(model).__name__} can't be traced: {type(error).__name__}: {_reason(error)}"
         ) from error
-    return _unpack(program)
+
+
+@contextlib.contextmanager
+def _no_grad_marks() -> Iterator[None]:
+    """Lets a model's own `torch.no_grad()` do nothing: no gradients are on, and the exporter, which takes each for a
+    region of its own, would spend more time on cutting them out and putting them back than on the trace."""
+    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
+    torch.no_grad.__enter__ = lambda self: None  # type: ignore[method-assign]
+    torch.no_grad.__exit__ = lambda self, *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+def _make_fake(model: PreTrainedModel) -> None:
+    """Puts a fake tensor on the CPU in the place of each of the module's tensors on the meta device."""
+    made: dict[int, torch.Tensor] = {}
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, value in table.items():
+                    if value is None or value.device.type != "meta":
+                        continue
+                    if id(value) not in made:  # tied tensors stay one
+                        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+                        made[id(value)] = torch.nn.Parameter(fake, False) if table is module._parameters else fake
+                    table[name] = made[id(value)]  # type: ignore[assignment]
+
+
+def _trace(
+    module: _KeywordModel, inputs: dict[str, torch.Tensor], low: int, high: int, *, asserts: bool = False
+) -> torch.export.ExportedProgram:
+    """Traces for any number of tokens in `low .. high`; with `asserts`, what can't be shown for all of them is asserted
+    in the graph, instead of refused."""
+    tokens, sequences = torch.export.Dim("T", min=low, max=high), torch.export.Dim("B1", min=2, max=MAX_SEQUENCES)
+    shapes = {name: {1: tokens} for name in ("input_ids", "positions", "rope_lengths")} | {"cu_seqlens": {0: sequences}}
+    return torch.export.export(
+        module, (), kwargs=inputs, dynamic_shapes=shapes, strict=False,
+        prefer_deferred_runtime_asserts_over_guards=asserts,
+    )  # fmt: skip
 
 
 def _reason(error: Exception) -> str:
@@ -86,9 +138,10 @@ def _reason(error: Exception) -> str:
 
 def _unpack(program: torch.export.ExportedProgram) -> Exported:
     signature = program.graph_signature
-    graph = cast(FxGraph, program.graph_module.graph)
+    graph = _consistent(program.graph_module.graph)
     (output,) = [node for node in graph.nodes if node.op == "output"]
-    output.args = (dict(zip(("logits",), output.args[0], strict=True)),)
+    names = ("logits", *(f"padding_{index}" for index in range(len(output.args[0]) - 1)))
+    output.args = (dict(zip(names, output.args[0], strict=True)),)
     persistent = dict(signature.inputs_to_buffers)
     volatile = set(signature.non_persistent_buffers)
     params = {place: target.removeprefix("model.") for place, target in signature.inputs_to_parameters.items()}
@@ -104,6 +157,15 @@ def _unpack(program: torch.export.ExportedProgram) -> Exported:
         literals=literals,
         symbols=_symbols(graph),
     )
+
+
+def _consistent(graph: torch.fx.Graph) -> FxGraph:
+    """The graph, or a copy where the exporter left nodes that use others which don't know of it."""
+    if any(node not in source.users for node in graph.nodes for source in node.all_input_nodes):
+        copy = torch.fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        graph = copy
+    return cast(FxGraph, graph)
 
 
 def _symbols(graph: FxGraph) -> dict[str, str]:

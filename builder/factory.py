@@ -15,13 +15,27 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from precast.builder import tokenizer_files
+from precast.builder.experts import routed_experts
+from precast.builder.quantisation import quantisation_of, unquantised
+from precast.builder.quantised_options import check_options
 from precast.builder.rope import route_dynamic_rope
-from precast.builder.routing import IMPLEMENTATION, routed_attention
+from precast.builder.routing import IMPLEMENTATION, implementation_for, routed_attention
 from precast.ir.errors import BuildError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,20 +75,22 @@ class Source:
         return entries
 
 
-def open_source(source: str | Path | PreTrainedConfig) -> Source:
+def open_source(source: str | Path | PreTrainedConfig, *, allow_code: bool = False) -> Source:
     """Reads a config directory, a `config.json`, a hub id, or takes a config object.
+
+    `allow_code`: code that comes with the model may run, here in the builder.
 
     Raises BuildError: `config-missing` (no config found), `config-invalid` (transformers refuses it, or it is no
     JSON), `model-unknown` (to transformers), `remote-code`, `model-unsupported` (no decoder),
-    `feature-unsupported` (a quantised checkpoint), `tokenizer-invalid`, `dependency-missing`.
+    `feature-unsupported` (quantised in an unknown way), `tokenizer-invalid`, `dependency-missing`.
     """
     if isinstance(source, PreTrainedConfig):
         name = type(source).__name__
         _check_supported(source, name)
         return Source(name, copy.deepcopy(source), {})  # the caller's stays as it is
     name = str(source)
-    folder = _folder(name)
-    config = _read_config(folder, name)
+    folder = _folder(name, allow_code)
+    config = _read_config(folder, name, allow_code)
     _check_supported(config, name)
     return Source(name, config, tokenizer_files.read_files(folder, name))
 
@@ -85,28 +101,44 @@ def make_module(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     Raises BuildError: `config-invalid` (transformers can't make it), `feature-unsupported` (its attention or its
     rotary embedding can't be routed).
     """
-    with routed_attention(), torch.device("meta"):
+    with routed_attention(), routed_experts(), torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=IMPLEMENTATION, dtype=DTYPES[dtype], trust_remote_code=False
-            )
+            family, model_class = _model_class(config)
+            model = family.from_config(
+                unquantised(config), attn_implementation=implementation_for(model_class),
+                experts_implementation=IMPLEMENTATION, dtype=DTYPES[dtype],
+                trust_remote_code=_own_code(config) is not None,
+            )  # fmt: skip
         except _CONFIG_ERRORS as error:
             raise BuildError(
                 "config-invalid",
                 f"transformers can't make a {config.model_type} model from this config: {_reason(error)}",
             ) from error
-    if not model._supports_attention_backend:
-        raise BuildError(
-            "feature-unsupported",
-            f"{type(model).__name__} has no attention that can be routed to another implementation",
-            fix="precast builds models whose attention goes through transformers' AttentionInterface",
-        )
     route_dynamic_rope(model)
     return model.eval()
 
 
+def _model_class(config: PreTrainedConfig) -> tuple[Any, type[PreTrainedModel]]:
+    """transformers' factory of such models, and the class that it makes: a decoder, or a model with one in it."""
+    code = _own_code(config)
+    if code is not None:
+        return AutoModelForCausalLM, get_class_from_dynamic_module(code, config.name_or_path)
+    families = ((AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+                (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING))  # fmt: skip
+    family, known = next((family, mapping[type(config)]) for family, mapping in families if type(config) in mapping)
+    return family, known[0] if isinstance(known, (tuple, list)) else known
+
+
+def _own_code(config: PreTrainedConfig) -> str | None:
+    """The class that comes with the model, where its code was allowed: only then a config says so."""
+    code = getattr(config, "auto_map", None) or {}
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return None if is_known else code.get("AutoModelForCausalLM")
+
+
 def limit(config: PreTrainedConfig, wanted: int | None) -> int:
     """The longest sequence (prompt and answer) that the bundle serves: `wanted`, at most what the model can."""
+    config = config.get_text_config()
     known = getattr(config, "max_position_embeddings", None)
     if wanted is not None and (type(wanted) is not int or wanted < 1):
         raise BuildError("option-invalid", f"max_seq_len is {wanted!r}, expected a number of at least 1")
@@ -134,29 +166,46 @@ def limit(config: PreTrainedConfig, wanted: int | None) -> int:
 def materialise_buffers(model: PreTrainedModel, wanted: set[str]) -> dict[str, torch.Tensor]:
     """The values of the named non-persistent buffers (rope frequencies, scales), computed on the CPU.
 
-    transformers gives such buffers their values in `_init_weights`, so that is asked, module by module. A buffer
-    that it leaves untouched has no known value, and is refused.
+    transformers gives such buffers their values in `_init_weights`, so that is asked, module by module: for the
+    buffer's own module, and where that leaves it untouched, for those that it is a part of. A buffer that none of them
+    touches has no known value, and is refused.
     """
-    values: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        names = [name for name in module._buffers if f"{path}.{name}".lstrip(".") in wanted]
-        if not names:
-            continue
+    holders = {path: module for path, module in model.named_modules() if _names(path, module, wanted)}
+    for module in holders.values():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.full(buffer.shape, _untouched(buffer.dtype), dtype=buffer.dtype)
-        owner = _owner(model, path)
-        with torch.no_grad():
-            owner._init_weights(module)
-        for name in names:
-            value = module._buffers[name]
-            if value is None or _is_untouched(value):
-                raise BuildError(
-                    "feature-unsupported",
-                    f"{path}.{name} is used by the model but transformers gives it no value outside of its constructor",
-                )
-            values[f"{path}.{name}".lstrip(".")] = value.detach().clone()
-    return values
+    for path, module in holders.items():
+        names = _names(path, module, wanted)
+        _initialise(model, path)
+        above = path
+        while above and any(_is_untouched(module._buffers[name]) for name in names):
+            above = above.rpartition(".")[0]
+            _initialise(model, above)
+    return {
+        f"{path}.{name}".lstrip("."): _value(path, module, name)
+        for path, module in holders.items()
+        for name in _names(path, module, wanted)
+    }
+
+
+def _names(path: str, module: torch.nn.Module, wanted: set[str]) -> list[str]:
+    return [name for name in module._buffers if f"{path}.{name}".lstrip(".") in wanted]
+
+
+def _initialise(model: PreTrainedModel, path: str) -> None:
+    with torch.no_grad():
+        _owner(model, path)._init_weights(model.get_submodule(path))
+
+
+def _value(path: str, module: torch.nn.Module, name: str) -> torch.Tensor:
+    value = module._buffers[name]
+    if value is None or _is_untouched(value):
+        raise BuildError(
+            "feature-unsupported",
+            f"{path}.{name} is used by the model but transformers gives it no value outside of its constructor",
+        )
+    return value.detach().clone()
 
 
 def _untouched(dtype: torch.dtype) -> float | int | bool:
@@ -166,8 +215,10 @@ def _untouched(dtype: torch.dtype) -> float | int | bool:
     return -12345.0 if dtype.is_floating_point else torch.iinfo(dtype).max - 5
 
 
-def _is_untouched(value: torch.Tensor) -> bool:
+def _is_untouched(value: torch.Tensor | None) -> bool:
     """Whether elements were left as they were: a part has no more of a known value than the whole."""
+    if value is None:
+        return True
     left = value == torch.full((), _untouched(value.dtype), dtype=value.dtype)
     return bool(left.all() if value.dtype == torch.bool else left.any())
 
@@ -181,7 +232,7 @@ def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
     return owner
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str, allow_code: bool) -> Path:
     path = Path(name)
     if path.is_file():
         if path.name != "config.json":
@@ -191,15 +242,15 @@ def _folder(name: str) -> Path:
         if not (path / "config.json").is_file():
             raise BuildError("config-missing", f"{name} has no config.json", fix="name a Hugging Face model directory")
         return path
-    return _download(name)
+    return _download(name, allow_code)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, allow_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["config.json", *tokenizer_files.READ]))
+        folder = Path(snapshot_download(name, allow_patterns=["config.json", *tokenizer_files.READ, *(["*.py"] if allow_code else [])]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise BuildError(
             "config-missing",
@@ -211,7 +262,7 @@ def _download(name: str) -> Path:
     return folder
 
 
-def _read_config(folder: Path, name: str) -> PreTrainedConfig:
+def _read_config(folder: Path, name: str, allow_code: bool) -> PreTrainedConfig:
     try:
         raw: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
     except OSError as error:
@@ -220,37 +271,37 @@ def _read_config(folder: Path, name: str) -> PreTrainedConfig:
         raise BuildError("config-invalid", f"{name}: config.json is no JSON: {error}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise BuildError("config-invalid", f"{name}: config.json names no model_type")
-    _check_code(raw, name)
-    if raw["model_type"] not in CONFIG_MAPPING:
+    needs_code = _needs_code(raw)
+    if needs_code and not allow_code:
+        raise BuildError(
+            "remote-code",
+            f"{name}: the config names code to run (auto_map: {', '.join(raw['auto_map'])}) for {raw['model_type']} "
+            f"models of the architectures {raw.get('architectures')}, which transformers does not have itself",
+            fix="use a model that transformers has itself, or read that code and allow it (--allow-remote-code): it "
+            "runs in the builder, with its rights, and no part of it gets into the bundle",
+        )
+    if raw["model_type"] not in CONFIG_MAPPING and not needs_code:
         raise BuildError(
             "model-unknown",
             f"{name}: transformers {transformers.__version__} doesn't know the model_type {raw['model_type']}",
             fix="check the model_type; if the model is newer than that, update transformers",
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=needs_code)
     except _CONFIG_ERRORS as error:
         raise BuildError("config-invalid", f"{name}: transformers refuses the config: {_reason(error)}") from error
 
 
-def _check_code(raw: dict[str, Any], name: str) -> None:
-    """Refuses a config that needs code from its repository.
+def _needs_code(raw: dict[str, Any]) -> bool:
+    """Whether a config needs code from its repository.
 
     Models that transformers took over often still name the code that they came with: what counts is whether
     transformers has the architecture itself.
     """
-    code = raw.get("auto_map")
-    if not code:
-        return
+    if not raw.get("auto_map"):
+        return False
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(raw["model_type"], ())
-    wanted = raw.get("architectures")
-    if wanted not in ([known], *([architecture] for architecture in known)):
-        raise BuildError(
-            "remote-code",
-            f"{name}: the config names code to run (auto_map: {', '.join(code)}) for {raw['model_type']} models of the "
-            f"architectures {wanted}, which transformers does not have itself",
-            fix="use a model that transformers has itself",
-        )
+    return raw.get("architectures") not in ([known], *([architecture] for architecture in known))
 
 
 def _reason(error: Exception) -> str:
@@ -264,22 +315,12 @@ def _reason(error: Exception) -> str:
 def _check_supported(config: PreTrainedConfig, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise BuildError("model-unsupported", f"{name}: {config.model_type} is an encoder-decoder, expected a decoder")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not is_known and _own_code(config) is None:
         raise BuildError(
             "model-unsupported",
             f"{name}: transformers has no causal language model for {config.model_type}, expected a decoder",
         )
-    if config.get_text_config() is not config:
-        raise BuildError(
-            "model-unsupported",
-            f"{name}: {config.model_type} is a language model with parts for other input, expected a decoder of text",
-            fix="build its language model by itself: the config's text_config",
-        )
-    quantisation = getattr(config, "quantization_config", None)
+    quantisation = quantisation_of(config)
     if quantisation is not None:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else type(quantisation).__name__
-        raise BuildError(
-            "feature-unsupported",
-            f"{name}: the checkpoint is quantised ({method})",
-            fix="use a checkpoint of float32, bfloat16 or float16 weights",
-        )
+        check_options(quantisation, name)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from precast.ir import caches
 from precast.ir.schema import (
     Arg,
     Block,
@@ -85,14 +86,14 @@ def _runs(nodes: Sequence[tuple[Node, str | None]]) -> list[tuple[str | None, li
 
 def _kinds(flat: Flat) -> dict[str, str]:
     kinds = {param.name: "params" for param in flat.params}
-    kinds |= {v.name: "caches" for group in flat.caches.groups for slot in group.slots for v in slot.tensors}
+    kinds |= {v.name: "caches" for v in caches.tensors(flat.caches)}
     return kinds
 
 
 def _types(flat: Flat) -> dict[str, TensorType]:
     types = {value.name: value.type for value in (*flat.inputs, *flat.constants)}
     types |= {param.name: param.type for param in flat.params}
-    types |= {v.name: v.type for group in flat.caches.groups for slot in group.slots for v in slot.tensors}
+    types |= {v.name: v.type for v in caches.tensors(flat.caches)}
     types |= {value.name: value.type for node, _ in flat.nodes for value in node.outputs}
     return types
 

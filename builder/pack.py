@@ -20,6 +20,7 @@ def pack(
     *,
     files: Mapping[str, bytes],
     built_with: Mapping[str, str],
+    checked: bool,
     provenance: Mapping[str, object],
 ) -> Bundle:
     """Publish the bundle at `out`, whole or not at all, and open it as any reader would."""
@@ -31,6 +32,7 @@ def pack(
         passes=history,
         built_with=dict(built_with),
         blobs=(),
+        checked=checked,
     )
     wanted = {value.name for value in graph.constants}
     constants = {

@@ -1,19 +1,24 @@
-"""How the module's params are made from a checkpoint as `save_pretrained` writes it.
+"""How the module's params are made from its checkpoint, in the layout that the hub holds.
 
-Renames that transformers declares for a model become the names that recipes read. What it declares beyond renames
-(tensors merged or split while loading) is refused by name until there is a recipe for it: no weight is guessed.
+What transformers converts while it loads a checkpoint (`precast.builder.conversions`) and what a quantised checkpoint
+stores in few bits (`precast.builder.quantisation`) becomes recipes here. What no recipe can say is refused by name: no
+weight is guessed.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, apply_renamings
 
+from precast.builder.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
+from precast.builder.quantisation import Weight, scheme_of
+from precast.builder.unused import unused_patterns
+from precast.ir import recipes as ir_recipes
 from precast.ir.errors import BuildError
 from precast.ir.schema import Cast, Checkpoint, Read, Recipe, Tie
 
@@ -21,71 +26,103 @@ _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
 _PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")
 
 
-def param_recipes(model: PreTrainedModel) -> dict[str, Recipe]:
+def param_recipes(model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None) -> dict[str, Recipe]:
     """A recipe for each entry of the model's state dict, by its name there.
 
-    Raises BuildError("recipe-unsupported") for a conversion that is more than a rename.
+    `quantisation`: the config's `quantization_config`, if its checkpoint is quantised. Raises BuildError:
+    `recipe-unsupported` for a conversion that no recipe can say, `feature-unsupported` for an unknown quantisation.
     """
-    tied = _tied(model)
-    renamings, converters = _reverse_conversions(model)
-    recipes: dict[str, Recipe] = {}
-    for name, tensor in model.state_dict().items():
-        _refuse_conversion(name, converters)
-        if name in tied:
-            recipes[name] = Tie(tied[name])
-        elif tensor.is_floating_point():
-            shape = tuple(tensor.shape)
-            recipes[name] = Cast(Read(apply_renamings(name, renamings), shape), _dtype(tensor))
-        else:
-            recipes[name] = Read(apply_renamings(name, renamings), tuple(tensor.shape), _dtype(tensor))
-    return recipes
+    return ModelCheckpoint(model, quantisation).recipes(model.state_dict())
 
 
-def checkpoint_rules(model: PreTrainedModel) -> Checkpoint:
-    """The names that a checkpoint may hold beyond those that recipes read."""
-    prefix = model.base_model_prefix
-    patterns = sorted(set(model._keys_to_ignore_on_load_unexpected or ()))
-    ignored = [glob for pattern in patterns for glob in _globs(pattern)]
-    renamings, _ = _reverse_conversions(model)
-    tied = {apply_renamings(a, renamings): apply_renamings(b, renamings) for a, b in sorted(_tied(model).items())}
-    return Checkpoint(
-        optional_prefixes=(prefix + ".",) if prefix else (),
-        ignored=tuple(sorted({*ignored, *_ALWAYS_IGNORED})),
-        tied=tied,
-    )
+def checkpoint_rules(
+    model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None, used: Iterable[str] | None = None
+) -> Checkpoint:
+    """The names that a checkpoint may hold beyond those that recipes read.
+
+    `used` are the entries of the state dict that the graph uses; None: all of them.
+    """
+    return ModelCheckpoint(model, quantisation).rules(used)
 
 
-def _reverse_conversions(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """What transformers does to a module's names and tensors when it saves them."""
-    transforms = [
-        transform
-        for transform in get_model_conversion_mapping(model, add_legacy=False)
-        if not isinstance(transform, PrefixChange)
-    ]
-    reverse = [transform.reverse_transform() for transform in transforms[::-1]]
-    renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
-    return renamings, [transform for transform in reverse if isinstance(transform, WeightConverter)]
+class ModelCheckpoint:
+    """A model's checkpoint: what is in it, what becomes of that, and which of it a graph doesn't use."""
 
+    def __init__(self, model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None) -> None:
+        self._model = model
+        self._tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self._scheme = scheme_of(model, quantisation)
 
-def _tied(model: PreTrainedModel) -> dict[str, str]:
-    """Tied names, each with the param that it shares the memory of."""
-    expanded: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    return expanded
+    def recipes(self, names: Iterable[str]) -> dict[str, Recipe]:
+        """The recipes of these entries of the state dict, and of those that they are tied to.
+
+        Raises BuildError("recipe-unsupported").
+        """
+        state = self._model.state_dict()
+        made: dict[str, Recipe] = {}
+        for name in names:
+            for each in (name, self._first(name)):
+                made[each] = Tie(self._tied[each]) if each in self._tied else self._recipe(each, state[each])
+        return made
+
+    def rules(self, used: Iterable[str] | None = None) -> Checkpoint:
+        """What `checkpoint_rules` gives."""
+        prefix = self._model.base_model_prefix
+        patterns = sorted(set(self._model._keys_to_ignore_on_load_unexpected or ()))
+        ignored = {glob for pattern in patterns for glob in _globs(pattern)}
+        names = {name: saved_name(self._model, name) for pair in self._tied.items() for name in pair}
+        return Checkpoint(
+            optional_prefixes=(prefix + ".",) if prefix else (),
+            ignored=tuple(sorted({*ignored, *_ALWAYS_IGNORED, *(self._scheme.ignored if self._scheme else ())})),
+            tied={names[second]: names[first] for second, first in sorted(self._tied.items())},
+            unused=() if used is None else unused_patterns(self._saved, self._used_tensors(used)),
+            prefixes=other_prefixes(self._model),
+        )
+
+    @functools.cached_property
+    def _saved(self) -> dict[str, torch.Tensor]:
+        return saved_tensors(self._model, self._tied)
+
+    @functools.cached_property
+    def _converted(self) -> Converted:
+        return converted(self._model, self._saved, self._source)
+
+    def _source(self, name: str, tensor: torch.Tensor, param: str) -> Recipe:
+        """What reads a checkpoint tensor: as it is stored, in any floating type, or in few bits."""
+        shape, dtype = tuple(tensor.shape), _dtype(tensor)
+        weight = Weight(name, shape, param)
+        if not tensor.is_floating_point():
+            return Read(name, shape, dtype)
+        if self._scheme is None:
+            return Read(name, shape)
+        return Cast(self._scheme.recipe(weight) if self._scheme.holds(weight) else Read(name, shape), dtype)
+
+    def _recipe(self, name: str, tensor: torch.Tensor) -> Recipe:
+        made = self._converted.params.get(name)
+        if made is None:
+            # the reason may be that of several params that are made together, under the name of another one
+            reasons = list(self._converted.failed.values())
+            reason = self._converted.failed.get(name, reasons[0] if reasons else None)
+            raise reason or BuildError(
+                "recipe-unsupported", f"{name}: transformers' conversions make it from no tensor of a checkpoint"
+            )
+        dtype = _dtype(tensor)
+        return made.recipe if ir_recipes.dtype(made.recipe) == dtype else Cast(made.recipe, dtype)
+
+    def _used_tensors(self, used: Iterable[str]) -> set[str]:
+        """The checkpoint tensors that these entries of the state dict are made of."""
+        return {tensor for name in used for tensor in self._converted.params[self._first(name)].tensors}
+
+    def _first(self, name: str) -> str:
+        """The param that this one is tied to, or the one itself."""
+        while name in self._tied:
+            name = self._tied[name]
+        return name
 
 
 def _dtype(tensor: torch.Tensor) -> Any:
     """The dtype's name; the verifier refuses one that the schema doesn't have."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _refuse_conversion(name: str, converters: list[WeightConverter]) -> None:
-    for converter in converters:
-        _, pattern = converter.rename_source_key(name)
-        if pattern is not None:
-            raise BuildError(
-                "recipe-unsupported",
-                f"{name} is made by a checkpoint conversion that has no recipe: {converter}",
-            )
 
 
 def _globs(pattern: str) -> list[str]:

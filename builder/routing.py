@@ -1,25 +1,30 @@
 """Routes a Hugging Face model's attention to `precast.attention` while the model is traced.
 
 transformers lets an attention implementation be registered by name, together with the function that makes its
-masks. Ours makes no mask tensor: it finds out which keys the model's mask rule lets a query see, and hands that
-finding (`CausalMask`) through the layers in the mask's place. What is neither causal nor a causal window is
-refused; a mask that a model makes for itself never passes for one of ours.
+masks. Ours finds out which keys the model's mask rule lets a query see. What `find_reach` doesn't know
+is refused; else the mask is the result of `precast_trace.causal_mask`, an op that exists in traces alone: a routed
+attention knows it again, and the pass `match_attention` finds it where a model writes its attention out. A mask that
+a model makes for itself never passes for one of ours.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AttentionInterface, masking_utils
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from precast.builder.reach import Reach, find_reach
 from precast.ir.errors import BuildError
+from precast.kernels.attention.attend import visible_keys
 
 IMPLEMENTATION = "precast"
 
@@ -27,15 +32,8 @@ _IGNORED_ARGUMENTS = {
     # arguments of attention calls that don't change the result of one causal forward pass
     "dropout", "is_causal", "use_cache", "output_attentions", "output_hidden_states", "position_ids",
     "cache_position", "return_dict", "sliding_window", "position_embeddings", "past_key_values", "logits_to_keep",
-    "deterministic",
+    "deterministic", "output_router_logits",
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class CausalMask:
-    """Which keys a query sees: those before and with it, of which at most the last `window` (None: all)."""
-
-    window: int | None
 
 
 @dataclasses.dataclass
@@ -45,6 +43,10 @@ class Trace:
     cu_seqlens: torch.Tensor
     rope_lengths: torch.Tensor
     max_seq_len: int
+    masks: list[tuple[torch.Tensor, Reach | BuildError]] = dataclasses.field(default_factory=list)
+    """The masks made in this trace, with what they let queries see, or why they can't be used."""
+    paddings: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """The padding masks that the model made for itself; they must turn out to mask nothing."""
 
 
 _current: ContextVar[Trace] = ContextVar("precast_trace")
@@ -56,75 +58,94 @@ def current_trace() -> Trace:
 
 
 @contextlib.contextmanager
-def tracing(trace: Trace) -> Iterator[None]:
+def tracing(trace: Trace) -> Iterator[Trace]:
     """Makes `trace` the current one."""
     token = _current.set(trace)
     try:
-        yield
+        yield trace
     finally:
         _current.reset(token)
 
 
 @contextlib.contextmanager
 def routed_attention() -> Iterator[None]:
-    """Registers the implementation, and keeps transformers from looking for packed sequences in the positions.
+    """Registers the implementation, and keeps transformers from looking for packed sequences in the positions, and for
+    padding before the first chunk.
 
-    Sequences are told apart by `cu_seqlens`; the mask rule that we look at must be the layer's own.
+    Sequences are told apart by `cu_seqlens`; the mask rule that we look at must be the layer's own, of no tensor of
+    the trace.
     """
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
-    original = masking_utils.find_packed_sequence_indices
+    _trace_ops()
+    find_packed, eager = masking_utils.find_packed_sequence_indices, ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    chunked, no_padding = masking_utils.chunked_causal_mask_function, torch.zeros(1, dtype=torch.int64)
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.chunked_causal_mask_function = lambda chunk_size, left_padding: chunked(chunk_size, no_padding)
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _mask
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        masking_utils.find_packed_sequence_indices = find_packed
+        masking_utils.chunked_causal_mask_function = chunked
+        ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager
 
 
-def _mask(*, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any) -> CausalMask:
+def implementation_for(model_class: type[PreTrainedModel]) -> str:
+    """Ours, where the model's file asks transformers' interface for its attention; else `eager`: attention written
+    out, which `match_attention` finds in the graph."""
+    scope = vars(sys.modules[model_class.__module__])
+    return IMPLEMENTATION if ALL_ATTENTION_FUNCTIONS in scope.values() else "eager"
+
+
+def causal_mask(
+    cu_seqlens: torch.Tensor, size: int, *, window: int | None, chunk: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """What attention that is written out adds to its scores: `[1, 1, size, size]`, 0 where a query sees a key of its
+    own sequence, and the least value of `dtype` elsewhere."""
+    at = torch.arange(size, device=cu_seqlens.device)
+    sequence = torch.bucketize(at, cu_seqlens[1:].long(), right=True)
+    positions = at - cu_seqlens.long()[sequence]
+    seen = visible_keys(positions, positions, window, chunk) & (sequence[:, None] == sequence)
+    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
+
+
+@cache
+def _trace_ops() -> torch.library.Library:
+    """`torch.ops.precast_trace`, defined once; kept by this function."""
+    library = torch.library.Library("precast_trace", "DEF")
+    library.define(
+        "causal_mask(Tensor cu_seqlens, SymInt size, *, int? window, int? chunk, ScalarType dtype) -> Tensor"
+    )
+    library.impl("causal_mask", causal_mask, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "precast_trace::causal_mask",
+        lambda cu_seqlens, size, *, window, chunk, dtype: cu_seqlens.new_empty((1, 1, size, size), dtype=dtype),
+        lib=library,
+    )
+    return library
+
+
+def _mask(
+    *, mask_function: Callable[..., Any], q_length: Any, attention_mask: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32, config: Any = None, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    trace = current_trace()
     if attention_mask is not None:
-        raise BuildError("feature-unsupported", "the model passes a padding mask to its own attention")
-    return CausalMask(window=find_window(mask_function, current_trace().max_seq_len))
-
-
-def find_window(mask_function: Callable[..., Any], max_seq_len: int) -> int | None:
-    """The window of a mask rule `(batch, head, query, key) -> bool`; None when queries see all keys before them.
-
-    The rule is evaluated for the last query over all keys, which gives the window, and then compared with that
-    finding on a grid of small positions and around the window's edge.
-    Raises BuildError: `model-unsupported` for a rule that lets a query see later keys, `feature-unsupported` for
-    another one that is no causal window.
-    """
-    with _disable_current_modes():
-        zero = torch.zeros((), dtype=torch.int64)
-        seen = _evaluate(mask_function, zero, torch.tensor([[max_seq_len - 1]]), torch.arange(max_seq_len)[None])[0]
-        count = int(seen.sum())
-        window = None if count == max_seq_len else count
-        small = torch.arange(min(max_seq_len, 64))
-        edge = torch.arange(max(0, count - 3), min(max_seq_len, count + 3))
-        positions = torch.unique(torch.cat([small, edge]))
-        query, key = positions[:, None], positions[None, :]
-        expected = (key <= query) & (query - key < (window or max_seq_len))
-        tail = torch.arange(max_seq_len) >= max_seq_len - count
-        found = _evaluate(mask_function, zero, query, key).expand(len(positions), len(positions))
-        if bool((found & (key > query)).any()):
-            raise BuildError(
-                "model-unsupported",
-                "the model's attention sees tokens that come later, expected a decoder",
-                fix="precast builds decoders; encoders and prefix language models are out of its scope",
-            )
-        if not torch.equal(seen, tail) or not torch.equal(found, expected):
-            raise BuildError(
-                "feature-unsupported",
-                "the model's attention mask is neither causal nor a causal sliding window",
-                fix="precast builds full attention and sliding windows; chunked attention is out of its scope",
-            )
-    return window
-
-
-def _evaluate(rule: Callable[..., Any], zero: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    result = rule(zero, zero, query, key)
-    return torch.as_tensor(result, dtype=torch.bool).expand(torch.broadcast_shapes(query.shape, key.shape))
+        trace.paddings.append(attention_mask)
+    try:
+        reach = find_reach(mask_function, trace.max_seq_len)
+    except BuildError as error:  # models make masks that no layer uses: refused is one that is used
+        mask = torch.ops.precast_trace.causal_mask(trace.cu_seqlens, q_length, window=-1, chunk=None, dtype=dtype)
+        trace.masks.append((mask, error))
+        return mask
+    if reach.chunk is not None and getattr(config, "_attn_implementation", None) == "eager":
+        raise BuildError("feature-unsupported", "the model writes out attention over chunks, expected a window or none")
+    mask = torch.ops.precast_trace.causal_mask(
+        trace.cu_seqlens, q_length, window=reach.window, chunk=reach.chunk, dtype=dtype
+    )
+    trace.masks.append((mask, reach))
+    return mask
 
 
 def _attention(
@@ -132,20 +153,27 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: CausalMask | None,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`."""
     where = type(module).__name__
-    if not isinstance(attention_mask, CausalMask):
+    found = [reach for mask, reach in current_trace().masks if mask is attention_mask]
+    if not found:
+        given = "no mask" if attention_mask is None else "a mask of its own"
         raise BuildError(
             "feature-unsupported",
-            f"{where} passes a mask of type {type(attention_mask).__name__} to its attention, expected the one that "
-            "transformers makes for the attention implementation",
+            f"{where} passes {given} to its attention, expected the one that transformers makes for the attention "
+            "implementation",
         )
+    if isinstance(found[0], BuildError):
+        raise found[0]
+    if indices is not None:
+        _refuse_selection(indices, where)
     unknown = {name for name, argument in kwargs.items() if argument is not None} - _IGNORED_ARGUMENTS
     if unknown:
         raise BuildError("feature-unsupported", f"{where} passes {', '.join(sorted(unknown))} to its attention")
@@ -156,7 +184,27 @@ def _attention(
         s_aux,
         current_trace().cu_seqlens,
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        window=attention_mask.window,
+        window=found[0].window,
         soft_cap=softcap,
+        chunk=found[0].chunk,
     )
     return out, None
+
+
+def _refuse_selection(indices: torch.Tensor, where: str) -> None:
+    """Sparse attention selects as many keys as `indices` [1, T, N] has columns, N = min(limit, T).
+
+    It is full attention for sequences that are no longer. Raises BuildError when longer ones are to be served.
+    """
+    count, limit = indices.shape[-1], current_trace().max_seq_len
+    if isinstance(count, int):
+        selected = count
+    else:
+        selected = int(count.node.expr.subs(dict.fromkeys(count.node.expr.free_symbols, 1 << 40)))
+    if selected < limit:
+        raise BuildError(
+            "feature-unsupported",
+            f"{where} selects {selected} keys for each query, expected at least max_seq_len, {limit}: precast has no "
+            "sparse attention, and only sequences of which every key is selected have full attention",
+            fix=f"build with max_seq_len of at most {selected}",
+        )

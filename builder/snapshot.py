@@ -203,7 +203,7 @@ class _Rebuilt:
 
     def _size(self, name: str, example: int) -> Any:
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-        size: Any = self.mode.from_tensor(torch.empty(example, device="meta"), symbolic_context=context).shape[0]
+        size: Any = self.mode.from_tensor(torch.empty(example), symbolic_context=context).shape[0]
         self.ctx.symbols[str(size.node.expr)] = name
         return size
 

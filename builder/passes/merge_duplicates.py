@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from precast.builder.context import PassContext
 from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.layers import layer_of
@@ -32,4 +34,4 @@ def _frozen(value: Any) -> Any:
         return tuple(_frozen(item) for item in value)
     if isinstance(value, dict):
         return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
-    return (type(value), value)
+    return (type(value), str(value) if isinstance(value, torch.SymInt) else value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from precast.builder.context import PassContext, tensor
-from precast.builder.fx_types import FxGraph
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.match import Capture, Op, match
 from precast.builder.pipeline import graph_pass
 from precast.builder.sizes import shape_of
@@ -22,9 +22,14 @@ _CONV1D = Op(
 
 @graph_pass(stage="normalise", version=1, requires=("normalise_views",))
 def normalise_linear(graph: FxGraph, ctx: PassContext) -> bool:
-    """addmm(bias, x.view(-1, in), weight[in, out]).view(..., out) -> linear(x, weight^T, bias)."""
+    """addmm(bias, x.view(-1, in), weight[in, out]).view(..., out) -> linear(x, weight^T, bias); x @ W^T -> linear."""
     changed = False
     for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.matmul.default and _is_transposed(node.args[1], ctx):
+            with ctx.before(node):
+                ctx.replace(node, ctx.call(graph, aten.linear.default, node.args[0], node.args[1].args[0]))
+            changed = True
+            continue
         found = match(_CONV1D, node) if node.op == "call_function" else None
         if found is None or not ctx.is_param(found["weight"]) or not ctx.is_param(found["bias"]):
             continue
@@ -40,3 +45,11 @@ def normalise_linear(graph: FxGraph, ctx: PassContext) -> bool:
             ctx.replace(node, ctx.call(graph, aten.linear.default, x, transposed, found["bias"]))
         changed = True
     return changed
+
+
+def _is_transposed(node: FxNode, ctx: PassContext) -> bool:
+    """Whether the node is a matrix param with its two dimensions exchanged."""
+    if not node.args or not ctx.is_param(node.args[0]) or tensor(node).dim() != 2:
+        return False
+    exchanged = {aten.transpose.int: ([0, 1], [1, 0]), aten.permute.default: ([[1, 0]],)}.get(node.target, ())
+    return list(node.args[1:]) in exchanged

@@ -42,6 +42,8 @@ def normalise_views(graph: FxGraph, ctx: PassContext) -> bool:
         elif node.target is operator.getitem and node.args[0].target in _SPLITS | {aten.unbind.int}:
             _replace_item(graph, node, ctx)
             changed = True
+        elif node.target is aten.numpy_T.default:
+            changed |= _retarget(node, aten.permute.default, (node.args[0], list(range(tensor(node).dim()))[::-1]))
         elif node.target is aten.t.default:
             changed |= _retarget(node, aten.transpose.int, (node.args[0], 0, 1))
         elif node.target in _DIMS:

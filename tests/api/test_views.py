@@ -42,13 +42,15 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     on_disk = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
     tokenizer = sum(len(data) for data in opened.files("tokenizer").values())
     assert set(fields) == {
-        "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "provenance",
+        "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "checked",
+        "canonical_share", "provenance",
     }  # fmt: skip
     assert fields["digest"] == opened.digest
     assert fields["format"] == "1.0"
     assert fields["model"]["num_parameters"] == 656_512
     assert fields["graph"] == {"blocks": 2, "calls": 4, "nodes": 41, "params": 26}
     assert fields["ops"] == opened.manifest.ops
+    assert (fields["checked"], fields["canonical_share"]) == (False, 1.0)
     assert fields["cache_groups"] == {"full": 4}
     assert fields["bytes"] == {"total": on_disk, "without_tokenizer": on_disk - tokenizer}
     assert fields["files"] == ["graph", "constants", *sorted(opened.files("tokenizer"))]

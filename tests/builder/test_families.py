@@ -10,10 +10,11 @@ import pytest
 from precast.builder.build import build
 from precast.ir.schema import Call
 
-# What stays beside our own ops: products, views, sums of parallel branches, scales and soft caps.
+# What stays beside our own ops: products, views, sums of parallel branches, scales and soft caps, and what latent
+# attention's rotated part of a head is put together with.
 PLAIN = {
     "aten.linear.default", "aten.reshape.default", "aten.slice.Tensor", "aten.add.Tensor", "aten.mul.Tensor",
-    "aten.div.Tensor", "aten.tanh.default", "aten.gelu.default",
+    "aten.div.Tensor", "aten.tanh.default", "aten.gelu.default", "aten.cat.default", "aten.transpose.int",
 }  # fmt: skip
 
 FIRST_OF_FAMILY = {model_type: name for name, (model_type, _) in reversed(families.VARIANTS.items())}

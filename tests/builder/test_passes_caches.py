@@ -14,7 +14,7 @@ from precast.builder.context import Options
 from precast.builder.lower import lower
 from precast.builder.passes.gather_logits import gather_logits
 from precast.builder.passes.insert_caches import insert_caches
-from precast.ir.schema import CachePlan, Pool
+from precast.ir.schema import CachePlan, Pool, Ref
 
 BATCH = """
 input_ids: input(int64, 1, T)
@@ -27,9 +27,9 @@ y{n} = precast.attention(q{n}, k{n}, k{n}, None, cu_seqlens, scale=0.5{keywords}
 """
 
 
-def attention(n: int, *, heads: int = 2, window: int | None = None) -> str:
+def attention(n: int, *, heads: int = 2, **options: Any) -> str:
     """The lines of one attention over the inputs `wide` (queries) and `narrow` (keys and values)."""
-    keywords = "" if window is None else f", window={window}"
+    keywords = "".join(f", {name}={value}" for name, value in options.items())
     return ATTENTION.format(n=n, q="wide", k=f"narrow{heads}", heads=heads, size=6, keywords=keywords)
 
 
@@ -103,6 +103,27 @@ def test_layers_of_two_windows_share_a_pool() -> None:
         "window8": ("pool0", ["layers.0", "layers.2"]),
         "full": ("pool0", ["layers.1"]),
     }
+
+
+def test_layers_with_chunks_form_a_group() -> None:
+    source = planned(attention(0, chunk=8), attention(1), attention(2, chunk=8))
+
+    assert source.ctx.caches.pools == (Pool("pool0", "P_pool0"),)
+    assert groups_of(source.ctx.caches) == {
+        "chunk8": ("pool0", ["layers.0", "layers.2"]),
+        "full": ("pool0", ["layers.1"]),
+    }
+    assert [(group.spec.window, group.spec.chunk) for group in source.ctx.caches.groups] == [(None, 8), (None, None)]
+    assert "page_start_chunk8, scale=0.5, chunk=8)" in write_graph(source.graph, source.ctx)
+
+
+def test_slopes_stay_with_the_attention() -> None:
+    slopes = "slopes: constant(float32, [0.5, 0.25, 0.125, 0.0625])\n"
+    source = planned(slopes + attention(0, slopes="slopes"))
+
+    assert "page_start_full, scale=0.5, slopes=slopes)" in write_graph(source.graph, source.ctx)
+    node = next(node for node in lower(source.graph, source.ctx).main if node.op == "precast.paged_attention")
+    assert node.args["slopes"] == Ref("slopes")
 
 
 def test_layers_of_other_heads_have_a_pool_of_their_own() -> None:

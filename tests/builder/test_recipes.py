@@ -6,8 +6,8 @@ from typing import Any
 
 import families
 import pytest
-from transformers import AutoConfig
-from transformers.core_model_loading import revert_weight_conversion
+import transformers.conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 
 from precast.builder.factory import make_module
 from precast.builder.recipes import checkpoint_rules, param_recipes
@@ -58,15 +58,28 @@ def test_integers_keep_their_type() -> None:
     assert param_recipes(model)["model.steps"] == Read("model.steps", (3,), "int64")
 
 
-def test_tensors_that_are_merged_while_loading_are_refused() -> None:
-    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
-    model = make_module(AutoConfig.for_model("mixtral", **sizes, **heads), "float32")
+class Doubled(ConversionOps):
+    """A conversion that computes, which no recipe does."""
+
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
+        (tensors,) = input_dict.values()
+        return {target_patterns[0]: tensors[0] * 2}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Doubled()
+
+
+def test_a_conversion_that_no_recipe_can_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the table
+    doubled = WeightConverter("q_proj.weight", "q_proj.weight", [Doubled()])
+    table = transformers.conversion_mapping._checkpoint_conversion_mapping_cache
+    monkeypatch.setitem(table, "llama", [doubled])
 
     with pytest.raises(
-        BuildError, match=r"layers\.0\.mlp\.experts\.gate_up_proj is made by a checkpoint conv"
+        BuildError, match=r"layers\.0\.self_attn\.q_proj\.weight is made by Doubled: .* torch's mul"
     ) as error:
-        param_recipes(model)
+        param_recipes(module("llama"))
 
     assert error.value.code == "recipe-unsupported"
 

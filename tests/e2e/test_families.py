@@ -16,15 +16,8 @@ from click.testing import CliRunner
 from reference import hf_greedy, hf_logits, relative_error
 
 import precast
+from precast.agreement import NUM_TOKENS, PROMPTS, arrive_one_after_another
 from precast.cli import main
-
-PROMPTS = (
-    [5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11],
-    [17],
-    [99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90, 2, 3, 5],
-)
-NUM_TOKENS = 32
-PARAMS = precast.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 def built(tmp_path: Path, variant: str) -> Any:
@@ -42,23 +35,9 @@ def test_logits_and_tokens_are_those_of_transformers(variant: str, tmp_path: Pat
         tmp_path / "b", weights=tmp_path / "ckpt", device="cpu", max_num_seqs=3, max_num_tokens=7, cache_bytes=1 << 22
     ) as engine:
         for prompt, expected in zip(PROMPTS, hf_logits(model, PROMPTS), strict=True):
-            assert relative_error(engine.logits(prompt), expected) < 1e-4
-        answers = arrive_one_after_another(engine)
+            assert relative_error(engine.logits(list(prompt)), expected) < 1e-4
+        answers = arrive_one_after_another(engine, PROMPTS, NUM_TOKENS)
     assert answers == [hf_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
-
-
-def arrive_one_after_another(engine: Any) -> list[list[int]]:
-    """The tokens of each prompt; a prompt arrives when the one before it has given three tokens."""
-    waiting = list(PROMPTS)
-    order = [engine.submit(waiting.pop(0), PARAMS)]
-    tokens: dict[int, list[int]] = {order[0]: []}
-    while engine.has_work:
-        for event in engine.step():
-            tokens[event.request_id].extend(event.token_ids)
-        if waiting and len(tokens[order[-1]]) >= 3:
-            order.append(engine.submit(waiting.pop(0), PARAMS))
-            tokens[order[-1]] = []
-    return [tokens[handle] for handle in order]
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

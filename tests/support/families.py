@@ -27,6 +27,11 @@ _ROPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+}  # fmt: skip
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (model type, what differs from the base)
     "llama": ("llama", {"head_dim": 12}),
@@ -91,6 +96,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25, "head_dim": None}),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}),
+    "deepseek_v2-dense": ("deepseek_v2", {**_LATENT, "head_dim": 6, "first_k_dense_replace": 3}),
+    "deepseek_v2-dense-yarn": (
+        "deepseek_v2",
+        {**_LATENT, "head_dim": 6, "first_k_dense_replace": 3, "q_lora_rank": None, "rope_parameters": _ROPES["yarn"]},
+    ),
+    # so few elements a head that chunks of a prompt expand the latents
+    "deepseek_v3-dense": (
+        "deepseek_v3",
+        {**_LATENT, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "v_head_dim": 3, "first_k_dense_replace": 3},
+    ),
+    "deepseek_v3-dense-halves": (
+        "deepseek_v3",
+        {
+            **_LATENT, "first_k_dense_replace": 3, "rope_interleave": False, "q_lora_rank": None,
+            "attention_bias": True, "rope_parameters": {**_ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "minicpm3": ("minicpm3", _LATENT),
+    "youtu": ("youtu", _LATENT),
 }  # fmt: skip
 
 FAMILIES = tuple(sorted({model_type for model_type, _ in VARIANTS.values()}))
@@ -110,14 +134,6 @@ def make_config(variant: str) -> Any:
 
 def make_model(variant: str, seed: int = 0) -> Any:
     """A float32 model of the variant with random weights, none of them zero or one where that would hide a mistake."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    from precast.builder.shrink import random_model
 
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(make_config(variant), dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            spread = 0.3 if parameter.dim() == 1 else 0.15
-            centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-            parameter.copy_(centre + spread * torch.randn_like(parameter))
-    return model.eval()
+    return random_model(make_config(variant), seed)

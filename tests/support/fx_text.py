@@ -115,7 +115,7 @@ class _Reader:
 
     def _size(self, name: str, example: int) -> Any:
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-        fake = self.mode.from_tensor(torch.empty(example, device="meta"), symbolic_context=context)
+        fake = self.mode.from_tensor(torch.empty(example), symbolic_context=context)
         self.ctx.symbols[str(fake.shape[0].node.expr)] = symbols.add("B", 1) if name == "B1" else name
         return fake.shape[0]
 

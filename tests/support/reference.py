@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
+import quantised
 import torch
 
-from precast.ir.schema import Cast, Concat, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
-
-
-def hf_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """transformers' logits of each sequence by itself, `[T, V]`."""
-    with torch.no_grad():
-        return [model(input_ids=torch.tensor([list(prompt)]), use_cache=False).logits[0].clone() for prompt in prompts]
-
-
-def hf_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """The `count` tokens that transformers' own `generate` gives greedily; end-of-sequence tokens end nothing."""
-    ids = torch.tensor([list(prompt)])
-    model.generation_config.eos_token_id = None
-    with torch.no_grad():
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
-        )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
+from precast.agreement import hf_greedy as hf_greedy
+from precast.agreement import hf_logits as hf_logits
+from precast.agreement import relative_error as relative_error
+from precast.ir import recipes
+from precast.ir.schema import Cast, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
 
 
 def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -40,6 +27,10 @@ def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tenso
             return torch.cat([evaluate(part, tensors) for part in parts], dim)
         case Stack(parts=parts, dim=dim):
             return torch.stack([evaluate(part, tensors) for part in parts], dim)
+        case Each(dim=dim, count=count):
+            return torch.stack([evaluate(recipes.nth(recipe, i), tensors) for i in range(count)], dim)
+        case Dequantise():
+            return quantised.dequantised(recipe, [evaluate(part, tensors) for part in recipes.parts(recipe)])
         case Slice(of=of, dim=dim, start=int(start), length=int(length)):
             return evaluate(of, tensors).narrow(dim, start, length)
         case Reshape(of=of, shape=shape):
@@ -47,9 +38,3 @@ def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tenso
         case Tie():
             raise AssertionError("the tracer makes one param of tied ones")
     raise AssertionError(f"no evaluation for {recipe}")
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over the norm of what was expected; infinite for what isn't finite."""
-    error = float((found.double() - expected.double()).norm() / expected.double().norm())
-    return error if bool(torch.isfinite(found).all()) else float("inf")

@@ -1,0 +1,176 @@
+"""The options of `quantization_config` that are known, method by method, and what they may be.
+
+Configs carry what their quantiser was told beside what a reader needs. Options that say nothing about the stored
+tensors are listed as such; any other must have a value that is known here, or the build is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from precast.ir.errors import BuildError
+
+
+class Options(NamedTuple):
+    """A method, and the entries of its config."""
+
+    method: str
+    entries: Mapping[str, Any]
+
+    def get(self, name: str, default: Any) -> Any:
+        """The entry of this name."""
+        return self.entries.get(name, default)
+
+
+def check_options(entries: Mapping[str, Any], where: str | None = None) -> Options:
+    """The method and its options. Raises BuildError (`feature-unsupported`), naming what isn't known.
+
+    `where`: what the config was read from, for the message.
+    """
+    method = str(getattr(entries.get("quant_method"), "value", entries.get("quant_method")))
+    if method not in _KNOWN:
+        known = ", ".join(_KNOWN)
+        raise BuildError(
+            "feature-unsupported",
+            f"the checkpoint is quantised by {method}; known are {known}",
+            where=where,
+            fix="use a checkpoint of float32, bfloat16 or float16 weights, or of one of these formats",
+        )
+    allowed = _KNOWN[method]
+    for name, value in entries.items():
+        if name == "quant_method" or name in _SAYS_NOTHING or name in _SAYS_NOTHING_OF[method]:
+            continue
+        if name not in allowed or not allowed[name](value):
+            raise refuse(method, f"{name} = {value!r}", where)
+    return Options(method, entries)
+
+
+def refuse(method: str, what: str, where: str | None = None) -> BuildError:
+    """The error for something in a known method that isn't known."""
+    return BuildError(
+        "feature-unsupported",
+        f"the checkpoint is quantised by {method}, with {what}: this is not known",
+        where=where,
+        fix="use a checkpoint of float32, bfloat16 or float16 weights",
+    )
+
+
+Check = Callable[[Any], bool]
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+def _one_of(*values: Any) -> Check:
+    return lambda value: value in values
+
+
+def _names(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value))
+
+
+def _block(value: Any) -> bool:
+    fits = isinstance(value, (list, tuple)) and len(value) == 2
+    return value is None or (fits and all(type(size) is int and size > 0 for size in value))
+
+
+def _group_size(value: Any) -> bool:
+    return type(value) is int and (value == -1 or value > 0)
+
+
+def _only_skips(value: Any) -> bool:
+    """GPTQModel's overrides by module: `-:` leaves one as it is, anything else changes its format."""
+    return not value or (isinstance(value, Mapping) and all(str(name).startswith("-:") for name in value))
+
+
+def _modules(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(each, str) or _names(each) for each in value))
+
+
+def _float8_groups(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(_float8_group(group) for group in value.values())
+
+
+def _float8_group(group: Any) -> bool:
+    if not isinstance(group, Mapping) or not _names(group.get("targets")) or not group.get("targets"):
+        return False
+    weights = group.get("weights")
+    if group.get("format") not in (None, *_FLOAT8_FORMATS) or not isinstance(weights, Mapping):
+        return False
+    known = (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True)) == (8, "float", True)
+    strategy = weights.get("strategy")
+    has_block = strategy != "block" or (_block(weights.get("block_structure")) and weights.get("block_structure"))
+    return known and strategy in ("tensor", "channel", "block") and bool(has_block)
+
+
+_FLOAT8_FORMATS = ("float-quantized", "naive-quantized")
+_NO_SPARSITY: Check = lambda value: not value or value.get("format", "dense") == "dense"  # noqa: E731
+_EMPTY: Check = lambda value: not value  # noqa: E731
+
+_SAYS_NOTHING = frozenset(("backend", "meta", "dequantize"))
+_SAYS_NOTHING_OF: dict[str, frozenset[str]] = {
+    "fp8": frozenset(("activation_scheme", "kv_cache_scheme", "quantized_by")),
+    "fbgemm_fp8": frozenset(("activation_scale_ub",)),
+    "compressed-tensors": frozenset(
+        ("quantization_status", "global_compression_ratio", "kv_cache_scheme", "version", "run_compressed",
+         "use_optimized_inference")
+    ),
+    "mxfp4": frozenset(),
+    "awq": frozenset(
+        ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "desc_act", "sym", "damp_percent",
+         "true_sequential", "act_group_aware", "tokenizer", "dataset", "model_seqlen", "block_name_to_quantize",
+         "module_name_preceding_first_block", "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs",
+         "modules_in_block_to_quantize")
+    ),
+    "gptq": frozenset(
+        ("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "desc_act", "sym", "quantizer",
+         "model_name_or_path", "model_file_base_name", "dataset", "tokenizer", "act_group_aware", "model_seqlen",
+         "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id", "use_cuda_fp16",
+         "max_input_length", "cache_block_outputs", "exllama_config", "disable_exllama", "use_exllama", "mse", "uri",
+         "is_marlin_format", "parallel_packing")
+    ),
+}  # fmt: skip
+
+_KNOWN: dict[str, dict[str, Check]] = {
+    "fp8": {
+        "weight_block_size": _block,
+        "modules_to_not_convert": _names,
+        "ignored_layers": _names,
+        "modules_to_convert": _one_of(None),
+        "scale_fmt": _one_of(None, "float", "ue8m0"),
+        "fmt": _one_of("e4m3"),
+        "expert_dtype": _one_of(None, "fp8"),
+    },
+    "fbgemm_fp8": {"modules_to_not_convert": _names},
+    "compressed-tensors": {
+        "config_groups": _float8_groups,
+        "format": _one_of(*_FLOAT8_FORMATS),
+        "ignore": _names,
+        "sparsity_config": _NO_SPARSITY,
+        "transform_config": _EMPTY,
+    },
+    "mxfp4": {"modules_to_not_convert": _names},
+    "awq": {
+        "bits": _one_of(4),
+        "w_bit": _one_of(4),
+        "group_size": _group_size,
+        "q_group_size": _group_size,
+        "zero_point": _one_of(True),
+        "version": lambda value: str(value).lower() == "gemm",
+        "format": lambda value: str(getattr(value, "value", value)).lower() == "gemm",
+        "modules_to_not_convert": _names,
+    },
+    "gptq": {
+        "bits": _one_of(4),
+        "group_size": _group_size,
+        "checkpoint_format": _one_of("gptq", "gptq_v2"),
+        "format": _one_of("gptq", "gptq_v2"),
+        "lm_head": _one_of(True, False),
+        "dynamic": _only_skips,
+        "modules_in_block_to_quantize": _modules,
+        "pack_dtype": _one_of("int32"),
+    },
+}
+"""The options of each method that say what is stored, and whether a value of theirs is known."""

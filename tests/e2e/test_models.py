@@ -1,0 +1,72 @@
+"""docs/models.md keeps its word: each model type that it calls green is covered again, and is green.
+
+The sweep is these tests: with a worker for each core they run side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from precast.coverage import COMPLETIONS, cover, model_types, sweep
+from precast.models_page import green_types, page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore")  # of 189 models' own code
+@pytest.mark.parametrize("model_type", green_types(PAGE))
+def test_green_stays_green(model_type: str) -> None:
+    row = cover(model_type)
+
+    assert row.status == "green", row.reason
+    assert (row.builds, row.logits, row.tokens) == (True, True, True)
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_every_type_has_a_row(model_type: str) -> None:
+    assert f"| `{model_type}` |" in PAGE
+
+
+def test_completions_are_of_known_types() -> None:
+    assert set(COMPLETIONS) <= set(model_types())
+
+
+def test_sweep_gives_rows_in_the_order_given_and_the_page_sorts_them() -> None:
+    rows = sweep(("bert", "bart"), workers=2)
+
+    assert [(row.model_type, row.status) for row in rows] == [("bert", "out of scope"), ("bart", "out of scope")]
+    assert page(rows) == page(rows[::-1])
+    assert green_types(page(rows)) == ()
+
+
+def test_type_whose_process_dies_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precast.coverage.cover", lambda model_type: os._exit(3))
+
+    (row,) = sweep(("llama",))
+
+    assert (row.status, row.reason) == ("red", "the process ended with code 3")
+
+
+def test_type_that_takes_too_long_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precast.coverage.cover", lambda model_type: signal.pause())
+    monkeypatch.setattr("precast.coverage.SECONDS", 0.1)
+
+    (row,) = sweep(("llama",))
+
+    assert row.status == "red"
+    assert row.reason.startswith("took more than")
+
+
+def test_error_of_a_models_code_is_the_rows_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model_type: str) -> None:
+        raise IndexError("no such layer")
+
+    monkeypatch.setattr("precast.coverage.cover", fail)
+
+    (row,) = sweep(("llama",))
+
+    assert (row.status, row.reason) == ("red", "IndexError: no such layer")

@@ -1,0 +1,132 @@
+"""Quantised tensors for tests: packed by hand, value by value, and read again in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from precast.ir.schema import Dequantise
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight neighbours each half byte of an int32 holds, from the lowest on."""
+IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+
+
+def pack(values: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """[a, 8 b] of 0 to 15 -> [a, b] int32."""
+    rows, columns = values.shape
+    packed = torch.zeros(rows, columns // 8, dtype=torch.int64)
+    for place, neighbour in enumerate(order):
+        packed |= values[:, neighbour::8].long() << 4 * place
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def unpack(packed: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """The reverse of `pack`."""
+    values = torch.zeros(packed.shape[0], packed.shape[1] * 8, dtype=torch.int64)
+    for place, neighbour in enumerate(order):
+        values[:, neighbour::8] = (packed.long() % 2**32 >> 4 * place) % 16
+    return values
+
+
+def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What the recipe makes of its parts (values, scales, then zeros and groups), float32."""
+    values, scales = parts[0], parts[1]
+    if recipe.format == "fp8":
+        assert recipe.block is not None
+        return _fp8(values.float(), scales.float(), recipe.block)
+    if recipe.format == "mxfp4":
+        return _mxfp4(values, scales)
+    if recipe.format == "awq":
+        whole, zeros = unpack(values, AWQ_ORDER), unpack(parts[2], AWQ_ORDER)
+        groups = torch.arange(len(whole)) // (len(whole) // len(scales))
+    else:
+        whole, zeros = unpack(values.t(), IN_ORDER).t(), unpack(parts[2], IN_ORDER)
+        groups = parts[3]
+    rows = [
+        (row - zeros[group] - recipe.zero_offset).float() * scales[group].float()
+        for row, group in zip(whole, groups.tolist(), strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    if values.dim() > 2:
+        return torch.stack([_fp8(each, scale, block) for each, scale in zip(values, scales, strict=True)])
+    made = values.clone()
+    for row, column in _places(scales):
+        area = (slice(row * block[0], (row + 1) * block[0]), slice(column * block[1], (column + 1) * block[1]))
+        made[area] = values[area] * scales[row, column]
+    return made
+
+
+def _places(matrix: torch.Tensor) -> Iterator[tuple[int, int]]:
+    return ((row, column) for row in range(matrix.shape[0]) for column in range(matrix.shape[1]))
+
+
+def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    flat, exponents = blocks.reshape(-1, blocks.shape[-1]).tolist(), scales.flatten().tolist()
+    made = [
+        [FP4[half] * 2.0 ** (exponent - 127) for byte in block for half in (byte % 16, byte // 16)]
+        for block, exponent in zip(flat, exponents, strict=True)
+    ]
+    return torch.tensor(made).reshape(*blocks.shape[:-2], -1)
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------------
+
+Tensors = dict[str, torch.Tensor]
+Stored = tuple[Tensors, torch.Tensor]
+"""What a checkpoint holds for a weight, and the values that this means, float32."""
+
+
+def float8(name: str, weight: torch.Tensor, block: tuple[int, int] | None, suffix: str, scale: Sequence[int]) -> Stored:
+    """Float8 values and a scale for each block, each row (a block of one), or all (None); `scale`: their shape."""
+    rows, columns = weight.shape[-2:]
+    block = block or (rows, columns)
+    scales = torch.rand(*weight.shape[:-2], -(-rows // block[0]), -(-columns // block[1])) + 0.5
+    values = (weight * 100).to(torch.float8_e4m3fn)
+    return {name: values, name + suffix: scales.reshape(tuple(scale))}, _fp8(values.float(), scales, block)
+
+
+def awq(stem: str, weight: torch.Tensor, group_size: int) -> Stored:
+    """[outputs, inputs] -> what AutoAWQ's `gemm` version stores."""
+    outputs, inputs = weight.shape
+    values, zeros, scales = _four_bits(outputs, inputs, group_size)
+    dense = ((values - zeros[_groups(inputs, group_size)]).float() * scales.float()[_groups(inputs, group_size)]).t()
+    stored = {".qweight": pack(values, AWQ_ORDER), ".qzeros": pack(zeros, AWQ_ORDER), ".scales": scales}
+    return {stem + suffix: tensor for suffix, tensor in stored.items()}, dense
+
+
+def gptq(stem: str, weight: torch.Tensor, group_size: int, *, order: bool, offset: int = 1) -> Stored:
+    """[outputs, inputs] -> what AutoGPTQ stores, whose zeros are one less than what they mean; `order`: act-order."""
+    outputs, inputs = weight.shape
+    values, zeros, scales = _four_bits(outputs, inputs, group_size)
+    groups = _groups(inputs, group_size)
+    groups = groups[torch.randperm(inputs)] if order else groups
+    dense = ((values - zeros[groups] - offset).float() * scales.float()[groups]).t()
+    stored = {
+        ".qweight": pack(values.t(), IN_ORDER).t().contiguous(), ".qzeros": pack(zeros, IN_ORDER), ".scales": scales,
+        ".g_idx": groups.int(),
+    }  # fmt: skip
+    return {stem + suffix: tensor for suffix, tensor in stored.items()}, dense
+
+
+def _four_bits(outputs: int, inputs: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = -(-inputs // group_size)
+    scales = (torch.rand(groups, outputs) * 0.1).half()
+    return torch.randint(0, 16, (inputs, outputs)), torch.randint(0, 16, (groups, outputs)), scales
+
+
+def _groups(inputs: int, group_size: int) -> torch.Tensor:
+    return torch.arange(inputs) // group_size
+
+
+def mxfp4(name: str, weight: torch.Tensor) -> Stored:
+    """GPT-OSS's experts [experts, columns, rows], stored as rows of blocks of 32 columns."""
+    experts, columns, rows = weight.shape
+    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16)).to(torch.uint8)
+    scales = torch.randint(118, 124, (experts, rows, columns // 32)).to(torch.uint8)
+    return {name + "_blocks": blocks, name + "_scales": scales}, _mxfp4(blocks, scales).transpose(1, 2)
