@@ -11,7 +11,7 @@ import msgspec
 from precast.ir import caches, symbols
 from precast.ir.bundle import Bundle
 from precast.ir.flops import canonical_share
-from precast.ir.schema import Call, Group, LatentSpec, Node, StateGroup, StateSpec
+from precast.ir.schema import Call, Group, LatentSpec, Node, PagedSpec, StateGroup, StateSpec
 from precast.ir.text import format_graph, format_recipe, format_type
 
 LENGTHS = (128, 2048, 8192, 32768, 131072)
@@ -118,7 +118,7 @@ def cache(bundle: Bundle) -> Report:
                 "name": group.name,
                 "pool": group.pool,
                 "layers": len(group.slots),
-                "spec": msgspec.to_builtins(group.spec),
+                "spec": _spec_fields(group.spec),
                 "bytes_per_token": caches.token_bytes(group),
                 "bytes_per_sequence": caches.state_bytes(group),
             }
@@ -148,6 +148,12 @@ def _pairs(record: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in record.items())
 
 
+def _spec_fields(spec: PagedSpec | LatentSpec | StateSpec) -> dict[str, Any]:
+    """All fields of the spec, those that have their defaults too, behind the kind: paged, latent, state or conv."""
+    fields = {name: msgspec.to_builtins(getattr(spec, name)) for name in spec.__struct_fields__}
+    return {"kind": spec.__struct_config__.tag, **fields}
+
+
 def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
     spec = group.spec
     layers, token, state = str(len(group.slots)), f"{caches.token_bytes(group):,}", f"{caches.state_bytes(group):,}"
@@ -158,5 +164,6 @@ def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
         kind, shape = "latent", f"{spec.latent_size} + {spec.rope_size}"
     else:
         kind, shape = "kv", f"{symbols.text(spec.num_kv_heads)} x ({spec.head_size} + {spec.value_size})"
-    window = "-" if spec.window is None else str(spec.window)
+    chunk = spec.chunk if isinstance(spec, PagedSpec) else None
+    window = str(spec.window) if spec.window is not None else "-" if chunk is None else f"chunks of {chunk}"
     return (group.name, group.pool, layers, kind, shape, spec.dtype, str(spec.page_size), window, token, "-")

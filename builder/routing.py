@@ -162,7 +162,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`."""
     where = type(module).__name__
-    found = [reach for mask, reach in current_trace().masks if mask is attention_mask]
+    found = [reach for mask, reach in current_trace().masks if _is_whole(attention_mask, mask)]
     if not found:
         given = "no mask" if attention_mask is None else "a mask of its own"
         raise BuildError(
@@ -189,6 +189,13 @@ def _attention(
         chunk=found[0].chunk,
     )
     return out, None
+
+
+def _is_whole(given: torch.Tensor | None, mask: torch.Tensor) -> bool:
+    """Whether a layer was given the mask that we made, or a view of all of it."""
+    if given is mask:
+        return True
+    return given is not None and given._base is mask and given.shape == mask.shape and given.storage_offset() == 0
 
 
 def _refuse_selection(indices: torch.Tensor, where: str) -> None:

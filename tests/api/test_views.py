@@ -96,6 +96,7 @@ def test_weights_have_their_recipes(bundle: Path, command: Command) -> None:
     fused = params["model.layers.3.mlp.gate_proj_up_proj.weight"]["recipe"]
     assert fused.startswith("concat([")
     assert "layers.3.mlp.up_proj.weight" in fused
+    assert fields["unused"] == []
     assert fields["ignored"] == ["*rotary_emb.inv_freq"]
     assert fields["optional_prefixes"] == ["model."]
     text = command("inspect", bundle, "--weights").stdout
@@ -108,8 +109,11 @@ def test_cache_costs_whole_pages(bundle: Path, other_bundle: Path, command: Comm
     token = 4 * 2 * (32 + 32)  # layers, kv heads, key and value size
     assert one["groups"] == [
         {
-            "name": "full", "pool": "pool0", "layers": 4, "kv_heads": 2, "head_size": 32, "value_size": 32,
-            "dtype": "float32", "page_size": 16, "window": None, "bytes_per_token": 4 * token,
+            "name": "full", "pool": "pool0", "layers": 4, "bytes_per_token": 4 * token, "bytes_per_sequence": 0,
+            "spec": {
+                "kind": "paged", "num_kv_heads": 2, "head_size": 32, "value_size": 32, "dtype": "float32",
+                "page_size": 16, "window": None, "chunk": None,
+            },
         }
     ]  # fmt: skip
     assert one["bytes_per_sequence"] == {"128": 128 * 4 * token, "1024": 1024 * 4 * token}
@@ -120,6 +124,55 @@ def test_cache_says_how_much_a_window_leaves_visible(bundle: Path) -> None:
     text = show.cache(with_caches(bundle, window=64, count=1)).text
 
     assert [line.split()[-2:] for line in text.splitlines()[-2:]] == [["50.0", "%"], ["6.2", "%"]]
+
+
+STATES = """
+pool pool0(pages=P0)
+pool pool1(pages=P1)
+pool pool2(pages=P2)
+pool pool3(pages=P3)
+group conv_6x3(pool=pool0, spec=conv(shape=[6, 3], dtype=bfloat16), slot_ids=%c) {
+  slot layers.0(%layers.0.conv: bfloat16[P0, 6, 3])
+  slot layers.1(%layers.1.conv: bfloat16[P0, 6, 3])
+}
+group state_4x5(pool=pool1, spec=state(shape=[4, 5], dtype=float32), slot_ids=%s) {
+  slot layers.0.s(%layers.0.state: float32[P1, 4, 5])
+}
+group latent(pool=pool2, spec=latent(latent_size=16, rope_size=4, dtype=bfloat16, page_size=8, window=none),
+    page_indices=%a, page_indptr=%b, page_start=%d, slot_mapping=%e) {
+  slot layers.2(%layers.2.latent: bfloat16[P2, 8, 20])
+}
+group chunks(pool=pool3,
+    spec=paged(num_kv_heads=2, head_size=4, value_size=6, dtype=bfloat16, page_size=8, window=none, chunk=64),
+    page_indices=%f, page_indptr=%g, page_start=%h, slot_mapping=%i) {
+  slot layers.3(%layers.3.k: bfloat16[P3, 8, 2, 4], %layers.3.v: bfloat16[P3, 8, 2, 6])
+}
+main { return }
+"""
+
+
+def test_caches_of_every_kind(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    plan = parse_graph(STATES).caches
+    report = show.cache(msgspec.structs.replace(opened, graph=msgspec.structs.replace(opened.graph, caches=plan)))
+
+    latent, chunks, conv, state = report.fields["groups"]
+    assert conv["spec"] == {"kind": "conv", "shape": [6, 3], "dtype": "bfloat16"}
+    assert (conv["layers"], conv["bytes_per_token"], conv["bytes_per_sequence"]) == (2, 0, 2 * 6 * 3 * 2)
+    assert (state["spec"]["kind"], state["bytes_per_sequence"]) == ("state", 4 * 5 * 4)
+    assert latent["spec"] == {
+        "kind": "latent", "latent_size": 16, "rope_size": 4, "dtype": "bfloat16", "page_size": 8, "window": None,
+    }  # fmt: skip
+    assert (latent["bytes_per_token"], latent["bytes_per_sequence"]) == (20 * 2, 0)
+    assert chunks["spec"]["chunk"] == 64
+    fixed = 2 * 6 * 3 * 2 + 4 * 5 * 4
+    assert report.fields["bytes_per_sequence"] == {n: fixed + n * 2 * (20 + 2 * (4 + 6)) for n in (128, 1024)}
+    rows = [line.split() for line in report.text.splitlines()]
+    assert rows[1] == ["latent", "pool2", "1", "latent", "16", "+", "4", "bfloat16", "8", "-", "40", "-"]
+    assert rows[2][3:] == ["kv", "2", "x", "(4", "+", "6)", "bfloat16", "8", "chunks", "of", "64", "40", "-"]
+    assert rows[3] == ["conv_6x3", "pool0", "2", "conv", "6x3", "bfloat16", "-", "-", "-", "72"]
+    # The token at 1024 sees all states and latents, and of a new chunk nothing before it.
+    assert rows[-1][-2] == f"{100 * (fixed + 1024 * 40) / (fixed + 1024 * 80):.1f}"
 
 
 def test_model_without_caches(bundle: Path) -> None:
