@@ -152,7 +152,7 @@ class _GraphParser:
         self._in.key("pool", first=True)
         pool = self._in.name()
         self._in.key("spec")
-        if self._in.at_call_of("state") or self._in.at_call_of("conv"):
+        if self._in.at("state") or self._in.at("conv"):
             self._read_states(name, pool)
             return
         spec = _spec(self._in)
@@ -367,7 +367,7 @@ def _spec(cursor: Cursor) -> PagedSpec | LatentSpec:
         "paged": lambda: _paged(cursor),
         "latent": lambda: _latent(cursor),
     }
-    return cursor.inside("(", kinds[cursor.expect(*kinds).text], ")")
+    return cursor.inside("(", kinds[cursor.expect(*kinds, "state", "conv").text], ")")
 
 
 def _state(cursor: Cursor, kind: str) -> StateSpec:

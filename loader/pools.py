@@ -133,19 +133,26 @@ def cache_bytes_for(plan: CachePlan, num_seqs: int, seq_len: int) -> int:
 def plan_pages(plan: CachePlan, *, cache_bytes: int, max_num_seqs: int, max_seq_len: int) -> dict[str, int]:
     """Pages by pool that fit into `cache_bytes`, and no more than `max_num_seqs` sequences of `max_seq_len` fill.
 
-    States come first, one for each sequence, from at most half of the bytes where there are pages too. Of the rest,
-    all pools get room for the same number of tokens, counted in units of the page sizes' least common multiple:
-    `units = bytes // bytes_of_a_unit`, `pages = units * unit // page_size`.
+    States come first. Of what they leave, all pools get room for the same number of tokens, counted in units of the
+    page sizes' least common multiple: `units = bytes // bytes_of_a_unit`, `pages = units * unit // page_size`.
     """
     left = max(cache_bytes, 0)
-    for_states = left // 2 if plan.groups else left
-    states = min(for_states // max(_state_bytes(plan), 1), max_num_seqs) if plan.states else 0
+    states = _num_states(plan, left, max_num_seqs, max_seq_len) if plan.states else 0
     left -= states * _state_bytes(plan)
     unit = _unit(plan)
     useful = max_num_seqs * math.ceil(max_seq_len / unit)
     units = min(left // max(_unit_bytes(plan), 1), useful)
     pages = {name: units * unit // size for name, size in _page_sizes(plan).items()}
     return pages | {group.pool: states for group in plan.states}
+
+
+def _num_states(plan: CachePlan, num_bytes: int, max_num_seqs: int, max_seq_len: int) -> int:
+    """One state, and room for pages of a sequence as long as may be. Of further bytes at most half are states, or what
+    pages have no use for."""
+    state, one = _state_bytes(plan), cache_bytes_for(plan, 1, max_seq_len)
+    rest = max(num_bytes - one, 0)
+    spare = max(rest // 2, rest - (max_num_seqs - 1) * (one - state))
+    return min(num_bytes // state, 1 + spare // state, max_num_seqs)
 
 
 def cache_tensors(plan: CachePlan, num_pages: Mapping[str, int], *, device: torch.device) -> dict[str, torch.Tensor]:

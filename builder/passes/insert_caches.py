@@ -30,7 +30,8 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
     """attention(q, k, v) -> write_kv(k, v, cache), paged_attention(q, cache); latent_attention likewise.
 
     Layers of equal geometry, window and chunk form a group, with one page table and one set of metadata inputs; groups
-    of equal page geometry share a pool. The plan is recorded in the context.
+    of equal page geometry share a pool. A layer with the very keys and values of an earlier one has no cache of its
+    own: it reads that one's. The plan is recorded in the context.
     """
     kinds = (torch.ops.precast.attention.default, torch.ops.precast.latent_attention.default)
     layers = [node for node in graph.nodes if node.op == "call_function" and node.target in kinds]
@@ -53,10 +54,16 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
             field: sizes.add_input(fields[field], dtype, size, entries) for field, (dtype, size) in _INPUTS.items()
         }
         pages = sizes.symbol(pool.pages)
-        slots = tuple(
-            _insert(graph, ctx, node, f"layers.{number[node]}", spec, pool, pages, kv_lens, metadata) for node in nodes
-        )
-        groups.append(Group(name, pool.name, spec, PagedInputs(**fields), slots))
+        slots: list[Slot] = []
+        written: dict[tuple[FxNode, FxNode], tuple[FxNode, ...]] = {}
+        for node in nodes:
+            kept = node.args[1], node.args[2]
+            if kept not in written:
+                values = _values(f"layers.{number[node]}", spec, pool)
+                slots.append(Slot(f"layers.{number[node]}", values))
+                written[kept] = _write(graph, ctx, node, values, pages, kv_lens, metadata)
+            _read(graph, ctx, node, written[kept], kv_lens, metadata)
+        groups.append(Group(name, pool.name, spec, PagedInputs(**fields), tuple(slots)))
     ctx.caches = CachePlan((*ctx.caches.pools, *pools.values()), tuple(groups), ctx.caches.states)
     return True
 
@@ -95,28 +102,42 @@ def _short_name(spec: Spec) -> str:
     return reach if isinstance(spec, PagedSpec) else f"latent_{reach}"
 
 
-def _insert(
-    graph: FxGraph, ctx: PassContext, node: FxNode, slot: str, spec: Spec, pool: Pool, pages: Any,
-    kv_lens: FxNode, metadata: dict[str, FxNode],
-) -> Slot:  # fmt: skip
-    ops = torch.ops.precast
-    is_latent = isinstance(spec, LatentSpec)
-    names = ("latent",) if is_latent else ("k", "v")
-    write = ops.write_latent.default if is_latent else ops.write_kv.default
-    read = ops.paged_latent_attention.default if is_latent else ops.paged_attention.default
-    q, first, second, other, cu_seqlens = node.args
+def _values(slot: str, spec: Spec, pool: Pool) -> tuple[Value, ...]:
+    """The cache tensors of a slot."""
+    names = ("latent",) if isinstance(spec, LatentSpec) else ("k", "v")
     types = caches.slot_types(spec, pool.pages)
-    values = tuple(Value(f"{slot}.{short}", type) for short, type in zip(names, types, strict=True))
-    places = []
-    for value in values:
-        fake = ctx.empty((pages, *value.type.shape[1:]), tensor(first).dtype)
-        places.append(ctx.new_cache(graph, kv_lens, value, fake))
+    return tuple(Value(f"{slot}.{short}", type) for short, type in zip(names, types, strict=True))
+
+
+def _write(
+    graph: FxGraph, ctx: PassContext, node: FxNode, values: tuple[Value, ...], pages: Any, kv_lens: FxNode,
+    metadata: dict[str, FxNode],
+) -> tuple[FxNode, ...]:  # fmt: skip
+    """Writes what the attention `node` keeps; the cache tensors that it is written into."""
+    _, first, second, *_ = node.args
+    places = tuple(
+        ctx.new_cache(graph, kv_lens, value, ctx.empty((pages, *value.type.shape[1:]), tensor(first).dtype))
+        for value in values
+    )
+    is_latent = node.target is torch.ops.precast.latent_attention.default
+    write = torch.ops.precast.write_latent.default if is_latent else torch.ops.precast.write_kv.default
     with ctx.before(node):
         ctx.call(graph, write, first, second, *places, metadata["slot_mapping"])
+    return places
+
+
+def _read(
+    graph: FxGraph, ctx: PassContext, node: FxNode, places: tuple[FxNode, ...], kv_lens: FxNode,
+    metadata: dict[str, FxNode],
+) -> None:  # fmt: skip
+    """Puts attention over the pages in the place of `node`."""
+    is_latent = node.target is torch.ops.precast.latent_attention.default
+    read = torch.ops.precast.paged_latent_attention.default if is_latent else torch.ops.precast.paged_attention.default
+    q, _, _, other, cu_seqlens = node.args
+    with ctx.before(node):
         paged = ctx.call(
             graph, read, q, *places, other, cu_seqlens, kv_lens,
             metadata["page_indices"], metadata["page_indptr"], metadata["page_start"], **node.kwargs,
         )  # fmt: skip
     ctx.replace(node, paged)
     graph.erase_node(node)
-    return Slot(slot, values)

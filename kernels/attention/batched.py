@@ -197,6 +197,8 @@ def _product(
     k, v = k.transpose(1, 2).to(q.dtype), v.transpose(1, 2).to(q.dtype)
     mask = _for_each_row(visible, group)
     if rule.sinks is None and rule.soft_cap is None and distance is None:
+        if rows.is_cuda:  # its kernels don't ask at which address a part of a tensor begins, and some stumble on it
+            k, v = k.contiguous(), v.contiguous()
         y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=rule.scale)
         # What a row gives that sees nothing, torch leaves to each of its kernels.
         y = torch.where(mask.any(-1, keepdim=True), y, 0.0)

@@ -157,7 +157,7 @@ def test_caches_of_every_kind(bundle: Path) -> None:
     report = show.cache(msgspec.structs.replace(opened, graph=msgspec.structs.replace(opened.graph, caches=plan)))
 
     latent, chunks, conv, state = report.fields["groups"]
-    assert conv["spec"] == {"kind": "conv", "shape": [6, 3], "dtype": "bfloat16"}
+    assert conv["spec"] == {"kind": "conv", "shape": (6, 3), "dtype": "bfloat16"}
     assert (conv["layers"], conv["bytes_per_token"], conv["bytes_per_sequence"]) == (2, 0, 2 * 6 * 3 * 2)
     assert (state["spec"]["kind"], state["bytes_per_sequence"]) == ("state", 4 * 5 * 4)
     assert latent["spec"] == {
@@ -171,8 +171,8 @@ def test_caches_of_every_kind(bundle: Path) -> None:
     assert rows[1] == ["latent", "pool2", "1", "latent", "16", "+", "4", "bfloat16", "8", "-", "40", "-"]
     assert rows[2][3:] == ["kv", "2", "x", "(4", "+", "6)", "bfloat16", "8", "chunks", "of", "64", "40", "-"]
     assert rows[3] == ["conv_6x3", "pool0", "2", "conv", "6x3", "bfloat16", "-", "-", "-", "72"]
-    # The token at 1024 sees all states and latents, and of a new chunk nothing before it.
-    assert rows[-1][-2] == f"{100 * (fixed + 1024 * 40) / (fixed + 1024 * 80):.1f}"
+    # The token at 1024 sees all states and latents, and of its chunk only itself.
+    assert rows[-1][-2] == f"{100 * (fixed + 1024 * 40 + 40) / (fixed + 1024 * 80):.1f}"
 
 
 def test_model_without_caches(bundle: Path) -> None:

@@ -28,6 +28,7 @@ from precast.ir.schema import (
     Graph,
     Group,
     Items,
+    LatentSpec,
     Node,
     PagedInputs,
     PagedSpec,
@@ -39,6 +40,8 @@ from precast.ir.schema import (
     Slice,
     Slot,
     Stack,
+    StateGroup,
+    StateSpec,
     Symbol,
     TensorType,
     Tie,
@@ -242,13 +245,24 @@ RECIPES = st.recursive(
     ),
     max_leaves=5,
 )
-SPECS = st.builds(PagedSpec, EXPRS, INTS, INTS, DTYPES, INTS, st.none() | INTS, st.none() | INTS)
+SPECS = st.one_of(
+    st.builds(PagedSpec, EXPRS, INTS, INTS, DTYPES, INTS, st.none() | INTS, st.none() | INTS),
+    st.builds(LatentSpec, INTS, INTS, DTYPES, INTS, st.none() | INTS),
+)
 GROUPS = st.builds(
     Group,
     NAMES,
     NAMES,
     SPECS,
     st.builds(PagedInputs, NAMES, NAMES, NAMES, NAMES),
+    tuples(st.builds(Slot, NAMES, VALUES)),
+)
+STATES = st.builds(
+    StateGroup,
+    NAMES,
+    NAMES,
+    st.builds(StateSpec, st.sampled_from(["state", "conv"]), tuples(EXPRS, 3), DTYPES),
+    NAMES,
     tuples(st.builds(Slot, NAMES, VALUES)),
 )
 GRAPHS = st.builds(
@@ -260,7 +274,7 @@ GRAPHS = st.builds(
     blocks=tuples(BLOCKS),
     main=tuples(st.one_of(NODES, CALLS), 3),
     outputs=st.dictionaries(NAMES, NAMES, max_size=2),
-    caches=st.builds(CachePlan, tuples(st.builds(Pool, NAMES, NAMES)), tuples(GROUPS)),
+    caches=st.builds(CachePlan, tuples(st.builds(Pool, NAMES, NAMES)), tuples(GROUPS), tuples(STATES)),
 )
 
 
@@ -365,7 +379,10 @@ REFUSED = [
     Bad('params { %w: float32[] = slice(read("w", []), start=0) }', 1, 47, "expected 'dim', found 'start'"),
     Bad("params { %w: float32[] }", 1, 24, "expected '=', found '}'"),
     Bad("pool main(P)", 1, 11, "expected 'pages', found 'P'"),
-    Bad("group g(pool=main, spec=dense())", 1, 25, "expected 'paged' or 'latent', found 'dense'"),
+    Bad("group g(pool=main, spec=dense())", 1, 25, "expected 'paged' or 'latent' or 'state' or 'conv', found 'dense'"),
+    Bad("group g(pool=main, spec=state)", 1, 30, r"expected '\(', found '\)'"),
+    Bad("group g(pool=main, spec=state(dtype=int8))", 1, 31, "expected 'shape', found 'dtype'"),
+    Bad("group g(pool=main, spec=conv(shape=[2], dtype=int8), page_indices=%a)", 1, 54, "expected 'slot_ids'"),
     Bad("block b { %y: float32[] = call b() return }", 1, 32, r"expected '\(', found 'b'"),
     Bad(
         "main { %y: float32[] aten.neg.default(self=%x) return }",

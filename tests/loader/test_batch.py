@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import tiny_graph
 
 from precast.ir.errors import BundleError
-from precast.ir.schema import Graph, TensorType, Value
+from precast.ir.schema import Graph, StateGroup, StateSpec, TensorType, Value
 from precast.loader.batch import ALIGNMENT, BatchInputs, Chunk, Staging
 
 GRAPH = tiny_graph()
@@ -91,6 +91,38 @@ def with_chunks(size: int) -> Graph:
     spec = msgspec.structs.replace(near.spec, window=None, chunk=size)
     plan = msgspec.structs.replace(GRAPH.caches, groups=(msgspec.structs.replace(near, spec=spec), far))
     return msgspec.structs.replace(GRAPH, caches=plan)
+
+
+def test_each_sequence_names_its_state() -> None:
+    state = StateGroup("state", "states", StateSpec("state", (3,), "float32"), "ids", ())
+    conv = StateGroup("conv", "convs", StateSpec("conv", (3,), "float32"), "conv_ids", ())
+    slot_ids = (Value("ids", TensorType("int32", ("B",))), Value("conv_ids", TensorType("int32", ("B",))))
+    plan = msgspec.structs.replace(GRAPH.caches, states=(state, conv))
+    graph = msgspec.structs.replace(GRAPH, inputs=(*GRAPH.inputs, *slot_ids), caches=plan)
+    chunks = [
+        msgspec.structs.replace(made, pages={**made.pages, "state": array("i", [own]), "conv": array("i", [other])})
+        for made, own, other in (
+            (chunk(9, [40], near=[5, 3, 8], far=[1, 2]), 4, 7),
+            (chunk(0, [11, 12, 13], near=[0], far=[4]), 0, 2),
+        )
+    ]
+
+    found = lists(chunks, graph)
+
+    assert (found["ids"], found["conv_ids"]) == ([4, 0], [7, 2])
+    made = BatchInputs(graph)
+    assert made.arrays(chunks)["ids"].typecode == "i"
+    tensors = made.shaped(Staging(1000, CPU).to_device(made.arrays(chunks)))
+    assert (tensors["conv_ids"].dtype, tensors["conv_ids"].tolist()) == (torch.int32, [7, 2])
+
+
+def test_slot_ids_of_another_type_are_refused() -> None:
+    state = StateGroup("state", "states", StateSpec("state", (3,), "float32"), "ids", ())
+    plan = msgspec.structs.replace(GRAPH.caches, states=(state,))
+    graph = with_input(Value("ids", TensorType("int64", ("B",))))
+
+    with pytest.raises(BundleError, match=r"the graph takes ids \(int64, 1d\)"):
+        BatchInputs(msgspec.structs.replace(graph, caches=plan))
 
 
 def test_without_wanted_logits_there_is_one_row_to_ignore() -> None:

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import HEAD, KV_HEADS, tiny_graph
 
+from precast.ir.schema import CachePlan
+from precast.ir.text import parse_graph
 from precast.loader.pools import (
     PageAllocator,
     PageTables,
@@ -113,6 +115,112 @@ def test_bytes_for_sequences_hold_those_sequences(num_seqs: int, seq_len: int) -
     for _ in range(num_seqs):
         assert tables.can_reserve(seq_len)
         tables.reserve(seq_len)
+
+
+# --- states ------------------------------------------------------------------------------------------------------
+
+STATE, CONV, TOKEN = 2 * 3 * 4, 1 * 4 * 2, 2 * (4 + 6) * 2  # bytes: two layers' states, a conv's, a token's keys, values
+STATEFUL = parse_graph(
+    """
+    pool states(pages=S)
+    pool convs(pages=C)
+    pool pages(pages=P)
+    group state(pool=states, spec=state(shape=[3], dtype=float32), slot_ids=%s) {
+      slot layers.0(%layers.0.state: float32[S, 3])
+      slot layers.1(%layers.1.state: float32[S, 3])
+    }
+    group conv(pool=convs, spec=conv(shape=[2, 2], dtype=float16), slot_ids=%c) {
+      slot layers.0.conv(%layers.0.conv: float16[C, 2, 2])
+    }
+    group full(pool=pages, spec=paged(num_kv_heads=2, head_size=4, value_size=6, dtype=float16, page_size=8, window=none),
+      page_indices=%a, page_indptr=%b, page_start=%d, slot_mapping=%e) {
+      slot layers.2(%layers.2.k: float16[P, 8, 2, 4], %layers.2.v: float16[P, 8, 2, 6])
+    }
+    main { return }
+    """
+).caches
+STATES_ALONE = CachePlan(STATEFUL.pools[:2], (), STATEFUL.states)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9])
+def test_a_sequence_has_one_state_of_each_group(tokens: int) -> None:
+    tables = PageTables(STATEFUL, {"states": 2, "convs": 3, "pages": 9})
+    taken = tables.reserve(tokens)
+
+    assert {name: len(pages) for name, pages in taken.items()} == {"full": -(-tokens // 8), "state": 1, "conv": 1}
+    assert tables.usage() == {
+        "states": PoolUsage(2, 1), "convs": PoolUsage(3, 1), "pages": PoolUsage(9, -(-tokens // 8)),
+    }  # fmt: skip
+    tables.release(taken)
+    assert sum(pool.pages_in_use for pool in tables.usage().values()) == 0
+
+
+def test_without_a_free_state_there_is_no_room() -> None:
+    tables = PageTables(STATEFUL, {"states": 1, "convs": 9, "pages": 9})
+    tables.reserve(3)
+
+    assert tables.can_hold(9)
+    assert not tables.can_reserve(1)
+    assert tables.arithmetic(9) == (
+        "group full: 2 pages of 8 tokens needed, 8 free of 9; group state: 1 state needed, 0 free of 1; "
+        "group conv: 1 state needed, 8 free of 9"
+    )
+
+
+def test_bytes_of_a_page_of_states() -> None:
+    assert page_bytes(STATEFUL) == {"states": STATE, "convs": CONV, "pages": 8 * TOKEN}
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "states", "pages"),
+    [
+        (-1, 0, 0),
+        (STATE + CONV - 1, 0, 0),  # a state without a conv is no use
+        (STATE + CONV, 1, 0),
+        (STATE + CONV + 16 * TOKEN, 1, 2),  # one sequence of 16 tokens
+        (STATE + CONV + 16 * TOKEN + 16 * TOKEN, 11, 3),  # of 640 more, half for states
+        (10**9, 40, 80),  # 40 sequences of 16 tokens
+        (40 * (STATE + CONV + 16 * TOKEN), 40, 80),
+    ],
+)
+def test_states_and_pages_that_fit_into_bytes(cache_bytes: int, states: int, pages: int) -> None:
+    found = plan_pages(STATEFUL, cache_bytes=cache_bytes, max_num_seqs=40, max_seq_len=16)
+
+    assert found == {"states": states, "convs": states, "pages": pages}
+
+
+@pytest.mark.parametrize(("cache_bytes", "states"), [(STATE + CONV - 1, 0), (5 * (STATE + CONV), 5), (10**9, 7)])
+def test_states_alone_take_all_bytes(cache_bytes: int, states: int) -> None:
+    found = plan_pages(STATES_ALONE, cache_bytes=cache_bytes, max_num_seqs=7, max_seq_len=16)
+
+    assert found == {"states": states, "convs": states}
+    assert cache_bytes_for(STATES_ALONE, 5, 10**6) == 5 * (STATE + CONV)
+
+
+@given(st.integers(1, 5), st.integers(1, 70), st.integers(0, 5000))
+def test_the_longest_sequence_fits_where_its_bytes_are(num_seqs: int, seq_len: int, more: int) -> None:
+    for needed, sequences in ((1, 1), (num_seqs, num_seqs)):
+        num_bytes = cache_bytes_for(STATEFUL, needed, seq_len) + more
+        pages = plan_pages(STATEFUL, cache_bytes=num_bytes, max_num_seqs=num_seqs, max_seq_len=seq_len)
+        sizes = page_bytes(STATEFUL)
+        assert sum(sizes[name] * count for name, count in pages.items()) <= num_bytes
+        tables = PageTables(STATEFUL, pages)
+        for _ in range(sequences):
+            assert tables.can_reserve(seq_len)
+            tables.reserve(seq_len)
+
+
+def test_tensors_of_states_have_a_row_for_each() -> None:
+    tensors = cache_tensors(STATEFUL, {"states": 5, "convs": 4, "pages": 3}, device=torch.device("cpu"))
+
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items() if "2" not in name} == {
+        "layers.0.state": (torch.float32, (5, 3)),
+        "layers.1.state": (torch.float32, (5, 3)),
+        "layers.0.conv": (torch.float16, (4, 2, 2)),
+    }
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------
 
 
 def test_cache_tensors_have_the_types_of_the_plan() -> None:
