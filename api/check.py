@@ -64,7 +64,9 @@ def _first_difference(bundle: Bundle, weights: Path, model: PreTrainedModel) -> 
     for layer, hidden in expected.items():
         if layer in results:
             found = [_computed(bundle, weights, value, prompt) for value in results[layer]]
-            if not any(relative_error(sum(parts), hidden) < TOLERANCE for parts in _parts(found, hidden)):
+            if not any(
+                relative_error(torch.stack(list(parts)).sum(0), hidden) < TOLERANCE for parts in _parts(found, hidden)
+            ):
                 return layer
     return f"what comes behind {next(reversed(expected))}" if expected else "the model, which has no layers"
 

@@ -64,6 +64,12 @@ def main() -> None:
 @click.option("--page-size", type=int, default=16, show_default=True, help="Tokens per page of the caches.")
 @click.option("--snapshots", type=DIRECTORY, help="Directory of snapshots that speed up rebuilds.")
 @click.option("--dump", type=DIRECTORY, help="Directory that gets the graph after each pass.")
+@click.option(
+    "--allow-remote-code",
+    is_flag=True,
+    help="Run the code that comes with a model which transformers does not have. It runs here, in the builder, with "
+    "your rights; none of it enters the bundle.",
+)
 @click.option("--check", is_flag=True, help="Compare the model, made tiny, with transformers; pack only if equal.")
 @AS_JSON
 def build(source: str, out: Path, as_json: bool, **options: Any) -> None:

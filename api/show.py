@@ -57,7 +57,10 @@ def summary(bundle: Bundle) -> Report:
         ("model", f"{model.architecture}, {layers}, {model.dtype}"),
         ("limits", f"{model.max_seq_len:,} tokens a sequence, vocabulary {model.vocab_size:,}"),
         ("graph", f"{len(graph.blocks)} blocks in {calls} calls, {nodes} nodes, {len(manifest.ops)} ops"),
-        ("caches", ", ".join(f"{group.name}: {len(group.slots)} layers" for group in caches.groups(graph.caches)) or "none"),
+        (
+            "caches",
+            ", ".join(f"{group.name}: {len(group.slots)} layers" for group in caches.groups(graph.caches)) or "none",
+        ),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
         ("canonical ops", f"{100 * share:.1f} % of the floating-point work"),
@@ -128,7 +131,9 @@ def cache(bundle: Bundle) -> Report:
     }
     if not groups:
         return Report(fields, "no caches")
-    geometry = [("group", "pool", "layers", "kind", "geometry", "dtype", "page", "window", "bytes/token", "bytes/seq")]
+    geometry: list[tuple[str, ...]] = [
+        ("group", "pool", "layers", "kind", "geometry", "dtype", "page", "window", "bytes/token", "bytes/seq")
+    ]
     geometry += [_geometry(group) for group in groups]
     prices = [("tokens", "bytes a sequence", "of which visible to the next token")]
     for length, held in costs.items():

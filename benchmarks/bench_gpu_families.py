@@ -59,8 +59,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def prepare(folder: Path) -> None:
     """Bundles in both dtypes, weights in bfloat16, and transformers' logits and tokens."""
-    import precast
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    import precast
 
     for family, (model_type, changes) in FAMILIES.items():
         torch.manual_seed(0)

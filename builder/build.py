@@ -17,9 +17,10 @@ import transformers
 from precast.builder import pipeline, snapshot
 from precast.builder.capture import capture
 from precast.builder.context import Options
-from precast.builder.factory import DTYPES, Source, limit, open_source
+from precast.builder.factory import DTYPES
 from precast.builder.lower import lower
 from precast.builder.pack import pack
+from precast.builder.source import Source, limit, open_source
 from precast.ir.bundle import Bundle, check_output
 from precast.ir.errors import BuildError
 from precast.kernels.registry import register
@@ -39,6 +40,7 @@ def build(
     page_size: int = 16,
     snapshots: str | Path | None = None,
     dump: str | Path | None = None,
+    allow_remote_code: bool = False,
     check: Callable[[PreTrainedConfig], None] | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -53,6 +55,9 @@ def build(
         snapshots: a directory for snapshots of the pipeline: a rebuild with another page size starts behind the
             tracing. None: none are read or written.
         dump: a directory that gets the graph after each pass as text.
+        allow_remote_code: run the code that comes with a model which transformers does not have itself. It runs here,
+            with the rights of this process; none of it enters the bundle, which records in its provenance that it ran.
+            Such builds take no snapshots: what that code reads is not known.
         check: called with the config before anything is traced; what it raises ends the build. The bundle records that
             there was one. `precast.check.compare` compares with transformers.
         progress: called with each stage's name as it begins.
@@ -65,11 +70,11 @@ def build(
     register()
     say("config")
     check_output(out)
-    opened = open_source(source)
+    opened = open_source(source, allow_code=allow_remote_code)
     options = _options(opened, dtype, max_seq_len, page_size)
     todo = pipeline.passes()
     early = tuple(step for step in todo if pipeline.before_caches(step))
-    store = snapshot.Store(Path(snapshots)) if snapshots is not None else None
+    store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
     key = snapshot.key(opened, options, early)
     dump_dir = _dump_dir(dump)
 
@@ -143,4 +148,5 @@ def _provenance(source: Source, started: float, *, from_snapshot: bool) -> dict[
         "python": platform.python_version(),
         "platform": platform.platform(),
         "from_snapshot": from_snapshot,
+        "remote_code": source.has_code,
     }

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import PreTrainedModel
 
 from precast.builder.context import ConstantInfo, Options, ParamInfo, PassContext
 from precast.builder.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.export import Exported, export
-from precast.builder.factory import Source, make_module, materialise_buffers
-from precast.builder.fx_types import FxGraph
-from precast.builder.quantisation import quantisation_of
+from precast.builder.factory import make_module, materialise_buffers
+from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.pipeline import eliminate_dead_code
+from precast.builder.quantisation import quantisation_of
 from precast.builder.recipes import ModelCheckpoint
 from precast.builder.rope import long_frequencies
+from precast.builder.source import Source
 from precast.ir import symbols
 from precast.ir.errors import BuildError
 from precast.ir.schema import Checkpoint, ModelInfo, Recipe, Tie
@@ -47,7 +49,7 @@ def capture(source: Source, options: Options) -> Captured:
         symbols={symbol: symbols.add("B", 1) if name == "B1" else name for symbol, name in exported.symbols.items()},
         fake_mode=_fake_mode(exported.graph),
     )
-    _drop_paddings(exported.graph, ctx)
+    _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
     eliminate_dead_code(exported.graph, ctx)
     used = [exported.params[place] for place in ctx.params]
     return Captured(exported.graph, ctx, _model_info(source, module, options), stored.rules(used))
@@ -66,22 +68,33 @@ def _keep_used(exported: Exported) -> None:
             del table[name]
 
 
-def _drop_paddings(graph: FxGraph, ctx: PassContext) -> None:
+def _drop_paddings(graph: FxGraph, ctx: PassContext, vocab_size: int) -> None:
     """Takes the padding masks that the model made from the graph's outputs.
 
     Raises BuildError for one that masks a token: it depends on the tokens, which have no padding here.
     """
     (output,) = [node for node in graph.nodes if node.op == "output"]
     paddings = {name: node for name, node in output.args[0].items() if name.startswith("padding_")}
-    known = example_inputs(graph, 11)
-    for node in set(paddings.values()):
-        try:
-            is_all = bool(evaluate(node, known, ctx).bool().all())
-        except NotComputable:
-            is_all = False
-        if not is_all:
+    for node in dict.fromkeys(paddings.values()):
+        if not _lets_all_see(node, graph, ctx, vocab_size):
             raise BuildError("feature-unsupported", "the model makes a padding mask from the tokens' values")
     output.args = ({name: node for name, node in output.args[0].items() if name not in paddings},)
+
+
+def _lets_all_see(padding: FxNode, graph: FxGraph, ctx: PassContext, vocab_size: int) -> bool:
+    """Whether the mask is true for every token of the vocabulary, of which any may be the model's padding."""
+    count = min(vocab_size, 1024)
+    known = example_inputs(graph, count)
+    for start in range(0, vocab_size, count):
+        ids = torch.arange(start, start + count).clamp(max=vocab_size - 1)[None]
+        known |= {node: ids for node in known if node.name == "input_ids"}
+        try:
+            seen = evaluate(padding, known, ctx)
+        except NotComputable:
+            return False
+        if not bool(seen.bool().all()):
+            return False
+    return True
 
 
 def _param(name: str, recipes: dict[str, Recipe]) -> ParamInfo:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -150,4 +150,4 @@ def _run(target: str, load: _Load, model: PreTrainedModel) -> dict[str, Made]:
         raise BuildError("recipe-unsupported", f"{target} is made by {names}: {error.message}") from None
     except ValueError as error:  # what operations raise for tensors that they weren't made for
         raise BuildError("recipe-unsupported", f"{target} is made by {names}: {error}") from error
-    return {name: Made(tensor.recipe, tuple(load.tensors)) for name, tensor in made.items()}
+    return {name: Made(cast(RecipeTensor, tensor).recipe, tuple(load.tensors)) for name, tensor in made.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx.node import map_arg
@@ -23,7 +23,7 @@ def evaluate(wanted: FxNode, known: Mapping[FxNode, Any], ctx: PassContext) -> A
     """
     values = dict(known)
     for node in _needed(wanted, values, ctx):
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: _value(n, values, ctx))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: _value(cast(FxNode, n), values, ctx))
         kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
         if node.target is torch.ops.aten.to.device:
             values[node] = args[0].to(args[2])

@@ -75,7 +75,14 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
     }
     module = _KeywordModel(model, max_seq_len)
     try:
-        with torch.no_grad(), _no_grad_marks(), routed_attention(), routed_functions(model), routed_modules(model), routed_experts():
+        with (
+            torch.no_grad(),
+            _no_grad_marks(),
+            routed_attention(),
+            routed_functions(model),
+            routed_modules(model),
+            routed_experts(),
+        ):
             try:
                 return _unpack(_trace(module, inputs, 1, MAX_TOKENS))
             except UserError:

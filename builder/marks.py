@@ -58,7 +58,9 @@ def _causal_conv(
 ) -> torch.Tensor:  # fmt: skip
     """`hidden_states` [1, C, T], `weight` [C, K] -> [1, C, T]."""
     x = hidden_states.transpose(1, 2)
-    y = ops.causal_conv(x, weight, bias, current_trace().cu_seqlens, activation=_ACTIVATIONS.get(activation, activation))
+    y = ops.causal_conv(
+        x, weight, bias, current_trace().cu_seqlens, activation=_ACTIVATIONS.get(activation, activation)
+    )
     return y.transpose(1, 2)
 
 
@@ -66,8 +68,8 @@ _ACTIVATIONS = {None: "none", "swish": "silu"}
 
 
 def _selective_scan(
-    hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,  # noqa: N803
-    D: torch.Tensor | None = None, z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None,  # noqa: N803
+    hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    D: torch.Tensor | None = None, z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None,
     delta_softplus: bool = False, return_last_state: bool = False, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """`hidden_states`, `dt`, `z` [1, C, T], `A` [C, N], `B`, `C` [1, N, T] -> [1, C, T]."""
@@ -80,21 +82,21 @@ def _selective_scan(
 
 
 def _state_space_scan(
-    hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,  # noqa: N803
-    chunk_size: int, D: torch.Tensor | None = None, z: torch.Tensor | None = None,  # noqa: N803
+    hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    chunk_size: int, *, D: torch.Tensor | None = None, z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None, initial_states: torch.Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """`hidden_states` [1, T, H, D], `dt` [1, T, H], `A` [H], `B`, `C` [1, T, G, N] -> [1, T, H, D]."""
     _refuse("mamba_chunk_scan_combined", z=z, initial_states=initial_states, return_final_states=return_final_states)
-    return ops.state_space_scan(  # type: ignore[no-any-return]
+    return ops.state_space_scan(
         hidden_states, dt, A, B, C, D, dt_bias, current_trace().cu_seqlens,
         softplus=dt_softplus, dt_min=float(dt_limit[0]), dt_max=float(dt_limit[1]),
     )  # fmt: skip
 
 
 def _delta_rule(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
     scale: float | None = None, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip

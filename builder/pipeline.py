@@ -47,8 +47,8 @@ def passes() -> tuple[Pass, ...]:
     """THE ordered list."""
     from precast.builder.passes.assemble_copies import assemble_copies
     from precast.builder.passes.cancel_transposes import cancel_transposes
-    from precast.builder.passes.fold_param_views import fold_param_views
     from precast.builder.passes.fold_constants import fold_constants
+    from precast.builder.passes.fold_param_views import fold_param_views
     from precast.builder.passes.fuse_gated_activation import fuse_gated_activation
     from precast.builder.passes.fuse_projections import fuse_projections
     from precast.builder.passes.fuse_residual_norm import fuse_residual_norm
@@ -56,9 +56,9 @@ def passes() -> tuple[Pass, ...]:
     from precast.builder.passes.insert_caches import insert_caches
     from precast.builder.passes.insert_states import insert_states
     from precast.builder.passes.match_activations import match_activations
-    from precast.builder.passes.match_complex_rotary import match_complex_rotary
     from precast.builder.passes.match_attention import match_attention
     from precast.builder.passes.match_causal_conv import match_causal_conv
+    from precast.builder.passes.match_complex_rotary import match_complex_rotary
     from precast.builder.passes.match_embedding import match_embedding
     from precast.builder.passes.match_latent_attention import match_latent_attention
     from precast.builder.passes.match_norms import match_norms
@@ -69,8 +69,8 @@ def passes() -> tuple[Pass, ...]:
     from precast.builder.passes.merge_duplicates import merge_duplicates
     from precast.builder.passes.normalise_arithmetic import normalise_arithmetic
     from precast.builder.passes.normalise_linear import normalise_linear
-    from precast.builder.passes.normalise_views import normalise_views
     from precast.builder.passes.normalise_spelling import normalise_spelling
+    from precast.builder.passes.normalise_views import normalise_views
     from precast.builder.passes.order_nodes import order_nodes
     from precast.builder.passes.remove_noops import remove_noops
     from precast.builder.passes.remove_self_copies import remove_self_copies

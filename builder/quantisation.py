@@ -66,7 +66,7 @@ def unquantised(config: PreTrainedConfig) -> PreTrainedConfig:
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
         if hasattr(part, "quantization_config"):
-            del part.quantization_config
+            delattr(part, "quantization_config")
     return plain
 
 

@@ -203,7 +203,8 @@ def _refuse_selection(indices: torch.Tensor, where: str) -> None:
 
     It is full attention for sequences that are no longer. Raises BuildError when longer ones are to be served.
     """
-    count, limit = indices.shape[-1], current_trace().max_seq_len
+    count: Any = indices.shape[-1]
+    limit = current_trace().max_seq_len
     if isinstance(count, int):
         selected = count
     else:

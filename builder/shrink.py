@@ -60,10 +60,30 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                spread = 0.3 if parameter.dim() == 1 else 0.15
-                centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-                parameter.copy_(centre + spread * torch.randn_like(parameter))
+                parameter.copy_(_centre(name, parameter) + _spread(parameter) * torch.randn_like(parameter))
+            for buffer in _checkpoint_buffers(model):
+                buffer += 0.3 * torch.randn_like(buffer)
     return model.eval()
+
+
+def _spread(parameter: torch.Tensor) -> float:
+    return 0.3 if parameter.dim() == 1 else 0.15
+
+
+def _centre(name: str, parameter: torch.Tensor) -> float:
+    if name.endswith("A_log"):
+        return -1.0  # a state then keeps three quarters a token: it reaches back over a prompt, and stays small
+    return 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
+
+
+def _checkpoint_buffers(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Buffers that training sets and a checkpoint has: routers' corrections, scales of layers.
+
+    They begin as zeros or ones; tables and limits, which are computed, don't.
+    """
+    state = model.state_dict(keep_vars=True)
+    buffers = [buffer for name, buffer in model.named_buffers() if name in state and buffer.is_floating_point()]
+    return [buffer for buffer in buffers if bool((buffer == 0).all()) or bool((buffer == 1).all())]
 
 
 def _run(model: PreTrainedModel) -> None:

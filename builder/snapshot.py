@@ -25,10 +25,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from precast.builder.capture import Captured
 from precast.builder.constants import tensor_bytes, tensor_from_bytes
 from precast.builder.context import ConstantInfo, Options, ParamInfo, PassContext
-from precast.builder.factory import Source
 from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.lower import lower_flat
 from precast.builder.pipeline import Pass
+from precast.builder.source import Source
 from precast.ir import symbols
 from precast.ir.errors import BuildError
 from precast.ir.schema import (

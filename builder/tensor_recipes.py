@@ -37,8 +37,9 @@ class RecipeTensor(torch.Tensor):
         """What `func` makes, with its recipe; what is no tensor (a shape, a dtype) as torch gives it."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            made = func(*args, **kwargs)
-        results = made if isinstance(made, (tuple, list)) else (made,)
+            made: Any = func(*args, **kwargs)
+        is_one = not isinstance(made, (tuple, list))
+        results: Any = (made,) if is_one else made
         if not any(isinstance(result, torch.Tensor) for result in results):
             return made
         name = func.__name__
@@ -50,7 +51,7 @@ class RecipeTensor(torch.Tensor):
             raise BuildError("recipe-unsupported", f"no recipe says what torch's {name} does")
         found = _RECIPES[name](results, *args, **kwargs)
         known = tuple(_known(result, recipe) for result, recipe in zip(results, found, strict=True))
-        return known if isinstance(made, (tuple, list)) else known[0]
+        return known[0] if is_one else known
 
 
 def _known(tensor: torch.Tensor, recipe: Recipe) -> RecipeTensor:

@@ -2,8 +2,8 @@
 
 A step packs tokens of several sequences, and of each only a part. An op that looks across tokens (a product over
 them, a sum, a shift) and knows nothing of sequences and caches would give other results than the model, in silence.
-So: no dimension that counts tokens is contracted, reduced, cut, joined or indexed by an `aten` op; no result has two
-of them; and a reshape keeps them where they are.
+So: no dimension that counts tokens is contracted, reduced, cut, joined or indexed by an `aten` op, or normalised by one
+of ours; no result has two of them; and a reshape keeps them where they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def refuse_mixed_tokens(graph: FxGraph, ctx: PassContext) -> None:
     """Raises BuildError("feature-unsupported") naming what looks across tokens, all at once."""
     found: dict[str, set[str]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or getattr(node.target, "namespace", "") != "aten":
+        if node.op != "call_function" or getattr(node.target, "namespace", "") not in ("aten", "precast"):
             continue
         if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and _mixes(node, ctx):
             found.setdefault(op_name(node.target), set()).add(module_path(node) or "the model itself")
@@ -47,9 +47,11 @@ def _mixes(node: FxNode, ctx: PassContext) -> bool:
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     if any(len(_token_dims(result, ctx)) > 1 for result in results if isinstance(result, torch.Tensor)):
         return True
-    if not any(isinstance(n.meta.get("val"), torch.Tensor) and _token_dims(tensor(n), ctx) for n in node.all_input_nodes):
+    if not any(
+        isinstance(n.meta.get("val"), torch.Tensor) and _token_dims(tensor(n), ctx) for n in node.all_input_nodes
+    ):
         return False
-    looks = _LOOKS.get(node.target)
+    looks = _LOOKS.get(node.target) or _OURS.get(op_name(node.target))
     return looks is not None and looks(node, ctx)
 
 
@@ -75,6 +77,19 @@ def _over(position: int, default: Any = None) -> Callable[[FxNode, PassContext],
     return looks
 
 
+def _last(node: FxNode, ctx: PassContext) -> bool:
+    """One of our ops over the last dimension of its first argument."""
+    source = tensor(node.args[0])
+    return source.dim() - 1 in _token_dims(source, ctx)
+
+
+def _joined(node: FxNode, ctx: PassContext) -> bool:
+    """A join along a dimension that counts tokens in any of the parts."""
+    parts = [tensor(part) for part in node.args[0]]
+    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % parts[0].dim()
+    return any(dim in _token_dims(part, ctx) for part in parts)
+
+
 def _cut(node: FxNode, ctx: PassContext) -> bool:
     return _over(1)(node, ctx) and shape_of(tensor(node), ctx.symbols) != shape_of(tensor(node.args[0]), ctx.symbols)
 
@@ -97,11 +112,12 @@ def _stride(value: torch.Tensor, ctx: PassContext) -> int | None:
         return None
     shape = shape_of(value, ctx.symbols)
     inner = math.prod(size for size in shape[dims[0] + 1 :] if isinstance(size, int))
-    return inner * symbols.evaluate(shape[dims[0]], {name: 1 for name in symbols.free_symbols(shape[dims[0]])})
+    return inner * symbols.evaluate(shape[dims[0]], dict.fromkeys(symbols.free_symbols(shape[dims[0]]), 1))
 
 
-def _table_of_tokens(node: FxNode, ctx: PassContext) -> bool:
-    return bool(_token_dims(tensor(node.args[0]), ctx))
+def _table_of_tokens(position: int) -> Callable[[FxNode, PassContext], bool]:
+    """A table, the argument at `position`, whose rows are made of tokens."""
+    return lambda node, ctx: bool(_token_dims(tensor(node.args[position]), ctx))
 
 
 _LOOKS: dict[Any, Callable[[FxNode, PassContext], bool]] = {
@@ -114,6 +130,7 @@ _LOOKS: dict[Any, Callable[[FxNode, PassContext], bool]] = {
     aten.cumsum.default: _over(1),
     aten.topk.default: _over(2, -1),
     aten.sort.default: _over(1, -1),
+    aten.max.dim: _over(1),
     aten.argmax.default: _over(1),
     aten.amax.default: _over(1),
     aten.any.dim: _over(1),
@@ -121,9 +138,17 @@ _LOOKS: dict[Any, Callable[[FxNode, PassContext], bool]] = {
     aten.scatter.value: _over(1),
     aten.scatter.src: _over(1),
     aten.index_select.default: _over(1),
-    aten.cat.default: _over(1, 0),
+    aten.cat.default: _joined,
     aten.slice.Tensor: _cut,
     aten.select.int: _over(1),
     aten.reshape.default: _moved,
-    aten.embedding.default: _table_of_tokens,
+    aten.embedding.default: _table_of_tokens(0),
+}
+_OURS: dict[str, Callable[[FxNode, PassContext], bool]] = {
+    # by name: they are registered later than this
+    "precast.embedding": _table_of_tokens(1),
+    "precast.rms_norm": _last,
+    "precast.residual_rms_norm": _last,
+    "precast.layer_norm": _last,
+    "precast.gated_activation": _last,
 }

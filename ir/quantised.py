@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from precast.ir import symbols
@@ -60,7 +61,7 @@ def _fp8(of: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | 
 def _mxfp4(of: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
     fits = len(of) >= 2 and scales == of[:-1]
     _expect(fits, f"mxfp4: blocks of {list(of)} and scales of {list(scales)} don't fit")
-    return (*of[:-2], of[-2] * of[-1] * 2)
+    return (*of[:-2], math.prod(of[-2:]) * 2)
 
 
 def _awq(of: tuple[int, ...], scales: tuple[int, ...], zeros: tuple[int, ...]) -> tuple[int, ...]:

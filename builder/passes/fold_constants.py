@@ -38,7 +38,11 @@ def fold_constants(graph: FxGraph, ctx: PassContext) -> bool:
 
 def _is_foldable(node: FxNode, foldable: set[FxNode], ctx: PassContext) -> bool:
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor) or node.target is torch.ops.aten.detach_.default:
+    if (
+        node.op != "call_function"
+        or not isinstance(value, torch.Tensor)
+        or node.target is torch.ops.aten.detach_.default
+    ):
         return False
     tags = getattr(node.target, "tags", ())
     schema = getattr(node.target, "_schema", None)

@@ -77,18 +77,27 @@ def insert_states(graph: FxGraph, ctx: PassContext) -> bool:
         pool = new_pool(len(ctx.caches.pools))
         slot_ids = inputs.add_input(f"slot_ids_{name}", "int32", "B")
         states = inputs.symbol(pool.pages)
+        type = TensorType(spec.dtype, (pool.pages, *spec.shape))
         slots = tuple(
-            _insert(graph, ctx, node, Value(f"{name}.{i}.{spec.kind}", TensorType(spec.dtype, (pool.pages, *spec.shape))),
-                    states, ops[node.target], slot_ids, kv_lens)
+            _insert(
+                graph, ctx, node, Value(f"{name}.{i}.{spec.kind}", type), states, ops[node.target], slot_ids, kv_lens
+            )
             for i, node in enumerate(nodes)
-        )  # fmt: skip
+        )
         group = StateGroup(name, pool.name, spec, slot_ids.name, slots)
         ctx.caches = CachePlan((*ctx.caches.pools, pool), ctx.caches.groups, (*ctx.caches.states, group))
     return True
 
 
 def _insert(
-    graph: FxGraph, ctx: PassContext, node: FxNode, value: Value, states: Any, op: str, slot_ids: FxNode, kv_lens: FxNode
+    graph: FxGraph,
+    ctx: PassContext,
+    node: FxNode,
+    value: Value,
+    states: Any,
+    op: str,
+    slot_ids: FxNode,
+    kv_lens: FxNode,
 ) -> Slot:
     shape = (states, *value.type.shape[1:])
     state = ctx.new_cache(graph, kv_lens, value, ctx.empty(shape, getattr(torch, value.type.dtype)))

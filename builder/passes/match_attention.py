@@ -91,8 +91,8 @@ def _site(softmax: FxNode) -> _Site | None:
 
 def _is_square(node: FxNode) -> bool:
     """Whether the last two dimensions are both the number of tokens."""
-    shape = tensor(node).shape
-    return len(shape) in (3, 4) and not isinstance(shape[-1], int) and shape[-1] == shape[-2]
+    shape: Any = tensor(node).shape
+    return len(shape) in (3, 4) and not isinstance(shape[-1], int) and bool(shape[-1] == shape[-2])
 
 
 def _product(logits: FxNode) -> FxNode | None:

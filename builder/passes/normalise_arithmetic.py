@@ -61,7 +61,7 @@ def _of_truth_values(target: Any) -> Spell:
 
 
 def _spread(*, root: bool) -> Spell:
-    """The sum of squared distances from the mean / n, or its root; n: all elements, or one less where it is unbiased."""
+    """The sum of squared distances from the mean / n, or its root; n: all elements, one less where it is unbiased."""
 
     def spell(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
         x, dims, unbiased, keep = tuple(node.args) + (None, True, False)[len(node.args) - 1 :]
@@ -105,7 +105,8 @@ def _where_scalar(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | No
 
 
 def _rms_norm(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-    x, shape, weight, eps = (*node.args, *(None, None)[len(node.args) - 2 :])
+    given: list[Any] = [*node.args, None, None]
+    x, shape, weight, eps = given[:4]
     if len(shape) != 1:
         return None
     if eps is None:  # that of the type that torch computes it in

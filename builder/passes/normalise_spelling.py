@@ -139,7 +139,7 @@ def _expanded(graph: FxGraph, ctx: PassContext, x: FxNode, others: Sequence[FxNo
             continue
         wide = (other for other in others if dim >= -tensor(other).dim() and not _is_one(tensor(other).shape[dim]))
         other = next(wide, None)
-        size = 1 if other is None else tensor(other).shape[dim]
+        size: Any = 1 if other is None else tensor(other).shape[dim]
         if not isinstance(size, int):
             size = ctx.call(graph, aten.sym_size.int, other, tensor(other).dim() + dim)
         sizes.append(size)
@@ -156,10 +156,11 @@ def _softmax(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
 
 
 def _clamp(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
-    x, low, high = (*node.args, None, None)[:3]
+    given: list[Any] = [*node.args, None, None]
+    x, low, high = given[:3]
     low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
-    x = x if low is None else ctx.call(graph, aten.maximum.default, x, low)
-    return x if high is None else ctx.call(graph, aten.minimum.default, x, high)
+    raised: FxNode = x if low is None else ctx.call(graph, aten.maximum.default, x, low)
+    return raised if high is None else ctx.call(graph, aten.minimum.default, raised, high)
 
 
 def _full_like(value: float | None) -> Callable[[FxGraph, PassContext, FxNode], FxNode | None]:

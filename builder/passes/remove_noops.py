@@ -12,9 +12,10 @@ from precast.builder.sizes import shape_of
 aten = torch.ops.aten
 
 _SAME_ELEMENTS = {
-    aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.detach_.default, aten.dropout.default,
-    aten.lift_fresh_copy.default, aten.slice.Tensor, aten.expand.default, aten.to.dtype, aten.to.device,
-    aten.to.dtype_layout, aten.view.default, aten.reshape.default, aten._to_copy.default, aten.type_as.default,
+    aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.detach_.default,
+    aten.dropout.default, aten.lift_fresh_copy.default, aten.slice.Tensor, aten.expand.default, aten.to.dtype,
+    aten.to.device, aten.to.dtype_layout, aten.view.default, aten.reshape.default, aten._to_copy.default,
+    aten.type_as.default,
 }  # fmt: skip
 
 

@@ -19,10 +19,10 @@ from precast.builder import pipeline
 from precast.builder.capture import Captured, capture
 from precast.builder.context import Options
 from precast.builder.experts import Gate, find_gate, routed_experts
-from precast.builder.factory import open_source
 from precast.builder.fx_types import FxNode
 from precast.builder.lower import lower
 from precast.builder.routing import IMPLEMENTATION
+from precast.builder.source import open_source
 from precast.ir.verify import verify
 from precast.kernels.registry import register
 

@@ -16,10 +16,10 @@ from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttenti
 from precast.builder import modules, pipeline
 from precast.builder.capture import Captured, capture
 from precast.builder.context import Options
-from precast.builder.factory import open_source
 from precast.builder.lower import lower
 from precast.builder.modules import routed_modules
 from precast.builder.shrink import random_model, shrink
+from precast.builder.source import open_source
 from precast.ir.errors import BuildError
 from precast.ir.verify import verify
 from precast.kernels.registry import register

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fx_text import apply, assert_leaves, read_graph
+from fx_text import apply, assert_leaves
 
 from precast.builder.passes.fold_constants import MAX_ELEMENTS, fold_constants
 

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from precast.builder import pipeline
 from precast.builder.capture import Captured, capture
 from precast.builder.context import Options
-from precast.builder.factory import limit, open_source
+from precast.builder.source import limit, open_source
 from precast.kernels.registry import register
 
 PROMPTS = (

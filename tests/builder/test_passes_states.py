@@ -86,7 +86,9 @@ def test_what_an_op_takes() -> None:
 
 
 def test_metadata_and_tensors() -> None:
-    lowered = lower(*_parts(run(graph("causal_conv", "wkv"))))
+    source = run(graph("causal_conv", "wkv"))
+
+    lowered = lower(source.graph, source.ctx)
 
     inputs = {value.name: (value.type.dtype, value.type.shape) for value in lowered.inputs}
     assert inputs["slot_ids_conv_6x3"] == inputs["slot_ids_state_3x6"] == inputs["kv_lens"] == ("int32", ("B",))
@@ -96,10 +98,6 @@ def test_metadata_and_tensors() -> None:
     ]  # fmt: skip
     assert conv.slots[0].tensors[0].type.shape == ("P_pool0", 6, 3)
     assert state.slots[0].tensors[0].type.shape == ("P_pool1", 3, 6)
-
-
-def _parts(source: SmallGraph) -> tuple[object, object]:
-    return source.graph, source.ctx
 
 
 def test_equal_states_are_a_group_and_each_group_has_a_pool() -> None:

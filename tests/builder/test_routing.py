@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fx_text import read_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, LlamaConfig, masking_utils
 from transformers.masking_utils import (
@@ -257,6 +258,60 @@ def test_chunks_in_attention_that_is_written_out_are_refused() -> None:
         made_mask(chunks_of_3(), config=config)
 
     assert error.value.code == "feature-unsupported"
+
+
+@pytest.mark.parametrize("count", [16, 17, 2048])
+def test_a_selection_of_all_keys_is_full_attention(count: int) -> None:
+    found = attention(indices=torch.zeros(1, 12, count, dtype=torch.int64))
+
+    assert torch.equal(found, attention())
+
+
+def test_a_selection_of_fewer_keys_is_refused() -> None:
+    with pytest.raises(BuildError, match="Linear selects 15 keys for each query, expected at least max_seq_len, 16") as e:
+        attention(indices=torch.zeros(1, 12, 15, dtype=torch.int64))
+
+    assert e.value.code == "feature-unsupported"
+    assert e.value.fix == "build with max_seq_len of at most 15"
+
+
+@pytest.mark.parametrize(("limit", "is_sparse"), [(15, True), (16, False), (None, False)])
+def test_a_selection_among_tokens_has_the_models_limit(limit: int | None, is_sparse: bool) -> None:
+    """As many keys as there are tokens, but no more than the limit."""
+    (tokens,) = (node.meta["val"].shape[0] for node in read_graph("x: input(float32, T)").graph.nodes)
+    count = tokens if limit is None else torch.sym_min(tokens, limit)
+    with FakeTensorMode(shape_env=tokens.node.shape_env):
+        indices = torch.empty(1, tokens, count)
+
+    if is_sparse:
+        with pytest.raises(BuildError, match="selects 15 keys"):
+            attention(indices=indices)
+    else:
+        assert attention(indices=indices).shape == (1, 12, 2, 4)
+
+
+def test_a_refused_mask_that_no_layer_uses_says_nothing() -> None:
+    def made_masks() -> torch.Tensor:
+        made_mask(bidirectional_mask_function)
+        return made_mask()
+
+    assert torch.equal(attention(made_masks), attention())
+
+
+def test_a_refused_mask_that_a_layer_uses_is_refused_there() -> None:
+    with pytest.raises(BuildError, match="sees tokens that come later"):
+        attention(lambda: made_mask(bidirectional_mask_function))
+
+
+def test_a_refused_mask_is_no_mask_that_could_be_matched() -> None:
+    """Written-out attention with it stays in the graph: a window of -1 is none that an op takes."""
+    with routed_attention(), tracing(new_trace()) as trace:
+        mask = made_mask(bidirectional_mask_function)
+
+    ((kept, error),) = trace.masks
+    assert kept is mask
+    assert isinstance(error, BuildError)
+    assert bool((mask[0, 0] == torch.finfo(torch.float32).min).all())
 
 
 def test_there_is_no_trace_outside_of_one() -> None:

@@ -19,8 +19,8 @@ from precast.builder import pipeline, snapshot
 from precast.builder.build import build
 from precast.builder.capture import Captured
 from precast.builder.context import Options
-from precast.builder.factory import Source, open_source
 from precast.builder.snapshot import Store
+from precast.builder.source import Source, open_source
 from precast.ir.schema import Checkpoint, ModelInfo
 
 OPTIONS = Options("float32", 64)

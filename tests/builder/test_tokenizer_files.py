@@ -14,7 +14,7 @@ import tokenizers
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from precast.builder.factory import open_source
+from precast.builder.source import open_source
 from precast.builder.tokenizer_files import read_files
 from precast.ir.errors import BuildError
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from families_experts import EXPERTS
+from families_states import STATES
+
 _BASE: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -32,8 +35,13 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 14,
 }  # fmt: skip
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    # name: (model type, what differs from the base)
+_GEMMA3N: dict[str, Any] = {
+    "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 4, "vocab_size_per_layer_input": 131,
+    "hidden_size_per_layer_input": 10, "laurel_rank": 6, "altup_num_inputs": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+
+_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 12}),
     "llama-tied-bias": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     **{f"llama-rope-{kind}": ("llama", {"rope_parameters": rope}) for kind, rope in _ROPES.items()},
@@ -115,6 +123,80 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minicpm3": ("minicpm3", _LATENT),
     "youtu": ("youtu", _LATENT),
+    "gemma3n": (
+        "gemma3n_text",
+        {**_GEMMA3N, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.0, 0.5, 0.0]},
+    ),
+    "gemma3n-own-caches-untied": (
+        "gemma3n_text",
+        {
+            **_GEMMA3N, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.9, 0.0, 0.0],
+            "altup_active_idx": 1, "altup_correct_scale": False, "altup_coef_clip": 0.4, "altup_num_inputs": 2,
+            "attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": False,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 12, "global_head_dim": 20, "hidden_size_per_layer_input": 10, "sliding_window": 8,
+            "vocab_size_per_layer_input": 131, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True, "final_logit_softcapping": 20.0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma4-values-are-keys": (
+        "gemma4_text",
+        {
+            "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0, "sliding_window": 9, "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "phi": ("phi", {}),
+    "phi-norms-tied": (
+        "phi",
+        {"qk_layernorm": True, "num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "gelu",
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+    ),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm-no-bias-tied": (
+        "glm", {"head_dim": 12, "attention_bias": False, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "glm4-no-bias-tied": (
+        "glm4",
+        {"head_dim": 12, "attention_bias": False, "num_key_value_heads": 4, "tie_word_embeddings": True,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+    ),
+    "olmo": ("olmo", {}),
+    "olmo-clip-bias-tied": ("olmo", {"clip_qkv": 0.5, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3": ("olmo3", {"sliding_window": 8}),
+    "olmo3-yarn-bias-tied": (
+        "olmo3",
+        {"sliding_window": 5, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1,
+         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+         "rope_parameters": {"full_attention": _ROPES["yarn"],
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    ),
+    "cohere": ("cohere", {"logit_scale": 0.3}),
+    "cohere-norms-bias-untied": (
+        "cohere", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.0},
+    ),
+}  # fmt: skip
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {**_DENSE, **EXPERTS, **STATES}
+"""By name: the model type, and what differs from the base."""
+
+# types whose configs don't name their sizes as the others do
+_BASES: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2},
+    **dict.fromkeys(
+        ("mamba", "mamba2"),
+        {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2,
+         "pad_token_id": 0},
+    ),
 }  # fmt: skip
 
 FAMILIES = tuple(sorted({model_type for model_type, _ in VARIANTS.values()}))
@@ -125,8 +207,7 @@ def make_config(variant: str) -> Any:
     from transformers import AutoConfig
 
     model_type, changes = VARIANTS[variant]
-    base = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2} if model_type == "gpt2" else _BASE
-    entries = {**base, **changes}
+    entries = {**_BASES.get(model_type, _BASE), **changes}
     return AutoConfig.for_model(
         model_type, **{key: value for key, value in entries.items() if key != "head_dim" or value}
     )
