@@ -120,13 +120,14 @@ def hf_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor
         return [model(input_ids=torch.tensor([list(prompt)]), use_cache=False).logits[0].clone() for prompt in prompts]
 
 
-def hf_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+def hf_greedy(model: Any, prompt: Sequence[int], count: int, *, use_cache: bool = True) -> list[int]:
     """The `count` tokens that transformers' own `generate` gives greedily; end-of-sequence tokens end nothing."""
     ids = torch.tensor([list(prompt)])
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0,
+            use_cache=use_cache,
         )  # fmt: skip
     return out[0, len(prompt) :].tolist()
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from precast.agreement import PROMPTS, TOLERANCE, agreement, relative_error, run_packed
 from precast.builder.build import build
 from precast.builder.shrink import random_model, shrink
+from precast.builder.source import own_code
 from precast.ir.bundle import Bundle
 from precast.ir.errors import BuildError
 from precast.ir.schema import Call, Graph, Value
@@ -38,7 +39,8 @@ def compare(config: PreTrainedConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "checkpoint"
         model.save_pretrained(weights)
-        bundle = build(weights, Path(folder) / "bundle", dtype="float32")
+        has_code = own_code(config) is not None  # it got here because that is allowed
+        bundle = build(weights, Path(folder) / "bundle", dtype="float32", allow_remote_code=has_code)
         found = agreement(bundle, weights, model)
         if not found.logits_equal:
             where = _first_difference(bundle, weights, model)

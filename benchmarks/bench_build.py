@@ -17,7 +17,7 @@ import shapes
 GOALS = {"llama-3.1-8b": (20.0, 2.0), "llama-3.1-405b": (60.0, 4.0)}
 RUNS = {"llama-3.1-8b": 3, "llama-3.1-405b": 1}
 
-_BUILD = """
+BUILD = """
 import json, resource, sys, time
 started = time.perf_counter()
 import precast
@@ -48,7 +48,7 @@ print(json.dumps({"import_seconds": imported, "seconds": time.perf_counter() - s
 def measure(shape: str, folder: Path) -> dict[str, Any]:
     """Medians over fresh processes, beside the goal and the baseline."""
     config = shapes.write_config(shape, folder / shape)
-    runs = [harness.fresh_process(_BUILD, str(config), str(folder / "bundle")) for _ in range(RUNS[shape])]
+    runs = [harness.fresh_process(BUILD, str(config), str(folder / "bundle")) for _ in range(RUNS[shape])]
     export = harness.fresh_process(_EXPORT, str(config))
     seconds, peak = (statistics.median(run[key] for run in runs) for key in ("seconds", "peak_gib"))
     goal_seconds, goal_gib = GOALS[shape]

@@ -21,6 +21,7 @@ from precast.builder.factory import DTYPES
 from precast.builder.lower import lower
 from precast.builder.pack import pack
 from precast.builder.source import Source, limit, open_source
+from precast.builder.tokens import refuse_mixed_tokens
 from precast.ir.bundle import Bundle, check_output
 from precast.ir.errors import BuildError
 from precast.kernels.registry import register
@@ -96,6 +97,7 @@ def build(
     history += pipeline.run(captured.graph, captured.ctx, late, dump=dump_dir, first=len(early))
     say("lower")
     graph = lower(captured.graph, captured.ctx)
+    refuse_mixed_tokens(captured.graph, captured.ctx)
     say("pack")
     return pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,

@@ -77,7 +77,10 @@ def _drop_paddings(graph: FxGraph, ctx: PassContext, vocab_size: int) -> None:
     paddings = {name: node for name, node in output.args[0].items() if name.startswith("padding_")}
     for node in dict.fromkeys(paddings.values()):
         if not _lets_all_see(node, graph, ctx, vocab_size):
-            raise BuildError("feature-unsupported", "the model makes a padding mask from the tokens' values")
+            raise BuildError(
+                "feature-unsupported",
+                "the model makes a padding mask from the tokens' values, or blocks of tokens that see later ones",
+            )
     output.args = ({name: node for name, node in output.args[0].items() if name not in paddings},)
 
 

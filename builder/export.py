@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import re
 from collections.abc import Iterator
 from typing import cast
 
 import torch
+import torch.export._trace as exporter
 from torch._dynamo.exc import UserError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -78,6 +81,7 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
         with (
             torch.no_grad(),
             _no_grad_marks(),
+            _quiet_exporter(),
             routed_attention(),
             routed_functions(model),
             routed_modules(model),
@@ -110,6 +114,26 @@ def _no_grad_marks() -> Iterator[None]:
         torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Keeps the exporter from printing the graph that it has so far, and its guesses, to standard error when it can't
+    go on. Our error says what it met, and where; what anybody else writes there meanwhile stays."""
+    scope, loggers = vars(exporter), [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.disabled for logger in loggers]
+    scope["print"] = lambda *_, **__: None
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        del scope["print"]
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+_LOGGERS = ("torch.export._trace", "torch.fx.experimental.symbolic_shapes")
+
+
 def _make_fake(model: PreTrainedModel) -> None:
     """Puts a fake tensor on the CPU in the place of each of the module's tensors on the meta device."""
     made: dict[int, torch.Tensor] = {}
@@ -139,8 +163,25 @@ def _trace(
 
 
 def _reason(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or "no reason given"
+    """What the error says, in one line: without the exporter's advice, and with the line of the model's code that it
+    stands for, where it names one."""
+    text = str(error)
+    said = " ".join(_ADVICE.split(text, maxsplit=1)[0].split()[:_MOST_WORDS]) or "no reason given"
+    place = _PLACE.search(text)
+    if place is None:
+        return said
+    file, line, code = place.groups()
+    return f"{said.removesuffix('.')}, at {code.strip()} ({'/'.join(file.split('/')[-2:])}:{line})"
+
+
+_MOST_WORDS = 60
+_ADVICE = re.compile(
+    r"\(unhinted: |\(Size-like symbols: |consider using data-dependent|Caused by: |For more information|"
+    r"For extended logs|The following call raised|The error above occurred|Suggested fixes:"
+)
+"""Where the exporter's message goes on to how it may be debugged."""
+_PLACE = re.compile(r'The following call raised this error:\n *File "(.+)", line (\d+), in .*\n(.+)')
+"""The line of the model's code."""
 
 
 def _unpack(program: torch.export.ExportedProgram) -> Exported:

@@ -18,7 +18,6 @@ from precast.builder.layers import layer_of, module_path
 from precast.builder.outline import Flat, outline
 from precast.builder.pipeline import op_name
 from precast.builder.sizes import expr_of, shape_of
-from precast.builder.tokens import refuse_mixed_tokens
 from precast.ir import ops, symbols
 from precast.ir.errors import BuildError
 from precast.ir.ops import ArgDef, OpDef
@@ -46,10 +45,8 @@ MAX_SEQUENCES = 1 << 16
 def lower(graph: FxGraph, ctx: PassContext) -> Graph:
     """The bundle's graph, layers outlined into blocks.
 
-    Raises BuildError: `op-unsupported` naming every op outside the table, `feature-unsupported` for ops that look
-    across tokens and don't know sequences.
+    Raises BuildError("op-unsupported") naming every op outside the table.
     """
-    refuse_mixed_tokens(graph, ctx)
     return outline(lower_flat(graph, ctx))
 
 

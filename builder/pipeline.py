@@ -63,6 +63,7 @@ def passes() -> tuple[Pass, ...]:
     from precast.builder.passes.match_latent_attention import match_latent_attention
     from precast.builder.passes.match_norms import match_norms
     from precast.builder.passes.match_paired_rotary import match_paired_rotary
+    from precast.builder.passes.match_positions import match_positions
     from precast.builder.passes.match_rotary import match_rotary
     from precast.builder.passes.match_rotary_tables import match_rotary_tables
     from precast.builder.passes.match_routers import match_routers
@@ -81,6 +82,7 @@ def passes() -> tuple[Pass, ...]:
         assemble_copies,
         remove_writes,
         remove_noops,
+        match_positions,
         fold_constants,
         normalise_views,
         normalise_linear,

@@ -32,7 +32,9 @@ def route_dynamic_rope(model: PreTrainedModel) -> None:
     """Replaces the forward function of each rotary module of a length-dependent rope type."""
     for path, module in list(model.named_modules()):
         kinds = getattr(module, "rope_type", None)
-        if isinstance(kinds, str) and _depends_on_length(kinds):
+        if type(module).__name__ == "PhimoeRotaryEmbedding" and kinds != "default":
+            _route_scales(module)
+        elif isinstance(kinds, str) and _depends_on_length(kinds):
             _route(module, path)
         elif isinstance(kinds, dict) and any(_depends_on_length(kind) for kind in kinds.values()):
             raise BuildError("feature-unsupported", f"{path}: length-dependent rope per layer type")
@@ -64,6 +66,29 @@ def _route(module: Any, path: str) -> None:
             base=float(parameters["rope_theta"]),
         )
         return undecorated(_WithFrequencies(module, {"inv_freq": inv_freq}), x, position_ids, **kwargs)
+
+    module.forward = forward
+
+
+def _route_scales(module: Any) -> None:
+    """PhiMoE: one scale of the tables for short sequences, one for long ones; both have the frequencies of the short.
+
+    Its forward function computes the frequencies anew, without a length.
+    """
+    parameters = module.config.rope_parameters
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = torch.ops.precast.rope_frequencies(
+            current_trace().rope_lengths,
+            *(torch.full((1,), float(parameters[name])) for name in ("short_mscale", "long_mscale")),
+            kind="longrope",
+            original_length=int(parameters["original_max_position_embeddings"]),
+            factor=1.0,
+            base=1.0,
+        )
+        tables = torch.ops.precast.rotary_tables(position_ids, module.inv_freq, scale=1.0, dtype=torch.float32)
+        scaled = [(table * scale).to(x.dtype) for table in tables]
+        return tuple(torch.cat([half, half], dim=-1) for half in scaled)
 
     module.forward = forward
 

@@ -46,7 +46,8 @@ class Trace:
     masks: list[tuple[torch.Tensor, Reach | BuildError]] = dataclasses.field(default_factory=list)
     """The masks made in this trace, with what they let queries see, or why they can't be used."""
     paddings: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """The padding masks that the model made for itself; they must turn out to mask nothing."""
+    """The padding masks that the model made for itself, and where it says that there is text; they must turn out to be
+    true everywhere."""
 
 
 _current: ContextVar[Trace] = ContextVar("precast_trace")
@@ -69,8 +70,8 @@ def tracing(trace: Trace) -> Iterator[Trace]:
 
 @contextlib.contextmanager
 def routed_attention() -> Iterator[None]:
-    """Registers the implementation, and keeps transformers from looking for packed sequences in the positions, and for
-    padding before the first chunk.
+    """Registers the implementation, and keeps transformers from looking for packed sequences in the positions, for
+    padding before the first chunk, and for blocks of other input than text, whose tokens see each other.
 
     Sequences are told apart by `cu_seqlens`; the mask rule that we look at must be the layer's own, of no tensor of
     the trace.
@@ -80,6 +81,7 @@ def routed_attention() -> Iterator[None]:
     _trace_ops()
     find_packed, eager = masking_utils.find_packed_sequence_indices, ALL_MASK_ATTENTION_FUNCTIONS["eager"]
     chunked, no_padding = masking_utils.chunked_causal_mask_function, torch.zeros(1, dtype=torch.int64)
+    blocks, masking_utils.blockwise_overlay = masking_utils.blockwise_overlay, _no_blocks
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     masking_utils.chunked_causal_mask_function = lambda chunk_size, left_padding: chunked(chunk_size, no_padding)
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _mask
@@ -87,8 +89,15 @@ def routed_attention() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find_packed
+        masking_utils.blockwise_overlay = blocks
         masking_utils.chunked_causal_mask_function = chunked
         ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager
+
+
+def _no_blocks(block_sequence_ids: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The rule of blocks where there are none: in text, whose ids are negative."""
+    current_trace().paddings.append(block_sequence_ids < 0)
+    return lambda batch, head, query, key: torch.zeros((), dtype=torch.bool)
 
 
 def implementation_for(model_class: type[PreTrainedModel]) -> str:

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from precast.builder.factory import from_config
 from precast.builder.shrink_layers import COUNTS, cut_layers
 from precast.builder.shrink_sizes import Known, shrink_sizes
+from precast.builder.source import own_code
 from precast.ir.errors import BuildError
 
 VOCABULARY = 131
@@ -57,7 +59,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A float32 model on the CPU with random weights, none of them zero or one where that would hide a mistake."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(_centre(name, parameter) + _spread(parameter) * torch.randn_like(parameter))
@@ -104,8 +106,9 @@ def _shrunk(config: PreTrainedConfig, scale: int) -> PreTrainedConfig:
             _shrink_entries(part, scale, known)
     _shrink_entries(entries, scale, known)
     entries.pop("quantization_config", None)
-    entries.pop("auto_map", None)
-    return type(config).from_dict(entries)
+    if own_code(config) is None:
+        entries.pop("auto_map", None)
+    return type(config).from_dict(entries, name_or_path=config.name_or_path)
 
 
 def _text_key(config: PreTrainedConfig, entries: dict[str, Any]) -> str | None:

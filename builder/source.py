@@ -98,12 +98,11 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """
     code = own_code(config)
     if code is not None:
-        found: type[PreTrainedModel] = get_class_from_dynamic_module(code, config.name_or_path)
+        found: type[PreTrainedModel] = get_class_from_dynamic_module(code, str(config.name_or_path))
         found.register_for_auto_class(_CAUSAL)  # its checkpoints take the code along
         return found
     known = _known_classes(type(config))
-    named = [each for each in known if each.__name__ in (config.architectures or ())]
-    return next(iter([*named, *known]), None) or _class_for_part(config)
+    return known[0] if known else _class_for_part(config)
 
 
 def own_code(config: PreTrainedConfig) -> str | None:
@@ -237,11 +236,11 @@ def _needs_code(code: Any, config_class: type | None, architectures: Iterable[st
     return not named or not named <= known
 
 
-def _known_classes(config_class: type | None) -> tuple[type[PreTrainedModel], ...]:
-    """What transformers' factories have for configs of this class, the default first."""
+def _known_classes(config_class: Any) -> tuple[type[PreTrainedModel], ...]:
+    """What transformers' factories have for configs of this class, the default first; nothing for None."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if config_class in mapping:
-            known = mapping[config_class]
+            known: Any = mapping[config_class]
             return tuple(known) if isinstance(known, (list, tuple)) else (known,)
     return ()
 

@@ -54,7 +54,7 @@ CODES: dict[str, str] = {
     "config-missing": "there is no model config at the path or hub id",
     "config-invalid": "the model config cannot be read",
     "model-unknown": "the config names a model that transformers does not know",
-    "remote-code": "the model is defined by code in its repository, which is never run",
+    "remote-code": "the model is defined by code of its own, which only runs where that is allowed",
     "model-unsupported": "the model is not a decoder of a supported kind",
     "feature-unsupported": "the model uses a feature that cannot be built yet",
     "op-unsupported": "the model uses an operation outside the op table",

@@ -86,7 +86,20 @@ def _site(softmax: FxNode) -> _Site | None:
     if scores is None:
         return None
     query, key = (scores.args[index] for index in _PRODUCTS[scores.target])
-    return _Site(scores, query, key, logits, softmax, user.args[1], user)
+    site = _Site(scores, query, key, logits, softmax, user.args[1], user)
+    return site if _is_of_heads(site) else None
+
+
+def _is_of_heads(site: _Site) -> bool:
+    """Whether all are `[1, H, ...]` or `[H, ...]`, of as many heads, or of key and value heads that queries share."""
+    parts = [tensor(node) for node in (site.query, site.key, site.value, site.out)]
+    if any(part.dim() not in (3, 4) or (part.dim() == 4 and part.shape[0] != 1) for part in parts):
+        return False
+    heads = [part.shape[-3] for part in parts]
+    if not all(isinstance(count, int) for count in heads):
+        return False
+    queries, keys, values, out = heads
+    return queries == out and keys == values and queries % keys == 0
 
 
 def _is_square(node: FxNode) -> bool:
@@ -139,7 +152,8 @@ def _rule(site: _Site, graph: FxGraph, ctx: PassContext) -> _Rule | None:
     rule = _Rule(_rounded(scale), window, None)
     distance = (torch.arange(size)[None] - torch.arange(size)[:, None]).double()
     relative = bias.double() - bias.double().diagonal(dim1=-2, dim2=-1)[..., None]
-    slopes = (relative / distance.masked_fill(distance == 0, 1.0))[:, below].median(-1).values.float()
+    ratios = (relative / distance.masked_fill(distance == 0, 1.0))[:, below]
+    slopes = ratios.median(-1).values.float() if bool(below.any()) else torch.zeros(heads)
     if float(slopes.abs().max()) > _TOLERANCE:
         rule.slopes = slopes
     steps = 0.0 if rule.slopes is None else rule.slopes[:, None, None] * distance

@@ -59,14 +59,19 @@ def match_complex_rotary(graph: FxGraph, ctx: PassContext) -> bool:
 
 
 def _is_rotation(node: FxNode, found: Bindings, turns: Bindings, ctx: PassContext) -> bool:
-    """Whether neighbours are the pairs, of whole float32 heads, turned by float32 angles with a row for each token."""
+    """Whether neighbours are the pairs, of whole float32 heads, turned by float32 angles with a row for each token.
+
+    The frequencies are one set, or one for each token.
+    """
     x, positions, inv_freq = tensor(found["x32"]), tensor(turns["positions"]), tensor(turns["inv_freq"])
     if x.dim() != 4 or x.dtype != torch.float32 or found["heads_dim"] not in (1, 2):
         return False
-    if positions.dtype != torch.int64 or inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
+    if positions.dtype != torch.int64 or inv_freq.dtype != torch.float32:
+        return False
+    if inv_freq.dim() != 1 and shape_of(inv_freq, ctx.symbols)[:-1] != shape_of(positions, ctx.symbols):
         return False
     sizes = shape_of(x, ctx.symbols)
-    tokens, pairs = sizes[2 if found["heads_dim"] == 1 else 1], inv_freq.shape[0]
+    tokens, pairs = sizes[2 if found["heads_dim"] == 1 else 1], inv_freq.shape[-1]
     split = node.args[0].args[0]
     return (
         shape_of(tensor(split), ctx.symbols) == (*sizes[:3], pairs)

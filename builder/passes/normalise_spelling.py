@@ -15,7 +15,7 @@ from precast.builder.pipeline import graph_pass
 aten = torch.ops.aten
 
 
-@graph_pass(stage="normalise", version=1)
+@graph_pass(stage="match", version=1)
 def normalise_spelling(graph: FxGraph, ctx: PassContext) -> bool:
     """stack -> cat; repeat, repeat_interleave -> expand; table[ids] -> embedding; ..."""
     changed = False

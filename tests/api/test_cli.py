@@ -8,16 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import families
 import msgspec
 import pytest
+import remote_model
 from recitation import MODEL, OPENING, RECITE, Command, rest, run_precast
 from safetensors.torch import load_file, save_file
 
+from precast.builder import pipeline
 from precast.cli import main
 from precast.ir.bundle import Bundle, write_bundle
 from precast.ir.errors import CODES
 
-VERBS = ("build", "diff", "digest", "inspect", "run", "verify")
+VERBS = ("build", "diff", "digest", "inspect", "models", "run", "verify")
 VIEWS = ("--graph", "--passes", "--weights", "--cache")
 DOCUMENTED = (RECITE.parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 
@@ -75,6 +78,33 @@ def test_build_takes_its_options(other_bundle: Path, tmp_path: Path, command: Co
     assert Bundle.open(other_bundle).digest in result.stdout
     assert any((tmp_path / "snapshots").iterdir())
     assert any("rms_norm" in file.read_text() for file in (tmp_path / "dump").iterdir())
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "qwen2-window-tied", "deepseek_v3-dense", "gpt2"])
+def test_build_needs_nothing_but_the_config(variant: str, tmp_path: Path, command: Command) -> None:
+    families.make_config(variant).save_pretrained(tmp_path / "model")
+    assert [file.name for file in (tmp_path / "model").iterdir()] == ["config.json"]
+
+    from_directory = command("build", tmp_path / "model", "-o", tmp_path / "a", "--json")
+    from_file = command("build", tmp_path / "model" / "config.json", "-o", tmp_path / "b", "--json")
+
+    assert (from_directory.exit_code, from_directory.stderr) == (0, "")
+    first, second = json.loads(from_directory.stdout), json.loads(from_file.stdout)
+    assert first["digest"] == second["digest"] == Bundle.open(tmp_path / "a").digest
+    assert not first["provenance"]["remote_code"]
+
+
+def test_build_runs_a_models_own_code_if_it_is_told_to(tmp_path: Path, command: Command) -> None:
+    """What happens then is in tests/builder/test_remote_code.py."""
+    model = remote_model.write_model(tmp_path / "model")
+
+    result = command("build", model, "-o", tmp_path / "b", "--json")
+
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["code"] == "remote-code"
+    assert "--allow-remote-code" in json.loads(result.stdout)["error"]["fix"]
+    help_text = " ".join(command("build", "--help").stdout.split())
+    assert "It runs here, in the builder, with your rights; none of it enters the bundle." in help_text
 
 
 def test_verify_a_bundle(bundle: Path, command: Command) -> None:
@@ -230,12 +260,13 @@ def test_errors_have_a_code_and_an_exit_code(
 
 def test_what_the_system_refuses_is_an_error_like_others(tmp_path: Path, command: Command) -> None:
     """A directory stands where the first dump is to be written."""
-    (tmp_path / "dump" / "00_remove_noops.txt").mkdir(parents=True)
+    first = f"00_{pipeline.passes()[0].name}.txt"
+    (tmp_path / "dump" / first).mkdir(parents=True)
 
     result = command("build", MODEL, "-o", tmp_path / "b", "--dump", tmp_path / "dump")
 
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "00_remove_noops.txt" in result.stderr
+    assert first in result.stderr
     assert result.stderr.endswith("\n  code: write-failed\n")
     assert not (tmp_path / "b").exists()
 

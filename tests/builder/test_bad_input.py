@@ -121,37 +121,32 @@ def test_an_encoder_that_could_be_a_decoder(model: Path) -> None:
     refused(model, "model-unsupported", "BertLMHeadModel: .*sees tokens that come later, expected a decoder")
 
 
-def test_an_encoder_and_decoder(model: Path) -> None:
-    write(model, {"model_type": "t5", **TINY})
+@pytest.mark.parametrize("model_type", ["t5", "bart", "whisper"])
+def test_an_encoder_and_decoder(model_type: str, model: Path) -> None:
+    write(model, {"model_type": model_type, **TINY})
 
-    refused(model, "model-unsupported", "t5 is an encoder-decoder, expected a decoder")
-
-
-def test_a_model_of_text_and_pictures(model: Path, llama: dict[str, Any]) -> None:
-    write(model, {"model_type": "gemma3", "text_config": {**TINY, "num_key_value_heads": 2, "head_dim": 12}})
-
-    refused(model, "model-unsupported", "gemma3 is a language model with parts for other input")
+    refused(model, "model-unsupported", f"{model_type} is an encoder-decoder, expected a decoder")
 
 
-def test_attention_that_cannot_be_routed(model: Path) -> None:
-    write(model, {"model_type": "bloom", "vocab_size": 131, "hidden_size": 48, "n_layer": 1, "n_head": 4})
+def test_a_part_of_a_model_that_is_no_decoder(model: Path) -> None:
+    write(model, {"model_type": "clip_text_model", **TINY})
 
-    refused(model, "feature-unsupported", "BloomForCausalLM has no attention that can be routed")
-
-
-def test_code_of_the_repository(model: Path, llama: dict[str, Any]) -> None:
-    entries = {"model_type": "llama17", "auto_map": {"AutoConfig": "configuration_llama17.Llama17Config"}}
-    (model / "configuration_llama17.py").write_text("raise SystemExit('this must not run')")
-    write(model, {**entries, "architectures": ["Llama17ForCausalLM"]})
-
-    refused(model, "remote-code", r"auto_map: AutoConfig\) for llama17 models of the architectures \['Llama17")
+    refused(model, "model-unsupported", "no causal language model for clip_text_model, expected a decoder")
 
 
-@pytest.mark.parametrize("architectures", [["MyLlamaForCausalLM"], None])
-def test_code_under_a_known_model_type(architectures: Any, model: Path, llama: dict[str, Any]) -> None:
-    write(model, {**llama, "architectures": architectures, "auto_map": {"AutoModelForCausalLM": "modeling.MyLlama"}})
+def test_sparse_attention_over_more_keys_than_it_selects(model: Path) -> None:
+    """It is full attention up to that number, which the message names: a build with it succeeds."""
+    sizes = {
+        **TINY, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6, "v_head_dim": 14, "first_k_dense_replace": 1, "max_position_embeddings": 256,
+        "index_n_heads": 2, "index_head_dim": 12, "index_topk": 40,
+    }  # fmt: skip
+    write(model, {"model_type": "deepseek_v32", **sizes})
 
-    refused(model, "remote-code", "which transformers does not have itself")
+    text = refused(model, "feature-unsupported", "selects 40 keys for each query, expected at least max_seq_len, 256")
+
+    assert "fix: build with max_seq_len of at most 40" in text
+    build(model, model.parent / "short.bundle", max_seq_len=40)
 
 
 def test_an_unknown_quantisation(model: Path, llama: dict[str, Any]) -> None:

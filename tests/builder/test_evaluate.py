@@ -64,9 +64,9 @@ def test_one_of_several_results(source: SmallGraph) -> None:
 def test_what_depends_on_an_input_or_a_param_has_no_value(source: SmallGraph) -> None:
     _, scaled, weighed = [node for node in source.graph.nodes if str(node.target) == "aten.mul.Tensor"]
 
-    with pytest.raises(NotComputable, match="^x$"):
+    with pytest.raises(NotComputable, match=r"^x$"):
         evaluate(scaled, {}, source.ctx)
-    with pytest.raises(NotComputable, match="^w$"):
+    with pytest.raises(NotComputable, match=r"^w$"):
         evaluate(weighed, {node_of(source, "x"): torch.zeros(1, 2, 2)}, source.ctx)
 
 

@@ -38,7 +38,8 @@ def test_what_is_made_from_nothing_is_a_constant() -> None:
 
 def test_each_value_that_the_rest_of_the_graph_uses_is_a_constant() -> None:
     text, made = folded(
-        "half = aten.mul.Tensor(c, 0.5)\nlog = aten.log(half)\na = aten.add.Tensor(x, half)\nb = aten.mul.Tensor(a, log)\nreturn b"
+        "half = aten.mul.Tensor(c, 0.5)\nlog = aten.log(half)\na = aten.add.Tensor(x, half)\n"
+        "b = aten.mul.Tensor(a, log)\nreturn b"
     )
 
     assert text == "v0 = aten.add.Tensor(x, folded_1)\nv1 = aten.mul.Tensor(v0, folded_2)\nreturn v1"
@@ -69,7 +70,8 @@ def test_a_constant_keeps_its_dtype() -> None:
         pytest.param("y = aten.add.Tensor(x, c)", id="an input is in it"),
         pytest.param("n = aten.rand([4])\nm = aten.mul.Tensor(n, 0.0)\ny = aten.add.Tensor(x, m)", id="it is random"),
         pytest.param(
-            f"n = aten.full([{MAX_ELEMENTS // 4 + 1}, 4], 2.0)\nm = aten.select.int(n, 0, 0)\ny = aten.add.Tensor(x, m)",
+            f"n = aten.full([{MAX_ELEMENTS // 4 + 1}, 4], 2.0)\nm = aten.select.int(n, 0, 0)\n"
+            "y = aten.add.Tensor(x, m)",
             id="it is large",
         ),
         pytest.param(

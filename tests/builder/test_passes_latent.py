@@ -452,7 +452,7 @@ def test_the_plan_of_latents() -> None:
     plan = planned(layer(0), layer(1, size=8), layer(2), layer(3, window=8)).ctx.caches
 
     assert [(group.name, group.pool, [slot.name for slot in group.slots]) for group in plan.groups] == [
-        ("latent_full_6x2", "pool0", ["layers.0", "layers.2"]),
+        ("latent_full_6x2", "pool0", ["layers.0"]),  # layer 2 has the latents of layer 0, and reads its cache
         ("latent_full_8x2", "pool1", ["layers.1"]),
         ("latent_window8", "pool0", ["layers.3"]),
     ]

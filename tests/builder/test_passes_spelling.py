@@ -25,7 +25,7 @@ few: constant(int64, [2, -1])
 
 
 def assert_becomes(step: pipeline.Pass, body: str, expected: str) -> None:
-    """`y` of the body, over the inputs above, is what `expected` says: calls, separated by `;`, the last one's result."""
+    """`y` of the body, over the inputs above, is what `expected` says: the calls, separated by `;`."""
     found = apply(step, f"{INPUTS}{body}\nreturn y")
     *calls, result = found.text.splitlines()
     assert [call.partition(" = ")[2].removesuffix(";") for call in calls] == expected.split("; "), found.text
@@ -168,7 +168,10 @@ WIDE = "aten.to.dtype(h, float32); "
         ("y = aten.add.Scalar(x, 3)", "aten.add.Tensor(x, 3)"),
         ("y = aten.sub.Scalar(x, 3)", "aten.sub.Tensor(x, 3)"),
         ("y = aten.div.Scalar(i, 3)", "aten.div.Tensor(i, 3)"),
-        ("t = aten.transpose.int(x, 0, 1)\ny = aten.mm(x, t)", "aten.transpose.int(x, 0, 1); aten.matmul.default(x, v0)"),
+        (
+            "t = aten.transpose.int(x, 0, 1)\ny = aten.mm(x, t)",
+            "aten.transpose.int(x, 0, 1); aten.matmul.default(x, v0)",
+        ),
         (
             "m = aten.unsqueeze(x, 0)\nn = aten.transpose.int(m, 1, 2)\ny = aten.bmm(m, n)",
             "aten.unsqueeze.default(x, 0); aten.transpose.int(v0, 1, 2); aten.matmul.default(v0, v1)",
@@ -183,10 +186,17 @@ WIDE = "aten.to.dtype(h, float32); "
         ("y = aten.min.other(x, h)", "aten.minimum.default(x, h)"),
         ("y = aten.max.other(x, h)", "aten.maximum.default(x, h)"),
         *(
-            (f"n = aten.logical_not(b)\ny = aten.{op}(b, n)", f"aten.logical_not.default(b); aten.{least}.default(b, v0)")
+            (
+                f"n = aten.logical_not(b)\ny = aten.{op}(b, n)",
+                f"aten.logical_not.default(b); aten.{least}.default(b, v0)",
+            )
             for op, least in (
-                ("logical_and", "minimum"), ("bitwise_and.Tensor", "minimum"), ("__and__.Tensor", "minimum"),
-                ("logical_or", "maximum"), ("bitwise_or.Tensor", "maximum"), ("__or__.Tensor", "maximum"),
+                ("logical_and", "minimum"),
+                ("bitwise_and.Tensor", "minimum"),
+                ("__and__.Tensor", "minimum"),
+                ("logical_or", "maximum"),
+                ("bitwise_or.Tensor", "maximum"),
+                ("__or__.Tensor", "maximum"),
             )
         ),
         ("y = aten.clamp_min(x, 0.5)", "aten.clamp.default(x, 0.5)"),
@@ -206,7 +216,7 @@ WIDE = "aten.to.dtype(h, float32); "
             "aten.slice.Tensor(x, 1, 0, 1); aten.gt.Scalar(v0, 0); aten.masked_fill.Scalar(x, v1, 0)",
         ),
     ],
-)  # fmt: skip
+)
 def test_another_spelling_of_arithmetic(body: str, expected: str) -> None:
     assert_becomes(normalise_arithmetic, body, expected)
 
@@ -264,11 +274,13 @@ def test_another_spelling_of_a_norm(body: str, expected: str) -> None:
         pytest.param("y = aten.bitwise_or.Tensor(i, i)", id="bits of numbers"),
         pytest.param(
             "m = aten.unsqueeze(x, 0)\nn = aten.transpose.int(m, 1, 2)\no = aten.matmul(m, n)\n"
-            "y = aten.baddbmm(o, m, n, beta=0.5)", id="half of the bias",
+            "y = aten.baddbmm(o, m, n, beta=0.5)",
+            id="half of the bias",
         ),
         pytest.param(
             "m = aten.unsqueeze(x, 0)\nn = aten.transpose.int(m, 1, 2)\no = aten.matmul(m, n)\n"
-            "y = aten.baddbmm(o, m, n, alpha=0.5)", id="half of the product",
+            "y = aten.baddbmm(o, m, n, alpha=0.5)",
+            id="half of the product",
         ),
         pytest.param("y = aten.linalg_vector_norm(x, 1, [-1])", id="a sum of distances"),
         pytest.param("y = aten.linalg_vector_norm(x)", id="of all elements"),
@@ -281,7 +293,7 @@ def test_another_spelling_of_a_norm(body: str, expected: str) -> None:
         pytest.param("y = aten.where.self(b, x, x)", id="two tensors"),
         pytest.param("y = aten.rms_norm(table, [50, 8])", id="over two dimensions"),
     ],
-)  # fmt: skip
+)
 def test_near_another_spelling_of_arithmetic(body: str) -> None:
     assert_stays(normalise_arithmetic, body)
 
@@ -323,14 +335,27 @@ COPY = "copied = aten.copy_(to, part)"
     [
         pytest.param((), id="the second copy"),
         pytest.param((("freqs, 0, 1", "freqs, 0, 0"),), id="the first, onto itself"),
-        pytest.param((("columns, inv_freq)", "columns, inv_freq)\nfirst_of_all = aten.slice.Tensor(freqs, 0, 0, 2)"),
-                      ("aten.select.int(freqs, 0, 1)", "aten.select.int(first_of_all, 0, 1)"),
-                      ("aten.select.int(freqs, 0, 0)", "aten.select.int(first_of_all, 0, 0)")), id="of two of them"),
-        pytest.param((("aten.expand(column, [3, -1, -1])", "aten.expand(column, [3, -1, -1])\nrows = aten.unsqueeze(inv_freq, 0)\n"
-                       "wide = aten.expand(rows, [3, 1, 8])"),
-                      ("aten.mul.Tensor(columns, inv_freq)", "aten.matmul(columns, wide)")), id="of a product"),
+        pytest.param(
+            (
+                ("columns, inv_freq)", "columns, inv_freq)\nfirst_of_all = aten.slice.Tensor(freqs, 0, 0, 2)"),
+                ("aten.select.int(freqs, 0, 1)", "aten.select.int(first_of_all, 0, 1)"),
+                ("aten.select.int(freqs, 0, 0)", "aten.select.int(first_of_all, 0, 0)"),
+            ),
+            id="of two of them",
+        ),
+        pytest.param(
+            (
+                (
+                    "aten.expand(column, [3, -1, -1])",
+                    "aten.expand(column, [3, -1, -1])\nrows = aten.unsqueeze(inv_freq, 0)\n"
+                    "wide = aten.expand(rows, [3, 1, 8])",
+                ),
+                ("aten.mul.Tensor(columns, inv_freq)", "aten.matmul(columns, wide)"),
+            ),
+            id="of a product",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_part_of_equal_copies_is_copied_nowhere(edits: tuple[tuple[str, str], ...]) -> None:
     applied = apply(remove_self_copies, frequencies(*edits))
 
@@ -341,7 +366,9 @@ def test_a_part_of_equal_copies_is_copied_nowhere(edits: tuple[tuple[str, str], 
 
 def test_a_sum_is_written_once() -> None:
     """x[a:b] += y is a sum in place, and x[a:b] = x[a:b]."""
-    applied = apply(remove_self_copies, frequencies((COPY, "more = aten.add_.Tensor(to, 1.0)\ncopied = aten.copy_(to, more)")))
+    applied = apply(
+        remove_self_copies, frequencies((COPY, "more = aten.add_.Tensor(to, 1.0)\ncopied = aten.copy_(to, more)"))
+    )
 
     assert "aten.add_.Tensor" in applied.text
     assert "aten.copy_" not in applied.text
@@ -352,22 +379,39 @@ def test_a_sum_is_written_once() -> None:
     [
         pytest.param((("other, 1, 1, 7, 3", "other, 1, 2, 8, 3"),), id="another part"),
         pytest.param((("columns, inv_freq)", "columns, apart)"),), id="copies that differ"),
-        pytest.param((("columns, inv_freq)", "columns, inv_freq)\nother_freqs = aten.mul.Tensor(freqs, 2.0)"),
-                      ("aten.select.int(freqs, 0, 1)", "aten.select.int(other_freqs, 0, 1)")), id="another tensor"),
-        pytest.param((("(column, [3, -1, -1])", "(column, [3, -1, -1])\nthree = aten.slice.Tensor(inv_freq, 0, 0, 3)"),
-                      ("columns, inv_freq)", "columns, three)"),
-                      ("first = aten.select.int(freqs, 0, 0)", "turned = aten.transpose.int(freqs, 0, 2)\n"
-                       "first = aten.select.int(turned, 0, 0)"),
-                      ("aten.select.int(freqs, 0, 1)", "aten.select.int(turned, 0, 1)"),
-                      ("first, 1, 1, 7, 3", "first, 1, 0, 2"), ("other, 1, 1, 7, 3", "other, 1, 0, 2")),
-                     id="another dimension is the first"),
-        pytest.param((("columns, inv_freq)", "columns, inv_freq)\nrow = aten.select.int(freqs, -3, 2)"),
-                      ("first = aten.select.int(freqs, 0, 0)", "first = aten.select.int(row, 0, 0)"),
-                      ("aten.select.int(freqs, 0, 1)", "aten.select.int(row, 0, 1)"),
-                      ("first, 1, 1, 7, 3", "first, 0, 1, 7, 3"), ("other, 1, 1, 7, 3", "other, 0, 1, 7, 3")),
-                     id="the equal dimension is gone"),
+        pytest.param(
+            (
+                ("columns, inv_freq)", "columns, inv_freq)\nother_freqs = aten.mul.Tensor(freqs, 2.0)"),
+                ("aten.select.int(freqs, 0, 1)", "aten.select.int(other_freqs, 0, 1)"),
+            ),
+            id="another tensor",
+        ),
+        pytest.param(
+            (
+                ("(column, [3, -1, -1])", "(column, [3, -1, -1])\nthree = aten.slice.Tensor(inv_freq, 0, 0, 3)"),
+                ("columns, inv_freq)", "columns, three)"),
+                (
+                    "first = aten.select.int(freqs, 0, 0)",
+                    "turned = aten.transpose.int(freqs, 0, 2)\nfirst = aten.select.int(turned, 0, 0)",
+                ),
+                ("aten.select.int(freqs, 0, 1)", "aten.select.int(turned, 0, 1)"),
+                ("first, 1, 1, 7, 3", "first, 1, 0, 2"),
+                ("other, 1, 1, 7, 3", "other, 1, 0, 2"),
+            ),
+            id="another dimension is the first",
+        ),
+        pytest.param(
+            (
+                ("columns, inv_freq)", "columns, inv_freq)\nrow = aten.select.int(freqs, -3, 2)"),
+                ("first = aten.select.int(freqs, 0, 0)", "first = aten.select.int(row, 0, 0)"),
+                ("aten.select.int(freqs, 0, 1)", "aten.select.int(row, 0, 1)"),
+                ("first, 1, 1, 7, 3", "first, 0, 1, 7, 3"),
+                ("other, 1, 1, 7, 3", "other, 0, 1, 7, 3"),
+            ),
+            id="the equal dimension is gone",
+        ),
         pytest.param(((COPY, "more = aten.add_.Tensor(other, 1.0)\n" + COPY),), id="one was written before"),
     ],
-)  # fmt: skip
+)
 def test_near_a_copy_of_equal_parts(edits: tuple[tuple[str, str], ...]) -> None:
     assert_leaves(remove_self_copies, frequencies(*edits))

@@ -29,14 +29,14 @@ def test_long_frequencies_are_those_behind_the_original_limit() -> None:
     torch.testing.assert_close(found, rotary.inv_freq, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("variant", ["llama-rope-dynamic", "phi3-longrope"])
+@pytest.mark.parametrize("variant", ["llama-rope-dynamic", "phi3-longrope", "phimoe-longrope"])
 def test_length_dependent_modules_are_routed(variant: str) -> None:
     module = make_module(families.make_config(variant), "float32")
 
     assert "forward" in vars(module.model.rotary_emb)
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-rope-yarn", "llama-rope-linear", "gemma3"])
+@pytest.mark.parametrize("variant", ["llama", "llama-rope-yarn", "llama-rope-linear", "gemma3", "phimoe"])
 def test_other_modules_stay_as_they_are(variant: str) -> None:
     module = make_module(families.make_config(variant), "float32")
 

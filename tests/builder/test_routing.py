@@ -240,6 +240,17 @@ def test_a_padding_mask_is_kept_to_be_looked_at() -> None:
     assert [found is padding for found in trace.paddings] == [True]
 
 
+def test_blocks_of_other_input_are_kept_to_be_looked_at() -> None:
+    """Text has the number -1; with none of another, the mask is that of text."""
+    config = LlamaConfig(attn_implementation=IMPLEMENTATION)
+    blocks = torch.tensor([[-1, -1, 0, 0, -1]])
+    with routed_attention(), tracing(new_trace()) as trace:
+        masking_utils.create_causal_mask(config, torch.zeros(1, 5, 4), None, None, block_sequence_ids=blocks)
+
+    assert [found.tolist() for found in trace.paddings] == [[[True, True, False, False, True]]]
+    assert [reach for _, reach in trace.masks] == [Reach()]
+
+
 def test_chunks_are_found_in_a_trace_whose_tensors_have_no_numbers() -> None:
     config = LlamaConfig(attention_chunk_size=3, attn_implementation=IMPLEMENTATION)
     with routed_attention(), FakeTensorMode(allow_non_fake_inputs=True), tracing(new_trace()) as trace:
@@ -268,11 +279,12 @@ def test_a_selection_of_all_keys_is_full_attention(count: int) -> None:
 
 
 def test_a_selection_of_fewer_keys_is_refused() -> None:
-    with pytest.raises(BuildError, match="Linear selects 15 keys for each query, expected at least max_seq_len, 16") as e:
+    said = "Linear selects 15 keys for each query, expected at least max_seq_len, 16"
+    with pytest.raises(BuildError, match=said) as error:
         attention(indices=torch.zeros(1, 12, 15, dtype=torch.int64))
 
-    assert e.value.code == "feature-unsupported"
-    assert e.value.fix == "build with max_seq_len of at most 15"
+    assert error.value.code == "feature-unsupported"
+    assert error.value.fix == "build with max_seq_len of at most 15"
 
 
 @pytest.mark.parametrize(("limit", "is_sparse"), [(15, True), (16, False), (None, False)])
@@ -321,12 +333,13 @@ def test_there_is_no_trace_outside_of_one() -> None:
 
 def test_transformers_is_left_as_it_was() -> None:
     before = masking_utils.find_packed_sequence_indices
-    chunked = masking_utils.chunked_causal_mask_function
+    chunked, blocks = masking_utils.chunked_causal_mask_function, masking_utils.blockwise_overlay
 
     def fail() -> None:
         with routed_attention():
             assert masking_utils.find_packed_sequence_indices is not before
             assert masking_utils.chunked_causal_mask_function is not chunked
+            assert masking_utils.blockwise_overlay is not blocks
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -334,3 +347,4 @@ def test_transformers_is_left_as_it_was() -> None:
 
     assert masking_utils.find_packed_sequence_indices is before
     assert masking_utils.chunked_causal_mask_function is chunked
+    assert masking_utils.blockwise_overlay is blocks

@@ -33,13 +33,22 @@ def check(body: str) -> None:
     ("body", "op"),
     [
         pytest.param("y = aten.matmul(x, t)", "aten.matmul.default", id="scores of each token for each other"),
-        pytest.param("c = aten.unsqueeze(ids, 2)\nr = aten.unsqueeze(ids, 1)\ny = aten.sub.Tensor(c, r)",
-                     "aten.sub.Tensor", id="distances"),
+        pytest.param(
+            "c = aten.unsqueeze(ids, 2)\nr = aten.unsqueeze(ids, 1)\ny = aten.sub.Tensor(c, r)",
+            "aten.sub.Tensor",
+            id="distances",
+        ),
         pytest.param("y = aten.matmul(t, x)", "aten.matmul.default", id="a product over tokens"),
-        pytest.param("z = aten.select.int(t, 0, 0)\ny = aten.addmm(u, z, flat)",
-                     "aten.addmm.default", id="a sum and a product over tokens"),
-        pytest.param("z = aten.expand(t, [8, 8, -1])\nk = aten.select.int(t, 0, 0)\ny = aten.linear(z, k)",
-                     "aten.linear.default", id="weights of tokens"),
+        pytest.param(
+            "z = aten.select.int(t, 0, 0)\ny = aten.addmm(u, z, flat)",
+            "aten.addmm.default",
+            id="a sum and a product over tokens",
+        ),
+        pytest.param(
+            "z = aten.expand(t, [8, 8, -1])\nk = aten.select.int(t, 0, 0)\ny = aten.linear(z, k)",
+            "aten.linear.default",
+            id="weights of tokens",
+        ),
         pytest.param("y = aten.mean.dim(x, [1])", "aten.mean.dim", id="mean"),
         pytest.param("y = aten.sum.dim_IntList(x, [-2], True)", "aten.sum.dim_IntList", id="sum"),
         pytest.param("y = aten.sum.dim_IntList(x, [0, 1])", "aten.sum.dim_IntList", id="sum over two dimensions"),
@@ -58,25 +67,35 @@ def check(body: str) -> None:
         pytest.param("y = aten.gather(flat, 0, ahead)", "aten.gather.default", id="rows of other tokens"),
         pytest.param("y = aten.scatter.value(flat, 0, ahead, 1.0)", "aten.scatter.value", id="a number for others"),
         pytest.param("y = aten.scatter.src(flat, 0, ahead, w)", "aten.scatter.src", id="values for others"),
-        pytest.param("z = aten.select.int(ahead, 0, 0)\ny = aten.index_select(x, 1, z)", "aten.index_select.default",
-                     id="selected tokens"),
+        pytest.param(
+            "z = aten.select.int(ahead, 0, 0)\ny = aten.index_select(x, 1, z)",
+            "aten.index_select.default",
+            id="selected tokens",
+        ),
         pytest.param("y = aten.cat([x, x], 1)", "aten.cat.default", id="tokens twice"),
         pytest.param("y = aten.cat([flat, flat])", "aten.cat.default", id="tokens twice, along the first dimension"),
         pytest.param("y = aten.cat([prefix, x], 1)", "aten.cat.default", id="learned tokens before"),
         pytest.param("y = aten.slice.Tensor(x, 1, -1)", "aten.slice.Tensor", id="the last token"),
-        pytest.param("y = aten.slice.Tensor(x, 1, 1, 9223372036854775807)", "aten.slice.Tensor", id="all but the first"),
+        pytest.param(
+            "y = aten.slice.Tensor(x, 1, 1, 9223372036854775807)", "aten.slice.Tensor", id="all but the first"
+        ),
         pytest.param("y = aten.select.int(x, 1, 0)", "aten.select.int", id="the first token"),
         pytest.param("y = aten.reshape(x, [1, 8, -1])", "aten.reshape.default", id="other features of a token"),
         pytest.param("y = aten.reshape(t, [1, -1])", "aten.reshape.default", id="all in a row"),
         pytest.param("y = aten.reshape(t, [-1, 8])", "aten.reshape.default", id="tokens and features exchanged"),
         pytest.param("y = aten.embedding(flat, ids)", "aten.embedding.default", id="a table of tokens"),
         pytest.param("y = precast.embedding(ids, flat)", "precast.embedding", id="a table of tokens, ours"),
-        pytest.param("y = precast.rms_norm(t, None, eps=0.001, cast_before_scale=False)", "precast.rms_norm", id="norm"),
+        pytest.param(
+            "y = precast.rms_norm(t, None, eps=0.001, cast_before_scale=False)", "precast.rms_norm", id="norm"
+        ),
         pytest.param("y = precast.layer_norm(t, None, None, eps=0.001)", "precast.layer_norm", id="another norm"),
-        pytest.param("d = aten.cat([t, t], 2)\ny = precast.gated_activation(d, kind='silu')",
-                     "precast.gated_activation", id="gates of other tokens"),
+        pytest.param(
+            "d = aten.cat([t, t], 2)\ny = precast.gated_activation(d, kind='silu')",
+            "precast.gated_activation",
+            id="gates of other tokens",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_look_across_tokens_is_refused(body: str, op: str) -> None:
     with pytest.raises(BuildError, match="looks across tokens") as error:
         check(body)
@@ -90,8 +109,10 @@ def test_a_look_across_tokens_is_refused(body: str, op: str) -> None:
     [
         pytest.param("y = aten.linear(x, w, u)", id="a linear layer"),
         pytest.param("z = aten.select.int(x, 0, 0)\ny = aten.addmm(u, z, w)", id="a product and a sum"),
-        pytest.param("h = aten.reshape(x, [-1, 2, 4])\nk = aten.transpose.int(h, 1, 2)\ny = aten.matmul(h, k)",
-                     id="products of one token's heads"),
+        pytest.param(
+            "h = aten.reshape(x, [-1, 2, 4])\nk = aten.transpose.int(h, 1, 2)\ny = aten.matmul(h, k)",
+            id="products of one token's heads",
+        ),
         pytest.param("y = aten.mean.dim(x, [-1], True)", id="mean of a token's features"),
         pytest.param("y = aten.sum.dim_IntList(t, [1])", id="sum of a token's features"),
         pytest.param("y = aten.softmax.int(x, -1)", id="softmax of a token"),
@@ -109,8 +130,10 @@ def test_a_look_across_tokens_is_refused(body: str, op: str) -> None:
         pytest.param("y = aten.select.int(x, 2, 0)", id="one feature"),
         pytest.param("y = aten.reshape(x, [1, -1, 2, 4])", id="heads"),
         pytest.param("y = aten.reshape(x, [-1, 8])", id="without the first dimension"),
-        pytest.param("h = aten.reshape(x, [1, -1, 2, 4])\nk = aten.transpose.int(h, 1, 2)\ny = aten.reshape(k, [2, -1, 4])",
-                     id="heads first, without the first dimension"),
+        pytest.param(
+            "h = aten.reshape(x, [1, -1, 2, 4])\nk = aten.transpose.int(h, 1, 2)\ny = aten.reshape(k, [2, -1, 4])",
+            id="heads first, without the first dimension",
+        ),
         pytest.param("y = aten.embedding(w, ids)", id="a table"),
         pytest.param("y = precast.embedding(ids, w)", id="a table, ours"),
         pytest.param("y = precast.rms_norm(x, u, eps=0.001, cast_before_scale=False)", id="norm of a token"),
@@ -118,10 +141,12 @@ def test_a_look_across_tokens_is_refused(body: str, op: str) -> None:
         pytest.param("y = precast.causal_conv(x, w, None, bounds)", id="a conv of ours"),
         pytest.param("y = precast.gather_rows(x, i)", id="wanted rows"),
         pytest.param("z = aten.softmax.int(w, 0)\ny = aten.linear(x, z)", id="what has no tokens"),
-        pytest.param("n = aten.sym_size.int(x, 1)\ne = aten.expand(u, [1, n, 8])\ny = aten.add.Tensor(x, e)",
-                     id="the same for each token"),
+        pytest.param(
+            "n = aten.sym_size.int(x, 1)\ne = aten.expand(u, [1, n, 8])\ny = aten.add.Tensor(x, e)",
+            id="the same for each token",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_treats_each_token_by_itself_is_allowed(body: str) -> None:
     heads = "q = aten.reshape(x, [1, -1, 2, 4])\n" if "(q, q, q" in body else ""
     wanted = "i = aten.select.int(rows, 1, 0)\n" if "(x, i)" in body else ""

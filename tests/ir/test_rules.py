@@ -491,10 +491,7 @@ REJECTED: list[tuple[str, Args, str]] = [
         (f"precast.{name}", {**args, "cu_seqlens": t("int64", B1)}, "cu_seqlens: expected dtype int32")
         for name, args, _, _ in STATES
     ),
-    *(
-        (f"precast.stateful_{name}", {**args, **SLOTS, "state": f32("P", 7, 7)}, "state")
-        for name, args, _, _ in STATES
-    ),
+    *((f"precast.stateful_{name}", {**args, **SLOTS, "state": f32("P", 7, 7)}, "state") for name, args, _, _ in STATES),
     ("precast.route", {**ROUTE, "top_k": 13}, "top_k: expected 1 to 12"),
     ("precast.grouped_linear", {**GROUPED, "expert_ids": t("int64", "B")}, "expert_ids: expected shape"),
     ("precast.experts", {**EXPERTS, "gated": False}, "down: expected shape"),

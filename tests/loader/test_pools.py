@@ -119,7 +119,9 @@ def test_bytes_for_sequences_hold_those_sequences(num_seqs: int, seq_len: int) -
 
 # --- states ------------------------------------------------------------------------------------------------------
 
-STATE, CONV, TOKEN = 2 * 3 * 4, 1 * 4 * 2, 2 * (4 + 6) * 2  # bytes: two layers' states, a conv's, a token's keys, values
+STATE = 2 * 3 * 4  # bytes of a sequence's states in two layers
+CONV = 2 * 2 * 2
+TOKEN = 2 * (4 + 6) * 2  # keys and values of two heads
 STATEFUL = parse_graph(
     """
     pool states(pages=S)
@@ -132,7 +134,8 @@ STATEFUL = parse_graph(
     group conv(pool=convs, spec=conv(shape=[2, 2], dtype=float16), slot_ids=%c) {
       slot layers.0.conv(%layers.0.conv: float16[C, 2, 2])
     }
-    group full(pool=pages, spec=paged(num_kv_heads=2, head_size=4, value_size=6, dtype=float16, page_size=8, window=none),
+    group full(
+      pool=pages, spec=paged(num_kv_heads=2, head_size=4, value_size=6, dtype=float16, page_size=8, window=none),
       page_indices=%a, page_indptr=%b, page_start=%d, slot_mapping=%e) {
       slot layers.2(%layers.2.k: float16[P, 8, 2, 4], %layers.2.v: float16[P, 8, 2, 6])
     }

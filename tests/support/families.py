@@ -41,7 +41,7 @@ _GEMMA3N: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
 
-_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 12}),
     "llama-tied-bias": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     **{f"llama-rope-{kind}": ("llama", {"rope_parameters": rope}) for kind, rope in _ROPES.items()},
@@ -53,6 +53,15 @@ _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-longrope": (
+        "qwen3",
+        {
+            "num_hidden_layers": 2, "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "factor": 2.0,
+                "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.5 + 0.7 * i for i in range(6)],
+            },
+        },
+    ),
     "qwen3-bias-tied": ("qwen3", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma-mqa": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "hidden_activation": "gelu_pytorch_tanh"}),
@@ -134,6 +143,10 @@ _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "altup_active_idx": 1, "altup_correct_scale": False, "altup_coef_clip": 0.4, "altup_num_inputs": 2,
             "attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": False,
             "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": _ROPES["yarn"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
         },
     ),
     "gemma4": (
@@ -143,6 +156,14 @@ _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": 131, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True, "final_logit_softcapping": 20.0,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma4-three-share": (
+        "gemma4_text",
+        {
+            "head_dim": 12, "global_head_dim": 20, "hidden_size_per_layer_input": 0, "sliding_window": 5,
+            "num_hidden_layers": 5, "num_kv_shared_layers": 3, "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
         },
     ),
     "gemma4-values-are-keys": (
@@ -186,27 +207,55 @@ _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {**_DENSE, **EXPERTS, **STATES}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {**DENSE, **EXPERTS, **STATES}
 """By name: the model type, and what differs from the base."""
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3-sees-later-tokens": ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 8}),
+    "gemma4-sees-later-tokens": ("gemma4_text", {"use_bidirectional_attention": "all", "sliding_window": 8}),
+    "gemma3-dynamic-rope": (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": _ROPES["dynamic"],
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    ),
+}  # fmt: skip
+"""Variants that can't be built."""
+
+CACHE_CHANGES_RESULTS = frozenset({"qwen3-longrope", *(name for name in STATES if name.endswith("time-limits"))})
+"""What transformers generates without a cache, it doesn't with one: its steps with a cache leave the limits of the time
+step out, and keep keys of short frequencies beside long ones (but for the Phi models). These are compared without."""
+
+
+def _first_of_each_type(table: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
+    firsts = {model_type: name for name, (model_type, _) in reversed(table.items())}
+    return [name for name in table if name in firsts.values()]
+
+
+PASS_BY_PASS = (
+    *DENSE,
+    *(name for table in (EXPERTS, STATES) for name in _first_of_each_type(table)),
+    "nemotron_h-experts",
+)
+"""Variants to compare after each pass: what the passes meet differs by type, the rest shows in the whole line."""
 
 # types whose configs don't name their sizes as the others do
 _BASES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2},
-    **dict.fromkeys(
-        ("mamba", "mamba2"),
-        {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2,
-         "pad_token_id": 0},
-    ),
+    **{
+        name: {key: _BASE[key] for key in _BASE if key not in ("intermediate_size", "num_attention_heads")}
+        for name in ("mamba", "mamba2")
+    },
 }  # fmt: skip
 
-FAMILIES = tuple(sorted({model_type for model_type, _ in VARIANTS.values()}))
+DENSE_FAMILIES = tuple(sorted({model_type for model_type, _ in DENSE.values()}))
+"""The model types of the dense variants."""
 
 
 def make_config(variant: str) -> Any:
     """The transformers config of a variant."""
     from transformers import AutoConfig
 
-    model_type, changes = VARIANTS[variant]
+    model_type, changes = (VARIANTS | REFUSED)[variant]
     entries = {**_BASES.get(model_type, _BASE), **changes}
     return AutoConfig.for_model(
         model_type, **{key: value for key, value in entries.items() if key != "head_dim" or value}

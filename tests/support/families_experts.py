@@ -15,6 +15,7 @@ _YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.8,
     "mscale_all_dim": 0.6,
 }  # fmt: skip
+_DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _QWEN: dict[str, Any] = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2}
 _ROUTED: dict[str, Any] = {
     "moe_intermediate_size": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
@@ -66,6 +67,15 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phimoe-yarn": (
+        "phimoe",
+        {
+            "num_local_experts": 4,
+            "rope_parameters": {
+                **_YARN, "original_max_position_embeddings": 16, "short_mscale": 1.1, "long_mscale": 1.3,
+            },
+        },
+    ),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 8}),
     "gpt_oss-one-kv-head-no-bias": (
         "gpt_oss",
@@ -86,12 +96,22 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, **_ROUTED, "head_dim": 6, "topk_method": "greedy", "q_lora_rank": None, "attention_bias": True,
          "mlp_bias": True, "first_k_dense_replace": 0, "tie_word_embeddings": True, "rope_parameters": _YARN},
     ),
+    "deepseek_v2-dynamic-rope": (
+        "deepseek_v2",
+        {**_LATENT, **_ROUTED, "head_dim": 6, "num_hidden_layers": 2, "max_position_embeddings": 24,
+         "rope_parameters": _DYNAMIC},
+    ),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, **_ROUTED, "n_group": 4, "topk_group": 2}),
     "deepseek_v3-one-group-tied": (
         "deepseek_v3",
         {**_LATENT, **_ROUTED, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
          "n_shared_experts": 2, "first_k_dense_replace": 2, "q_lora_rank": None, "rope_interleave": False,
          "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": _YARN},
+    ),
+    "deepseek_v3-dynamic-rope-none-shared": (
+        "deepseek_v3",
+        {**_LATENT, **_ROUTED, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 1, "n_shared_experts": 0,
+         "num_hidden_layers": 2, "max_position_embeddings": 24, "rope_parameters": _DYNAMIC},
     ),
     "glm4_moe": ("glm4_moe", {**_ROUTED, "head_dim": 16, "n_group": 2, "topk_group": 1, "use_qk_norm": True}),
     "glm4_moe-bias-tied": (

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 _DELTA: dict[str, Any] = {
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10,
     "linear_value_head_dim": 14, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -54,6 +57,12 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DELTA, "linear_num_value_heads": 2, "num_key_value_heads": 1, "attention_bias": True,
          "tie_word_embeddings": True, "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
     ),
+    "qwen3_5-sections-of-positions": (
+        "qwen3_5_text",
+        {**_DELTA, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                             "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+    ),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}),
     "qwen3_5_moe-tied": (
         "qwen3_5_moe_text",
@@ -64,10 +73,17 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h-bias": (
         "nemotron_h",
         {**_NEMOTRON, "hybrid_override_pattern": "*M-M", "n_groups": 1, "use_bias": True, "mlp_bias": True,
-         "attention_bias": True, "use_conv_bias": False, "conv_kernel": 3, "num_key_value_heads": 1,
-         "tie_word_embeddings": True, "time_step_limit": (0.1, 0.9)},
+         "attention_bias": True, "use_conv_bias": False, "conv_kernel": 3, "sliding_window": 8,
+         "num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
-    "nemotron_h-experts": ("nemotron_h", {**_NEMOTRON, **_NEMOTRON_EXPERTS, "hybrid_override_pattern": "MEM*E"}),
+    "nemotron_h-time-limits": (
+        "nemotron_h", {**_NEMOTRON, "hybrid_override_pattern": "M*", "num_hidden_layers": 2, "time_step_min": 0.6},
+    ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {**_NEMOTRON, **_NEMOTRON_EXPERTS, "hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5,
+         "num_nextn_predict_layers": 1},
+    ),
     "nemotron_h-experts-latent": (
         "nemotron_h",
         {**_NEMOTRON, **_NEMOTRON_EXPERTS, "hybrid_override_pattern": "ME*-", "n_groups": 3, "moe_latent_size": 28,
@@ -81,13 +97,17 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid-dense-rope": (
         "granitemoehybrid",
         {**_GRANITE, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1,
-         "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_d_conv": 3, "attention_bias": True,
-         "time_step_limit": (0.1, 0.9)},
+         "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_d_conv": 3, "attention_bias": True},
+    ),
+    "granitemoehybrid-time-limits": (
+        "granitemoehybrid",
+        {**_GRANITE, "num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2, "num_local_experts": 0,
+         "time_step_limit": (0.5, 0.9)},
     ),
     "lfm2": ("lfm2", _CONV),
     "lfm2-bias-untied": (
         "lfm2",
-        {**_CONV, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+        {**_CONV, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "rope_parameters": _YARN,
          "tie_word_embeddings": False, "layer_types": ["full_attention", "conv", "conv"]},
     ),
     "lfm2_moe": (
@@ -116,9 +136,9 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon_h1-norm-before-gate": (
         "falcon_h1",
-        {**_FALCON, "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_n_groups": 1, "mamba_d_conv": 3,
-         "time_step_limit": (0.1, 0.9)},
+        {**_FALCON, "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_n_groups": 1, "mamba_d_conv": 3},
     ),
+    "falcon_h1-time-limits": ("falcon_h1", {**_FALCON, "num_hidden_layers": 2, "time_step_limit": (0.5, 0.9)}),
     "mamba2": (
         "mamba2", {"num_heads": 6, "head_dim": 16, "state_size": 10, "n_groups": 3, "chunk_size": 8},
     ),
@@ -126,7 +146,10 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba2",
         {"num_heads": 4, "head_dim": 36, "expand": 3, "state_size": 14, "n_groups": 1, "chunk_size": 8,
          "use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "residual_in_fp32": False,
-         "time_step_limit": (0.1, 0.9), "tie_word_embeddings": True},
+         "tie_word_embeddings": True},
+    ),
+    "mamba2-time-limits": (
+        "mamba2", {"num_heads": 6, "head_dim": 16, "state_size": 10, "n_groups": 2, "time_step_limit": (0.5, 0.9)},
     ),
     "mamba": ("mamba", {"state_size": 10, "time_step_rank": 7}),
     "mamba-bias-untied": (
@@ -144,7 +167,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("minimax", {**_MINIMAX, "block_size": 4}),
     "minimax-linear-first-tied": (
         "minimax",
-        {**_MINIMAX, "block_size": 256, "num_experts_per_tok": 3, "num_key_value_heads": 1, "head_dim": 16,
-         "layer_types": ["linear_attention", "linear_attention", "full_attention"], "tie_word_embeddings": True},
+        {**_MINIMAX, "block_size": 16, "sliding_window": 8, "num_experts_per_tok": 3, "num_key_value_heads": 1,
+         "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"], "tie_word_embeddings": True},
     ),
 }  # fmt: skip

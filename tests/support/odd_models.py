@@ -12,10 +12,10 @@ from transformers.modeling_outputs import CausalLMOutput
 _PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     # what a layer adds to the residual stream `[1, T, 8]`
     "tanh": torch.tanh,
-    "sort": lambda x: torch.sort(x, dim=-1).values,
+    "digamma": torch.digamma,
     "fft": lambda x: torch.fft.fft(x).real,
-    "sum": lambda x: x.sum(-1, keepdim=True, dtype=torch.float32),
-    "nonzero": lambda x: x[:, torch.nonzero(x[0, :, 0])[:, 0]].sum(1, keepdim=True),
+    "mean": lambda x: x.mean(-1, keepdim=True, dtype=torch.float32),
+    "nonzero": lambda x: torch.nonzero(x).sum(0).sum() * x,
     "branch": lambda x: x if bool(x.sum() > 0) else -x,
     "raise": lambda x: x.no_such_method(),
 }

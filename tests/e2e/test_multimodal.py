@@ -1,0 +1,115 @@
+"""Checkpoints of models with parts for pictures: their text decoder builds from the config alone, and answers text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from reference import hf_greedy
+from safetensors import safe_open
+from transformers import AutoConfig
+
+import precast
+from precast.agreement import PROMPTS, agreement
+from precast.builder.shrink import random_model
+from precast.check import compare
+from precast.cli import main
+from precast.ir.bundle import Bundle
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 256,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**TEXT, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                        "num_hidden_layers": 4, "query_pre_attn_scalar": 16},
+        "vision_config": {"model_type": "siglip_vision_model", **VISION},
+        "image_token_index": 130, "boi_token_index": 128, "eoi_token_index": 129, "mm_tokens_per_image": 4,
+    },
+    "llava": {
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **VISION},
+        "image_token_index": 130,
+    },
+    "qwen2_vl": {
+        "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2],
+                                                    "rope_theta": 1e4}, "bos_token_id": 1, "eos_token_id": 2},
+        "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 2},
+        "image_token_id": 130, "video_token_id": 129, "vision_start_token_id": 128, "vision_end_token_id": 127,
+    },
+}  # fmt: skip
+
+
+def make_model(model_type: str) -> Any:
+    return random_model(AutoConfig.for_model(model_type, **MODELS[model_type]))
+
+
+def saved(model: Any, folder: Path) -> tuple[Path, Path]:
+    """The model's checkpoint, and a directory with its config alone."""
+    model.save_pretrained(folder / "checkpoint")
+    (folder / "config").mkdir()
+    shutil.copy(folder / "checkpoint" / "config.json", folder / "config")
+    return folder / "checkpoint", folder / "config"
+
+
+def command(*arguments: Any) -> str:
+    ran = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert ran.exit_code == 0, ran.output
+    return ran.stdout
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_text_is_answered_as_by_transformers(model_type: str, tmp_path: Path) -> None:
+    model = make_model(model_type)
+    checkpoint, config = saved(model, tmp_path)
+
+    bundle = precast.build(config, tmp_path / "bundle", dtype="float32")
+    found = agreement(bundle, checkpoint, model)
+
+    assert found.logits_error < 1e-4
+    assert found.tokens_equal
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    """What is for pictures is listed, and a checkpoint with all of it is taken without complaint."""
+    model = make_model("gemma3")
+    checkpoint, config = saved(model, tmp_path)
+    bundle = tmp_path / "bundle"
+
+    command("build", config, "-o", bundle, "--dtype", "float32")
+    weights = json.loads(command("inspect", bundle, "--weights", "--json"))
+    as_text = command("inspect", bundle, "--weights")
+    verified = command("verify", bundle, "--weights", checkpoint)
+    ids = ",".join(map(str, PROMPTS[0]))
+    ran = command(
+        "run", bundle, "--weights", checkpoint, "--device", "cpu", "--token-ids", ids, "--max-tokens", 8,
+        "--ignore-eos", "--json",
+    )  # fmt: skip
+
+    assert weights["unused"] == ["multi_modal_projector.*", "vision_tower.*"]
+    assert "vision_tower.*" in as_text
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        assert any("vision_tower." in name for name in file.keys())  # noqa: SIM118 - it is no mapping
+    assert "params can be made" in verified
+    assert json.loads(ran)["outputs"][0]["token_ids"] == hf_greedy(model, PROMPTS[0], 8)
+
+
+def test_a_tensor_of_the_text_model_must_not_be_missing(tmp_path: Path) -> None:
+    """The parts that are unused are those, and no others."""
+    bundle = precast.build(AutoConfig.for_model("gemma3", **MODELS["gemma3"]), tmp_path / "bundle")
+
+    assert not any("language" in pattern for pattern in Bundle.open(bundle.path).manifest.checkpoint.unused)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_it_is_checked_as_any_other(model_type: str) -> None:
+    compare(AutoConfig.for_model(model_type, **MODELS[model_type]))
