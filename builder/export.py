@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.export._trace as exporter
@@ -118,7 +118,8 @@ def _no_grad_marks() -> Iterator[None]:
 def _quiet_exporter() -> Iterator[None]:
     """Keeps the exporter from printing the graph that it has so far, and its guesses, to standard error when it can't
     go on. Our error says what it met, and where; what anybody else writes there meanwhile stays."""
-    scope, loggers = vars(exporter), [logging.getLogger(name) for name in _LOGGERS]
+    scope: Any = vars(exporter)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.disabled for logger in loggers]
     scope["print"] = lambda *_, **__: None
     for logger in loggers:

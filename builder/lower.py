@@ -68,7 +68,7 @@ def lower_flat(graph: FxGraph, ctx: PassContext) -> Flat:
                 params.append(Param(value.name, value.type, ctx.params[node.name].recipe))
             elif node.name in ctx.constants:
                 constants.append(value)
-            elif node.name not in ctx.cache_tensors and node.users:
+            elif node.name not in ctx.cache_tensors and _is_read(node):
                 inputs.append(value)
         elif node.op == "output":
             outputs = {name: names.of(value) for name, value in node.args[0].items()}
@@ -83,6 +83,11 @@ def lower_flat(graph: FxGraph, ctx: PassContext) -> Flat:
         outputs=outputs,
         caches=ctx.caches,
     )
+
+
+def _is_read(placeholder: FxNode) -> bool:
+    """Whether anything needs the input's values. Its sizes are the graph's symbols: no node reads those."""
+    return any(_is_tensor_op(user) or user.op == "output" for user in placeholder.users)
 
 
 class _Names:

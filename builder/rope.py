@@ -3,7 +3,7 @@
 transformers recomputes the frequencies of `longrope` and `dynamic` rope in the forward pass, from the longest
 position of the whole batch. In a packed batch every sequence has a length of its own: the frequencies become a
 tensor `[1, T, R]`, one set a token, computed by `precast.rope_frequencies`, and the module's own forward function
-runs on it unchanged.
+runs on it unchanged. PhiMoE's scale of the tables depends on the length in the same way.
 """
 
 from __future__ import annotations

@@ -147,6 +147,17 @@ def test_random_model_is_the_same_each_time_and_leaves_the_generator_alone() -> 
         assert not bool(((a == 0) | (a == 1)).all())
 
 
+def test_buffers_of_the_checkpoint_are_random_and_computed_ones_are_not() -> None:
+    config = small("deepseek_v3")
+    model, other = random_model(config), random_model(config, seed=1)
+
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert corrections
+    for correction in corrections:
+        assert correction.unique().numel() == config.n_routed_experts
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, other.model.rotary_emb.inv_freq, rtol=0, atol=0)
+
+
 def test_config_that_no_sizes_help_is_refused_with_the_reason() -> None:
     config = AutoConfig.for_model("llama", hidden_act="no_such_activation")
 

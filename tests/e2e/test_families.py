@@ -59,7 +59,7 @@ def test_what_cannot_work_is_refused(variant: str, why: str, code: str, tmp_path
 
 # One of each kind of layer: what the commands do is the same for the others.
 @pytest.mark.parametrize(
-    "family", (*families.DENSE_FAMILIES, "mixtral", "gpt_oss", "qwen3_next", "nemotron_h", "mamba2")
+    "family", [*families.DENSE_FAMILIES, "mixtral", "gpt_oss", "qwen3_next", "nemotron_h", "mamba2"]
 )
 def test_the_commands_of_the_readme(family: str, tmp_path: Path) -> None:
     variant = next(name for name, (model_type, _) in families.VARIANTS.items() if model_type == family)

@@ -56,7 +56,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-longrope": (
         "qwen3",
         {
-            "num_hidden_layers": 2, "rope_parameters": {
+            "head_dim": 12, "num_hidden_layers": 2, "rope_parameters": {
                 "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "factor": 2.0,
                 "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [1.5 + 0.7 * i for i in range(6)],
             },
@@ -161,7 +161,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-three-share": (
         "gemma4_text",
         {
-            "head_dim": 12, "global_head_dim": 20, "hidden_size_per_layer_input": 0, "sliding_window": 5,
+            "head_dim": 12, "global_head_dim": 20, "hidden_size_per_layer_input": 6, "sliding_window": 5,
+            "vocab_size_per_layer_input": 131,
             "num_hidden_layers": 5, "num_kv_shared_layers": 3, "num_key_value_heads": 1,
             "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
         },
@@ -215,7 +216,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-sees-later-tokens": ("gemma4_text", {"use_bidirectional_attention": "all", "sliding_window": 8}),
     "gemma3-dynamic-rope": (
         "gemma3_text",
-        {"rope_parameters": {"full_attention": _ROPES["dynamic"],
+        {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 8,
+         "rope_parameters": {"full_attention": _ROPES["dynamic"],
                              "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     ),
 }  # fmt: skip

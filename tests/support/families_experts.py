@@ -108,9 +108,9 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
          "n_shared_experts": 2, "first_k_dense_replace": 2, "q_lora_rank": None, "rope_interleave": False,
          "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": _YARN},
     ),
-    "deepseek_v3-dynamic-rope-none-shared": (
+    "deepseek_v3-dynamic-rope": (
         "deepseek_v3",
-        {**_LATENT, **_ROUTED, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 1, "n_shared_experts": 0,
+        {**_LATENT, **_ROUTED, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 1,
          "num_hidden_layers": 2, "max_position_embeddings": 24, "rope_parameters": _DYNAMIC},
     ),
     "glm4_moe": ("glm4_moe", {**_ROUTED, "head_dim": 16, "n_group": 2, "topk_group": 1, "use_qk_norm": True}),

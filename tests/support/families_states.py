@@ -164,10 +164,11 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
          "num_key_value_heads": 1, "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_d_conv": 3,
          "tie_word_embeddings": True},
     ),
-    "minimax": ("minimax", {**_MINIMAX, "block_size": 4}),
+    "minimax": ("minimax", {**_MINIMAX, "block_size": 4, "sliding_window": 8}),
     "minimax-linear-first-tied": (
         "minimax",
-        {**_MINIMAX, "block_size": 16, "sliding_window": 8, "num_experts_per_tok": 3, "num_key_value_heads": 1,
-         "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"], "tie_word_embeddings": True},
+        {**_MINIMAX, "block_size": 16, "num_experts_per_tok": 3, "num_key_value_heads": 1,
+         "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+         "tie_word_embeddings": True},
     ),
 }  # fmt: skip
