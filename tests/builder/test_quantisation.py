@@ -61,9 +61,10 @@ def check(config: Any, entries: dict[str, Any], quantise: Quantise, folder: Path
     graph = Graph((), (), params, (), (), (), {})
     loaded = load_weights(graph, rules, CheckpointFiles.open(stored), device=torch.device("cpu"))
     for name, recipe in recipes.items():
-        assert torch.equal(loaded.tensors[name], expected[name]), name
+        wanted = expected[name].to(loaded.tensors[name].dtype)  # transformers keeps a router's bias in float32
+        assert torch.equal(loaded.tensors[name], wanted), name
         if not isinstance(recipe, Tie):
-            assert torch.equal(evaluate(recipe, files), expected[name]), name
+            assert torch.equal(evaluate(recipe, files), wanted), name
 
 
 def linear(name: str) -> bool:

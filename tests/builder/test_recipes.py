@@ -6,7 +6,7 @@ from typing import Any
 
 import families
 import pytest
-import transformers.conversion_mapping
+from transformers import conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 
 from precast.builder.factory import make_module
@@ -71,9 +71,9 @@ class Doubled(ConversionOps):
 
 
 def test_a_conversion_that_no_recipe_can_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the table
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the table
     doubled = WeightConverter("q_proj.weight", "q_proj.weight", [Doubled()])
-    table = transformers.conversion_mapping._checkpoint_conversion_mapping_cache
+    table = conversion_mapping._checkpoint_conversion_mapping_cache
     monkeypatch.setitem(table, "llama", [doubled])
 
     with pytest.raises(
