@@ -6,6 +6,7 @@ of it that no checkpoint holds.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def make_module(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
                 "config-invalid",
                 f"transformers can't make a {config.model_type} model from this config: {reason(error)}",
             ) from error
+    _keep_in_float32(model, DTYPES[dtype])
     route_dynamic_rope(model)
     return model.eval()
 
@@ -66,6 +68,17 @@ def _routed(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             raise
         # a table of the model's own, of attention classes by name: they write their attention out
         return from_config(config, attn_implementation="eager", **options)
+
+
+def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What transformers keeps in float32 as it loads a checkpoint into a smaller dtype: the classes name them."""
+    kept = "|".join(f"(?:{name.replace('*', '.*')})" for name in model._get_dtype_plan(dtype))
+    if not kept:
+        return
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_floating_point() and re.search(kept, f"{path}.{name}".lstrip(".")):
+                tensor.data = tensor.data.float()
 
 
 def materialise_buffers(model: PreTrainedModel, wanted: set[str]) -> dict[str, torch.Tensor]:
