@@ -449,7 +449,9 @@ def write_kv(args: Args) -> tuple[TensorType, ...]:
         _same(f"{name}_cache's heads and head size", pages.shape[2:], new.shape[2:])
         _same("slot_mapping", args["slot_mapping"].shape, new.shape[1:2])
     _same("v_cache's pages and heads", args["v_cache"].shape[:3], args["k_cache"].shape[:3])
+    _dtype("k", args["k"], *COMPUTED)
     _dtype("v", args["v"], args["k"].dtype)
+    _dtype("k_cache", args["k_cache"], *FLOATS)
     _dtype("v_cache", args["v_cache"], args["k_cache"].dtype)
     _dtype("slot_mapping", args["slot_mapping"], "int64")
     return ()
@@ -459,6 +461,7 @@ def paged_attention(args: Args) -> tuple[TensorType, ...]:
     k_cache, v_cache = args["k_cache"], args["v_cache"]
     _rank("k_cache", k_cache, 4)
     _rank("v_cache", v_cache, 4)
+    _dtype("k_cache", k_cache, *FLOATS)
     _dtype("v_cache", v_cache, k_cache.dtype)
     _same("v_cache's pages and heads", v_cache.shape[:3], k_cache.shape[:3])
     for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"):

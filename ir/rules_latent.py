@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from precast.ir import symbols
-from precast.ir.rules import COMPUTED, Args, _dtype, _expect, _rank, _same
+from precast.ir.rules import COMPUTED, FLOATS, Args, _dtype, _expect, _rank, _same
 from precast.ir.schema import Expr, TensorType
 
 
@@ -31,7 +31,7 @@ def write_latent(args: Args) -> tuple[TensorType, ...]:
     _same("slot_mapping", args["slot_mapping"].shape, latent.shape[1:2])
     _dtype("latent", latent, *COMPUTED)
     _dtype("k_rope", k_rope, latent.dtype)
-    _dtype("cache", cache, *COMPUTED)
+    _dtype("cache", cache, *FLOATS)
     _dtype("slot_mapping", args["slot_mapping"], "int64")
     return ()
 
@@ -42,7 +42,7 @@ def paged_latent_attention(args: Args) -> tuple[TensorType, ...]:
     _rank("cache", cache, 3)
     _rank("weight", weight, 2)
     _dtype("q", args["q"], *COMPUTED)
-    _dtype("cache", cache, *COMPUTED)
+    _dtype("cache", cache, *FLOATS)
     for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"):
         _rank(name, args[name], 1)
         _dtype(name, args[name], "int32")

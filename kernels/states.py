@@ -24,6 +24,9 @@ Tokens = Sequence[torch.Tensor | None]
 Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(tokens of each argument..., state before) -> (results, state after)."""
 
+_TOGETHER = 4096
+"""Tokens, with those that pad, of the sequences that are computed at once, if that is one sequence at least."""
+
 METADATA = ("slots", "cu_seqlens", "kv_lens")
 
 
@@ -77,20 +80,29 @@ def one_by_one(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: 
 def together(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: Slots) -> torch.Tensor:
     """As `one_by_one`, with `recurrence` over several sequences at once: tokens [n, L, ...], states [n, ...].
 
-    A sequence shorter than L has zeros behind its last token, and must come out with the state after that token. The
-    metadata is read on the host, once; on a GPU that is a wait.
+    A sequence shorter than L has zeros behind its last token, and must come out with the state after that token. As
+    many are computed at once as `_TOGETHER` allows. The metadata is read on the host, once; on a GPU that is a wait.
     """
     classes: dict[int, list[_Sequence]] = {}
     for sequence in _sequences(held):
         # Lengths of one class differ by less than a factor of two: that bounds what padding costs.
         classes.setdefault((sequence.end - sequence.first).bit_length(), []).append(sequence)
     for group in classes.values():
-        state = _initial(group, held.state, out)
-        own = (None if x is None else _gathered(x[0], group).to(computed_in(out)) for x in tokens)
-        y, state = recurrence(*own, state)
-        _scatter(y, out[0], group)
-        _store(state, held.state, group)
+        step = max(1, _TOGETHER // max(sequence.end - sequence.first for sequence in group))
+        for first in range(0, len(group), step):
+            _compute(recurrence, tokens, out, held.state, group[first : first + step])
     return out
+
+
+def _compute(
+    recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, state: torch.Tensor, group: list[_Sequence]
+) -> None:
+    """The recurrence over these sequences; what it makes is gone before the next ones are computed."""
+    initial = _initial(group, state, out)
+    own = (None if x is None else _gathered(x[0], group).to(computed_in(out)) for x in tokens)
+    y, final = recurrence(*own, initial)
+    _scatter(y, out[0], group)
+    _store(final, state, group)
 
 
 def _sequences(held: Slots) -> list[_Sequence]:

@@ -1,10 +1,10 @@
 """Attention in PyTorch for speed without a kernel of our own: no work for keys that no query of a block can see,
 decoding sequences together. It reads the metadata on the host, which on a GPU is a wait; the Triton kernel has none.
 
-Sequences that are decoding (one query) are sorted into classes of like length, and each class is one product over
-pages padded to its longest list. Others go one by one, in blocks of queries. Products without slopes, soft cap and
-sinks are `scaled_dot_product_attention`: it has no place for the last two, and takes a mask of numbers in q's dtype
-alone, which is too coarse for slopes over long distances.
+Sequences that are decoding (one query) are sorted into classes of like length. As many of a class as `_MAX_GATHERED`
+allows are one product, over pages padded to the longest list of the class. Others go one by one, in blocks of queries.
+Products without slopes, soft cap and sinks are `scaled_dot_product_attention`: it has no place for the last two, and
+takes a mask of numbers in q's dtype alone, which is too coarse for slopes over long distances.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from torch.nn import functional
 
 from precast.kernels.attention.attend import check_window, first_seen, probabilities, visible_keys
 from precast.kernels.dtypes import widened
+from precast.kernels.storage import gathered
 
 # Queries of a block: bounds the mask and the scores to this many rows a head, and keeps products large.
 _BLOCK = 128
+# Elements of keys and values that decoding sequences gather at a time, as far as that is possible without less than a
+# sequence: bounds what they hold beside the cache.
+_MAX_GATHERED = 1 << 25
 
 
 class _Rule(NamedTuple):
@@ -97,13 +101,13 @@ def paged_attention(
             # Lists of one class differ by less than a factor of two: that bounds what padding costs.
             decoding.setdefault((sequence.end_page - sequence.first_page).bit_length(), []).append(sequence)
             continue
-        pages = page_indices[sequence.first_page : sequence.end_page]
-        k = k_cache[pages].flatten(0, 1)[: sequence.keys]
-        v = v_cache[pages].flatten(0, 1)[: sequence.keys]
-        rows = slice(sequence.row, sequence.row + sequence.queries)
-        _in_blocks(out[0, rows], q[0, rows], k, v, sequence.position, sequence.start, rule)
+        _prefill(out, q, k_cache, v_cache, page_indices, sequence, rule)
+    elements = k_cache[:1].numel() + v_cache[:1].numel()
     for sequences in decoding.values():
-        _decode(out, q, k_cache, v_cache, page_indices, sequences, rule)
+        longest = max(sequence.end_page - sequence.first_page for sequence in sequences)
+        step = max(1, _MAX_GATHERED // max(1, longest * elements))
+        for first in range(0, len(sequences), step):
+            _decode(out, q, k_cache, v_cache, page_indices, sequences[first : first + step], rule)
     return out
 
 
@@ -129,6 +133,23 @@ def _sequences(
             first, end = indptr[b] + skipped, indptr[b] + held
             found.append(_Sequence(bounds[b], queries, position, start + slots, keys - slots, first, end))
     return found
+
+
+def _prefill(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_indices: torch.Tensor,
+    sequence: _Sequence,
+    rule: _Rule,
+) -> None:
+    """A sequence of several queries; into `out`."""
+    pages = page_indices[sequence.first_page : sequence.end_page]
+    k = gathered(k_cache, pages).flatten(0, 1)[: sequence.keys]
+    v = gathered(v_cache, pages).flatten(0, 1)[: sequence.keys]
+    rows = slice(sequence.row, sequence.row + sequence.queries)
+    _in_blocks(out[0, rows], q[0, rows], k, v, sequence.position, sequence.start, rule)
 
 
 def _in_blocks(
@@ -168,8 +189,8 @@ def _decode(
     slots = torch.arange(len(column) * k_cache.shape[1], device=q.device)
     empty = slots >= lengths[:, None]
     # Slots without a key hold anything, NaN too; a probability of zero would not keep that out of a product.
-    k = k_cache[table].flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
-    v = v_cache[table].flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
+    k = gathered(k_cache, table).flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
+    v = gathered(v_cache, table).flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
     queries, keys = positions[:, None], starts[:, None] + slots
     visible = visible_keys(queries, keys, rule.window, rule.chunk) & ~empty[:, None]
     out[0, rows] = _product(q[0, rows][:, None], k, v, visible, _distance(queries, keys, rule), rule)[:, 0]

@@ -19,6 +19,7 @@ from precast.kernels.attention import batched, cuda
 from precast.kernels.attention.attend import attend, check_window, distance_bias, first_seen, visible_keys
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+from precast.kernels.storage import STORED, gathered
 
 
 def paged_attention(
@@ -41,7 +42,8 @@ def paged_attention(
     """`q` [1, T, H, D], `k_cache` [P, S, K, D], `v_cache` [P, S, K, Dv], `sinks` [H]; [1, T, H, Dv] in q's dtype.
 
     All metadata is int32: `cu_seqlens`, `page_indptr` [B + 1]; `kv_lens`, `page_start` [B]; `page_indices` [N].
-    `slopes` [H] float32. A cache of another dtype is converted as it is read. Computed in float32, rounded once. Raises
+    `slopes` [H] float32. A cache of another dtype, float8_e4m3fn too, is
+    converted as it is read. Computed in float32, rounded once. Raises
     ValueError for a window or chunk below 1, and for both at once.
     """
     check_window(window, chunk)
@@ -51,8 +53,8 @@ def paged_attention(
         rows = slice(bounds[b], bounds[b + 1])
         pages = page_indices[indptr[b] : indptr[b + 1]]
         # What lies past the last key was never written, or by another sequence: it must not enter any product.
-        k = k_cache[pages].flatten(0, 1)[: max(kv_len - start, 0)]
-        v = v_cache[pages].flatten(0, 1)[: max(kv_len - start, 0)]
+        k = gathered(k_cache, pages).flatten(0, 1)[: max(kv_len - start, 0)]
+        v = gathered(v_cache, pages).flatten(0, 1)[: max(kv_len - start, 0)]
         queries = torch.arange(kv_len - (bounds[b + 1] - bounds[b]), kv_len, device=q.device)
         keys = torch.arange(start, start + len(k), device=q.device)
         visible = visible_keys(queries, keys, window, chunk)
@@ -159,6 +161,10 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     )
     yield paged_sample(draw, mixed, heads=2, kv_heads=1, size=8, window=1000)
     yield paged_sample(draw, decode, heads=4, kv_heads=2, size=16, cache_dtype=torch.float16)
+    eight: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn, "cut": True}
+    yield paged_sample(draw, decode, heads=6, kv_heads=2, size=24, value=8, page_size=3, **eight)
+    yield paged_sample(draw, mixed, heads=4, kv_heads=2, size=16, padding=2, **eight)
+    yield paged_sample(draw, mixed, heads=7, kv_heads=1, size=40, page_size=8, window=4, soft_cap=3.0, **eight)
     slopes = draw.uniform(6, dtype=torch.float32)
     yield paged_sample(draw, decode, heads=6, kv_heads=2, size=16, slopes=slopes)
     yield paged_sample(draw, mixed, heads=6, kv_heads=3, size=24, page_size=3, window=5, cut=True, slopes=slopes)
@@ -189,7 +195,7 @@ PAGED_ATTENTION = OpSpec(
         "slopes": "H",
     },
     results={"y": "1 T H E"},
-    dtypes={"q": FLOAT, "k_cache": FLOAT, "v_cache": FLOAT, "sinks": FLOAT, "slopes": (torch.float32,)}
+    dtypes={"q": FLOAT, "k_cache": STORED, "v_cache": STORED, "sinks": FLOAT, "slopes": (torch.float32,)}
     | dict.fromkeys(_METADATA, (torch.int32,)),
     reference=paged_attention,
     fake=_fake,

@@ -7,11 +7,13 @@ known on the device alone. The grid holds `T // BLOCK_Q + B` of them, which is e
 the blocks from `cu_seqlens[b] // BLOCK_Q + b` on, which leaves it at least as many as it needs. A program finds its
 sequence by binary search in `cu_seqlens`, and is done at once if its block lies behind the sequence's last query.
 
-Scores are kept in base 2: exp2 is an instruction, exp is not.
+Scores are kept in base 2: exp2 is an instruction, exp is not. Keys and values of another type than the query's are
+converted to its type as they are loaded: products are those of the activations, however the cache is stored.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -179,6 +181,12 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
+@cache
+def converts_float8(device: torch.device) -> bool:
+    """Whether Triton converts from and to float8_e4m3fn there: GPUs of compute capability 8.9 on, its interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 class Blocks(NamedTuple):
     """The sizes of a launch: queries and rows of a program, keys of a step, and how they are spread and pipelined."""
 
@@ -227,10 +235,11 @@ def paged_attention(
     slopes: torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """`precast.paged_attention`, see `precast.kernels.attention.paged`. float64 is computed by PyTorch."""
+    """`precast.paged_attention`, see `precast.kernels.attention.paged`. PyTorch computes float64, and what Triton can't
+    convert."""
     check_window(window, chunk)
     metadata = (cu_seqlens, kv_lens, page_indices, page_indptr, page_start)
-    if q.dtype == torch.float64:
+    if q.dtype == torch.float64 or (k_cache.dtype.itemsize == 1 and not converts_float8(k_cache.device)):
         rule: dict[str, Any] = {"window": window, "soft_cap": soft_cap, "slopes": slopes, "chunk": chunk}
         return batched.paged_attention(q, k_cache, v_cache, sinks, *metadata, scale=scale, **rule)
     # Zeros for padding, whose tokens belong to no program.

@@ -1,8 +1,4 @@
-"""write_kv in Triton: one program a token and head copies its key and its value; programs of padding do nothing.
-
-Caches of 8-bit floats are written by PyTorch: Triton's conversion saturates where torch's gives NaN, and older GPUs
-have none.
-"""
+"""write_kv in Triton: one program a token and head copies its key and its value; programs of padding do nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.triton import power_of_two
+from precast.kernels.attention.triton import converts_float8, power_of_two
 from precast.kernels.attention.write_kv import write_kv as reference
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`precast.kernels.storage.rounded`; LIMIT is the largest finite value of 8 bits, 0 for wider types."""
+    if LIMIT > 0:
+        x = tl.clamp(x.to(tl.float32), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -43,6 +47,7 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     VALUE_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     """The key and value of one token and head. A slot outside of the cache is taken like padding: never written."""
     token = tl.program_id(0).to(tl.int64)
@@ -56,19 +61,20 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     k = tl.load(k_ptr + token * k_stride_t + head * k_stride_h + d * k_stride_d, mask=d < SIZE)
     k_cache_ptr += page * k_cache_stride_p + offset * k_cache_stride_s + head * k_cache_stride_h
-    tl.store(k_cache_ptr + d * k_cache_stride_d, k.to(k_cache_ptr.dtype.element_ty), mask=d < SIZE)
+    tl.store(k_cache_ptr + d * k_cache_stride_d, _rounded(k, k_cache_ptr.dtype.element_ty, LIMIT), mask=d < SIZE)
 
     e = tl.arange(0, BLOCK_V)
     v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + e * v_stride_d, mask=e < VALUE_SIZE)
     v_cache_ptr += page * v_cache_stride_p + offset * v_cache_stride_s + head * v_cache_stride_h
-    tl.store(v_cache_ptr + e * v_cache_stride_d, v.to(v_cache_ptr.dtype.element_ty), mask=e < VALUE_SIZE)
+    tl.store(v_cache_ptr + e * v_cache_stride_d, _rounded(v, v_cache_ptr.dtype.element_ty, LIMIT), mask=e < VALUE_SIZE)
 
 
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """`precast.write_kv`, see `precast.kernels.attention.write_kv`."""
-    if k_cache.dtype.itemsize == 1 or v_cache.dtype.itemsize == 1:
+    """`precast.write_kv`, see `precast.kernels.attention.write_kv`. PyTorch writes what Triton can't convert."""
+    is_short = k_cache.dtype.itemsize == 1
+    if is_short and not converts_float8(k_cache.device):
         reference(k, v, k_cache, v_cache, slot_mapping)
         return
     num_tokens, num_heads, size = k.shape[1:]
@@ -94,4 +100,5 @@ def write_kv(
             VALUE_SIZE=v.shape[-1],
             BLOCK_D=power_of_two(size),
             BLOCK_V=power_of_two(v.shape[-1]),
+            LIMIT=torch.finfo(k_cache.dtype).max if is_short else 0.0,
         )

@@ -1,5 +1,6 @@
 """write_kv@1: k_cache[slot // S, slot % S] = k[0, t] and v_cache likewise, for each token t with
-slot = slot_mapping[t] >= 0. Tokens with slot -1 are padding and write nothing. Values are rounded to the cache's dtype.
+slot = slot_mapping[t] >= 0. Tokens with slot -1 are padding and write nothing. Values are rounded to the cache's dtype,
+and saturated to the largest finite value of 8 bits (`precast.kernels.storage`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from precast.kernels.attention import cuda
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import Draw, OpSpec, Sample
+from precast.kernels.storage import STORED, bits, rounded
 
 
 def write_kv(
@@ -31,14 +33,9 @@ def write_kv(
     page_size = k_cache.shape[1]
     page, offset = slots // page_size, slots % page_size
     for new, pages in ((k, k_cache), (v, v_cache)):
-        bits = _bits(pages)
-        rows = _bits(new[0, source].to(pages.dtype))
-        bits.index_put_((page, offset), torch.where(kept.any(), rows, bits[0, 0]))
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """`x` in a type that indexing works with: 8-bit floats as their bytes."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+        held = bits(pages)
+        rows = bits(rounded(new[0, source], pages.dtype))
+        held.index_put_((page, offset), torch.where(kept.any(), rows, held[0, 0]))
 
 
 def _fake(
@@ -65,18 +62,22 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     yield sample([-1], 0, 4, 5, 3, draw.dtype)
     yield sample([3, -1, 0], 1, 4, 16, 16, torch.bfloat16)
     yield sample([3, -1, 0], 1, 4, 16, 16, torch.float8_e4m3fn)
+    # All a float8 can hold and more: below its least, between two of its values, above its largest, infinite.
+    steep = sample([0, -1, 6, 3, 5], 3, 3, 24, 9, torch.float8_e4m3fn)
+    spread = draw.uniform(1, 5, 2, 24, low=-14.0, high=13.0, dtype=torch.float32).exp2()
+    signed = draw.to(spread * draw.normal(1, 5, 2, 24, dtype=torch.float32).sign(), draw.dtype)
+    signed[0, 0, 0, :2] = draw.of([float("inf"), float("-inf")], draw.dtype)
+    yield steep | {"k": signed, "v": signed[..., 5:14]}
     # Keys and values as slices of the fused product.
     fused = draw.normal(1, 3, 6, 8)
     yield sample([1, -1, 2], 2, 2, 8, 8, draw.dtype) | {"k": fused[:, :, 2:4], "v": fused[:, :, 4:]}
 
 
-_CACHE = (*FLOAT, torch.float8_e4m3fn)
-
 WRITE_KV = OpSpec(
     name="precast.write_kv",
     axes={"k": "1 T K D", "v": "1 T K E", "k_cache": "P S K D", "v_cache": "P S K E", "slot_mapping": "T"},
     results={},
-    dtypes={"k": FLOAT, "v": FLOAT, "k_cache": _CACHE, "v_cache": _CACHE, "slot_mapping": (torch.int64,)},
+    dtypes={"k": FLOAT, "v": FLOAT, "k_cache": STORED, "v_cache": STORED, "slot_mapping": (torch.int64,)},
     reference=write_kv,
     fake=_fake,
     samples=_samples,

@@ -21,6 +21,7 @@ import torch
 from precast.kernels.attention import batched
 from precast.kernels.attention.attend import check_window
 from precast.kernels.latent_attention.expand import Sizes, expand, sizes_of, split
+from precast.kernels.storage import gathered
 
 # Elements of expanded keys and values that exist at a time, as far as that is possible without less than a head.
 _MAX_EXPANDED = 1 << 27
@@ -71,16 +72,19 @@ def paged_latent_attention(
     check_window(window)
     sizes = sizes_of(q, weight, cache.shape[-1] - weight.shape[1], value_size)
     pages = _Pages(cu_seqlens, kv_lens, page_indices, page_indptr, page_start)
-    bounds = cu_seqlens.tolist()
+    bounds, indptr = cu_seqlens.tolist(), page_indptr.tolist()
     absorbed = [_is_cheaper_absorbed(end - first, sizes) for first, end in pairwise(bounds)]
     if all(absorbed):
         return _absorbed(q, cache, weight, pages, sizes, scale, window)
     out = q.new_zeros((*q.shape[:-1], value_size))
-    for compute, chosen in ((_absorbed, absorbed), (_expanded, [not kept for kept in absorbed])):
-        numbers = [b for b, kept in enumerate(chosen) if kept]
-        if numbers:
-            rows, part = _only(numbers, pages)
-            out[:, rows] = compute(q[:, rows], cache, weight, part, sizes, scale, window)
+    together = [b for b, kept in enumerate(absorbed) if kept]
+    if together:
+        rows, part = _only(together, pages, bounds, indptr)
+        out[:, rows] = _absorbed(q[:, rows], cache, weight, part, sizes, scale, window)
+    for b, kept in enumerate(absorbed):  # one by one: what is expanded at a time is no more than one sequence
+        if not kept:
+            rows, part = _only([b], pages, bounds, indptr)
+            out[:, rows] = _expanded(q[:, rows], cache, weight, part, sizes, scale, window)
     return out
 
 
@@ -93,13 +97,16 @@ def _is_cheaper_absorbed(queries: int, sizes: Sizes) -> bool:
     return queries * (2 * sizes.latent - made) <= sizes.latent * made
 
 
-def _only(numbers: list[int], pages: _Pages) -> tuple[torch.Tensor, _Pages]:
-    """The tokens of these sequences, one behind the other, and the metadata of a call for them alone."""
+def _only(numbers: list[int], pages: _Pages, bounds: list[int], indptr: list[int]) -> tuple[torch.Tensor, _Pages]:
+    """The tokens of these sequences, one behind the other, and the metadata of a call for them alone.
+
+    `bounds` and `indptr` are `cu_seqlens` and `page_indptr` on the host.
+    """
     device = pages.kv_lens.device
-    rows, bounds = _ranges(numbers, pages.cu_seqlens.tolist(), device)
-    entries, indptr = _ranges(numbers, pages.page_indptr.tolist(), device)
+    rows, starts = _ranges(numbers, bounds, device)
+    entries, lists = _ranges(numbers, indptr, device)
     kept = torch.tensor(numbers, device=device)
-    return rows, _Pages(bounds, pages.kv_lens[kept], pages.page_indices[entries], indptr, pages.page_start[kept])
+    return rows, _Pages(starts, pages.kv_lens[kept], pages.page_indices[entries], lists, pages.page_start[kept])
 
 
 def _ranges(numbers: list[int], bounds: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,16 +148,16 @@ def _expanded(
     window: int | None,
 ) -> torch.Tensor:
     """As pages of keys and values in the order of the page lists, for as many heads at a time as fit."""
-    kept = cache[pages.page_indices].to(q.dtype)
+    kept = gathered(cache, pages.page_indices).to(q.dtype)
     latent, k_rope = kept[..., : sizes.latent], kept[..., sizes.latent :]
     numbered = pages._replace(page_indices=torch.arange(len(kept), dtype=torch.int32, device=q.device))
     a_head = kept.shape[0] * kept.shape[1] * (q.shape[-1] + sizes.value)
     step = max(_MAX_EXPANDED // max(a_head, 1), 1)
     rows = sizes.nope + sizes.value
-    parts = []
-    for first in range(0, sizes.heads, step):
-        end = min(first + step, sizes.heads)
-        some = sizes._replace(heads=end - first)
-        k, v = expand(latent, k_rope, weight[first * rows : end * rows], some)
-        parts.append(batched.paged_attention(q[:, :, first:end], k, v, None, *numbered, scale=scale, window=window))
-    return torch.cat(parts, dim=2)
+
+    def some_heads(first: int, end: int) -> torch.Tensor:
+        k, v = expand(latent, k_rope, weight[first * rows : end * rows], sizes._replace(heads=end - first))
+        return batched.paged_attention(q[:, :, first:end], k, v, None, *numbered, scale=scale, window=window)
+
+    ends = range(step, sizes.heads + step, step)
+    return torch.cat([some_heads(end - step, min(end, sizes.heads)) for end in ends], dim=2)

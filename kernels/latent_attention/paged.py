@@ -18,6 +18,7 @@ from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.latent_attention import batched
 from precast.kernels.latent_attention.expand import expand, sizes_of
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+from precast.kernels.storage import STORED, gathered
 
 
 def paged_latent_attention(
@@ -37,8 +38,8 @@ def paged_latent_attention(
     """`q` [1, T, H, Dn + Dr], `cache` [P, S, C + Dr], `weight` [H * (Dn + Dv), C], `value_size` Dv; [1, T, H, Dv].
 
     All metadata is int32: `cu_seqlens`, `page_indptr` [B + 1]; `kv_lens`, `page_start` [B]; `page_indices` [N].
-    A cache of another dtype is converted as it is read. Computed in float32, rounded once to q's dtype. Raises
-    ValueError for a window below 1, and for a weight that doesn't fit the heads.
+    A cache of another dtype, float8_e4m3fn too, is converted as it is read. Computed in float32, rounded once to q's
+    dtype. Raises ValueError for a window below 1, and for a weight that doesn't fit the heads.
     """
     check_window(window)
     sizes = sizes_of(q, weight, cache.shape[-1] - weight.shape[1], value_size)
@@ -48,7 +49,7 @@ def paged_latent_attention(
         rows = slice(bounds[b], bounds[b + 1])
         pages = page_indices[indptr[b] : indptr[b + 1]]
         # What lies past the last key was never written, or by another sequence: it must not enter any product.
-        kept = cache[pages].flatten(0, 1)[: max(kv_len - start, 0)].to(widened(q).dtype)
+        kept = gathered(cache, pages).flatten(0, 1)[: max(kv_len - start, 0)].to(widened(q).dtype)
         k, v = expand(kept[:, : sizes.latent], kept[:, sizes.latent :], weight.to(kept.dtype), sizes)
         queries = torch.arange(kv_len - (bounds[b + 1] - bounds[b]), kv_len, device=q.device)
         keys = torch.arange(start, start + len(kept), device=q.device)
@@ -114,6 +115,9 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     yield paged_latent_sample(draw, mixed, **large, window=4, cut=True)
     yield paged_latent_sample(draw, [(27, 27), (14, 31)], **large, window=1000, padding=1)
     yield paged_latent_sample(draw, mixed, **large, cache_dtype=torch.float16)
+    eight: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn, "cut": True}
+    yield paged_latent_sample(draw, decode, **large, page_size=3, **eight)
+    yield paged_latent_sample(draw, mixed, **small, window=20, padding=2, **eight)
     yield paged_latent_sample(draw, mixed, heads=1, nope=1, rope=2, latent=3, value=1)
     # Nothing to see: an empty context, a query before the first key, and no sequences at all.
     yield paged_latent_sample(draw, [(1, 3), (2, 2)], **large, kv_lens=draw.of([0, 1], torch.int32))
@@ -136,7 +140,7 @@ PAGED_LATENT_ATTENTION = OpSpec(
         "page_start": "B",
     },
     results={"y": "1 T H E"},
-    dtypes={"q": FLOAT, "cache": FLOAT, "weight": FLOAT} | dict.fromkeys(_METADATA, (torch.int32,)),
+    dtypes={"q": FLOAT, "cache": STORED, "weight": FLOAT} | dict.fromkeys(_METADATA, (torch.int32,)),
     reference=paged_latent_attention,
     fake=_fake,
     samples=_samples,

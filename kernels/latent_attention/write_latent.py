@@ -1,5 +1,6 @@
 """write_latent@1: cache[slot // S, slot % S] = (latent[0, t], k_rope[0, t]), for each token t with
-slot = slot_mapping[t] >= 0. Tokens with slot -1 are padding and write nothing. Values are rounded to the cache's dtype.
+slot = slot_mapping[t] >= 0. Tokens with slot -1 are padding and write nothing. Values are rounded to the cache's dtype,
+and saturated to the largest finite value of 8 bits (`precast.kernels.storage`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import Draw, OpSpec, Sample
+from precast.kernels.storage import STORED, bits, rounded
 
 
 def write_latent(latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -26,8 +28,9 @@ def write_latent(latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor
     source = torch.where(kept, tokens, kept.long().argmax())
     slots = slot_mapping[source].clamp(min=0)
     page_size = cache.shape[1]
-    rows = torch.cat((latent[0, source], k_rope[0, source]), dim=-1).to(cache.dtype)
-    cache.index_put_((slots // page_size, slots % page_size), torch.where(kept.any(), rows, cache[0, 0]))
+    held = bits(cache)
+    rows = bits(rounded(torch.cat((latent[0, source], k_rope[0, source]), dim=-1), cache.dtype))
+    held.index_put_((slots // page_size, slots % page_size), torch.where(kept.any(), rows, held[0, 0]))
 
 
 def _fake(latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -50,6 +53,9 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     yield sample([], 2, 4, 5, 3, draw.dtype)
     yield sample([-1], 0, 4, 5, 3, draw.dtype)
     yield sample([3, -1, 0], 1, 4, 16, 2, torch.bfloat16)
+    # Above what a float8 can hold, too.
+    steep = sample([3, -1, 0, 7], 3, 4, 11, 6, torch.float8_e4m3fn)
+    yield steep | {"latent": draw.normal(1, 4, 11, scale=300.0), "k_rope": draw.normal(1, 4, 6, scale=1e-2)}
     # Latent and rope part as slices of the product that gives both.
     fused = draw.normal(1, 3, 12)
     yield sample([1, -1, 2], 2, 2, 8, 4, draw.dtype) | {"latent": fused[..., :8], "k_rope": fused[..., 8:]}
@@ -59,7 +65,7 @@ WRITE_LATENT = OpSpec(
     name="precast.write_latent",
     axes={"latent": "1 T C", "k_rope": "1 T R", "cache": "P S L", "slot_mapping": "T"},
     results={},
-    dtypes={"latent": FLOAT, "k_rope": FLOAT, "cache": FLOAT, "slot_mapping": (torch.int64,)},
+    dtypes={"latent": FLOAT, "k_rope": FLOAT, "cache": STORED, "slot_mapping": (torch.int64,)},
     reference=write_latent,
     fake=_fake,
     samples=_samples,

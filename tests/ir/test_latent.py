@@ -73,7 +73,8 @@ def test_results() -> None:
         ("write_latent", {"k_rope": f32(1, "B", 3)}, "k_rope's tokens"),
         ("write_latent", {"slot_mapping": TensorType("int64", ("B",))}, "slot_mapping: expected shape"),
         ("write_latent", {"slot_mapping": i32("T")}, "slot_mapping: expected dtype int64"),
-        ("write_latent", {"cache": TensorType("float8_e4m3fn", ("P", 8, 19))}, "cache: expected dtype"),
+        ("write_latent", {"cache": TensorType("int8", ("P", 8, 19))}, "cache: expected dtype"),
+        ("paged_latent_attention", {"cache": TensorType("int8", ("P", 8, 19))}, "cache: expected dtype"),
         ("paged_latent_attention", {"cache": f32("P", 8, 15)}, "cache, less the latent: expected at least 0"),
         ("paged_latent_attention", {"cache": f32("P", 8, 20)}, "weight: expected shape [56, 16]"),
         ("paged_latent_attention", {"page_start": i32(B1)}, "page_start: expected shape"),
@@ -136,6 +137,28 @@ def test_a_graph_with_latents_is_valid() -> None:
     assert verify(graph()) == ()
 
 
+def of_dtype(dtype: str) -> tuple[tuple[str, str], ...]:
+    return ("dtype=float32, page_size", f"dtype={dtype}, page_size"), ("float32[P, 8, 19]", f"{dtype}[P, 8, 19]")
+
+
+def test_latents_of_8_bits() -> None:
+    source = graph(*of_dtype("float8_e4m3fn"))
+
+    assert verify(source) == ()
+    assert caches.token_bytes(source.caches.groups[0]) == 2 * (16 + 3)
+    assert caches.page_layout(source.caches.groups[0]) == {"layers.0.latent": 0, "layers.1.latent": 256}
+    assert parse_graph(format_graph(source)) == source
+
+
+def test_a_cache_of_a_type_that_the_ops_cannot_take() -> None:
+    found = verify(graph(*of_dtype("int8")))
+
+    assert [(violation.rule, "cache: expected dtype float8_e4m3fn or float16" in violation.message)
+            for violation in found] == [("IR022", True)] * 2  # fmt: skip
+    assert "precast.write_latent" in found[0].where
+    assert "precast.paged_latent_attention" in found[1].where
+
+
 def test_bytes_of_latents() -> None:
     (group,) = graph().caches.groups
 
@@ -150,6 +173,8 @@ def test_bytes_of_latents() -> None:
         ("IR043", "rope_size: expected at least 1, found 0", (SIZES, "latent_size=19, rope_size=0")),
         ("IR043", "latent_size: expected at least 1, found 0", (SIZES, "latent_size=0, rope_size=19")),
         ("IR044", r"expected tensors float32\[P, 8, 18\] by the spec", ("latent_size=16", "latent_size=15")),
+        ("IR044", r"expected tensors float8_e4m3fn\[P, 8, 19\] by the spec",
+         ("dtype=float32, p", "dtype=float8_e4m3fn, p")),
         ("IR047", "slot_mapping: expected %slots", ("k_rope=%k_rope, cache=%layers.0.latent, slot_mapping=%slots",
                                                     "k_rope=%k_rope, cache=%layers.0.latent, slot_mapping=%others")),
         ("IR047", "page_start: expected %start", ("page_start=%start,\n    scale", "page_start=%kv_lens,\n    scale")),

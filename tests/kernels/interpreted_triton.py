@@ -1,7 +1,8 @@
 """The Triton kernels against the references, for Triton's interpreter: `test_triton.py` runs this file in a process of
 its own, because Triton reads TRITON_INTERPRET when a kernel is defined.
 
-float32 and float16 only: the interpreter holds bfloat16 as integers, and multiplies them as such.
+float32 and float16 only: the interpreter holds bfloat16 as integers, and multiplies them as such. It reads float8 as it
+should, but rounds to it wrongly, and so is asked to write what a float8 holds and what saturates.
 """
 
 from __future__ import annotations
@@ -12,22 +13,34 @@ from typing import Any
 
 import pytest
 import torch
+from strided import with_strided_caches
 
 from precast.kernels.attention import triton, triton_write_kv
 from precast.kernels.attention.attention import ATTENTION
 from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention, paged_sample
 from precast.kernels.attention.write_kv import WRITE_KV
 from precast.kernels.spec import Draw, OpSpec, Sample
+from precast.kernels.storage import rounded
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
 CPU = torch.device("cpu")
+FLOAT8 = torch.float8_e4m3fn
 MIXED = [(5, 5), (1, 33), (0, 4), (40, 101), (1, 1), (17, 17)]
 DECODE = [(1, length) for length in (1, 16, 17, 64, 65, 130)]
 
 
 def has_cache_of(sample: Sample, dtype: torch.dtype) -> bool:
     return sample["k_cache"].dtype == dtype
+
+
+def without_rounding(sample: Sample) -> Sample:
+    """The sample with values that its cache of 8 bits holds, or that are too large for it."""
+    if not has_cache_of(sample, FLOAT8):
+        return sample
+    return sample | {
+        name: torch.where(x.abs() > 448, x, rounded(x, FLOAT8).to(x.dtype)) for name in "kv" for x in [sample[name]]
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -50,6 +63,7 @@ def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]
         if has_cache_of(sample, torch.bfloat16):
             continue  # the interpreter cuts where devices round
         count += 1
+        sample = without_rounding(sample)
         expected = copied(sample)
         WRITE_KV.reference(**expected)
         triton_write_kv.write_kv(**sample)
@@ -57,6 +71,36 @@ def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]
         for name in ("k_cache", "v_cache"):
             assert torch.equal(sample[name].float(), expected[name].float())
     assert count > 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_pages_far_apart(dtype: torch.dtype, copied: Callable[[Sample], Sample], same: Callable[..., None]) -> None:
+    for sample in PAGED_ATTENTION.samples(Draw(dtype, CPU)):
+        spread, _ = with_strided_caches(sample)
+        same(PAGED_ATTENTION, triton.paged_attention(**spread), paged_attention(**sample))
+    for sample in WRITE_KV.samples(Draw(dtype, CPU)):
+        if has_cache_of(sample, torch.bfloat16):
+            continue
+        sample = without_rounding(sample)
+        spread, between = with_strided_caches(sample)
+        expected = copied(sample)
+        triton_write_kv.write_kv(**spread)
+        WRITE_KV.reference(**expected)
+
+        assert all(torch.equal(spread[name].float(), expected[name].float()) for name in ("k_cache", "v_cache"))
+        assert all(bool((gap == 0xFF).all()) for gap in between)
+
+
+def test_write_kv_saturates_and_leaves_the_activations() -> None:
+    large = torch.tensor([449.0, -464.0, 480.0, 1e4, float("inf"), float("-inf"), 448.0, 2.0**-9]).view(1, 1, 1, 8)
+    for dtype in (torch.float32, torch.float16):
+        new = large.to(dtype)
+        before, cache = new.clone(), torch.zeros(2, 2, 1, 8).to(FLOAT8)
+        triton_write_kv.write_kv(new, new, cache, cache.clone(), torch.tensor([2]))
+
+        assert cache[1, 0, 0].float().tolist() == [448, -448, 448, 448, 448, -448, 448, 2.0**-9]
+        assert not cache.view(torch.uint8)[[0, 0, 1], [0, 1, 1]].any()
+        assert torch.equal(new, before)
 
 
 def test_write_kv_stays_inside_the_cache(copied: Callable[[Sample], Sample]) -> None:
@@ -108,6 +152,42 @@ def test_odd_sizes(
     sample = paged_sample(
         draw, sequences, heads=heads, kv_heads=kv_heads, size=size, value=value, page_size=page_size, **more
     )
+
+    same(PAGED_ATTENTION, triton.paged_attention(**sample), paged_attention(**sample))
+
+
+@pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "value", "page_size", "more"),
+    [
+        (4, 1, 64, 64, 16, {}),
+        (7, 1, 80, 72, 5, {"window": 65, "cut": True}),
+        (6, 2, 24, 40, 1, {"slopes": True, "soft_cap": 4.0, "padding": 5}),
+        (1, 1, 256, 256, 32, {"chunk": 37, "sinks": True}),
+    ],
+    ids=str,
+)
+def test_odd_sizes_of_float8(
+    sequences: list[tuple[int, int]],
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    value: int,
+    page_size: int,
+    more: dict[str, Any],
+    same: Callable[..., None],
+) -> None:
+    draw = Draw(dtype, CPU)
+    if "sinks" in more:
+        more = more | {"sinks": draw.normal(heads)}
+    if "slopes" in more:
+        more = more | {"slopes": draw.uniform(heads, dtype=torch.float32)}
+    sample = paged_sample(
+        draw, sequences, heads=heads, kv_heads=kv_heads, size=size, value=value, page_size=page_size,
+        cache_dtype=FLOAT8, **more,
+    )  # fmt: skip
 
     same(PAGED_ATTENTION, triton.paged_attention(**sample), paged_attention(**sample))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -287,3 +288,26 @@ def test_reference_reads_nothing_back() -> None:
         found = sample(torch.empty(3, 9), real, whole.int(), real, real, whole, whole)
 
     assert found.shape == (3,)
+
+
+def test_rows_are_drawn_as_one_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(11, 50)
+    rows = {
+        "temperature": [0.0, 0.8, 1.5, 1.0] * 2 + [1.0, 0.0, 1.2], "top_k": [0, 5, 30] * 3 + [1, 0],
+        "top_p": [1.0, 0.7] * 5 + [0.4], "seeds": list(range(11)), "steps": 3,
+    }  # fmt: skip
+    whole = call(sample, logits, **rows)
+    sorted_together = []
+
+    def noted(x: torch.Tensor, *filters: torch.Tensor) -> torch.Tensor:
+        sorted_together.append(len(x))
+        return passed(x, *filters)
+
+    module = importlib.import_module("precast.kernels.sampling.sample")
+    monkeypatch.setattr(module, "passed", noted)
+    monkeypatch.setattr(module, "_TOGETHER", 4 * 50 + 49)
+
+    assert call(sample, logits, **rows).tolist() == whole.tolist()
+    assert sorted_together == [4, 4, 3]
+    monkeypatch.setattr(module, "_TOGETHER", 1)
+    assert call(sample, logits, **rows).tolist() == whole.tolist()

@@ -66,8 +66,9 @@ def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.float32, 256, 256, 1, True),
     ],
 )
+@pytest.mark.parametrize("cache", [None, "fp8e4nv"], ids=["cache of its type", "float8"])
 def test_paged_attention_compiles_for_hopper(
-    dtype: torch.dtype, size: int, value: int, group: int, has_chunk: bool, is_decode: bool
+    dtype: torch.dtype, size: int, value: int, group: int, has_chunk: bool, is_decode: bool, cache: str | None
 ) -> None:
     from precast.kernels.attention import triton as kernels
 
@@ -96,6 +97,8 @@ def test_paged_attention_compiles_for_hopper(
     floats = ("out_ptr", "q_ptr", "k_ptr", "v_ptr", "sinks_ptr")
     pointers = {name: f"*{NAMES[dtype] if name in floats else 'i32'}" for name in kernel.arg_names if "_ptr" in name}
     pointers["slopes_ptr"] = "*fp32"
+    if cache is not None:
+        pointers |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{cache}")
     found = compiled(kernel, constants, pointers, {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages})
 
     assert len(found.asm["cubin"]) > 0
@@ -103,20 +106,31 @@ def test_paged_attention_compiles_for_hopper(
     # Half precision runs on the tensor cores, float32 in float32.
     has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
     assert has_tensor_cores == (dtype != torch.float32)
+    assert not any("e4m3" in line for line in found.asm["ptx"].splitlines() if "mma" in line)
+    assert ("e4m3x2" in found.asm["ptx"]) == (cache is not None)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("new", "cache"), [("bf16", "bf16"), ("fp32", "bf16")])
+@pytest.mark.parametrize(
+    ("new", "cache"),
+    [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp8e4nv"), ("fp16", "fp8e4nv"), ("fp32", "fp8e4nv")],
+)
 def test_write_kv_compiles_for_hopper(new: str, cache: str) -> None:
     from precast.kernels.attention import triton_write_kv
 
     kernel = triton_write_kv.write_kv_kernel
     constants = {"PAGE_SIZE": 16, "SIZE": 80, "VALUE_SIZE": 64, "BLOCK_D": 128, "BLOCK_V": 64}
+    constants["LIMIT"] = 448.0 if cache == "fp8e4nv" else 0.0
     pointers = {"slot_mapping_ptr": "*i64"}
     pointers |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{new}")
     pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), f"*{cache}")
 
-    assert len(compiled(kernel, constants, pointers, {}).asm["cubin"]) > 0
+    found = compiled(kernel, constants, pointers, {}).asm
+
+    assert len(found["cubin"]) > 0
+    # One conversion to float8, by the hardware, which rounds to nearest even; numbers were limited before.
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in found["ptx"]) == (cache == "fp8e4nv")
+    assert ("min.NaN" in found["ptx"]) == (cache == "fp8e4nv")
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=str)

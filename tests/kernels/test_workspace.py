@@ -1,0 +1,392 @@
+"""The workspace table against what the implementations allocate, for prompts, chunks, decoding, and mixtures.
+
+Sizes are large enough that tensors outweigh indices. For a batch only the number of sequences is known to the table, so
+it may be far above what one batch takes; for one sequence it must be near.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocations import peak_bytes
+
+from precast.ir import ops, symbols
+from precast.ir.operands import LONGEST, Operand
+from precast.ir.schema import Const, DtypeArg, Node, Ref, TensorType, Value
+from precast.ir.workspace import ROWS, drawing, workspace
+from precast.kernels import registry
+from precast.kernels.dtypes import NAMES
+from precast.kernels.sampling import sample as sampling
+from precast.kernels.states import without_states
+
+Sequences = list[tuple[int, int]]
+Sample = dict[str, Any]
+
+LIBRARY = 128 << 10
+"""Bytes that a CPU's libraries take for a product of a few rows, and what a GPU's allocator rounds up to."""
+CPU = torch.device("cpu")
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+
+ONE: list[Sequences] = [[(520, 520)], [(256, 700)]]
+SEVERAL: list[Sequences] = [[(150, 150), (140, 200)], [(1, 50)] * 24, [(1, 300)] * 3 + [(100, 100), (3, 90)], [(1, 9)]]
+
+
+def _normal(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def _tokens(sequences: Sequences) -> int:
+    return sum(tokens for tokens, _ in sequences)
+
+
+def _bounds(sequences: Sequences) -> Sample:
+    bounds = [0, *itertools.accumulate(tokens for tokens, _ in sequences)]
+    return {
+        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+        "kv_lens": torch.tensor([context for _, context in sequences], dtype=torch.int32),
+    }
+
+
+def _states(sequences: Sequences, dtype: torch.dtype, *shape: int) -> Sample:
+    slots = torch.arange(len(sequences), dtype=torch.int32)
+    return {"state": torch.zeros(len(sequences) + 1, *shape, dtype=dtype), "slots": slots, **_bounds(sequences)}
+
+
+def _pages(sequences: Sequences) -> Sample:
+    ends = [0, *itertools.accumulate(-(-context // 16) for _, context in sequences)]
+    return {
+        **_bounds(sequences),
+        "page_indices": torch.arange(ends[-1], dtype=torch.int32),
+        "page_indptr": torch.tensor(ends, dtype=torch.int32),
+        "page_start": torch.zeros(len(sequences), dtype=torch.int32),
+    }
+
+
+def _conv(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    count, channels = _tokens(sequences), 512
+    return {
+        "x": _normal(dtype, 1, count, channels), "weight": _normal(dtype, channels, 4), "bias": None,
+        **_states(sequences, dtype, channels, 3), "activation": "silu",
+    }  # fmt: skip
+
+
+def _state_space(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    count, heads = _tokens(sequences), 8
+    return {
+        "x": _normal(dtype, 1, count, heads, 64), "dt": _normal(dtype, 1, count, heads), "a": -torch.ones(heads),
+        "b": _normal(dtype, 1, count, 2, 128), "c": _normal(dtype, 1, count, 2, 128), "d": torch.ones(heads),
+        "dt_bias": torch.ones(heads), **_states(sequences, torch.float32, heads, 64, 128),
+        "softplus": True, "dt_min": 0.0, "dt_max": float("inf"),
+    }  # fmt: skip
+
+
+def _selective(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    count, channels = _tokens(sequences), 512
+    return {
+        "x": _normal(dtype, 1, count, channels), "dt": _normal(dtype, 1, count, channels),
+        "a": -torch.ones(channels, 16), "b": _normal(dtype, 1, count, 16), "c": _normal(dtype, 1, count, 16),
+        "d": torch.ones(channels), "dt_bias": torch.ones(channels),
+        **_states(sequences, torch.float32, channels, 16), "softplus": True,
+    }  # fmt: skip
+
+
+def _linear_attention(sequences: Sequences, dtype: torch.dtype, *, rowwise: bool = False) -> Sample:
+    count, heads, size = _tokens(sequences), 6, 128
+    decay = (1, count, heads, size) if rowwise else (1, count, heads)
+    return {
+        **{name: _normal(dtype, 1, count, heads, size) for name in "qkv"}, "decay": -torch.rand(decay),
+        **_states(sequences, torch.float32, heads, size, size), "scale": 0.1,
+    }  # fmt: skip
+
+
+def _delta_rule(sequences: Sequences, dtype: torch.dtype, *, rowwise: bool = False) -> Sample:
+    count, heads = _tokens(sequences), 6
+    made = _linear_attention(sequences, dtype, rowwise=rowwise)
+    few = {name: _normal(dtype, 1, count, 3, 128) for name in "qk"}
+    return {**made, **few, "beta": _normal(dtype, 1, count, heads), "normalise": True}
+
+
+def _recurrence(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    shape = (1, _tokens(sequences), 512)
+    return {"x": _normal(dtype, *shape), "factor": torch.rand(shape).to(dtype),
+            **_states(sequences, torch.float32, 512), "kind": "sum"}  # fmt: skip
+
+
+def _wkv(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    shape = (1, _tokens(sequences), 512)
+    return {"k": _normal(dtype, *shape), "v": _normal(dtype, *shape), "decay": -torch.rand(512),
+            "first": torch.rand(512), **_states(sequences, torch.float32, 3, 512)}  # fmt: skip
+
+
+def _attention(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None, **rule: Any) -> Sample:
+    pages = _pages(sequences)
+    cache = (len(pages["page_indices"]), 16, 4, 64)
+    return {
+        "q": _normal(dtype, 1, _tokens(sequences), 16, 64), "k_cache": _normal(kv or dtype, *cache),
+        "v_cache": _normal(kv or dtype, *cache), "sinks": None, **pages, "scale": 0.1, **rule,
+    }  # fmt: skip
+
+
+def _latent_attention(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None) -> Sample:
+    pages = _pages(sequences)
+    return {
+        "q": _normal(dtype, 1, _tokens(sequences), 16, 96),
+        "cache": _normal(kv or dtype, len(pages["page_indices"]), 16, 288),
+        "weight": _normal(dtype, 16 * (64 + 64), 256), **pages, "scale": 0.1, "value_size": 64,
+    }  # fmt: skip
+
+
+def _experts(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "x": _normal(dtype, count, 256), "expert_ids": torch.randint(0, 8, (count, 4)),
+        "expert_weights": _normal(dtype, count, 4), "up": _normal(dtype, 8, 256, 256),
+        "down": _normal(dtype, 8, 256, 128), "up_bias": None, "down_bias": None, "activation": "silu", "gated": True,
+        **rule,
+    }  # fmt: skip
+
+
+def _route(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    return {
+        "logits": _normal(dtype, _tokens(sequences), 256), "bias": torch.ones(256), "scoring": "sigmoid", "top_k": 8,
+        "num_groups": 8, "top_groups": 4, "normalise": True, "dtype": dtype,
+    }  # fmt: skip
+
+
+def _rotary(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    count = _tokens(sequences)
+    return {"x": _normal(dtype, 1, count, 8, 64), "cos": _normal(dtype, 1, count, 24),
+            "sin": _normal(dtype, 1, count, 24), "interleaved": True}  # fmt: skip
+
+
+def _norm(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    return {"x": _normal(dtype, 1, _tokens(sequences), 512), "weight": _normal(dtype, 512), "eps": 1e-5, **rule}
+
+
+def _write(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "latent": _normal(dtype, 1, count, 256), "k_rope": _normal(dtype, 1, count, 32),
+        "cache": _normal(kv or dtype, 100, 16, 288), "slot_mapping": torch.arange(count),
+    }  # fmt: skip
+
+
+def _write_kv(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "k": _normal(dtype, 1, count, 4, 64), "v": _normal(dtype, 1, count, 4, 48),
+        "k_cache": _normal(kv or dtype, 100, 16, 4, 64), "v_cache": _normal(kv or dtype, 100, 16, 4, 48),
+        "slot_mapping": torch.arange(count),
+    }  # fmt: skip
+
+
+def _without_states(sequences: Sequences, dtype: torch.dtype, make: Callable[..., Sample], **rule: Any) -> Sample:
+    return without_states(make(sequences, dtype, **rule))
+
+
+def _packed(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "q": _normal(dtype, 1, count, 16, 64), "k": _normal(dtype, 1, count, 4, 64),
+        "v": _normal(dtype, 1, count, 4, 64), "sinks": None, "cu_seqlens": _bounds(sequences)["cu_seqlens"],
+        "scale": 0.1, **rule,
+    }  # fmt: skip
+
+
+def _latents(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "q": _normal(dtype, 1, count, 16, 96), "latent": _normal(dtype, 1, count, 256),
+        "k_rope": _normal(dtype, 1, count, 32), "weight": _normal(dtype, 16 * (64 + 64), 256),
+        "cu_seqlens": _bounds(sequences)["cu_seqlens"], "scale": 0.1, "value_size": 64,
+    }  # fmt: skip
+
+
+def _grouped(sequences: Sequences, dtype: torch.dtype, *, bias: bool) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "x": _normal(dtype, count, 256), "weight": _normal(dtype, 8, 512, 256),
+        "bias": _normal(dtype, 8, 512) if bias else None, "expert_ids": torch.zeros(count, dtype=torch.int64),
+    }  # fmt: skip
+
+
+def _residual_norm(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    made = _norm(sequences, dtype, **rule)
+    return {"x": made.pop("x"), "residual": _normal(dtype, 1, _tokens(sequences), 512), **made}
+
+
+def _gated(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    return {"x": _normal(dtype, 1, _tokens(sequences), 1024), "kind": "silu"}
+
+
+def _embedded(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    return {"ids": torch.randint(0, 50, (1, _tokens(sequences))), "weight": _normal(dtype, 50, 512), "scale": 2.0}
+
+
+def _tables(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    positions = torch.arange(_tokens(sequences))[None]
+    return {"positions": positions, "inv_freq": torch.rand(64), "scale": 1.0, "dtype": dtype}
+
+
+def _frequencies(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    lengths = torch.arange(_tokens(sequences))[None]
+    return {"lengths": lengths, "short": torch.rand(64), "long": None, "kind": "dynamic", "original_length": 64,
+            "factor": 2.0, "base": 10000.0}  # fmt: skip
+
+
+def _gathered(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    return {"x": _normal(dtype, 1, _tokens(sequences), 512), "rows": torch.arange(_tokens(sequences))}
+
+
+FLOAT8 = {"kv": torch.float8_e4m3fn}
+
+
+CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
+    # name: (op, its arguments, more of them, how far above one sequence's measured bytes the table may be)
+    "conv": ("stateful_causal_conv", _conv, {}, 1.1),
+    "state space": ("stateful_state_space_scan", _state_space, {}, 1.1),
+    "selective": ("stateful_selective_scan", _selective, {}, 1.3),
+    "linear attention": ("stateful_linear_attention", _linear_attention, {}, 1.1),
+    "linear attention, rows": ("stateful_linear_attention", _linear_attention, {"rowwise": True}, 1.25),
+    "delta rule": ("stateful_delta_rule", _delta_rule, {}, 1.1),
+    "delta rule, rows": ("stateful_delta_rule", _delta_rule, {"rowwise": True}, 1.2),
+    "recurrence": ("stateful_linear_recurrence", _recurrence, {}, 1.25),
+    "wkv": ("stateful_wkv", _wkv, {}, 1.2),
+    "attention": ("paged_attention", _attention, {}, 1.15),
+    "attention, capped": ("paged_attention", _attention, {"soft_cap": 30.0}, 1.6),
+    "attention, 8 bits": ("paged_attention", _attention, FLOAT8, 1.2),
+    "attention, capped, 8 bits": ("paged_attention", _attention, {**FLOAT8, "soft_cap": 30.0}, 1.6),
+    "latent attention": ("paged_latent_attention", _latent_attention, {}, 1.6),
+    "latent attention, 8 bits": ("paged_latent_attention", _latent_attention, FLOAT8, 1.6),
+    "experts": ("experts", _experts, {}, 1.1),
+    "experts, limited": ("experts", _experts, {"limit": 7.0, "alpha": 1.7, "offset": 1.0}, 1.1),
+    "route": ("route", _route, {}, 2.0),
+    "rotary": ("rotary", _rotary, {}, 1.1),
+    "rms norm": ("rms_norm", _norm, {"cast_before_scale": True}, 1.05),
+    "rms norm, wide": ("rms_norm", _norm, {"cast_before_scale": False, "offset": 1.0}, 1.05),
+    "layer norm": ("layer_norm", _norm, {"bias": torch.ones(512)}, 1.05),
+    "write latent": ("write_latent", _write, {}, 1.05),
+    "write latent, 8 bits": ("write_latent", _write, FLOAT8, 1.05),
+    "write kv": ("write_kv", _write_kv, {}, 1.25),
+    "write kv, 8 bits": ("write_kv", _write_kv, FLOAT8, 1.15),
+    **{
+        f"{name}, without a cache": (name, _without_states, {"make": make}, tolerance)
+        for name, make, tolerance in (
+            ("causal_conv", _conv, 1.25),
+            ("state_space_scan", _state_space, 1.1),
+            ("selective_scan", _selective, 1.3),
+            ("linear_attention", _linear_attention, 1.15),
+            ("delta_rule", _delta_rule, 1.15),
+            ("linear_recurrence", _recurrence, 1.25),
+            ("wkv", _wkv, 1.2),
+        )
+    },
+    "attention, without a cache": ("attention", _packed, {}, 1.2),
+    "latent attention, without a cache": ("latent_attention", _latents, {}, 1.6),
+    "grouped linear": ("grouped_linear", _grouped, {"bias": False}, 1.1),
+    "grouped linear, bias": ("grouped_linear", _grouped, {"bias": True}, 1.1),
+    "residual rms norm": ("residual_rms_norm", _residual_norm, {"cast_before_scale": True}, 1.05),
+    "gated activation": ("gated_activation", _gated, {}, 1.05),
+    "embedding": ("embedding", _embedded, {}, 1.05),
+    "rotary tables": ("rotary_tables", _tables, {}, 1.25),
+    "rope frequencies": ("rope_frequencies", _frequencies, {}, 2.5),
+    "gather rows": ("gather_rows", _gathered, {}, 1.05),
+    "write kv, half of it": ("write_kv", _write_kv, {"kv": torch.float16}, 1.25),
+}
+
+
+def measured_and_predicted(op: str, sample: Sample, device: torch.device = CPU) -> tuple[int, int]:
+    """Bytes of the op's results and workspace."""
+    name = f"precast.{op}"
+    function = registry.resolve(name, 1, device)
+    sample = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in sample.items()}
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return function(**sample)
+
+    made = run()
+    results = () if made is None else made if isinstance(made, tuple) else (made,)
+    outputs = tuple(Value(f"y{i}", _type(result)) for i, result in enumerate(results))
+    given = {key: value for key, value in sample.items() if isinstance(value, torch.Tensor)}
+    operands = {key: Operand(_type(value), value.is_contiguous()) for key, value in given.items()}
+    node = Node(name, {key: _arg(key, value) for key, value in sample.items()}, outputs)
+    held = sum(result.nbytes for result in results)
+    longest = max(sample["kv_lens"].tolist()) if "kv_lens" in sample else 0
+    del made, results
+    return peak_bytes(run, device), held + symbols.evaluate(workspace(node, operands, device.type), {LONGEST: longest})
+
+
+def _type(x: torch.Tensor) -> TensorType:
+    return TensorType(NAMES[x.dtype], tuple(x.shape))
+
+
+def _arg(name: str, value: Any) -> Ref | Const | DtypeArg:
+    if isinstance(value, torch.Tensor):
+        return Ref(name)
+    return DtypeArg(NAMES[value]) if isinstance(value, torch.dtype) else Const(value)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_one_sequence_takes_what_the_table_says(case: str, device: torch.device) -> None:
+    op, make, rule, tolerance = CASES[case]
+    slack = 0 if device == CPU and op != "grouped_linear" else LIBRARY
+    for sequences in ONE:
+        for dtype in (torch.bfloat16, torch.float32):
+            found, expected = measured_and_predicted(op, make(sequences, dtype, **rule), device)
+            assert found - slack <= expected <= tolerance * found + slack, (
+                f"{sequences}, {dtype}: {expected / found:.3f} of the measured"
+            )
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_batches_never_take_more(case: str, device: torch.device) -> None:
+    op, make, rule, _ = CASES[case]
+    for sequences in SEVERAL:
+        found, expected = measured_and_predicted(op, make(sequences, torch.bfloat16, **rule), device)
+        assert found <= expected + LIBRARY, f"{sequences}: {expected / found:.3f} of the measured"
+
+
+@pytest.mark.parametrize(("rows", "size"), [(6, 4000), (1, 100_000)])
+def test_sampling_takes_what_the_table_says(rows: int, size: int) -> None:
+    found = peak_bytes(lambda: sampling.sample(**_drawn(rows, size, CPU)), CPU)
+
+    assert 0.8 * _drawing(rows, size, CPU) <= found <= _drawing(rows, size, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 6, 40, 41, 60, 100])
+def test_sampling_takes_what_the_table_says_on_a_gpu(rows: int) -> None:
+    device = torch.device("cuda")
+    given = _drawn(rows, 100_000, device)
+    sampling.sample(**given)
+    found, expected = peak_bytes(lambda: sampling.sample(**given), device), _drawing(rows, 100_000, device)
+
+    assert found <= expected <= 1.1 * found, f"{expected / found:.4f} of the measured"
+
+
+def _drawn(rows: int, size: int, device: torch.device) -> Sample:
+    flat = {"temperature": torch.ones(rows), "top_p": torch.full((rows,), 0.9), "min_p": torch.full((rows,), 0.1)}
+    others = {"seeds": torch.arange(rows), "steps": torch.arange(rows), "top_k": torch.full((rows,), 50).int()}
+    each = {name: values.to(device) for name, values in {**flat, **others}.items()}
+    return {"logits": torch.randn(rows, size, device=device).bfloat16(), **each}
+
+
+def _drawing(rows: int, size: int, device: torch.device) -> int:
+    return symbols.evaluate(drawing(TensorType("bfloat16", (rows, size)), device.type), {})
+
+
+def test_every_op_has_a_row() -> None:
+    assert ROWS.keys() == {name for name, _ in ops.names()}
+
+
+def test_every_op_of_our_own_is_measured() -> None:
+    assert {f"precast.{op}" for op, *_ in CASES.values()} | {"precast.sample"} == {
+        spec.name for spec in registry.specs()
+    }
