@@ -76,6 +76,7 @@ class _GraphParser:
         self._inputs: tuple[Value, ...] = ()
         self._params: tuple[Param, ...] = ()
         self._constants: tuple[Value, ...] = ()
+        self._slab_bytes = 0
         self._pools: list[Pool] = []
         self._groups: list[Group] = []
         self._states: list[StateGroup] = []
@@ -90,6 +91,7 @@ class _GraphParser:
             "inputs": self._read_inputs,
             "params": self._read_params,
             "constants": self._read_constants,
+            "slabs": self._read_slabs,
             "pool": self._read_pool,
             "group": self._read_group,
             "block": self._read_block,
@@ -112,7 +114,7 @@ class _GraphParser:
             blocks=tuple(self._blocks),
             main=self._main,
             outputs=self._outputs,
-            caches=CachePlan(tuple(self._pools), tuple(self._groups), tuple(self._states)),
+            caches=CachePlan(tuple(self._pools), tuple(self._groups), tuple(self._states), self._slab_bytes),
         )
 
     def _read_symbols(self) -> None:
@@ -139,11 +141,21 @@ class _GraphParser:
         self._in.expect("=")
         return Param(value.name, value.type, _recipe(self._in))
 
+    def _read_slabs(self) -> None:
+        self._in.expect("(")
+        self._in.key("bytes", first=True)
+        self._slab_bytes = self._in.int()
+        self._in.expect(")")
+
     def _read_pool(self) -> None:
         name = self._in.name()
         self._in.expect("(")
         self._in.key("pages", first=True)
-        self._pools.append(Pool(name, self._in.name("a symbol")))
+        pages, per_slab = self._in.name("a symbol"), 1
+        if self._in.at(","):
+            self._in.key("pages_per_slab")
+            per_slab = self._in.int()
+        self._pools.append(Pool(name, pages, per_slab))
         self._in.expect(")")
 
     def _read_group(self) -> None:

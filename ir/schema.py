@@ -307,18 +307,26 @@ class StateGroup(Wire, frozen=True):
 
 
 class Pool(Wire, frozen=True):
-    """Memory for groups of one page geometry; `pages` is the symbol that counts its pages."""
+    """Memory for the pages of one group; `pages` is the symbol that counts them.
+
+    A slab holds `pages_per_slab` of them. In plans without slabs, groups of one page geometry may share a pool.
+    """
 
     name: str
     pages: str
+    pages_per_slab: int = 1
 
 
 class CachePlan(Wire, frozen=True):
-    """The only source of truth for the graph's metadata inputs and the loader's allocations."""
+    """The only source of truth for the graph's metadata inputs and the loader's allocations.
+
+    All cache memory is one arena of slabs of `slab_bytes`, which pools draw and give back; 0: the loader chooses.
+    """
 
     pools: tuple[Pool, ...] = ()
     groups: tuple[Group, ...] = ()
     states: tuple[StateGroup, ...] = ()
+    slab_bytes: int = 0
 
 
 # --- graph -----------------------------------------------------------------------------------------------------

@@ -53,6 +53,42 @@ def floordiv(a: Expr, b: Expr) -> Expr:
     return _apply("floordiv", a, b)
 
 
+def ceildiv(a: Expr, b: Expr) -> Expr:
+    """The quotient rounded up, in normal form."""
+    return _apply("ceildiv", a, b)
+
+
+def maximum(first: Expr, *others: Expr) -> Expr:
+    """The largest of the arguments, in normal form."""
+    return _apply("max", first, *others) if others else normal(first)
+
+
+def minimum(first: Expr, *others: Expr) -> Expr:
+    """The smallest of the arguments, in normal form."""
+    return _apply("min", first, *others) if others else normal(first)
+
+
+def largest(sums: Iterable[Expr]) -> Expr:
+    """The maximum of expressions whose symbols are never negative, without those that another one always exceeds."""
+    kept: list[tuple[Expr, dict[tuple[Expr, ...], int]]] = []
+    for each in {normal(one) for one in sums}:
+        parts = each.args if isinstance(each, Apply) and each.op == "max" else (each,)
+        for expr in parts:
+            found = terms(expr)
+            if any(_exceeds(other, found) for _, other in kept):
+                continue
+            kept = [(one, other) for one, other in kept if not _exceeds(found, other)]
+            kept.append((expr, found))
+    if len(kept) < 2:
+        return kept[0][0] if kept else 0
+    return maximum(*(expr for expr, _ in kept))
+
+
+def terms(expr: Expr) -> dict[tuple[Expr, ...], int]:
+    """The normal form as a sum: each product's sorted factors, and how often it is taken; the constant has none."""
+    return dict(_polynomial(normal(expr)))
+
+
 def evaluate(expr: Expr, symbols: Mapping[str, int]) -> int:
     """The value of `expr` with each symbol bound.
 
@@ -115,6 +151,13 @@ def text(expr: Expr) -> str:
     if infix and len(parts) > 1:
         return f"({infix.join(parts)})"
     return f"{expr.op}({', '.join(parts)})"
+
+
+def _exceeds(a: Polynomial, b: Polynomial) -> bool:
+    """Whether `a` is at least `b` term by term."""
+    return all(a.get(term, 0) >= factor for term, factor in b.items()) and all(
+        factor >= 0 or b.get(term, 0) <= factor for term, factor in a.items()
+    )
 
 
 def _fold(op: str, values: list[int]) -> int:

@@ -146,8 +146,11 @@ def _graph(graph: Graph) -> Iterator[str]:
     yield from _section("inputs", map(format_value, graph.inputs))
     yield from _section("params", map(_param, graph.params))
     yield from _section("constants", map(format_value, graph.constants))
+    if graph.caches.slab_bytes:
+        yield f"slabs(bytes={graph.caches.slab_bytes})"
     for pool in graph.caches.pools:
-        yield f"pool {_name(pool.name)}(pages={_name(pool.pages)})"
+        per_slab = "" if pool.pages_per_slab == 1 else f", pages_per_slab={pool.pages_per_slab}"
+        yield f"pool {_name(pool.name)}(pages={_name(pool.pages)}{per_slab})"
     for group in graph.caches.groups:
         yield from _section(_group(group), map(_slot, group.slots), always=True)
     for states in graph.caches.states:

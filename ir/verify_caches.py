@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 from precast.ir import caches, ops, symbols
 from precast.ir.facts import Facts, Fault, Rule, duplicates, same_type
-from precast.ir.schema import Call, Const, Expr, Group, LatentSpec, Node, PagedSpec, Ref, StateGroup
+from precast.ir.schema import Call, Const, Expr, Group, LatentSpec, Node, PagedSpec, Pool, Ref, StateGroup
 from precast.ir.text import format_type
 
 _WRITES, _READS = ("slot_mapping",), ("page_indices", "page_indptr", "page_start")
@@ -100,6 +100,43 @@ def _geometries(facts: Facts) -> Iterator[Fault]:
         types, others = caches.slot_types(group.spec, "pages"), caches.slot_types(other.spec, "pages")
         if len(types) != len(others) or not all(map(same_type, types, others)):
             yield f"group {group.name}", f"its pages have another geometry than those of {other.name} in the same pool"
+
+
+def _slabs(facts: Facts) -> Iterator[Fault]:
+    plan = facts.graph.caches
+    if not plan.slab_bytes:
+        for pool in plan.pools:
+            if pool.pages_per_slab != 1:
+                yield f"pool {pool.name}", f"{pool.pages_per_slab} pages a slab, in a plan without slabs"
+        return
+    if plan.slab_bytes not in range(2**63):
+        yield "caches", f"slab_bytes: expected 0 to {2**63 - 1}, found {plan.slab_bytes}"
+        return
+    yield from duplicates("pool", (group.pool for group in caches.groups(plan)), "serves two groups despite slabs")
+    owners = {group.pool: group for group in caches.groups(plan)}
+    for pool in plan.pools:
+        faults = _slab_faults(plan.slab_bytes, pool, owners.get(pool.name))
+        yield from ((f"pool {pool.name}", fault) for fault in faults)
+
+
+def _slab_faults(slab_bytes: int, pool: Pool, group: Group | StateGroup | None) -> Iterator[str]:
+    """What is wrong with how the pages of the pool's group stand in a slab."""
+    if pool.pages_per_slab < 1:
+        yield f"pages_per_slab: expected at least 1, found {pool.pages_per_slab}"
+        return
+    stride, rest = divmod(slab_bytes, pool.pages_per_slab)
+    if rest or stride % caches.PAGE_ALIGNMENT:
+        wanted = f"expected a multiple of {caches.PAGE_ALIGNMENT} bytes a page"
+        yield f"{wanted}, found {pool.pages_per_slab} pages in a slab of {slab_bytes} bytes"
+    if group is None:
+        return
+    try:
+        needed = caches.page_bytes(group)
+    except (KeyError, ZeroDivisionError):
+        yield f"the sizes of group {group.name} must be known for slabs: integers, tp and rank"
+        return
+    if not 1 <= needed <= stride:
+        yield f"a page of group {group.name} takes {needed} bytes, and has {stride}"
 
 
 def _group_inputs(facts: Facts) -> Iterator[Fault]:
@@ -205,4 +242,5 @@ CACHE_RULES = (
     Rule("IR045", "groups of one pool have pages of one geometry", _geometries),
     Rule("IR046", "a group's metadata are graph inputs of the right types, and its own", _group_inputs),
     Rule("IR047", "an op on a cache takes the tensors of one slot, its group's metadata, window and chunk", _cache_ops),
+    Rule("IR048", "in a plan with slabs each group has a pool of its own, whose pages fit and fill a slab", _slabs),
 )

@@ -151,6 +151,13 @@ CHUNKS = (
 WRITE = "precast.write_kv(k=%k1, v=%v1, k_cache=%layers.1.k, v_cache=%layers.1.v, slot_mapping=%slots_full)"
 LONG = "a" * 256
 
+
+def slabs(num_bytes: int, per_slab: int) -> tuple[str, str]:
+    """The edit that gives the plan slabs; pages take 512 bytes in pool small, 1024 in pool large."""
+    pools = f"slabs(bytes={num_bytes})\npool small(pages=P_small, pages_per_slab={per_slab})"
+    return "pool small(pages=P_small)", pools
+
+
 ACCEPTED = [
     ok("IR001", constant(f"%_A.0..b: int8[] %{LONG}: int8[]")),
     ok("IR002", constant("%c: int8[floordiv((T * 8), max(tp, 1)), mod(T, 3), (T + -1)]")),
@@ -196,6 +203,8 @@ ACCEPTED = [
     ok("IR047", ("scale=0.5)", "scale=0.5, window=7)")),
     ok("IR047", *CHUNKS),
     ok("IR047", ("scale=0.5)", "scale=0.5, chunk=7)")),
+    ok("IR048", slabs(1024, 2)),
+    ok("IR048", slabs(2048, 2)),  # pages of 512 bytes, 1024 apart
 ]
 
 NOT_A_NAME = "expected letters, digits, _ and ., at most 256, no digit first"
@@ -611,6 +620,27 @@ REJECTED = [
         "k_cache: expected a tensor of a cache slot",
         ("k_cache=%layers.1.k, v_cache=%layers.1.v, sinks", "k_cache=%copy, v_cache=%layers.1.v, sinks"),
         step("%copy = aten.neg.default(self=%layers.1.k)"),
+    ),
+    bad("IR048", "pool small: 2 pages a slab, in a plan without slabs", slabs(0, 2)),
+    bad("IR048", "caches: slab_bytes: expected 0 to .*, found -1024", slabs(-1024, 2)),
+    bad("IR048", "caches: slab_bytes: expected 0 to .*, found 9223372036854775808", slabs(2**63, 2)),
+    bad("IR048", "pool small: pages_per_slab: expected at least 1, found 0", slabs(1024, 0)),
+    bad("IR048", "expected a multiple of 256 bytes a page, found 3 pages in a slab of 2048 bytes", slabs(2048, 3)),
+    bad("IR048", "expected a multiple of 256 bytes a page, found 1 pages in a slab of 1100 bytes", slabs(1100, 1)),
+    bad("IR048", "pool small: a page of group local takes 512 bytes, and has 256", slabs(1024, 4)),
+    bad("IR048", "pool large: a page of group full takes 1024 bytes, and has 512", slabs(512, 1)),
+    bad("IR048", "pool small: serves two groups despite slabs", slabs(1024, 2), *ONE_POOL),
+    bad(
+        "IR048",
+        "pool large: the sizes of group full must be known for slabs: integers, tp and rank",
+        slabs(1024, 2),
+        ("size=4, dtype=float32, page_size=16", "size=4, dtype=float32, page_size=16"),
+        (
+            "num_kv_heads=2, head_size=4, value_size=4, dtype=float32, page_size=16",
+            "num_kv_heads=B, head_size=4, value_size=4, dtype=float32, page_size=16",
+        ),
+        ("P_large, 16, 2, 4]", "P_large, 16, B, 4]"),
+        also=("IR022",),
     ),
 ]
 
