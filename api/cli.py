@@ -61,7 +61,10 @@ def main() -> None:
 @click.option("-o", "--out", required=True, type=PATH, help="The bundle's directory.")
 @click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16, or the config's (auto).")
 @click.option("--max-seq-len", type=int, help="Longest sequence served, in tokens. Default: the config's limit.")
-@click.option("--page-size", type=int, default=16, show_default=True, help="Tokens per page of the caches.")
+@click.option("--page-size", type=int, help="Tokens per page of the caches. Default: chosen for each group of layers.")
+@click.option(
+    "--kv-dtype", default="auto", show_default=True, help="Of cached keys and values: fp8_e4m3, or the model's (auto)."
+)
 @click.option("--snapshots", type=DIRECTORY, help="Directory of snapshots that speed up rebuilds.")
 @click.option("--dump", type=DIRECTORY, help="Directory that gets the graph after each pass.")
 @click.option(

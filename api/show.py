@@ -8,12 +8,14 @@ from typing import Any
 
 import msgspec
 
-from precast.ir import caches, symbols
+from precast.ir import activations, caches, symbols
 from precast.ir.bundle import Bundle
 from precast.ir.flops import canonical_share
-from precast.ir.schema import Call, Group, LatentSpec, Node, PagedSpec, StateGroup, StateSpec
+from precast.ir.schema import Call, Graph, Group, LatentSpec, Node, PagedSpec, StateGroup, StateSpec
 from precast.ir.text import format_graph, format_recipe, format_type
 
+STEPS = ((8192, 256), (256, 256))
+"""The steps, as tokens and sequences, for which the summary says what activations take: prefill, and decoding."""
 LENGTHS = (128, 2048, 8192, 32768, 131072)
 """The lengths, in tokens, for which `cache` says what a sequence costs; and the bundle's limit."""
 
@@ -36,6 +38,7 @@ def summary(bundle: Bundle) -> Report:
     total = sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
     share = canonical_share(graph)
+    peaks = _activation_peaks(graph)
     fields = {
         "digest": bundle.digest,
         "format": ".".join(map(str, manifest.format)),
@@ -48,6 +51,9 @@ def summary(bundle: Bundle) -> Report:
         "built_with": manifest.built_with,
         "checked": manifest.checked,
         "canonical_share": round(share, 4),
+        "activation_bytes": [
+            {"tokens": tokens, "sequences": sequences, "bytes": peak} for (tokens, sequences), peak in peaks.items()
+        ],
         "provenance": bundle.provenance,
     }
     layers = f"{model.num_layers} layers, {model.num_parameters:,} parameters"
@@ -63,12 +69,30 @@ def summary(bundle: Bundle) -> Report:
         ),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
+        ("activations", "; ".join(f"{peak / 2**20:,.0f} MiB for {_step_text(*step)}" for step, peak in peaks.items())),
         ("canonical ops", f"{100 * share:.1f} % of the floating-point work"),
         ("checked", "yes: equal to transformers, made tiny" if manifest.checked else "no"),
         ("built with", _pairs(manifest.built_with)),
         ("provenance", _pairs(bundle.provenance) or "none"),
     ]
     return Report(fields, table(rows))
+
+
+def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:
+    """Bytes that steps of so many tokens and sequences hold at most on a GPU, all sequences beginning there."""
+    peak = activations.step_peak(graph, "cuda")
+    found = {}
+    for tokens, sequences in STEPS:
+        pages = {group.name: -(-tokens // group.spec.page_size) + sequences for group in graph.caches.groups}
+        sizes = activations.step_sizes(
+            graph, max_num_tokens=tokens, max_num_seqs=sequences, max_seq_len=tokens, num_pages=pages
+        )
+        found[tokens, sequences] = symbols.evaluate(peak, sizes)
+    return found
+
+
+def _step_text(tokens: int, sequences: int) -> str:
+    return f"{tokens:,} tokens of {sequences} sequences"
 
 
 def graph(bundle: Bundle) -> Report:
@@ -110,12 +134,21 @@ def weights(bundle: Bundle) -> Report:
 
 
 def cache(bundle: Bundle) -> Report:
-    """Each group's geometry, and the bytes that a sequence of given lengths keeps."""
-    groups = caches.groups(bundle.graph.caches)
+    """Each group's geometry, how its pages lie in slabs, and the bytes that a sequence of given lengths keeps.
+
+    For a bundle without slabs they are those that the loader chooses.
+    """
+    plan = caches.with_slabs(bundle.graph.caches)
+    groups = caches.groups(plan)
     limit = bundle.manifest.model.max_seq_len
     lengths = [*(length for length in LENGTHS if length < limit), limit]
-    costs = {length: sum(caches.sequence_bytes(group, length) for group in groups) for length in lengths}
+    strides = {group.name: caches.page_stride(plan, group.pool) for group in groups}
+    costs = {
+        length: sum(caches.kept_pages(group, length) * strides[group.name] for group in groups) for length in lengths
+    }
+    per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
     fields = {
+        "slab_bytes": plan.slab_bytes,
         "groups": [
             {
                 "name": group.name,
@@ -124,6 +157,9 @@ def cache(bundle: Bundle) -> Report:
                 "spec": _spec_fields(group.spec),
                 "bytes_per_token": caches.token_bytes(group),
                 "bytes_per_sequence": caches.state_bytes(group),
+                "page_bytes": caches.filled_bytes(group),
+                "page_stride": strides[group.name],
+                "pages_per_slab": per_slab[group.pool],
             }
             for group in groups
         ],
@@ -135,11 +171,16 @@ def cache(bundle: Bundle) -> Report:
         ("group", "pool", "layers", "kind", "geometry", "dtype", "page", "window", "bytes/token", "bytes/seq")
     ]
     geometry += [_geometry(group) for group in groups]
+    pages: list[tuple[str, ...]] = [("group", "bytes a page", "stride", "pages a slab", "padding")]
+    pages += [_pages(group, strides[group.name], per_slab[group.pool]) for group in groups]
     prices = [("tokens", "bytes a sequence", "of which visible to the next token")]
     for length, held in costs.items():
-        visible = sum(caches.visible_bytes(group, length) for group in groups)
-        prices.append((f"{length:,}", f"{held:,}", f"{100 * visible / held:.1f} %" if held else "-"))
-    return Report(fields, f"{table(geometry)}\n\n{table(prices)}")
+        visible = sum(
+            min(caches.visible_bytes(group, length), caches.sequence_bytes(group, length)) for group in groups
+        )
+        prices.append((f"{length:,}", f"{held:,}", _percent(visible, held)))
+    slabs = f"slabs of {plan.slab_bytes:,} bytes"
+    return Report(fields, f"{table(geometry)}\n\n{slabs}\n{table(pages)}\n\n{table(prices)}")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -172,3 +213,12 @@ def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
     chunk = spec.chunk if isinstance(spec, PagedSpec) else None
     window = str(spec.window) if spec.window is not None else "-" if chunk is None else f"chunks of {chunk}"
     return (group.name, group.pool, layers, kind, shape, spec.dtype, str(spec.page_size), window, token, "-")
+
+
+def _pages(group: Group | StateGroup, stride: int, per_slab: int) -> tuple[str, ...]:
+    size = caches.filled_bytes(group)
+    return (group.name, f"{size:,}", f"{stride:,}", f"{per_slab:,}", _percent(stride - size, stride))
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -7,8 +7,9 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,11 @@ from precast.kernels.registry import register
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from precast.ir.schema import Dtype
+
+KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "fp8_e4m3": "float8_e4m3fn"})
+"""The dtypes of cached keys and values by the names of the option; None: the model's."""
+
 Progress = Callable[[str], None]
 
 
@@ -38,7 +44,8 @@ def build(
     *,
     dtype: str = "auto",
     max_seq_len: int | None = None,
-    page_size: int = 16,
+    page_size: int | None = None,
+    kv_dtype: str = "auto",
     snapshots: str | Path | None = None,
     dump: str | Path | None = None,
     allow_remote_code: bool = False,
@@ -51,10 +58,12 @@ def build(
         source: a directory with a `config.json` (and tokenizer files), a `config.json`, a hub id, or a config object.
         out: the bundle's directory. A bundle that stands there is replaced in one step; anything else is refused.
         dtype: `float32`, `bfloat16`, `float16`: of weights, activations and caches. `auto`: the config's.
+        kv_dtype: `fp8_e4m3`: cached keys, values and latents take 8 bits, rounded and saturated to 448, without scales;
+            states and convs stay as they are. `auto`: the model's dtype.
         max_seq_len: the longest sequence served, prompt and answer, in tokens. None: the config's limit.
-        page_size: tokens per page of the key/value caches.
-        snapshots: a directory for snapshots of the pipeline: a rebuild with another page size starts behind the
-            tracing. None: none are read or written.
+        page_size: tokens per page of the key/value caches; None: chosen for each group of layers, 8 to 64.
+        snapshots: a directory for snapshots of the pipeline: a rebuild with another page size or kv dtype starts behind
+            the tracing. None: none are read or written.
         dump: a directory that gets the graph after each pass as text.
         allow_remote_code: run the code that comes with a model which transformers does not have itself. It runs here,
             with the rights of this process; none of it enters the bundle, which records in its provenance that it ran.
@@ -72,7 +81,7 @@ def build(
     say("config")
     check_output(out)
     opened = open_source(source, allow_code=allow_remote_code)
-    options = _options(opened, dtype, max_seq_len, page_size)
+    options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
     todo = pipeline.passes()
     early = tuple(step for step in todo if pipeline.before_caches(step))
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
@@ -105,7 +114,7 @@ def build(
     )  # fmt: skip
 
 
-def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int) -> Options:
+def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int | None, kv_dtype: str) -> Options:
     auto = dtype == "auto"
     if auto:
         wanted = getattr(source.config, "dtype", None) or torch.float32
@@ -115,9 +124,11 @@ def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int
         expected = f"{'' if auto else 'auto or '}one of {', '.join(DTYPES)}"
         fix = "name one of them as dtype" if auto else None
         raise BuildError("option-invalid", f"{whose} is {dtype!s}, expected {expected}", fix=fix)
-    if type(page_size) is not int or not 1 <= page_size <= 1024:
+    if page_size is not None and (type(page_size) is not int or not 1 <= page_size <= 1024):
         raise BuildError("option-invalid", f"page_size is {page_size!r}, expected 1 to 1024 tokens")
-    return Options(dtype, limit(source.config, max_seq_len), page_size)
+    if kv_dtype not in KV_DTYPES:
+        raise BuildError("option-invalid", f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}")
+    return Options(dtype, limit(source.config, max_seq_len), page_size, KV_DTYPES[kv_dtype])
 
 
 def _dump_dir(dump: str | Path | None) -> Path | None:

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
 from precast.builder.fx_types import FxGraph, FxNode
-from precast.ir.schema import CachePlan, Expr, Recipe, Value
+from precast.ir.schema import CachePlan, Dtype, Expr, Recipe, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,10 @@ class Options:
 
     dtype: str
     max_seq_len: int
-    page_size: int = 16
+    page_size: int | None = None
+    """Tokens a page in every group; None: chosen for each."""
+    kv_dtype: Dtype | None = None
+    """Of cached keys, values and latents; None: that of the model. States keep theirs."""
 
 
 @dataclasses.dataclass
@@ -105,7 +109,8 @@ class PassContext:
         """What the op returns for the nodes' values, as fake tensors."""
         values, keyword_values = map_arg((args, kwargs), lambda n: n.meta["val"])
         mode = self.fake_mode or contextlib.nullcontext()
-        with mode, torch.no_grad():
+        # Without the dispatcher, torch 2.11 multiplies matrices by code that can't count symbolic sizes.
+        with mode, torch.no_grad(), enable_python_dispatcher():
             return target(*values, **keyword_values)
 
     def replace(self, old: FxNode, new: FxNode) -> None:

@@ -73,6 +73,7 @@ def passes() -> tuple[Pass, ...]:
     from precast.builder.passes.normalise_spelling import normalise_spelling
     from precast.builder.passes.normalise_views import normalise_views
     from precast.builder.passes.order_nodes import order_nodes
+    from precast.builder.passes.plan_pages import plan_pages
     from precast.builder.passes.remove_noops import remove_noops
     from precast.builder.passes.remove_self_copies import remove_self_copies
     from precast.builder.passes.remove_writes import remove_writes
@@ -108,6 +109,7 @@ def passes() -> tuple[Pass, ...]:
         fuse_residual_norm,
         insert_states,
         insert_caches,
+        plan_pages,
         gather_logits,
     )
 
@@ -132,12 +134,12 @@ def run(
     for number, step in enumerate(todo, first):
         missing = set(step.requires) - done
         assert not missing, f"{step.name} runs before {missing}"
-        before, content = op_counts(graph), _content(graph)
+        before, content = op_counts(graph), (_content(graph), ctx.caches)
         changed = step.run(graph, ctx)
         eliminate_dead_code(graph, ctx)
         graph.lint()
         delta = {op: n for op, n in sorted(_difference(op_counts(graph), before).items()) if n}
-        differs = _content(graph) != content
+        differs = (_content(graph), ctx.caches) != content
         assert changed or not differs, f"{step.name} changed the graph and said that it didn't: {delta}"
         assert differs or not changed, f"{step.name} said that it changed the graph, and didn't"
         records.append(PassRecord(step.name, step.stage, step.version, changed, delta))

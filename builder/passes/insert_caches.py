@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import torch
 
 from precast.builder.context import PassContext, tensor
@@ -12,9 +11,14 @@ from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.metadata import MetadataInputs, new_pool
 from precast.builder.pipeline import graph_pass
 from precast.ir import caches
+from precast.ir.errors import BuildError
 from precast.ir.schema import CachePlan, Group, LatentSpec, PagedInputs, PagedSpec, Pool, Slot, Value
+from precast.kernels.dtypes import BY_NAME
 
 Spec = PagedSpec | LatentSpec
+
+DEFAULT_PAGE_SIZE = 16
+"""Tokens a page until `plan_pages` chooses."""
 
 _INPUTS = {
     # a group's metadata inputs: dtype, sizes ("N": its page table's entries)
@@ -29,9 +33,12 @@ _INPUTS = {
 def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
     """attention(q, k, v) -> write_kv(k, v, cache), paged_attention(q, cache); latent_attention likewise.
 
-    Layers of equal geometry, window and chunk form a group, with one page table and one set of metadata inputs; groups
-    of equal page geometry share a pool. A layer with the very keys and values of an earlier one has no cache of its
-    own: it reads that one's. The plan is recorded in the context.
+    Layers of equal geometry, window and chunk form a group, with a page table, a pool and a set of metadata inputs. A
+    layer with the very keys and values of an earlier one has no cache of its own: it reads that one's. The plan is
+    recorded in the context; `plan_pages` sizes its pages.
+
+    What a step writes it reads back from the cache, its own keys too. So with a cache of another dtype than the model's
+    a token sees the same keys however its prompt was cut, and whoever computed them.
     """
     kinds = (torch.ops.precast.attention.default, torch.ops.precast.latent_attention.default)
     layers = [node for node in graph.nodes if node.op == "call_function" and node.target in kinds]
@@ -39,15 +46,17 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
     for node in layers:
         specs.setdefault(_spec(node, ctx), []).append(node)
     if not specs:
+        _refuse_kv_dtype(ctx)
         return False
     sizes = MetadataInputs(graph, ctx)
     kv_lens = sizes.add_input("kv_lens", "int32", "B")
-    pools: dict[Spec, Pool] = {}
+    pools: list[Pool] = []
     groups = []
     number = {node: index for index, node in enumerate(layers)}
     for spec, nodes in specs.items():
         name = _group_name(spec, specs)
-        pool = pools.setdefault(_page_geometry(spec), new_pool(len(ctx.caches.pools) + len(pools)))
+        pool = new_pool(len(ctx.caches.pools) + len(pools))
+        pools.append(pool)
         fields = {field: f"{field}_{name}" for field in _INPUTS}
         entries = sizes.symbol(f"N_{name}")
         metadata = {
@@ -64,25 +73,26 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
                 written[kept] = _write(graph, ctx, node, values, pages, kv_lens, metadata)
             _read(graph, ctx, node, written[kept], kv_lens, metadata)
         groups.append(Group(name, pool.name, spec, PagedInputs(**fields), tuple(slots)))
-    ctx.caches = CachePlan((*ctx.caches.pools, *pools.values()), tuple(groups), ctx.caches.states)
+    ctx.caches = CachePlan((*ctx.caches.pools, *pools), tuple(groups), ctx.caches.states)
     return True
+
+
+def _refuse_kv_dtype(ctx: PassContext) -> None:
+    """Raise BuildError where the option is given to a model without such caches."""
+    if ctx.options.kv_dtype is not None:
+        kept = "only states, which keep their dtype" if ctx.caches.states else "no caches"
+        message = f"kv_dtype is given, but the model has no keys, values or latents to keep: it has {kept}"
+        raise BuildError("option-invalid", message, fix="leave kv_dtype out")
 
 
 def _spec(node: FxNode, ctx: PassContext) -> Spec:
     first, second = tensor(node.args[1]), tensor(node.args[2])
-    dtype: Any = str(first.dtype).removeprefix("torch.")
-    page_size, window = ctx.options.page_size, node.kwargs.get("window")
+    dtype: Any = ctx.options.kv_dtype or str(first.dtype).removeprefix("torch.")
+    page_size, window = ctx.options.page_size or DEFAULT_PAGE_SIZE, node.kwargs.get("window")
     if node.target is torch.ops.precast.latent_attention.default:
         return LatentSpec(int(first.shape[2]), int(second.shape[2]), dtype, page_size, window)
     sizes = int(first.shape[2]), int(first.shape[3]), int(second.shape[3])
     return PagedSpec(*sizes, dtype, page_size, window, node.kwargs.get("chunk"))
-
-
-def _page_geometry(spec: Spec) -> Spec:
-    """The spec without what says which pages a query sees."""
-    if isinstance(spec, LatentSpec):
-        return msgspec.structs.replace(spec, window=None)
-    return msgspec.structs.replace(spec, window=None, chunk=None)
 
 
 def _group_name(spec: Spec, specs: dict[Spec, list[FxNode]]) -> str:
@@ -116,7 +126,7 @@ def _write(
     """Writes what the attention `node` keeps; the cache tensors that it is written into."""
     _, first, second, *_ = node.args
     places = tuple(
-        ctx.new_cache(graph, kv_lens, value, ctx.empty((pages, *value.type.shape[1:]), tensor(first).dtype))
+        ctx.new_cache(graph, kv_lens, value, ctx.empty((pages, *value.type.shape[1:]), BY_NAME[value.type.dtype]))
         for value in values
     )
     is_latent = node.target is torch.ops.precast.latent_attention.default

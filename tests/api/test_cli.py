@@ -80,6 +80,33 @@ def test_build_takes_its_options(other_bundle: Path, tmp_path: Path, command: Co
     assert any("rms_norm" in file.read_text() for file in (tmp_path / "dump").iterdir())
 
 
+def test_build_with_keys_and_values_of_8_bits(bundle: Path, tmp_path: Path, command: Command) -> None:
+    result = command("build", MODEL, "-o", tmp_path / "b", "--kv-dtype", "fp8_e4m3", "--page-size", "16")
+
+    assert result.exit_code == 0, result.stderr
+    narrow, wide = (
+        json.loads(command("inspect", path, "--cache", "--json").stdout) for path in (tmp_path / "b", bundle)
+    )
+    assert [group["spec"]["dtype"] for group in narrow["groups"]] == ["float8_e4m3fn"]
+    assert [group["bytes_per_token"] * 4 for group in narrow["groups"]] == [wide["groups"][0]["bytes_per_token"]]
+    rows = [line.split() for line in command("inspect", tmp_path / "b", "--cache").stdout.splitlines()]
+    assert "dtype" in rows[0]
+    assert "float8_e4m3fn" in rows[1]
+    lines = json.loads(command("diff", bundle, tmp_path / "b", "--json").stdout)["differences"]
+    assert any(line.startswith("cache group full: 4 layers") and "float8_e4m3fn" in line for line in lines)
+
+
+def test_build_names_the_kv_dtypes_that_it_knows(tmp_path: Path, command: Command) -> None:
+    result = command("build", MODEL, "-o", tmp_path / "b", "--kv-dtype", "fp8_e5m2", "--json")
+
+    assert result.exit_code == 1
+    error = json.loads(result.stdout)["error"]
+    assert (error["code"], error["message"]) == (
+        "option-invalid", "kv_dtype is fp8_e5m2, expected one of auto, fp8_e4m3",
+    )  # fmt: skip
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize("variant", ["gemma3", "qwen2-window-tied", "deepseek_v3-dense", "gpt2"])
 def test_build_needs_nothing_but_the_config(variant: str, tmp_path: Path, command: Command) -> None:
     families.make_config(variant).save_pretrained(tmp_path / "model")
@@ -177,7 +204,8 @@ def test_run_in_fields(bundle: Path, command: Command) -> None:
     phases = {phase["name"]: phase for phase in found["timeline"]["phases"]}
     assert list(phases) == ["import", "context", "bundle", "weights", "pools", "first token"]
     assert all(phase["seconds"] >= 0 for phase in phases.values())
-    assert phases["pools"]["counters"]["bytes_for_cache"] == 4_000_000
+    counters = phases["pools"]["counters"]
+    assert counters["bytes_for_cache"] == 4_000_000 // counters["slab_bytes"] * counters["slab_bytes"]
 
 
 def test_run_prints_several_answers_beside_their_prompts(bundle: Path, command: Command) -> None:

@@ -43,8 +43,10 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     tokenizer = sum(len(data) for data in opened.files("tokenizer").values())
     assert set(fields) == {
         "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "checked",
-        "canonical_share", "provenance",
+        "canonical_share", "activation_bytes", "provenance",
     }  # fmt: skip
+    assert [(each["tokens"], each["sequences"]) for each in fields["activation_bytes"]] == [(8192, 256), (256, 256)]
+    assert fields["activation_bytes"][0]["bytes"] > fields["activation_bytes"][1]["bytes"] > 256 * 131 * 48
     assert fields["digest"] == opened.digest
     assert fields["format"] == "1.0"
     assert fields["model"]["num_parameters"] == 656_512
@@ -110,12 +112,14 @@ def test_cache_costs_whole_pages(bundle: Path, other_bundle: Path, command: Comm
     assert one["groups"] == [
         {
             "name": "full", "pool": "pool0", "layers": 4, "bytes_per_token": 4 * token, "bytes_per_sequence": 0,
+            "page_bytes": 16 * 4 * token, "page_stride": 16 * 4 * token, "pages_per_slab": 1,
             "spec": {
                 "kind": "paged", "num_kv_heads": 2, "head_size": 32, "value_size": 32, "dtype": "float32",
                 "page_size": 16, "window": None, "chunk": None,
             },
         }
     ]  # fmt: skip
+    assert one["slab_bytes"] == 16 * 4 * token
     assert one["bytes_per_sequence"] == {"128": 128 * 4 * token, "1024": 1024 * 4 * token}
     assert other["bytes_per_sequence"] == {"128": 144 * 2 * token, "200": 240 * 2 * token}
 
@@ -123,7 +127,8 @@ def test_cache_costs_whole_pages(bundle: Path, other_bundle: Path, command: Comm
 def test_cache_says_how_much_a_window_leaves_visible(bundle: Path) -> None:
     text = show.cache(with_caches(bundle, window=64, count=1)).text
 
-    assert [line.split()[-2:] for line in text.splitlines()[-2:]] == [["50.0", "%"], ["6.2", "%"]]
+    # 63 tokens before the next one, in pages of 16 tokens of 2048 bytes each: the rest was given back
+    assert [line.split()[1:] for line in text.splitlines()[-2:]] == [["131,072", "100.0", "%"]] * 2
 
 
 STATES = """
@@ -165,14 +170,22 @@ def test_caches_of_every_kind(bundle: Path) -> None:
     }  # fmt: skip
     assert (latent["bytes_per_token"], latent["bytes_per_sequence"]) == (20 * 2, 0)
     assert chunks["spec"]["chunk"] == 64
-    fixed = 2 * 6 * 3 * 2 + 4 * 5 * 4
-    assert report.fields["bytes_per_sequence"] == {n: fixed + n * 2 * (20 + 2 * (4 + 6)) for n in (128, 1024)}
+    # Tensors begin at multiples of 256 bytes: a page of the latents takes 512, of the keys and values 256 each.
+    assert [(group["page_bytes"], group["page_stride"]) for group in report.fields["groups"]] == [
+        (320, 512), (320, 512), (72, 512), (80, 256),
+    ]  # fmt: skip
+    assert (report.fields["slab_bytes"], [group["pages_per_slab"] for group in report.fields["groups"]]) == (
+        512, [1, 1, 1, 2],
+    )  # fmt: skip
+    # At 128 and at 1024 a chunk begins: of those before it no page is kept.
+    assert report.fields["bytes_per_sequence"] == {n: 512 + 256 + n // 8 * 512 for n in (128, 1024)}
     rows = [line.split() for line in report.text.splitlines()]
     assert rows[1] == ["latent", "pool2", "1", "latent", "16", "+", "4", "bfloat16", "8", "-", "40", "-"]
     assert rows[2][3:] == ["kv", "2", "x", "(4", "+", "6)", "bfloat16", "8", "chunks", "of", "64", "40", "-"]
     assert rows[3] == ["conv_6x3", "pool0", "2", "conv", "6x3", "bfloat16", "-", "-", "-", "72"]
-    # The token at 1024 sees all states and latents, and of its chunk only itself.
-    assert rows[-1][-2] == f"{100 * (fixed + 1024 * 40 + 40) / (fixed + 1024 * 80):.1f}"
+    assert rows[8] == ["latent", "320", "512", "1", "37.5", "%"]
+    # The token at 1024 sees all states and latents, and nothing of the chunk before its own.
+    assert rows[-1][-2] == f"{100 * (72 + 80 + 1024 * 40) / (512 + 256 + 128 * 512):.1f}"
 
 
 def test_model_without_caches(bundle: Path) -> None:

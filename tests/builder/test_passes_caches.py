@@ -14,7 +14,20 @@ from precast.builder.context import Options
 from precast.builder.lower import lower
 from precast.builder.passes.gather_logits import gather_logits
 from precast.builder.passes.insert_caches import insert_caches
-from precast.ir.schema import CachePlan, Pool, Ref
+from precast.builder.passes.plan_pages import SMALL_SLAB_BYTES, choose_page_sizes, plan_pages, with_small_slabs
+from precast.ir import caches
+from precast.ir.schema import (
+    CachePlan,
+    Group,
+    PagedInputs,
+    PagedSpec,
+    Pool,
+    Ref,
+    Slot,
+    StateGroup,
+    StateSpec,
+    Value,
+)
 
 BATCH = """
 input_ids: input(int64, 1, T)
@@ -33,7 +46,7 @@ def attention(n: int, *, heads: int = 2, **options: Any) -> str:
     return ATTENTION.format(n=n, q="wide", k=f"narrow{heads}", heads=heads, size=6, keywords=keywords)
 
 
-def planned(*layers: str, page_size: int = 16) -> SmallGraph:
+def planned(*layers: str, page_size: int | None = 16) -> SmallGraph:
     """A graph with these attentions, after `insert_caches`."""
     inputs = "wide: input(bfloat16, 1, T, 24)\nnarrow1: input(bfloat16, 1, T, 6)\nnarrow2: input(bfloat16, 1, T, 12)\n"
     returned = ", ".join(f"y{n}" for n in range(len(layers)))
@@ -95,23 +108,22 @@ def test_equal_layers_share_a_group() -> None:
     assert groups_of(source.ctx.caches) == {"full": ("pool0", ["layers.0", "layers.1"])}
 
 
-def test_layers_of_two_windows_share_a_pool() -> None:
+def test_each_window_has_a_pool() -> None:
     source = planned(attention(0, window=8), attention(1), attention(2, window=8))
 
-    assert source.ctx.caches.pools == (Pool("pool0", "P_pool0"),)
+    assert source.ctx.caches.pools == (Pool("pool0", "P_pool0"), Pool("pool1", "P_pool1"))
     assert groups_of(source.ctx.caches) == {
         "window8": ("pool0", ["layers.0", "layers.2"]),
-        "full": ("pool0", ["layers.1"]),
+        "full": ("pool1", ["layers.1"]),
     }
 
 
 def test_layers_with_chunks_form_a_group() -> None:
     source = planned(attention(0, chunk=8), attention(1), attention(2, chunk=8))
 
-    assert source.ctx.caches.pools == (Pool("pool0", "P_pool0"),)
     assert groups_of(source.ctx.caches) == {
         "chunk8": ("pool0", ["layers.0", "layers.2"]),
-        "full": ("pool0", ["layers.1"]),
+        "full": ("pool1", ["layers.1"]),
     }
     assert [(group.spec.window, group.spec.chunk) for group in source.ctx.caches.groups] == [(None, 8), (None, None)]
     assert "page_start_chunk8, scale=0.5, chunk=8)" in write_graph(source.graph, source.ctx)
@@ -153,6 +165,110 @@ def test_a_model_without_attention_has_no_caches() -> None:
 
     assert not record.changed
     assert source.ctx.caches == CachePlan()
+
+
+# --- pages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page_size", "expected"), [(None, 8), (32, 32), (48, 48)])
+def test_pages_are_sized_unless_the_option_says_how(page_size: int | None, expected: int) -> None:
+    source = planned(attention(0, window=64), attention(1), page_size=page_size)
+    run(source, plan_pages)
+
+    plan = source.ctx.caches
+    assert [group.spec.page_size for group in plan.groups] == [expected, 16 if page_size is None else expected]
+    assert caches.with_slabs(plan) is plan
+    assert plan.slab_bytes > 0
+    for group, pool in zip(plan.groups, plan.pools, strict=True):
+        expected_types = caches.slot_types(group.spec, pool.pages)
+        assert all(tuple(value.type for value in slot.tensors) == expected_types for slot in group.slots)
+
+
+def test_cache_tensors_of_the_graph_get_the_page_size() -> None:
+    source = planned(attention(0), page_size=None)
+    run(source, plan_pages)
+
+    graph = lower(source.graph, source.ctx)
+    declared = {value.name: value.type for value in caches.tensors(graph.caches)}
+    shapes = {
+        source.ctx.cache_tensors[node.name].name: list(node.meta["val"].shape[1:])
+        for node in source.graph.nodes
+        if node.name in source.ctx.cache_tensors
+    }
+    assert shapes == {name: list(kind.shape[1:]) for name, kind in declared.items()}
+    assert all(source.ctx.cache_tensors[f"cache_layers_0_{part}"].type == declared[f"layers.0.{part}"] for part in "kv")
+
+
+def test_a_model_without_caches_has_no_slabs() -> None:
+    source = read_graph(BATCH + "x: input(float32, 1, T, 8)\ny = aten.neg(x)\nreturn y")
+
+    (record,) = pipeline.run(source.graph, source.ctx, (dataclasses.replace(plan_pages, requires=()),))
+
+    assert not record.changed
+    assert source.ctx.caches == CachePlan()
+
+
+def paged(name: str, layers: int, window: int | None = None, heads: int = 8) -> Group:
+    spec = PagedSpec(heads, 128, 128, "bfloat16", 16, window)
+    slots = tuple(
+        Slot(f"{name}.{i}", tuple(Value(f"{name}.{i}.{part}", kind) for part, kind in zip("kv", types, strict=True)))
+        for i in range(layers)
+        for types in [caches.slot_types(spec, f"P_{name}")]
+    )
+    return Group(name, name, spec, PagedInputs("a", "b", "c", "d"), slots)
+
+
+def state(layers: int, size: int) -> StateGroup:
+    spec = StateSpec("state", (size,), "float32")
+    slots = tuple(Slot(f"s{i}", (Value(f"s{i}.state", *caches.slot_types(spec, "S")),)) for i in range(layers))
+    return StateGroup("state", "state", spec, "ids", slots)
+
+
+def plan_of(*groups: Group | StateGroup) -> CachePlan:
+    return CachePlan(
+        tuple(Pool(group.pool, f"P_{group.name}") for group in groups),
+        tuple(group for group in groups if isinstance(group, Group)),
+        tuple(group for group in groups if isinstance(group, StateGroup)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes"),
+    [
+        # half a page at the end of 1024 tokens: 7.5 of them are 0.7 %, 15.5 are 1.5 %
+        ((paged("full", 32),), [16]),
+        # a page of the window is lost at both of its ends; the full layers are a third of what is kept
+        ((paged("window", 8, window=1024), paged("full", 4)), [16, 32]),
+        # no page is small enough for a short window
+        ((paged("window", 8, window=128),), [8]),
+        # a state that weighs as much as 10,000 tokens: what pages leave unfilled is nothing beside it
+        ((paged("full", 2), state(2, 10_000 * 1024)), [64]),
+    ],
+)
+def test_the_largest_pages_that_waste_little(groups: tuple[Group | StateGroup, ...], sizes: list[int]) -> None:
+    assert [group.spec.page_size for group in choose_page_sizes(plan_of(*groups)).groups] == sizes
+
+
+def test_pages_shrink_until_slabs_are_small() -> None:
+    # Pages of 13 and 20 units of 256 KiB: a slab of both would be 65 MiB. 13 and 5 are 16.25 MiB.
+    plan = choose_page_sizes(plan_of(paged("window", 52, window=1024, heads=16), paged("full", 10, heads=16)))
+    assert caches.with_slabs(plan).slab_bytes == 260 << 18 > SMALL_SLAB_BYTES
+
+    found = with_small_slabs(plan)
+
+    assert [group.spec.page_size for group in found.groups] == [8, 16]
+    assert found.slab_bytes == 65 << 18
+
+
+def test_pages_stay_where_slabs_are_small() -> None:
+    plan = choose_page_sizes(plan_of(paged("window", 8, window=1024), paged("full", 4)))
+    assert with_small_slabs(plan) == caches.with_slabs(plan)
+
+
+def test_pages_stay_where_a_state_makes_the_slab() -> None:
+    plan = choose_page_sizes(plan_of(paged("full", 2), state(40, 1 << 20)))
+    assert caches.with_slabs(plan).slab_bytes > SMALL_SLAB_BYTES
+    assert with_small_slabs(plan) == caches.with_slabs(plan)
 
 
 # --- logits ------------------------------------------------------------------------------------------------------

@@ -454,9 +454,9 @@ def test_the_plan_of_latents() -> None:
     assert [(group.name, group.pool, [slot.name for slot in group.slots]) for group in plan.groups] == [
         ("latent_full_6x2", "pool0", ["layers.0"]),  # layer 2 has the latents of layer 0, and reads its cache
         ("latent_full_8x2", "pool1", ["layers.1"]),
-        ("latent_window8", "pool0", ["layers.3"]),
+        ("latent_window8", "pool2", ["layers.3"]),
     ]
-    assert plan.pools == (Pool("pool0", "P_pool0"), Pool("pool1", "P_pool1"))
+    assert plan.pools == tuple(Pool(f"pool{i}", f"P_pool{i}") for i in range(3))
     assert plan.groups[0].spec == LatentSpec(6, 2, "bfloat16", 16)
     (tensor,) = plan.groups[0].slots[0].tensors
     assert (tensor.name, tensor.type.dtype, tensor.type.shape) == ("layers.0.latent", "bfloat16", ("P_pool0", 16, 8))
