@@ -6,22 +6,24 @@ The sizes of the caches are arithmetic over what is known before the first step;
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
+from precast.ir import activations, caches
 from precast.ir import symbols as exprs
 from precast.ir.bundle import Bundle
 from precast.ir.checkpoint import CheckpointFiles
 from precast.ir.errors import RequestError, TargetError
-from precast.ir.schema import CachePlan, Graph, TensorType
+from precast.ir.schema import CachePlan, Graph
 from precast.ir.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
+from precast.loader.allocator import cut_blocks_to_size
 from precast.loader.engine import Engine, on_device
-from precast.loader.pools import cache_bytes_for, cache_tensors, page_bytes, plan_pages
+from precast.loader.memory import CacheMemory
 from precast.loader.restore import restore
 from precast.loader.timeline import Phase, Timeline
 from precast.loader.weights import load_weights
@@ -33,10 +35,9 @@ CPU_FRACTION = 0.5
 """Of the memory that is available: the machine has other things to do."""
 CPU_SEQUENCES, CPU_TOKENS = 16, 2048
 """A CPU runs the reference: by default, its cache holds this many sequences of this length, and one of any length."""
-LIVE_VALUES = 4
-"""How many values as large as the graph's largest are alive at once, with room to spare."""
-BYTES_A_LOGIT = 48
-"""What sampling holds for each logit of a step: float32 copies, a sorted one, its int64 order, weights, their sums."""
+CUDA_RESERVE = 128 << 20
+"""Bytes of GPU memory for what is neither cache nor activation: workspaces of libraries (cuBLAS: 32 MiB on Hopper),
+code of kernels, staging; and where `precast.loader.allocator` changes nothing, what blocks are larger than tensors."""
 
 
 def load(
@@ -52,9 +53,10 @@ def load(
     """The engine of a bundle on `device`, with the weights of a checkpoint directory.
 
     `device`: "cpu", "cuda", "cuda:1"; None: the GPU if there is one. At most `max_num_seqs` sequences run at once,
-    and a step computes at most `max_num_tokens` tokens. `cache_bytes` for keys and values; None: on a GPU nine tenths
-    of what weights and activations leave, on a CPU enough for 16 sequences of 2048 tokens and one of the model's
-    limit, but no more than half of the available memory. `timeline` is carried on, if the caller has begun one.
+    and a step computes at most `max_num_tokens` tokens. `cache_bytes` for keys, values and states; None: on a GPU nine
+    tenths of what weights and activations leave, or what the sequences can fill; on a CPU enough for 16 sequences of
+    2048 tokens and one of the model's limit, but no more than half of the available memory. `timeline` is carried on,
+    if the caller has begun one.
 
     Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError
     for a device that is missing or too small, RequestError for options outside their range.
@@ -73,6 +75,7 @@ def load(
             on_error.callback(buffers.close)
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
         graph, model = opened.graph, opened.manifest.model
+        _check_limits(graph, max_num_seqs, max_num_tokens)
         program = restore(graph, device=target)
         files = CheckpointFiles.open(Path(weights))
         on_error.pop_all()  # from here on the buffers are load_weights' own
@@ -84,22 +87,25 @@ def load(
         phase.count("bytes_read", loaded.bytes_read)
         phase.count("bytes_needed", loaded.bytes_needed)
     with timeline.phase("pools") as phase, on_device(target):
-        num_pages = size_pools(
+        num_slabs = size_arena(
             graph,
             phase,
             device=target,
+            free=free_memory(target),
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
             max_seq_len=model.max_seq_len,
             cache_bytes=cache_bytes,
         )
-        program.bind(cache_tensors(graph.caches, num_pages, device=target))
+        memory = CacheMemory(graph.caches, num_slabs, target)
+        program.bind(memory.tensors)
+        cut_blocks_to_size(target)
     return Engine(
         program,
         graph,
         model,
         device=target,
-        num_pages=num_pages,
+        memory=memory,
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
         tokenizer_files=opened.files("tokenizer"),
@@ -146,38 +152,54 @@ def constant_tensors(graph: Graph, constants: Mapping[str, Tensor], device: torc
     return tensors
 
 
-def size_pools(
+def size_arena(
     graph: Graph,
     phase: Phase,
     *,
     device: torch.device,
+    free: int,
     max_num_seqs: int,
     max_num_tokens: int,
     max_seq_len: int,
     cache_bytes: int | None,
-) -> dict[str, int]:
-    """Pages by pool, with the arithmetic noted in the phase's counters.
+) -> int:
+    """Slabs of the cache's arena, with the arithmetic noted in the phase's counters.
 
-    GPU: `(free - activation_allowance) * 0.9`. CPU: `min(bytes of the default tokens, available * 0.5)`.
+    `cache_bytes // slab_bytes`. Without that option: on a GPU `(free - activations - reserve) * 0.9 // slab_bytes`, but
+    no more than the longest sequences fill; on a CPU what the default sequences fill, up to half of the memory. `free`
+    are the bytes that the weights have left: they are on the device already.
+
+    Raises TargetError for more `cache_bytes` than fit, RequestError for a cache without a slab for each pool.
     """
-    plan = graph.caches
-    free = free_memory(device)
-    allowance = activation_allowance(graph, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens)
-    if cache_bytes is None and device.type == "cuda":
-        cache_bytes = int((free - allowance) * CUDA_FRACTION)
-    elif cache_bytes is None:
-        several = cache_bytes_for(plan, min(max_num_seqs, CPU_SEQUENCES), min(max_seq_len, CPU_TOKENS))
-        cache_bytes = min(max(several, cache_bytes_for(plan, 1, max_seq_len)), int(free * CPU_FRACTION))
-    elif cache_bytes > free:
-        raise TargetError("device-memory", f"cache_bytes is {cache_bytes}, and {free} bytes are free on {device}")
-    num_pages = plan_pages(plan, cache_bytes=cache_bytes, max_num_seqs=max_num_seqs, max_seq_len=max_seq_len)
-    if not all(num_pages.values()):
-        raise _no_room(plan, cache_bytes, free, allowance)
-    sizes = page_bytes(plan)
-    phase.bytes = sum(sizes[name] * count for name, count in num_pages.items())
-    phase.counters |= {"bytes_free": free, "bytes_for_activations": allowance, "bytes_for_cache": cache_bytes}
-    phase.counters |= {f"pages_{name}": count for name, count in num_pages.items()}
-    return num_pages
+    plan = caches.with_slabs(graph.caches)
+    slab_bytes = max(plan.slab_bytes, 1)
+    is_cuda = device.type == "cuda"
+    reserve = CUDA_RESERVE if is_cuda else 0
+    needed = step_bytes(graph, plan, device, max_num_seqs, max_num_tokens, max_seq_len)
+
+    def filled_by(num_seqs: int, seq_len: int) -> int:
+        return caches.slabs_for(plan, num_seqs, seq_len, max_num_tokens)
+
+    if cache_bytes is not None:
+        num_slabs = cache_bytes // slab_bytes
+        if cache_bytes + (needed(num_slabs) + reserve if is_cuda else 0) > free:
+            raise _too_large(device, cache_bytes, free, needed(num_slabs), reserve)
+    elif is_cuda:
+        # With more pages, page lists can be longer, and some ops then hold more: fewer and fewer slabs fit.
+        room = range(filled_by(max_num_seqs, max_seq_len) + 1)
+        num_slabs = bisect_right(
+            room, 0, key=lambda slabs: slabs * slab_bytes - int((free - reserve - needed(slabs)) * CUDA_FRACTION)
+        )
+        num_slabs = max(num_slabs - 1, 0)
+    else:
+        several = filled_by(min(max_num_seqs, CPU_SEQUENCES), min(max_seq_len, CPU_TOKENS))
+        num_slabs = min(max(several, filled_by(1, max_seq_len)), int(free * CPU_FRACTION) // slab_bytes)
+    if num_slabs < len(plan.pools):
+        raise _no_room(plan, num_slabs, free, needed(num_slabs), reserve)
+    phase.bytes = num_slabs * slab_bytes
+    phase.counters |= {"bytes_free": free, "bytes_for_activations": needed(num_slabs), "bytes_reserved": reserve}
+    phase.counters |= {"bytes_for_cache": phase.bytes, "slabs": num_slabs, "slab_bytes": slab_bytes}
+    return num_slabs
 
 
 def free_memory(device: torch.device) -> int:
@@ -192,21 +214,28 @@ def free_memory(device: torch.device) -> int:
     return int(sizes["MemAvailable"].split()[0]) * 1024
 
 
-def activation_allowance(graph: Graph, *, max_num_seqs: int, max_num_tokens: int) -> int:
-    """Bytes set aside for a step: 4 times the largest value of the graph, and 48 for each logit that is sampled."""
-    rows = min(max_num_seqs, max_num_tokens)
-    sizes = {symbol.name: symbol.max or 0 for symbol in graph.symbols}
-    sizes |= {"T": max_num_tokens, "B": rows, "R": rows}
-    functions = [graph.main, *(block.nodes for block in graph.blocks)]
-    values = [value for nodes in functions for node in nodes for value in node.outputs]
-    largest = max((_bytes_of(value.type, sizes) for value in values), default=0)
-    vocabulary = [value.type.shape[-1] for value in values if value.name == graph.outputs.get("logits")]
-    num_logits = rows * exprs.evaluate(vocabulary[-1], sizes) if vocabulary else 0
-    return LIVE_VALUES * largest + BYTES_A_LOGIT * num_logits
+def step_bytes(
+    graph: Graph, plan: CachePlan, device: torch.device, max_num_seqs: int, max_num_tokens: int, max_seq_len: int
+) -> Callable[[int], int]:
+    """Bytes of activations that a step holds at most with a cache of so many slabs (`precast.ir.activations`)."""
+    peak = activations.step_peak(graph, device.type)
+    per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
+    longest = {
+        group.name: max_num_seqs * caches.peak_pages(group, max_seq_len, max_num_tokens) for group in plan.groups
+    }
 
+    def needed(num_slabs: int) -> int:
+        pages = {group.name: min(num_slabs * per_slab[group.pool], longest[group.name]) for group in plan.groups}
+        sizes = activations.step_sizes(
+            graph,
+            max_num_tokens=max_num_tokens,
+            max_num_seqs=max_num_seqs,
+            max_seq_len=max_seq_len,
+            num_pages=pages,
+        )
+        return exprs.evaluate(peak, sizes)
 
-def _bytes_of(kind: TensorType, sizes: Mapping[str, int]) -> int:
-    return math.prod(exprs.evaluate(size, sizes) for size in kind.shape) * BY_NAME[kind.dtype].itemsize
+    return needed
 
 
 def _check_option(name: str, value: object) -> None:
@@ -214,11 +243,32 @@ def _check_option(name: str, value: object) -> None:
         raise RequestError("engine-option-invalid", f"{name} is {value!r}, expected an integer of at least 1")
 
 
-def _no_room(plan: CachePlan, cache_bytes: int, free: int, allowance: int) -> RequestError:
-    sizes = ", ".join(f"{size} of pool {name}" for name, size in page_bytes(plan).items())
+def _check_limits(graph: Graph, max_num_seqs: int, max_num_tokens: int) -> None:
+    """What the graph's own symbols allow: a step beyond it would be refused when it runs."""
+    limits = {symbol.name: symbol.max for symbol in graph.symbols}
+    for name, value, symbol in (("max_num_seqs", max_num_seqs, "B"), ("max_num_tokens", max_num_tokens, "T")):
+        limit = limits.get(symbol)
+        if limit is not None and value > limit:
+            found = f"{name} is {value}, and a step of this bundle takes at most {limit}"
+            raise RequestError("engine-option-invalid", found)
+
+
+def _too_large(device: torch.device, cache_bytes: int, free: int, activation_bytes: int, reserve: int) -> TargetError:
+    return TargetError(
+        "device-memory",
+        f"cache_bytes is {cache_bytes}, and {free} bytes are free on {device} after the weights, of which a step's "
+        f"activations take up to {activation_bytes}, and {reserve} are set aside",
+        fix="give fewer cache_bytes, lower max_num_tokens or max_num_seqs, or free memory on the device",
+    )
+
+
+def _no_room(plan: CachePlan, num_slabs: int, free: int, activation_bytes: int, reserve: int) -> RequestError:
+    sizes = ", ".join(f"{size} bytes in pool {name}" for name, size in caches.pool_page_bytes(plan).items())
+    least = len(plan.pools) * plan.slab_bytes
     return RequestError(
         "cache-too-small",
-        f"{cache_bytes} bytes of cache hold no page of each pool: a page takes {sizes} bytes; "
-        f"{free} bytes are free after the weights, {allowance} of them are set aside for activations",
-        fix="give more cache_bytes, lower max_num_tokens, or free memory on the device",
+        f"the cache has {num_slabs} slabs of {plan.slab_bytes} bytes, and the shortest sequence needs "
+        f"{len(plan.pools)}, one for each pool (a page takes {sizes}); {free} bytes are free after the weights, of "
+        f"which a step's activations take up to {activation_bytes}, and {reserve} are set aside",
+        fix=f"give at least {least} cache_bytes, lower max_num_tokens or max_num_seqs, or free memory",
     )

@@ -26,21 +26,24 @@ from precast.loader.binding import Binding, Sizes
 from precast.loader.steps import Action, Frame, Function, Steps, call_action, list_action, op_action
 
 Resolve = Callable[[str, int], Function]
+Choose = Callable[[str, int, torch.device], Function]
 
 
-def restore(graph: Graph, *, device: torch.device) -> Program:
+def restore(graph: Graph, *, device: torch.device, choose: Choose = resolve) -> Program:
     """The program of a verified graph on `device`; its params, constants and cache tensors are bound afterwards.
+
+    `choose` gives the implementation of each op, by name, version and device; another one can watch what it runs.
 
     Raises BundleError (op-unknown) for an op that this release does not have, and (symbol-unbound) for a symbol to
     which no tensor's shape gives a value.
     """
-    return Program(graph, device)
+    return Program(graph, device, choose)
 
 
 class Program:
     """A graph that runs: bound to tensors once, called with the inputs of each step."""
 
-    def __init__(self, graph: Graph, device: torch.device) -> None:
+    def __init__(self, graph: Graph, device: torch.device, choose: Choose = resolve) -> None:
         # With its index: "cuda" is not equal to the "cuda:0" that tensors say they are on.
         self.device = device = torch.empty(0, device=device).device
         self.inputs: tuple[Value, ...] = graph.inputs
@@ -49,7 +52,7 @@ class Program:
         self._tensors: dict[str, torch.Tensor] = {}
         self._static_sizes: Sizes = {}
         self._inputs = Binding(graph.inputs, graph.symbols, device)
-        self._main = _Main(graph, tuple(self._statics), _resolver(device))
+        self._main = _Main(graph, tuple(self._statics), _resolver(device, choose))
         self._check_symbols()
 
     @property
@@ -222,13 +225,13 @@ def _static_values(graph: Graph) -> list[Value]:
     return [*params, *graph.constants, *caches.tensors(graph.caches)]
 
 
-def _resolver(device: torch.device) -> Resolve:
+def _resolver(device: torch.device, choose: Choose) -> Resolve:
     """Looks each op up once."""
     found: dict[tuple[str, int], Function] = {}
 
     def resolve_op(name: str, version: int) -> Function:
         if (name, version) not in found:
-            found[name, version] = resolve(name, version, device)
+            found[name, version] = choose(name, version, device)
         return found[name, version]
 
     return resolve_op

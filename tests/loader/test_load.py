@@ -6,33 +6,40 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import HEAD, KV_HEADS, random_weights, reference_answer, tiny_graph, tiny_model
+from tiny import random_weights, reference_answer, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
+from precast.ir import caches
 from precast.ir.bundle import Bundle, ops_of, write_bundle
 from precast.ir.errors import BundleError, RequestError, TargetError, WeightsError
-from precast.ir.schema import Checkpoint, Manifest
-from precast.loader.load import activation_allowance, free_memory, load, open_device, size_pools
+from precast.ir.schema import Checkpoint, Graph, Manifest
+from precast.loader.load import CUDA_FRACTION, CUDA_RESERVE, free_memory, load, open_device, size_arena, step_bytes
 from precast.loader.sampling import SamplingParams
 from precast.loader.timeline import Phase, Timeline
 
 WEIGHTS = random_weights()
 GRAPH = tiny_graph()
-ONE_TOKEN = 3 * 2 * KV_HEADS * HEAD * 4  # bytes in three layers
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SLAB = 1024  # one page of pool small, two of pool large
+SLABS_OF_64 = 64 // 4 + 64 // 8 // 2  # for a sequence of 64 tokens
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bundle") / "tiny.bundle"
+    return write(tmp_path_factory.mktemp("bundle") / "tiny.bundle", GRAPH)
+
+
+def write(path: Path, graph: Graph) -> Path:
+    """The bundle of the tiny model with this graph."""
     inv_freq = WEIGHTS["inv_freq"]
     write_bundle(
         path,
-        manifest_without_blobs=Manifest((1, 0), tiny_model(), ops_of(GRAPH), Checkpoint(), (), {}, ()),
-        graph=GRAPH,
+        manifest_without_blobs=Manifest((1, 0), tiny_model(), ops_of(graph), Checkpoint(), (), {}, ()),
+        graph=graph,
         constants={"inv_freq": ("float32", tuple(inv_freq.shape), inv_freq.numpy().tobytes())},
         files={"tokenizer.json": letters(48)},
         provenance={},
@@ -59,16 +66,16 @@ def test_a_bundle_and_a_checkpoint_become_tokens(bundle: Path, checkpoint: Path)
         assert all(phase.seconds is not None for phase in phases.values())
         size = sum(tensor.nbytes for name, tensor in WEIGHTS.items() if name != "inv_freq")
         assert phases["weights"].bytes == phases["weights"].counters["bytes_needed"] == size
-        # the 16 sequences of 64 tokens, the model's limit
-        assert phases["pools"].bytes == 16 * 64 * ONE_TOKEN
-        assert phases["pools"].counters["pages_small"] == 2 * phases["pools"].counters["pages_large"] == 256
+        # 16 sequences of 64 tokens, the model's limit: 8 pages, and those for the window of 6 and steps of 7 tokens
+        assert phases["pools"].bytes == 16 * (8 // 2 + 4) * SLAB
+        assert phases["pools"].counters["slabs"] * phases["pools"].counters["slab_bytes"] == phases["pools"].bytes
         assert json.loads(engine.timeline.to_json())["phases"][-1]["name"] == "first token"
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_filled_with_as_many_pages_as_can_be_used(bundle: Path, checkpoint: Path) -> None:
     with load(bundle, weights=checkpoint, device="cuda", max_num_seqs=5) as engine:
-        assert engine.stats.pools["large"].pages == 5 * 64 // 8
+        assert engine.stats.slabs == 5 * SLABS_OF_64
         (output,) = engine.generate([[9] * 17], SamplingParams(max_tokens=9))
         assert output.token_ids == reference_answer(WEIGHTS, [9] * 17, 9)
 
@@ -123,48 +130,99 @@ def test_a_device_that_is_not_supported() -> None:
     assert error.value.code == "device-invalid"
 
 
-def sized(**options: Any) -> tuple[dict[str, int], Phase]:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_num_seqs": 2, "max_num_tokens": 2**40},
+            "max_num_tokens is 1099511627776, and a step of this bundle takes at most 512",
+        ),
+        ({"max_num_seqs": 33}, "max_num_seqs is 33, and a step of this bundle takes at most 32"),
+    ],
+)
+def test_steps_that_no_graph_takes(options: Any, message: str, tmp_path: Path) -> None:
+    limits = {"T": 512, "B": 32}
+    symbols = tuple(msgspec.structs.replace(each, max=limits.get(each.name)) for each in GRAPH.symbols)
+    limited = write(tmp_path / "limited.bundle", msgspec.structs.replace(GRAPH, symbols=symbols))
+    with pytest.raises(RequestError, match=message) as error:
+        load(limited, weights="no such checkpoint", device="cpu", **options)
+    assert error.value.code == "engine-option-invalid"
+
+
+def sized(**options: Any) -> tuple[int, Phase]:
     phase = Phase("pools", 0.0)
-    defaults = {"max_num_seqs": 256, "max_num_tokens": 8192, "max_seq_len": 64, "cache_bytes": None}
-    return size_pools(GRAPH, phase, device=CPU, **{**defaults, **options}), phase
+    defaults = {"max_num_seqs": 256, "max_num_tokens": 8192, "max_seq_len": 64, "cache_bytes": None, "free": 2**34}
+    return size_arena(GRAPH, phase, **{"device": CPU, **defaults, **options}), phase
 
 
 @pytest.mark.parametrize(
-    ("options", "tokens"),
+    ("options", "slabs"),
     [
-        ({}, 16 * 64),
-        ({"max_num_seqs": 3}, 3 * 64),
-        ({"max_seq_len": 2048}, 16 * 2048),
-        ({"max_seq_len": 4096}, 16 * 2048),
-        ({"max_seq_len": 100_000}, 100_000),  # one of the longest
-        ({"cache_bytes": 5 * 8 * ONE_TOKEN + 1}, 5 * 8),
-        ({"cache_bytes": 2**25, "max_num_seqs": 2}, 2 * 64),  # more would never be used
+        ({}, 16 * SLABS_OF_64),
+        ({"max_num_seqs": 3}, 3 * SLABS_OF_64),
+        ({"max_seq_len": 2048}, 16 * 32 * SLABS_OF_64),
+        ({"max_seq_len": 4096}, 16 * 32 * SLABS_OF_64),
+        # one of the longest: all of the full layer, and of the window's layers what one step and the window hold
+        ({"max_seq_len": 200_000}, 200_000 // 8 // 2 + (6 - 1 + 8192) // 4 + 1),
+        ({"free": 2 * 40 * SLAB}, 40),  # half of the memory
+        ({"cache_bytes": 5 * SLAB + 1}, 5),
+        ({"cache_bytes": 2**25, "max_num_seqs": 2}, 2**25 // SLAB),  # for prefixes, if not for sequences
     ],
 )
-def test_tokens_that_the_cache_holds(options: Any, tokens: int) -> None:
-    pages, phase = sized(**options)
-    assert pages == {"small": tokens // 4, "large": tokens // 8}
-    assert phase.bytes == tokens * ONE_TOKEN
-    assert phase.counters["bytes_for_cache"] >= phase.bytes
+def test_slabs_of_an_arena_on_a_cpu(options: Any, slabs: int) -> None:
+    found, phase = sized(**options)
+    assert found == slabs
+    assert phase.bytes == slabs * SLAB
+    counters = phase.counters
+    assert (counters["slabs"], counters["slab_bytes"], counters["bytes_for_cache"]) == (slabs, SLAB, phase.bytes)
 
 
-def test_a_cache_without_room_for_a_page() -> None:
-    with pytest.raises(RequestError, match=r"hold no page of each pool: a page takes .* 512 of pool small") as error:
-        sized(cache_bytes=8 * ONE_TOKEN - 1)
+@pytest.mark.parametrize("spare", [0, 10**6, 10**9])
+def test_slabs_of_an_arena_on_a_gpu_are_arithmetic(spare: int) -> None:
+    options = {"max_num_seqs": 64, "max_num_tokens": 8192, "max_seq_len": 10**6}
+    plan = caches.with_slabs(GRAPH.caches)
+    needed = step_bytes(GRAPH, plan, CUDA, **options)
+    free = CUDA_RESERVE + needed(0) + spare + 10**7
+    found, phase = sized(device=CUDA, free=free, **options)
+
+    def left_for(slabs: int) -> float:
+        return (free - CUDA_RESERVE - needed(slabs)) * CUDA_FRACTION
+
+    assert found * SLAB <= left_for(found)
+    assert (found + 1) * SLAB > left_for(found + 1)
+    assert phase.counters["bytes_for_activations"] == needed(found)
+    assert phase.counters["bytes_free"] == free
+
+
+def test_a_gpu_keeps_what_its_sequences_cannot_fill() -> None:
+    assert sized(device=CUDA, free=2**34, max_num_seqs=5)[0] == 5 * SLABS_OF_64
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_bytes": 2 * SLAB - 1},
+        {"free": 3 * SLAB},
+        {"device": CUDA, "free": CUDA_RESERVE + 2**20},
+        {"device": CUDA, "max_num_tokens": 10**9},
+    ],
+)
+def test_a_cache_without_room_for_the_shortest_sequence(options: Any) -> None:
+    numbers = r"the cache has \d slabs of 1024 bytes, and the shortest sequence needs 2.* 512 bytes in pool large"
+    with pytest.raises(RequestError, match=numbers + r".* activations take up to \d+, and \d+ are set aside") as error:
+        sized(**options)
     assert error.value.code == "cache-too-small"
+    assert "give at least 2048 cache_bytes" in str(error.value)
 
 
-def test_more_cache_than_memory() -> None:
-    with pytest.raises(TargetError, match="bytes are free on cpu") as error:
-        sized(cache_bytes=2**60)
+@pytest.mark.parametrize("options", [{}, {"device": CUDA}, {"device": CUDA, "cache_bytes": 2**34 - 2**20}])
+def test_more_cache_than_memory(options: Any) -> None:
+    with pytest.raises(
+        TargetError, match=r"cache_bytes is \d+, and \d+ bytes are free on .* after the weights"
+    ) as error:
+        sized(**{"cache_bytes": 2**34 + 1, **options})
     assert error.value.code == "device-memory"
 
 
 def test_free_memory_is_some() -> None:
     assert 2**20 < free_memory(CPU) < 2**50
-
-
-def test_room_for_activations_is_arithmetic_over_the_graph() -> None:
-    # the largest value is [1, T, 16] float32, or the logits [1, R, 48]
-    assert activation_allowance(GRAPH, max_num_seqs=2, max_num_tokens=100) == 4 * 100 * 16 * 4 + 48 * 2 * 48
-    assert activation_allowance(GRAPH, max_num_seqs=200, max_num_tokens=100) == 4 * 100 * 48 * 4 + 48 * 100 * 48
