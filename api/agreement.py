@@ -7,7 +7,6 @@ computes each by itself.
 from __future__ import annotations
 
 import dataclasses
-import math
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from precast.ir import caches
 from precast.ir.bundle import Bundle
 from precast.ir.checkpoint import CheckpointFiles
+from precast.loader.arena import Arena
 from precast.loader.batch import BatchInputs, Chunk, Staging
 from precast.loader.load import constant_tensors, load
-from precast.loader.pools import PageTables, cache_tensors, plan_pages
+from precast.loader.memory import CacheMemory
 from precast.loader.restore import restore
 from precast.loader.sampling import SamplingParams
+from precast.loader.tables import PageTables, SequenceTable
 from precast.loader.weights import load_weights
 
 if TYPE_CHECKING:
@@ -89,12 +91,21 @@ def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) 
     program.bind(load_weights(graph, bundle.manifest.checkpoint, CheckpointFiles.open(weights), device=device).tensors)
     program.bind(constant_tensors(graph, bundle.constants, device))
     longest = max(map(len, prompts))
-    num_pages = plan_pages(graph.caches, cache_bytes=_CACHE_BYTES, max_num_seqs=len(prompts), max_seq_len=longest)
-    memory = cache_tensors(graph.caches, num_pages, device=device)
-    program.bind({name: tensor.fill_(math.nan) for name, tensor in memory.items()})
-    tables, inputs = PageTables(graph.caches, num_pages), BatchInputs(graph)
-    chunks = [Chunk(array("q", ids), 0, len(ids), tables.reserve(len(ids)), "all") for ids in prompts]
-    num_bytes = inputs.max_bytes(max_num_seqs=len(prompts), max_num_tokens=sum(map(len, prompts)), num_pages=num_pages)
+    num_slabs = caches.slabs_for(caches.with_slabs(graph.caches), len(prompts), longest, longest)
+    memory = CacheMemory(graph.caches, num_slabs, device)
+    memory.arena.fill_(0xFF)  # NaN in every floating type
+    program.bind(memory.tensors)
+    tables, inputs = PageTables(memory.plan, Arena(num_slabs)), BatchInputs(graph)
+
+    def table_of(num_tokens: int) -> SequenceTable:
+        table = tables.new_table()
+        tables.grow(table, num_tokens)
+        return table
+
+    chunks = [Chunk(array("q", ids), 0, len(ids), table_of(len(ids)), "all") for ids in prompts]
+    num_bytes = inputs.max_bytes(
+        max_num_seqs=len(prompts), max_num_tokens=sum(map(len, prompts)), num_pages=memory.num_pages
+    )
     outputs = program(**inputs.shaped(Staging(num_bytes, device).to_device(inputs.arrays(chunks))))
     return list(outputs["logits"][0].float().split([len(ids) for ids in prompts]))
 

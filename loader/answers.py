@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container
 
+from precast.loader.requests import Request
 from precast.loader.results import Event, FinishReason, Output
 from precast.loader.sampling import SampledRow, SamplingParams
-from precast.loader.scheduler import Request
 from precast.loader.tokenizer import AnswerText
 
 

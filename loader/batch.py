@@ -1,25 +1,32 @@
-"""A step's inputs: from chunks of sequences to the tensors that the graph takes, by name.
+"""A step's inputs: from the sequences that decode, and chunks of others, to the tensors that the graph takes, by name.
 
-Tokens are packed: `[1, T]`, sequences are told apart by `cu_seqlens`. The host makes flat arrays, which go into one
-pinned staging buffer and to the device in one copy; the tensors are views of that copy. Positions and lengths are
-absolute; page lists are cut to the window or chunk here, and `page_start` says where they begin.
+Tokens are packed: `[1, T]`, sequences are told apart by `cu_seqlens`, those that decode come first. The host makes flat
+arrays, which go into one pinned staging buffer and to the device in one copy; the tensors are views of that copy.
+Positions and lengths are absolute; page lists are cut to the window or chunk here, and `page_start` says where they
+begin.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from precast.ir import caches
 from precast.ir.errors import BundleError
 from precast.ir.schema import Graph, Group
-from precast.loader.pools import SequencePages
+from precast.loader.tables import SequenceTable
 
-Arrays = dict[str, "array[int] | array[float]"]
+if TYPE_CHECKING:
+    from precast.loader.rows import DecodeRows
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
 
 ALIGNMENT = 16
 """Bytes to which each array in the staging buffer is aligned: the widest load that a kernel issues."""
@@ -34,7 +41,11 @@ _INPUTS: dict[str, tuple[str, int]] = {
     "logit_rows": ("int64", 1),
 }
 _GROUP_INPUTS = {"page_indices": "int32", "page_indptr": "int32", "page_start": "int32", "slot_mapping": "int64"}
-_TORCH_DTYPES = {"i": torch.int32, "q": torch.int64, "f": torch.float32}
+_TORCH_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+}
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -48,13 +59,22 @@ class Chunk(msgspec.Struct, frozen=True):
     token_ids: array[int]
     start: int
     prefill_length: int
-    pages: SequencePages
+    pages: SequenceTable
     logits: Literal["none", "last", "all"]
 
     @property
     def end(self) -> int:
         """One past the last position."""
         return self.start + len(self.token_ids)
+
+
+class _Part(msgspec.Struct):
+    """What one chunk, or all sequences that decode, give to a group's arrays."""
+
+    indices: Array
+    counts: Array
+    starts: Array
+    slots: Array
 
 
 class BatchInputs:
@@ -79,36 +99,78 @@ class BatchInputs:
         self._groups = graph.caches.groups
         self._states = graph.caches.states
         self._dimensions = {name: kind[1] for name, kind in found.items()}
+        self._bounds = {"cu_seqlens", *(group.inputs.page_indptr for group in self._groups)}
 
-    def arrays(self, chunks: Sequence[Chunk]) -> Arrays:
-        """The host arrays of a step over `chunks`, flat, by input name.
+    def arrays(self, chunks: Sequence[Chunk], rows: DecodeRows | None = None) -> Arrays:
+        """The host arrays of a step over the `rows` that decode and `chunks`, flat, by input name.
 
-        `logit_rows` has at least one entry: where no chunk wants logits it is row 0, to be ignored.
+        `logit_rows` has at least one entry: where nothing wants logits it is row 0, to be ignored. The arrays hold
+        until the rows advance.
         """
-        ids, positions, lengths = array("q"), array("q"), array("q")
-        bounds, kv_lens, rows = array("i", [0]), array("i"), array("q")
-        for chunk in chunks:
-            ids.extend(chunk.token_ids)
-            positions.extend(range(chunk.start, chunk.end))
-            if "rope_lengths" in self._dimensions:
-                lengths.extend(max(chunk.prefill_length, at + 1) for at in range(chunk.start, chunk.end))
-            bounds.append(len(ids))
-            kv_lens.append(chunk.end)
-            if chunk.logits != "none":
-                rows.extend(range(bounds[-2] if chunk.logits == "all" else len(ids) - 1, len(ids)))
+        if rows is None or not len(rows):
+            made = self._chunk_arrays(chunks)
+        elif not chunks:
+            made = self._decode_arrays(rows)
+        else:
+            made = self._joined(self._decode_arrays(rows), self._chunk_arrays(chunks))
+        if not len(made["logit_rows"]):
+            made["logit_rows"] = np.zeros(1, np.int64)
+        return {name: made[name] for name in self._dimensions}
+
+    def _decode_arrays(self, rows: DecodeRows) -> Arrays:
+        positions, bounds = rows.positions(), rows.bounds()
+        ends = positions + 1
         made: Arrays = {
-            "input_ids": ids,
+            "input_ids": rows.token_ids(),
             "positions": positions,
-            "rope_lengths": lengths,
+            "rope_lengths": ends,
             "cu_seqlens": bounds,
-            "kv_lens": kv_lens,
-            "logit_rows": rows or array("q", [0]),
+            "kv_lens": ends.astype(np.int32),
+            "logit_rows": bounds[:-1].astype(np.int64),
+        }
+        for group, (indices, counts, starts, slots) in zip(self._groups, rows.group_arrays(), strict=True):
+            made |= _named(group, _Part(indices, counts, starts, slots))
+        for states, slot_ids in zip(self._states, rows.slot_ids(), strict=True):
+            made[states.slot_ids] = slot_ids
+        return made
+
+    def _chunk_arrays(self, chunks: Sequence[Chunk]) -> Arrays:
+        ids = [np.frombuffer(chunk.token_ids, np.int64) for chunk in chunks]
+        positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
+        bounds = _bounds([len(values) for values in ids])
+        logit_rows = [
+            np.arange(first if chunk.logits == "all" else end - (chunk.logits == "last"), end)
+            for chunk, first, end in zip(chunks, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+        ]
+        made: Arrays = {
+            "input_ids": _flat(ids),
+            "positions": _flat(positions),
+            "rope_lengths": _flat(
+                [np.maximum(at + 1, chunk.prefill_length) for chunk, at in zip(chunks, positions, strict=True)]
+            ),
+            "cu_seqlens": bounds,
+            "kv_lens": np.array([chunk.end for chunk in chunks], np.int32),
+            "logit_rows": _flat(logit_rows),
         }
         for group in self._groups:
-            made |= _group_arrays(group, chunks)
+            parts = [_group_part(group, chunk, at) for chunk, at in zip(chunks, positions, strict=True)]
+            whole = _Part(*(_flat([getattr(part, name) for part in parts]) for name in _Part.__struct_fields__))
+            made |= _named(group, whole)
         for states in self._states:
-            made[states.slot_ids] = array("i", [chunk.pages[states.name][0] for chunk in chunks])
-        return {name: values for name, values in made.items() if name in self._dimensions}
+            made[states.slot_ids] = np.array([chunk.pages.pages[states.name][0] for chunk in chunks], np.int32)
+        return made
+
+    def _joined(self, first: Arrays, second: Arrays) -> Arrays:
+        """The arrays of a step from those of its sequences that decode and of its chunks."""
+        made = {}
+        for name, left in first.items():
+            right = second[name]
+            if name == "logit_rows":
+                right = right + len(first["input_ids"])
+            elif name in self._bounds:
+                left, right = left[:-1], right + left[-1]
+            made[name] = np.concatenate((left, right))
+        return made
 
     def shaped(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The graph's inputs among the flat `tensors`, with their dimensions."""
@@ -118,7 +180,7 @@ class BatchInputs:
         }
 
     def max_bytes(self, *, max_num_seqs: int, max_num_tokens: int, num_pages: Mapping[str, int]) -> int:
-        """Bytes that a step's arrays take at most: a page stands in one sequence's list only. `num_pages` by pool."""
+        """Bytes that a step's arrays take as long as no two sequences share pages. `num_pages` by pool."""
         total = 0
         for name in self._dimensions:
             counts_tokens = name in ("input_ids", "positions", "rope_lengths", "logit_rows")
@@ -129,29 +191,48 @@ class BatchInputs:
         return total
 
 
-def _group_arrays(group: Group, chunks: Sequence[Chunk]) -> Arrays:
-    """Page lists, each cut to what the chunk's queries can see, and the slots that its tokens are written to."""
-    size, names = group.spec.page_size, group.inputs
-    indices, bounds, starts, slots = array("i"), array("i", [0]), array("i"), array("q")
-    for chunk in chunks:
-        pages = chunk.pages[group.name]
-        first = caches.first_visible(group.spec, chunk.start) // size
-        indices.extend(pages[first : -(-chunk.end // size)])
-        bounds.append(len(indices))
-        starts.append(first * size)
-        for page in range(chunk.start // size, -(-chunk.end // size)):
-            shift = (pages[page] - page) * size
-            slots.extend(range(max(chunk.start, page * size) + shift, min(chunk.end, (page + 1) * size) + shift))
-    return {names.page_indices: indices, names.page_indptr: bounds, names.page_start: starts, names.slot_mapping: slots}
+def _group_part(group: Group, chunk: Chunk, positions: Array) -> _Part:
+    """The chunk's page list, cut to what its queries can see, and the slots that its tokens are written to."""
+    size = group.spec.page_size
+    pages, evicted = np.frombuffer(chunk.pages.pages[group.name], np.int32), chunk.pages.first[group.name]
+    first = caches.first_visible(group.spec, chunk.start) // size
+    assert first >= evicted, f"group {group.name}: pages from {first} on are seen, {evicted} were evicted"
+    indices = pages[first - evicted : -(-chunk.end // size) - evicted]
+    slots = pages[positions // size - evicted].astype(np.int64) * size + positions % size
+    return _Part(indices, np.array([len(indices)]), np.array([first * size]), slots)
+
+
+def _named(group: Group, part: _Part) -> Arrays:
+    names = group.inputs
+    return {
+        names.page_indices: part.indices,
+        names.page_indptr: _bounds(part.counts),
+        names.page_start: part.starts.astype(np.int32),
+        names.slot_mapping: part.slots,
+    }
+
+
+def _flat(parts: Sequence[Array]) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _bounds(lengths: Sequence[int] | Array) -> Array:
+    """Where each of consecutive spans begins, and where the last one ends: `[len + 1]` int32."""
+    bounds = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
 
 
 class Staging:
-    """One host buffer, pinned for a GPU, and its copy on the device. Each step overwrites the step before."""
+    """One host buffer, pinned for a GPU, and its copy on the device. Each step overwrites the step before.
+
+    Both grow when a step needs more than any before: pages that sequences share stand in the lists of all of them.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._place = device
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._reserve(num_bytes)
 
     def to_device(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """The arrays as tensors `[len]` on the device, by name: int32, int64 or float32, views of one buffer.
@@ -163,14 +244,19 @@ class Staging:
         places, end = {}, 0
         for name, values in arrays.items():
             start = -(-end // ALIGNMENT) * ALIGNMENT
-            end = start + len(values) * values.itemsize
-            places[name] = (start, end, _TORCH_DTYPES[values.typecode])
-        assert end <= len(self._host), f"{end} bytes of inputs, room for {len(self._host)}"
+            end = start + values.nbytes
+            places[name] = (start, end, _TORCH_DTYPES[values.dtype])
+        if end > len(self._bytes):
+            self._reserve(2 * end)
         for name, values in arrays.items():
             start, stop, _ = places[name]
-            if values:
-                self._host[start:stop].copy_(torch.frombuffer(values, dtype=torch.uint8))
+            self._bytes[start:stop].view(values.dtype)[:] = values
         self._device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._device.device))
+            self._copied.record(torch.cuda.current_stream(self._place))
         return {name: self._device[start:stop].view(dtype) for name, (start, stop, dtype) in places.items()}
+
+    def _reserve(self, num_bytes: int) -> None:
+        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._place.type == "cuda")
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
+        self._bytes: npt.NDArray[np.uint8] = self._host.numpy()

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import Self
@@ -23,13 +23,18 @@ from precast.ir.errors import BundleError, RequestError
 from precast.ir.schema import Graph, ModelInfo
 from precast.kernels import registry
 from precast.loader.answers import Answer
+from precast.loader.arena import Arena
 from precast.loader.batch import ALIGNMENT, BatchInputs, Chunk, Staging
-from precast.loader.pools import PageTables
+from precast.loader.memory import CacheMemory
+from precast.loader.metrics import prometheus_text
+from precast.loader.prefixes import Prefixes
 from precast.loader.prompts import Prompt, prompts_of, token_ids_of
-from precast.loader.restarts import restart_length
+from precast.loader.requests import PageCopy, Request, Step
+from precast.loader.restarts import Rotations, restart_length
 from precast.loader.results import EngineStats, Event, FinishReason, Output
 from precast.loader.sampling import MAX_INT64, SamplingParams, params_of, sampling_arrays, sampling_bytes
-from precast.loader.scheduler import Request, ScheduledChunk, Scheduler
+from precast.loader.scheduler import Scheduler
+from precast.loader.tables import PageTables
 from precast.loader.timeline import Timeline
 from precast.loader.tokenizer import AnswerText, Tokenizer
 
@@ -58,13 +63,14 @@ class Engine:
         model: ModelInfo,
         *,
         device: torch.device,
-        num_pages: Mapping[str, int],
+        memory: CacheMemory,
         max_num_seqs: int,
         max_num_tokens: int,
         tokenizer_files: Mapping[str, bytes],
         timeline: Timeline,
+        reuses_prefixes: bool = True,
     ) -> None:
-        """`program` is the restored graph, bound to its tensors; `num_pages` by pool. Users call `precast.load`.
+        """`program` is the restored graph, bound to its tensors and those of `memory`. Users call `precast.load`.
 
         Raises BundleError for a graph that has no cache, no logits, or inputs that this release doesn't feed.
         """
@@ -76,17 +82,20 @@ class Engine:
         self._device = device
         self._max_num_tokens = max_num_tokens
         self._tokenizer_files = tokenizer_files
-        self._tables = PageTables(graph.caches, num_pages)
+        self._memory: CacheMemory | None = memory
+        self._tables = PageTables(memory.plan, Arena(memory.num_slabs))
+        self._prefixes = Prefixes(self._tables, kind_of=Rotations(graph).kind_of) if reuses_prefixes else None
         self._scheduler = Scheduler(
             self._tables,
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
             restart_length=restart_length(graph),
+            prefixes=self._prefixes,
         )
         self._inputs = BatchInputs(graph)
         self._sample = registry.resolve("precast.sample", 1, device)
         num_bytes = sampling_bytes(max_num_seqs, ALIGNMENT) + self._inputs.max_bytes(
-            max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, num_pages=num_pages
+            max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, num_pages=memory.num_pages
         )
         self._staging = Staging(num_bytes, device)
         self._answers: dict[int, Answer] = {}
@@ -99,15 +108,21 @@ class Engine:
     # --- whole answers -----------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: str | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[Output]:
         """The answers to all prompts, in their order. `params`: for all of them, or one for each; None: the defaults.
+
+        `priority` is theirs beside other requests, as in `submit`.
 
         Raises RequestError, before any prompt is started, if one of them or its params can't be served.
         """
         listed = prompts_of(prompts)
         answers = [
-            self._prepare(prompt, each, f"prompt {i}")
+            self._prepare(prompt, each, f"prompt {i}", priority)
             for i, (prompt, each) in enumerate(zip(listed, params_of(params, len(listed)), strict=True))
         ]
         texts: dict[int, str] = dict.fromkeys((answer.request.id for answer in answers), "")
@@ -129,12 +144,12 @@ class Engine:
                 self.cancel(answer.request.id)
         return [answer.output(texts[answer.request.id], reasons[answer.request.id]) for answer in answers]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Event]:
         """The answer token by token. It starts when the first event is asked for; closing the iterator cancels it.
 
         Raises RequestError at once if the prompt can't be served.
         """
-        answer = self._prepare(prompt, params)
+        answer = self._prepare(prompt, params, priority=priority)
 
         def events() -> Iterator[Event]:
             queue: deque[Event] = deque()
@@ -154,40 +169,46 @@ class Engine:
         """The logits that follow each token of the prompt: `[T, V]` float32, on the engine's device.
 
         Pages are taken for the time of the call. Raises RequestError if the prompt is longer than the model's limit
-        or needs more pages than are free.
+        or needs more pages than running requests leave.
         """
         program = self._open_program()
         ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
         if len(ids) > self._model.max_seq_len:
             raise self._too_long(len(ids), "")
-        if not self._tables.can_reserve(len(ids)):
-            possible = self._tables.can_hold(len(ids))
-            raise RequestError(
-                "cache-too-small" if possible else "prompt-too-large-for-cache",
-                f"the prompt's {len(ids)} tokens don't fit the free pages: {self._tables.arithmetic(len(ids))}",
-                fix="let the running requests end first" if possible else "load with more cache_bytes",
-            )
-        pages = self._tables.reserve(len(ids))
+        if not self._tables.can_hold(len(ids), self._max_num_tokens):
+            raise self._no_room("prompt-too-large-for-cache", len(ids), "load with more cache_bytes")
+        table = self._tables.new_table()
         result = torch.empty(0, device=self._device)
         try:
             for start in range(0, len(ids), self._max_num_tokens):
                 part = ids[start : start + self._max_num_tokens]
-                arrays = self._inputs.arrays([Chunk(part, start, len(ids), pages, "all")])
+                if not self._scheduler.make_room(table, start + len(part)):
+                    raise self._no_room("cache-too-small", len(ids), "let the running requests end first")
+                arrays = self._inputs.arrays([Chunk(part, start, len(ids), table, "all")])
                 with on_device(self._device):
+                    self._save_states()
                     outputs = program(**self._inputs.shaped(self._staging.to_device(arrays)))
                 rows = outputs["logits"][0]
                 if start == 0:
                     result = torch.empty(len(ids), rows.shape[-1], dtype=torch.float32, device=self._device)
                 result[start : start + len(rows)] = rows
+                self._tables.evict(table, start + len(part))
         finally:
-            self._tables.release(pages)
+            self._tables.release(table)
         return result
+
+    def _no_room(self, code: str, length: int, fix: str) -> RequestError:
+        arithmetic = self._tables.arithmetic(length, self._max_num_tokens)
+        return RequestError(code, f"the prompt's {length} tokens don't fit the free pages: {arithmetic}", fix=fix)
 
     # --- requests of a server ----------------------------------------------------------------------------------
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a request and return its id, which its events carry. Raises RequestError if it can't be served."""
-        answer = self._prepare(prompt, params)
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
+        """Queue a request and return its id, which its events carry. Raises RequestError if it can't be served.
+
+        Requests of a higher `priority` are computed before others; those of a lower one give up their pages for them.
+        """
+        answer = self._prepare(prompt, params, priority=priority)
         self._queue(answer, self._events)
         return answer.request.id
 
@@ -227,9 +248,23 @@ class Engine:
         return EngineStats(
             requests_waiting=self._scheduler.num_waiting,
             requests_running=self._scheduler.num_running,
+            preemptions=self._scheduler.num_preemptions,
+            tokens_reused=self._scheduler.num_tokens_reused,
+            prefix_blocks=0 if self._prefixes is None else self._prefixes.num_blocks,
+            slabs=self._tables.arena.num_slabs,
+            slabs_free=self._tables.arena.num_free,
             pools=self._tables.usage(),
             **self._counts,
         )
+
+    def metrics(self) -> str:
+        """The counters of `stats` in Prometheus' text format."""
+        return prometheus_text(self.stats)
+
+    def forget_prefixes(self) -> None:
+        """Give up what ended requests left for reuse."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -241,7 +276,8 @@ class Engine:
         for request_id in list(self._answers):
             self.cancel(request_id)
         self._events.clear()
-        self._program = None
+        self.forget_prefixes()
+        self._program = self._memory = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -255,7 +291,9 @@ class Engine:
 
     # --- one request -------------------------------------------------------------------------------------------
 
-    def _prepare(self, prompt: object, params: SamplingParams | None, where: str | None = None) -> Answer:
+    def _prepare(
+        self, prompt: object, params: SamplingParams | None, where: str | None = None, priority: int = 0
+    ) -> Answer:
         """A request that is checked and not yet queued."""
         self._open_program()
         arrived = time.perf_counter()
@@ -263,6 +301,8 @@ class Engine:
         try:
             if not isinstance(params, SamplingParams):
                 raise RequestError("sampling-invalid", f"params is a {type(params).__name__}, expected SamplingParams")
+            if not isinstance(priority, int) or isinstance(priority, bool):
+                raise RequestError("engine-option-invalid", f"priority is {priority!r}, expected an integer")
             ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
             if len(ids) >= self._model.max_seq_len:
                 raise self._too_long(len(ids), " and at least one token of answer")
@@ -275,7 +315,7 @@ class Engine:
         text = None if self.tokenizer is None else AnswerText(self.tokenizer, ids, params.stop)
         seed = self._seeds.randint(0, MAX_INT64) if params.seed is None else params.seed
         self._num_requests += 1
-        request = Request(self._num_requests, ids, max_length)
+        request = Request(self._num_requests, ids, max_length, priority)
         return Answer(request, params, seed=seed, text=text, arrived=arrived)
 
     def _too_long(self, length: int, extra: str) -> RequestError:
@@ -308,26 +348,31 @@ class Engine:
 
     def _advance(self) -> None:
         """One step over whatever waits and runs; there is something."""
-        plan = self._scheduler.schedule()
-        assert plan, "requests wait, nothing runs, and the first of them can't be admitted"
-        drawn = iter(self._compute(plan))
-        self._count(plan)
-        for scheduled in plan:
-            token_id = next(drawn) if scheduled.samples else None
-            self._scheduler.complete(scheduled, token_id)
-            if token_id is not None:
-                self._hand_out(self._answers[scheduled.request.id], token_id)
+        step = self._scheduler.schedule()
+        assert step.num_tokens, "requests wait, nothing runs, and the first of them can't be admitted"
+        sampled = step.sampled
+        with ExitStack() as on_error:
+            on_error.callback(self._scheduler.abandon, step)
+            drawn = self._compute(step, sampled)
+            on_error.pop_all()
+        self._count(step, len(sampled))
+        self._scheduler.complete(step, drawn)
+        for request, token_id in zip(sampled, drawn, strict=True):
+            self._hand_out(self._answers[request.id], token_id)
 
-    def _compute(self, plan: Sequence[ScheduledChunk]) -> list[int]:
-        """Run the program over the chunks; the drawn token of each chunk that samples, in their order."""
+    def _compute(self, step: Step, sampled: Sequence[Request]) -> list[int]:
+        """Run the program over the step; the drawn token of each request that samples, in their order."""
         program = self._open_program()
-        arrays = self._inputs.arrays([scheduled.chunk() for scheduled in plan])
-        rows = [self._answers[scheduled.request.id].row() for scheduled in plan if scheduled.samples]
-        sampling = sampling_arrays(rows) if any(row.params.temperature > 0 for row in rows) else {}
+        arrays = self._inputs.arrays([scheduled.chunk() for scheduled in step.chunks], self._scheduler.rows)
+        answers = [self._answers[request.id] for request in sampled]
+        is_hot = any(answer.params.temperature > 0 for answer in answers)
+        sampling = sampling_arrays([answer.row() for answer in answers]) if is_hot else {}
         with on_device(self._device), torch.inference_mode():
+            self._copy_pages(step.saves)
+            self._copy_pages(step.restores)
             tensors = self._staging.to_device({**arrays, **sampling})
             logits = program(**self._inputs.shaped(tensors))["logits"][0]
-            if not rows:
+            if not answers:
                 return []
             if sampling:
                 drawn = self._sample(logits=logits, **{name: tensors[name] for name in sampling})
@@ -335,6 +380,17 @@ class Engine:
                 drawn = logits.argmax(-1)
             token_ids: list[int] = drawn.tolist()
             return token_ids
+
+    def _copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        assert self._memory is not None
+        for copy in copies:
+            self._memory.copy_pages(copy.group, [copy.source], [copy.target])
+
+    def _save_states(self) -> None:
+        """Make the copies of states that the next step would begin with, before others write to their pages."""
+        if self._prefixes is not None:
+            self._copy_pages(self._prefixes.take_saves())
+            self._prefixes.saved()
 
     def _hand_out(self, answer: Answer, token_id: int) -> None:
         """Append the event of a drawn token, and end the answer if the token ends it."""
@@ -347,10 +403,10 @@ class Engine:
         else:
             self._end(answer, event)
 
-    def _count(self, plan: Sequence[ScheduledChunk]) -> None:
-        decoded = sum(1 for scheduled in plan if scheduled.request.num_generated)
+    def _count(self, step: Step, num_sampled: int) -> None:
+        decoded = len(step.decodes)
         self._counts["steps"] += 1
         self._counts["eager_steps"] += 1
         self._counts["tokens_decoded"] += decoded
-        self._counts["tokens_prefilled"] += sum(scheduled.length for scheduled in plan) - decoded
-        self._counts["tokens_sampled"] += sum(scheduled.samples for scheduled in plan)
+        self._counts["tokens_prefilled"] += step.num_tokens - decoded
+        self._counts["tokens_sampled"] += num_sampled

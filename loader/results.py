@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from precast.loader.pools import PoolUsage
+from precast.loader.tables import PoolUsage
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -41,8 +41,10 @@ class Output(msgspec.Struct, frozen=True):
 class EngineStats(msgspec.Struct, frozen=True):
     """Counters since the engine was loaded, and what it holds now.
 
-    `tokens_prefilled` and `tokens_decoded` are computed tokens: of prompts, and of answers as they are fed back.
-    `eager_steps` ran op by op and not from a captured graph. Pages are in use from a request's admission to its end.
+    `tokens_prefilled` and `tokens_decoded` are computed tokens: of prompts, and of answers as they are fed back; what
+    is computed again after a preemption counts as prefilled. `tokens_reused` were not computed when a request began or
+    was resumed, since pages and states that were kept hold them. `prefix_blocks` are known for reuse. `eager_steps` ran
+    op by op and not from a captured graph. `pools` share `slabs` of memory.
     """
 
     steps: int = 0
@@ -54,6 +56,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     requests_running: int = 0
     requests_finished: int = 0
     requests_cancelled: int = 0
+    preemptions: int = 0
+    tokens_reused: int = 0
+    prefix_blocks: int = 0
+    slabs: int = 0
+    slabs_free: int = 0
     pools: dict[str, PoolUsage] = {}
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from precast.ir.errors import RequestError
 from precast.loader.batch import Arrays
@@ -71,12 +71,12 @@ class SampledRow(msgspec.Struct, frozen=True):
 def sampling_arrays(rows: Sequence[SampledRow]) -> Arrays:
     """The per-row arguments of `precast.sample` by name, `[R]` each; `top_k` 0 keeps all tokens."""
     return {
-        "temperature": array("f", [row.params.temperature for row in rows]),
-        "top_k": array("i", [row.params.top_k or 0 for row in rows]),
-        "top_p": array("f", [row.params.top_p for row in rows]),
-        "min_p": array("f", [row.params.min_p for row in rows]),
-        "seeds": array("q", [row.seed for row in rows]),
-        "steps": array("q", [row.step for row in rows]),
+        "temperature": np.array([row.params.temperature for row in rows], np.float32),
+        "top_k": np.array([row.params.top_k or 0 for row in rows], np.int32),
+        "top_p": np.array([row.params.top_p for row in rows], np.float32),
+        "min_p": np.array([row.params.min_p for row in rows], np.float32),
+        "seeds": np.array([row.seed for row in rows], np.int64),
+        "steps": np.array([row.step for row in rows], np.int64),
     }
 
 

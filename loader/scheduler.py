@@ -1,86 +1,63 @@
 """Which tokens of which sequences each step computes: continuous batching with chunked prefill.
 
-A step has a budget of tokens. Sequences that decode come first, one token each; what is left goes to prompts, oldest
-first, cut to the budget; while some is left, waiting requests are admitted in the order of their arrival. So a request
-is admitted only in a step in which all that run have a token, and each that decodes has one in every step. Admission
-reserves the pages of the longest answer that a request may get in every group at once, so that a sequence that runs
-never runs out of pages.
+A step has a budget of tokens. Sequences that decode come first, one token each; what is left goes to prompts, those of
+the highest priority and the oldest first, cut to the budget; while some is left, waiting requests are admitted in the
+same order. So nobody is overtaken, and only for a higher priority is a request admitted in a step in which one that
+runs has no token.
+
+A sequence gets pages as it grows, nothing is reserved for its answer. When one can't grow, prefixes that nobody uses
+are given up, and then running requests are preempted: the lowest priority first, the youngest of it. They wait at
+the head of their priority and are computed again. The oldest request of the highest priority is never preempted for
+others, and what `check` let through fits the cache alone, so it always goes on.
 """
 
 from __future__ import annotations
 
-from array import array
+import heapq
+from collections.abc import Mapping, Sequence
 
+from precast.ir import caches
 from precast.ir.errors import RequestError
-from precast.loader.batch import Chunk
-from precast.loader.pools import PageTables, SequencePages
+from precast.ir.schema import Group
+from precast.loader.prefixes import Prefixes
+from precast.loader.requests import Rank, Request, ScheduledChunk, Step
+from precast.loader.rows import DecodeRows
+from precast.loader.tables import PageTables, SequenceTable, forgets
 
-
-class Request:
-    """One sequence: its tokens so far, and how many of them are in the cache.
-
-    `max_length` counts prompt and answer. The last token of an answer is never computed, so it needs no place in the
-    cache. `prefill_length` is the length that the tokens had when their computation began, or began anew.
-    """
-
-    __slots__ = ("id", "max_length", "num_cached", "pages", "prefill_length", "prompt_length", "token_ids")
-
-    def __init__(self, request_id: int, prompt: array[int], max_length: int) -> None:
-        """`prompt`: int64 token ids, at least one, and fewer than `max_length`."""
-        assert 0 < len(prompt) < max_length
-        self.id = request_id
-        self.token_ids = array("q", prompt)
-        self.prompt_length = self.prefill_length = len(prompt)
-        self.max_length = max_length
-        self.num_cached = 0
-        self.pages: SequencePages | None = None
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens that are known and not computed yet: 1 in decode."""
-        return len(self.token_ids) - self.num_cached
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.prompt_length
-
-
-class ScheduledChunk:
-    """`length` tokens of a request, computed in this step. `samples`: the step also draws its next token."""
-
-    __slots__ = ("length", "request", "samples")
-
-    def __init__(self, request: Request, length: int) -> None:
-        self.request = request
-        self.length = length
-        self.samples = length == request.num_pending
-
-    def chunk(self) -> Chunk:
-        """What the batch needs of it."""
-        request, start = self.request, self.request.num_cached
-        assert request.pages is not None
-        return Chunk(
-            token_ids=request.token_ids[start : start + self.length],
-            start=start,
-            prefill_length=request.prefill_length,
-            pages=request.pages,
-            logits="last" if self.samples else "none",
-        )
+GROWTH_TOKENS = 32
+"""Tokens by which each sequence that runs should be able to grow when another is admitted; a page, if that is less."""
+RETRY_STEPS = 16
+"""A request that found no room is looked at again when another ends, or after so many steps."""
+MANY_GONE = 64
+"""Requests that are gone stay in the queue until they come first in it, or are so many."""
 
 
 class Scheduler:
     """The requests that wait and run. It knows pages and tokens, and neither tensors nor text."""
 
     def __init__(
-        self, tables: PageTables, *, max_num_seqs: int, max_num_tokens: int, restart_length: int | None = None
+        self,
+        tables: PageTables,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        restart_length: int | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """A sequence that grows to `restart_length` tokens is computed anew, from its first token."""
+        self.rows = DecodeRows(tables.plan, max_num_seqs)
+        self.num_preemptions = 0
+        self.num_tokens_reused = 0
         self._tables = tables
+        self._prefixes = prefixes
         self._restart_length = restart_length
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
-        self._waiting: dict[int, Request] = {}  # both in the order of arrival
-        self._running: dict[int, Request] = {}
+        self._num_arrivals = 0
+        self._waiting: dict[int, Request] = {}
+        self._queue: list[tuple[Rank, Request]] = []  # a heap of those that wait; may hold some that are gone
+        self._prefilling: dict[int, Request] = {}  # running, with more than one token to compute
+        self._steps_to_wait = 0  # before the first in the queue is looked at again
 
     @property
     def num_waiting(self) -> int:
@@ -88,63 +65,298 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._prefilling) + len(self.rows)
 
     def check(self, prompt_length: int, max_length: int) -> None:
         """Raise RequestError for a request that the empty cache can't hold."""
-        num_tokens = max_length - 1
-        if not self._tables.can_hold(num_tokens):
+        num_tokens, step = max_length - 1, self._max_num_tokens
+        if not self._tables.can_hold(num_tokens, step):
             raise RequestError(
                 "prompt-too-large-for-cache",
                 f"a prompt of {prompt_length} tokens and an answer of up to {max_length - prompt_length} are "
-                f"{num_tokens} tokens to cache (the last is never cached): {self._tables.arithmetic(num_tokens)}",
-                fix="lower max_tokens, shorten the prompt, or load with more cache_bytes",
+                f"{num_tokens} tokens to cache (the last is never cached), in chunks of up to {step}: "
+                f"{self._tables.arithmetic(num_tokens, step)}",
+                fix="lower max_tokens, shorten the prompt, or load with more cache_bytes or a lower max_num_tokens",
             )
 
     def submit(self, request: Request) -> None:
         """Queue a request that `check` let through."""
-        self._waiting[request.id] = request
-
-    def schedule(self) -> list[ScheduledChunk]:
-        """The chunks of the next step; empty only when nothing waits or runs. Admits, but computes nothing."""
-        budget = self._max_num_tokens
-        plan = [ScheduledChunk(request, 1) for request in self._running.values() if request.num_pending == 1]
-        budget -= len(plan)
-        for request in self._running.values():
-            if budget and request.num_pending > 1:
-                plan.append(ScheduledChunk(request, min(request.num_pending, budget)))
-                budget -= plan[-1].length
-        while budget and (admitted := self._admit()) is not None:
-            plan.append(ScheduledChunk(admitted, min(admitted.num_pending, budget)))
-            budget -= plan[-1].length
-        return plan
-
-    def complete(self, scheduled: ScheduledChunk, token_id: int | None) -> None:
-        """The chunk is in the cache; `token_id` is what was drawn, for a chunk that samples."""
-        request = scheduled.request
-        request.num_cached += scheduled.length
-        assert (token_id is not None) == scheduled.samples
-        if token_id is not None:
-            request.token_ids.append(token_id)
-            if len(request.token_ids) == self._restart_length:
-                request.num_cached = 0
-                request.prefill_length = len(request.token_ids)
+        self._num_arrivals += 1
+        request.arrival = self._num_arrivals
+        self._enqueue(request)
+        if self._first_waiting() is request:
+            self._steps_to_wait = 0
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has ended or is cancelled, and give back its pages."""
+        """Forget a request that has ended or is cancelled, and give back its pages; its prefix stays known."""
         if self._waiting.pop(request.id, None) is None:
-            del self._running[request.id]
-        if request.pages is not None:
-            self._tables.release(request.pages)
-            request.pages = None
+            self._stop(request)
+        elif len(self._queue) > 2 * len(self._waiting) + MANY_GONE:
+            self._queue = [entry for entry in self._queue if entry[1].id in self._waiting]
+            heapq.heapify(self._queue)
 
-    def _admit(self) -> Request | None:
-        """The request that has waited longest, now running with all its pages; None while it has to wait on."""
-        request = next(iter(self._waiting.values()), None)
-        if request is None or len(self._running) >= self._max_num_seqs:
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        """The next step; empty only when nothing waits or runs. Takes pages and admits, but computes nothing."""
+        num_preemptions = self.num_preemptions
+        self._grow_rows()
+        budget = self._max_num_tokens - len(self.rows)
+        chunks: list[ScheduledChunk] = []
+        for request in sorted(self._prefilling.values(), key=lambda request: request.rank):
+            if num_preemptions == self.num_preemptions:
+                budget = self._admit_to(chunks, budget, above=request.priority)
+            # An older one may have preempted it meanwhile.
+            if budget and request.id in self._prefilling and (length := self._chunk(request, budget)):
+                chunks.append(ScheduledChunk(request, length))
+                budget -= length
+        stalled = len(chunks) < len(self._prefilling)
+        if not self.num_running or (not stalled and num_preemptions == self.num_preemptions):
+            self._admit_to(chunks, budget)
+        step = Step(list(self.rows.requests), chunks)
+        if self._prefixes is not None:
+            step.saves.extend(self._prefixes.take_saves())
+            for scheduled in chunks:
+                step.restores.extend(self._prefixes.restores(scheduled.request))
+        return step
+
+    def complete(self, step: Step, token_ids: Sequence[int]) -> None:
+        """The step is computed; `token_ids` are what was drawn for `step.sampled`. Nothing changed since `schedule`."""
+        count = len(step.decodes)
+        if self._prefixes is not None:
+            self._prefixes.saved()
+        if count:
+            self.rows.advance(token_ids[:count])
+            if self._restart_length is not None:
+                for request in self.rows.of_length(self._restart_length):
+                    self.rows.remove(request)
+                    self._prefilling[request.id] = request
+                    self._restart(request)
+        drawn = iter(token_ids[count:])
+        for scheduled in step.chunks:
+            self._complete_chunk(scheduled.request, scheduled.length, next(drawn) if scheduled.samples else None)
+        assert next(drawn, None) is None, "more tokens than sequences that sample"
+
+    def abandon(self, step: Step) -> None:
+        """The step failed. Pages are written again as they were, but states may have been changed: they start anew."""
+        if not self._tables.plan.states:
+            return
+        if self._prefixes is not None:
+            self._prefixes.saved()
+            self._prefixes.drop_points()
+        for request in [*step.decodes, *(scheduled.request for scheduled in step.chunks)]:
+            self._stop(request, keep=False)
+            self._enqueue(request)
+
+    def _complete_chunk(self, request: Request, length: int, token_id: int | None) -> None:
+        table = request.table
+        assert table is not None
+        request.num_computed += length
+        if self._prefixes is not None:
+            self._prefixes.restored(request)
+            self._prefixes.register(request)
+        self._tables.evict(table, request.num_computed)
+        if token_id is None:
+            return
+        request.token_ids.append(token_id)
+        if len(request.token_ids) == self._restart_length:
+            self._restart(request)
+        else:
+            del self._prefilling[request.id]
+            self.rows.add(request)
+
+    def _restart(self, request: Request) -> None:
+        """All tokens of a running request are to be computed anew, as those of a sequence of its present length."""
+        self._give_back(request)
+        request.table = self._tables.new_table()
+        request.prefill_length = len(request.token_ids)
+        request.digests.clear()
+
+    # --- pages ---------------------------------------------------------------------------------------------------
+
+    def make_room(self, table: SequenceTable, length: int) -> bool:
+        """Let a table grow to `length` tokens, for which unused prefixes are given up; False: there is no room."""
+        if not self._tables.can_grow(table, length) and not self._reclaim(self._tables.missing(table, length)):
+            return False
+        self._tables.grow(table, length)
+        return True
+
+    def _grow_rows(self) -> None:
+        """Give each sequence that decodes a place for its token. Who finds none even so is preempted."""
+        rows = self.rows
+        rows.evict(self._tables)
+        short = rows.short()
+        if not short:
+            return
+        if self._reclaim({name: len(found) for name, found in short.items()}):
+            rows.grow(self._tables, short)
+            return
+        lacking = {rows.requests[row].id: rows.requests[row] for found in short.values() for row in found.tolist()}
+        for request in sorted(lacking.values(), key=lambda request: request.rank):
+            # It may have been preempted for an older one, and be preempted itself.
+            while request.row >= 0:
+                assert request.table is not None
+                if self.make_room(request.table, len(request.token_ids)):
+                    rows.refresh(request.row)
+                    break
+                self._make_way()
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """How many tokens of a running request are computed; room is made for one at least. 0: it has to wait."""
+        while not (length := self._fit(request, budget)):
+            if self._last() is request and self.num_running > 1:
+                return 0
+            self._make_way()
+            if request.id not in self._prefilling:
+                return 0
+        return length
+
+    def _fit(self, request: Request, budget: int) -> int:
+        """How many tokens of a running request fit the budget and the cache, while no other gives up pages.
+
+        The pages are taken.
+        """
+        assert request.table is not None
+        length = self._aligned(request, min(request.num_pending, budget))
+        while length and not self.make_room(request.table, request.num_cached + length):
+            length //= 2
+        return length
+
+    def _aligned(self, request: Request, length: int) -> int:
+        """Cut a chunk where its states are worth keeping: at the end of what was known, or of its last whole block."""
+        if self._prefixes is None or not self._prefixes.has_states:
+            return length
+        block, start = self._prefixes.block, request.num_cached
+        for end in (request.shared_length, (start + length) // block * block):
+            if start < end < start + length:
+                return end - start
+        return length
+
+    def _reclaim(self, pages: Mapping[str, int]) -> bool:
+        """Give up prefixes until so many pages by group can be had; False: all are given up, and it isn't enough."""
+        while not self._tables.can_take(pages):
+            if self._prefixes is None or not self._prefixes.drop_one():
+                return False
+        return True
+
+    # --- who runs ------------------------------------------------------------------------------------------------
+
+    def _admit_to(self, chunks: list[ScheduledChunk], budget: int, *, above: int | None = None) -> int:
+        """Admit who waits first, while there is room: all, or those of a priority `above`. The budget that is left."""
+        while budget and (first := self._first_waiting()) is not None and (above is None or first.priority > above):
+            admitted = self._admit(budget)
+            if admitted is None:
+                break
+            chunks.append(admitted)
+            budget -= admitted.length
+        return budget
+
+    def _admit(self, budget: int) -> ScheduledChunk | None:
+        """The first chunk of the request that waits first, which runs from now on; None while it has to wait on."""
+        request = self._first_waiting()
+        if request is None or self.num_running >= min(self._max_num_seqs, self._max_num_tokens):
             return None
-        if not self._tables.can_reserve(request.max_length - 1):
+        if (self.num_running and not request.shares) or (self.num_running == 1 and not self._last().shares):
             return None
-        request.pages = self._tables.reserve(request.max_length - 1)
-        self._running[request.id] = self._waiting.pop(request.id)
-        return request
+        if self._steps_to_wait and self.num_running:
+            self._steps_to_wait -= 1
+            return None
+        if not request.shares:
+            self._forget_prefixes()
+        self._start(request)
+        length = self._fit(request, budget) if self.num_running == 1 or self._has_room(request) else 0
+        if not length and self.num_running == 1:
+            # What it shares may lie on too many slabs: it fits alone.
+            self._stop(request, keep=False)
+            self._forget_prefixes()
+            self._start(request)
+            length = self._fit(request, budget)
+            assert length, f"request {request.id} doesn't fit the empty cache"
+        if not length:
+            self._stop(request)
+            self._steps_to_wait = RETRY_STEPS
+            return None
+        heapq.heappop(self._queue)
+        del self._waiting[request.id]
+        self.num_tokens_reused += request.num_reused
+        return ScheduledChunk(request, length)
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether all its known tokens fit, and those by which the others grow; prefixes are given up for them."""
+        assert request.table is not None
+        needed, length = {}, len(request.token_ids)
+        for group in self._tables.groups:
+            held = len(request.table.pages[group.name])
+            missing = caches.sequence_pages(group, length) - request.table.first[group.name] - held
+            if isinstance(group, Group) and forgets(group.spec):
+                missing = min(missing + 1, caches.peak_pages(group, length, self._max_num_tokens) + 1 - held)
+            elif isinstance(group, Group):
+                size = group.spec.page_size
+                missing += -(-self.num_running * min(GROWTH_TOKENS, size) // size)
+            needed[group.name] = max(missing, 0)
+        if self._tables.can_take(needed):
+            return True
+        # Before anything is given up in vain: not even all of it may be enough.
+        reclaimable = self._prefixes.reclaimable() if self._prefixes is not None else {}
+        slabs = float(self._tables.arena.num_free)
+        for name, count in needed.items():
+            pool = self._tables.pool_of[name]
+            slabs += (reclaimable.get(name, 0) - max(0, count - pool.num_room)) / pool.pages_per_slab
+        return slabs >= 0 and self._reclaim(needed)
+
+    def _first_waiting(self) -> Request | None:
+        while self._queue and self._queue[0][1].id not in self._waiting:
+            heapq.heappop(self._queue)
+        return self._queue[0][1] if self._queue else None
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting[request.id] = request
+        heapq.heappush(self._queue, (request.rank, request))
+
+    def _last(self) -> Request:
+        """The running request that is preempted first."""
+        return max((*self.rows.requests, *self._prefilling.values()), key=lambda request: request.rank)
+
+    def _make_way(self) -> None:
+        """Preempt the last of those that run; the only one has its pages on too many slabs, and is to run alone."""
+        last = self._last()
+        if self.num_running == 1:
+            assert last.shares, f"request {last.id} doesn't fit the empty cache"
+            last.shares = False
+        self.preempt(last)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's pages; it waits to be computed again."""
+        self.num_preemptions += 1
+        self._stop(request)
+        self._enqueue(request)
+
+    def _start(self, request: Request) -> None:
+        """Let a request run, behind what is known of its tokens."""
+        request.table = self._tables.new_table()
+        self._prefilling[request.id] = request
+        if self._prefixes is not None:
+            self._prefixes.adopt(request, self._prefixes.match(request))
+
+    def _stop(self, request: Request, *, keep: bool = True) -> None:
+        """Let it run no more. `keep`: what it computed stays known."""
+        if request.row >= 0:
+            self.rows.remove(request)
+        else:
+            del self._prefilling[request.id]
+        self._give_back(request, keep=keep)
+        self._steps_to_wait = 0
+
+    def _give_back(self, request: Request, *, keep: bool = True) -> None:
+        assert request.table is not None
+        if self._prefixes is not None:
+            if keep:
+                self._prefixes.register(request)
+            self._prefixes.leave(request)
+        self._tables.release(request.table)
+        request.table = None
+        request.num_computed = request.num_reused = 0
+
+    def _forget_prefixes(self) -> None:
+        if self._prefixes is not None:
+            self._prefixes.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,9 @@ from tiny import tiny_graph
 from precast.ir.errors import BundleError
 from precast.ir.schema import Graph, StateGroup, StateSpec, TensorType, Value
 from precast.loader.batch import ALIGNMENT, BatchInputs, Chunk, Staging
+from precast.loader.requests import Request
+from precast.loader.rows import DecodeRows
+from precast.loader.tables import SequenceTable
 
 GRAPH = tiny_graph()
 CPU = torch.device("cpu")
@@ -22,12 +26,19 @@ CPU = torch.device("cpu")
 def chunk(
     start: int, tokens: list[int], *, near: list[int], far: list[int], logits: str = "last", prompt: int = 0
 ) -> Chunk:
-    pages = {"near": array("i", near), "far": array("i", far)}
-    return Chunk(array("q", tokens), start, prompt or start + len(tokens), pages, logits)  # type: ignore[arg-type]
+    table = table_of({"near": near, "far": far})
+    return Chunk(array("q", tokens), start, prompt or start + len(tokens), table, logits)  # type: ignore[arg-type]
+
+
+def table_of(pages: dict[str, list[int]], **evicted: int) -> SequenceTable:
+    table = SequenceTable(pages)
+    table.pages.update({name: array("i", some) for name, some in pages.items()})
+    table.first.update(evicted)
+    return table
 
 
 def lists(chunks: list[Chunk], graph: Graph = GRAPH) -> dict[str, list[float]]:
-    return {name: list(values) for name, values in BatchInputs(graph).arrays(chunks).items()}
+    return {name: values.tolist() for name, values in BatchInputs(graph).arrays(chunks).items()}
 
 
 def test_a_mixed_step() -> None:
@@ -61,6 +72,44 @@ def test_reserved_pages_behind_the_context_are_not_listed() -> None:
     found = lists([chunk(3, [1], near=[5, 6, 7], far=[8, 9])])
     assert found["page_indices_near"] == [5]
     assert found["page_indices_far"] == [8]
+
+
+def decoding(*tables: SequenceTable, lengths: list[int], graph: Graph = GRAPH) -> DecodeRows:
+    """Rows of sequences of so many tokens, the last of which is to be computed: token 70 + its index."""
+    rows = DecodeRows(graph.caches, 8)
+    for i, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        request = Request(i, array("q", [*range(length - 1), 70 + i]), length + 9)
+        request.table = table
+        request.num_computed = length - 1
+        rows.add(request)
+    return rows
+
+
+def test_sequences_that_decode_come_before_chunks() -> None:
+    rows = decoding(
+        table_of({"near": [3, 8], "far": [1, 2]}, near=1), table_of({"near": [6], "far": [5]}), lengths=[10, 3]
+    )
+    chunks = [chunk(0, [11, 12, 13], near=[0], far=[4], logits="none", prompt=7), chunk(6, [21], near=[7, 9], far=[9])]
+    inputs = BatchInputs(GRAPH)
+
+    alone = {name: values.tolist() for name, values in inputs.arrays([], rows).items()}
+    mixed = {name: values.tolist() for name, values in inputs.arrays(chunks, rows).items()}
+
+    assert alone == {
+        "input_ids": [70, 71], "positions": [9, 2], "cu_seqlens": [0, 1, 2], "kv_lens": [10, 3], "logit_rows": [0, 1],
+        "page_indices_near": [3, 8, 6], "page_indptr_near": [0, 2, 3], "page_start_near": [4, 0],
+        "slot_mapping_near": [8 * 4 + 1, 6 * 4 + 2],
+        "page_indices_far": [1, 2, 5], "page_indptr_far": [0, 2, 3], "page_start_far": [0, 0],
+        "slot_mapping_far": [2 * 8 + 1, 5 * 8 + 2],
+    }  # fmt: skip
+    assert mixed == {
+        "input_ids": [70, 71, 11, 12, 13, 21], "positions": [9, 2, 0, 1, 2, 6], "cu_seqlens": [0, 1, 2, 5, 6],
+        "kv_lens": [10, 3, 3, 7], "logit_rows": [0, 1, 5],
+        "page_indices_near": [3, 8, 6, 0, 7, 9], "page_indptr_near": [0, 2, 3, 4, 6], "page_start_near": [4, 0, 0, 0],
+        "slot_mapping_near": [33, 26, 0, 1, 2, 9 * 4 + 2],
+        "page_indices_far": [1, 2, 5, 4, 9], "page_indptr_far": [0, 2, 3, 4, 5], "page_start_far": [0, 0, 0, 0],
+        "slot_mapping_far": [17, 42, 32, 33, 34, 9 * 8 + 6],
+    }  # fmt: skip
 
 
 @given(st.integers(0, 60), st.integers(1, 30))
@@ -100,7 +149,10 @@ def test_each_sequence_names_its_state() -> None:
     plan = msgspec.structs.replace(GRAPH.caches, states=(state, conv))
     graph = msgspec.structs.replace(GRAPH, inputs=(*GRAPH.inputs, *slot_ids), caches=plan)
     chunks = [
-        msgspec.structs.replace(made, pages={**made.pages, "state": array("i", [own]), "conv": array("i", [other])})
+        msgspec.structs.replace(
+            made,
+            pages=table_of({**made.pages.pages, "state": [own], "conv": [other]}),  # type: ignore[dict-item]
+        )
         for made, own, other in (
             (chunk(9, [40], near=[5, 3, 8], far=[1, 2]), 4, 7),
             (chunk(0, [11, 12, 13], near=[0], far=[4]), 0, 2),
@@ -111,7 +163,7 @@ def test_each_sequence_names_its_state() -> None:
 
     assert (found["ids"], found["conv_ids"]) == ([4, 0], [7, 2])
     made = BatchInputs(graph)
-    assert made.arrays(chunks)["ids"].typecode == "i"
+    assert made.arrays(chunks)["ids"].dtype == np.int32
     tensors = made.shaped(Staging(1000, CPU).to_device(made.arrays(chunks)))
     assert (tensors["conv_ids"].dtype, tensors["conv_ids"].tolist()) == (torch.int32, [7, 2])
 
@@ -157,25 +209,56 @@ def test_an_input_that_is_not_fed_is_refused(value: Value) -> None:
 
 
 def test_staging_gives_tensors_of_the_arrays() -> None:
-    arrays = {"a": array("i", [1, -2, 3]), "none": array("i"), "b": array("q", [2**40]), "c": array("f", [0.5, 1.5])}
+    arrays = {
+        "a": np.array([1, -2, 3], np.int32),
+        "none": np.zeros(0, np.int32),
+        "b": np.array([2**40]),
+        "c": np.array([0.5, 1.5], np.float32),
+    }
     tensors = Staging(100, CPU).to_device(arrays)
     expected = {"a": torch.int32, "none": torch.int32, "b": torch.int64, "c": torch.float32}
     assert {name: tensor.dtype for name, tensor in tensors.items()} == expected
-    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {k: list(v) for k, v in arrays.items()}
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: values.tolist() for name, values in arrays.items()
+    }
     base = tensors["a"].data_ptr()
     assert all((tensor.data_ptr() - base) % ALIGNMENT == 0 for tensor in tensors.values())
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
 
 
-def test_staging_refuses_more_than_its_size() -> None:
-    with pytest.raises(AssertionError, match="24 bytes of inputs, room for 23"):
-        Staging(23, CPU).to_device({"a": array("i", [1]), "b": array("q", [2])})
+def test_staging_grows_with_what_a_step_needs() -> None:
+    staging = Staging(3, CPU)
+    for count in (1, 100, 7):
+        tensors = staging.to_device({"a": np.arange(count), "b": np.arange(count, dtype=np.int32)})
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+            "a": list(range(count)), "b": list(range(count)),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("longer", ["near", "far"])
+def test_the_lists_of_all_groups_grow_together(longer: str) -> None:
+    # Sequences that share their pages list more than there are: first in one group, whose list is longer than ever.
+    inputs = BatchInputs(GRAPH)
+    staging = Staging(inputs.max_bytes(max_num_seqs=2, max_num_tokens=2, num_pages={"small": 2, "large": 2}), CPU)
+    for count in (1, 500, 1, 900):
+        pages = {"near": [7], "far": [9], longer: list(range(count))}
+        start = count * 8 - 1 if longer == "far" else count * 4 - 1
+        evicted = {name: start // size + 1 - len(pages[name]) for name, size in (("near", 4), ("far", 8))}
+        table = table_of(pages, **evicted)
+        rows = decoding(table, lengths=[start + 1])
+        arrays = inputs.arrays([], rows)
+        tensors = staging.to_device(arrays)
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+            name: values.tolist() for name, values in arrays.items()
+        }
+        assert tensors[f"page_indices_{longer}"].tolist() == list(range(count))
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
 
 
 def test_tensors_of_a_graph_have_its_dimensions() -> None:
     inputs = BatchInputs(GRAPH)
     arrays = inputs.arrays([chunk(0, [1, 2, 3], near=[0], far=[0])])
-    tensors = inputs.shaped(Staging(1000, CPU).to_device({**arrays, "temperature": array("f", [1.0])}))
+    tensors = inputs.shaped(Staging(1000, CPU).to_device({**arrays, "temperature": np.ones(1, np.float32)}))
     assert {name: tensor.dim() for name, tensor in tensors.items()} == {
         value.name: len(value.type.shape) for value in GRAPH.inputs
     }

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, random_weights, reference_answer, reference_logits, tiny_graph, tiny_model
+from tiny import VOCAB, Groups, random_weights, reference_answer, reference_logits, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
 from precast.ir.errors import BundleError, RequestError
 from precast.ir.schema import CachePlan, Graph
 from precast.loader.engine import Engine
-from precast.loader.pools import cache_tensors
+from precast.loader.memory import CacheMemory
 from precast.loader.restore import restore
 from precast.loader.results import Event, Output
 from precast.loader.sampling import SamplingParams
@@ -40,7 +41,7 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 def build(
     *,
-    pages: tuple[int, int] = (60, 30),
+    slabs: int = 75,
     seqs: int = 8,
     tokens: int = 64,
     max_seq_len: int = 64,
@@ -49,25 +50,26 @@ def build(
     graph: Graph | None = None,
     device: torch.device = CPU,
     wrap: Callable[[Any], Any] = lambda program: program,
+    reuses: bool = True,
 ) -> Engine:
     graph = tiny_graph() if graph is None else graph
-    num_pages = {pool.name: pages[pool.name == "large"] for pool in graph.caches.pools}
     program = restore(graph, device=device)
-    program.bind({name: tensor.to(device) for name, tensor in WEIGHTS.items()})
-    caches = cache_tensors(graph.caches, num_pages, device=device)
-    for tensor in caches.values():
-        tensor.fill_(math.nan)  # whoever reads what no token wrote is found out
-    program.bind(caches)
+    names = [*(param.name for param in graph.params), *(value.name for value in graph.constants)]
+    program.bind({name: WEIGHTS[name].to(device) for name in names})
+    memory = CacheMemory(graph.caches, slabs, device)
+    memory.arena.fill_(0xFF)  # NaN: whoever reads what no token wrote is found out
+    program.bind(memory.tensors)
     return Engine(
         wrap(program),
         graph,
         tiny_model(max_seq_len, eos),
         device=device,
-        num_pages=num_pages,
+        memory=memory,
         max_num_seqs=seqs,
         max_num_tokens=tokens,
         tokenizer_files={"tokenizer.json": letters(VOCAB)} if text else {},
         timeline=Timeline(),
+        reuses_prefixes=reuses,
     )
 
 
@@ -76,6 +78,8 @@ def pages_in_use(engine: Engine) -> int:
 
 
 def is_idle(engine: Engine) -> bool:
+    """Nothing to do, and no page held but those of known prefixes, which are given up."""
+    engine.forget_prefixes()
     stats = engine.stats
     return not engine.has_work and pages_in_use(engine) == stats.requests_running == stats.requests_waiting == 0
 
@@ -132,7 +136,7 @@ def test_a_gpu_gives_the_same_tokens() -> None:
 
 
 def test_pages_are_used_again() -> None:
-    engine = build(pages=(12, 6))  # room for one long prompt, or a few short ones
+    engine = build(slabs=15)  # room for one long prompt, or a few short ones
     for _ in range(3):
         outputs = engine.generate(PROMPTS, greedy(20))
         assert [output.token_ids for output in outputs] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
@@ -140,7 +144,7 @@ def test_pages_are_used_again() -> None:
 
 
 def test_groups_that_share_a_pool() -> None:
-    engine = build(graph=tiny_graph({"near": (6, 4, "main"), "far": (None, 4, "main")}), pages=(20, 0), tokens=7)
+    engine = build(graph=tiny_graph({"near": (6, 4, "main"), "far": (None, 4, "main")}), slabs=40, tokens=7)
     outputs = engine.generate(PROMPTS, greedy(20))
     assert [output.token_ids for output in outputs] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
 
@@ -167,9 +171,9 @@ actions = st.one_of(st.tuples(prompts, st.integers(1, 12)), st.just("step"), st.
 
 
 @settings(max_examples=30)
-@given(st.lists(actions, max_size=25), st.integers(1, 9), st.integers(1, 4), st.integers(8, 16))
-def test_any_order_of_requests_steps_and_cancellations(script: list[Any], tokens: int, seqs: int, pages: int) -> None:
-    engine = build(tokens=tokens, seqs=seqs, pages=(pages, pages))
+@given(st.lists(actions, max_size=25), st.integers(1, 9), st.integers(1, 4), st.integers(10, 20))
+def test_any_order_of_requests_steps_and_cancellations(script: list[Any], tokens: int, seqs: int, slabs: int) -> None:
+    engine = build(tokens=tokens, seqs=seqs, slabs=slabs)
     asked: dict[int, tuple[list[int], int]] = {}
     found: dict[int, list[Event]] = {}
     for action in [*script, *["step"] * 400]:
@@ -187,6 +191,143 @@ def test_any_order_of_requests_steps_and_cancellations(script: list[Any], tokens
         whole = expected(tuple(prompt), max_tokens)
         assert answer == (whole if last.finish_reason == "length" else whole[: len(answer)])
         assert [event.finish_reason for event in found[request][:-1]] == [None] * (len(found[request]) - 1)
+
+
+# --- pages that flow, and prefixes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("reuses", [False, True])
+def test_tokens_are_the_same_while_requests_are_preempted(state: bool, reuses: bool) -> None:
+    graph = tiny_graph(state=state)
+    engine = build(slabs=10 + state, tokens=7, graph=graph, reuses=reuses)
+    prompts = [[5], [7, 8, 9], [40], [9] * 6, [5, 6]]
+    outputs = engine.generate(prompts, greedy(40))
+    answers = [reference_answer(WEIGHTS, prompt, 40, state=state) for prompt in prompts]
+    assert [output.token_ids for output in outputs] == answers
+    stats = engine.stats
+    assert stats.preemptions > 0
+    assert stats.pools["small"].pages_evicted > 0
+    assert is_idle(engine)
+    assert engine.stats.slabs_free == engine.stats.slabs
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_prompt_seen_before_is_computed_from_its_last_whole_block(state: bool) -> None:
+    engine = build(graph=tiny_graph(state=state))
+    prompt = list(range(3, 30))  # 27 tokens: three blocks of 8
+    first, second = (engine.generate([prompt], greedy(7)) for _ in range(2))
+    assert first == second
+    assert engine.stats.tokens_reused == 24
+    (other,) = engine.generate([[*prompt, *first[0].token_ids, 7, 7]], greedy(9))  # a conversation goes on
+    # behind the answer: the last whole block of 33 computed tokens, whose state nobody kept
+    assert engine.stats.tokens_reused == 24 + (24 if state else 32)
+    whole = [*prompt, *first[0].token_ids, 7, 7]
+    assert other.token_ids == reference_answer(WEIGHTS, whole, 9, state=state)
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_where_prompts_part_is_known_after_the_second(state: bool) -> None:
+    engine = build(graph=tiny_graph(state=state), max_seq_len=128, slabs=200)
+    shared = list(range(3, 21))  # two blocks of 8 and two tokens
+    reused = []
+    for last in (30, 31, 32, 33):
+        before = engine.stats.tokens_reused
+        prompt = [*shared, *[last] * 30]
+        (output,) = engine.generate([prompt], greedy(5))
+        assert output.token_ids == reference_answer(WEIGHTS, prompt, 5, state=state)
+        reused.append(engine.stats.tokens_reused - before)
+    # The window's pages and the state at the end of block 2 are kept when the second prompt leaves the first there.
+    assert reused == [0, 0, 16, 16]
+
+
+def test_the_order_of_groups_and_pools_changes_nothing() -> None:
+    graph = tiny_graph()
+    plan = graph.caches
+    turned = msgspec.structs.replace(plan, pools=plan.pools[::-1], groups=plan.groups[::-1])
+    found = []
+    for each in (plan, turned):
+        engine = build(graph=msgspec.structs.replace(graph, caches=each), slabs=12, tokens=7)
+        outputs = engine.generate(PROMPTS, greedy(12))
+        assert [output.token_ids for output in outputs] == [expected(tuple(prompt), 12) for prompt in PROMPTS]
+        found.append(engine.stats)
+    assert found[0] == found[1]
+    assert list(found[0].pools) == list(found[1].pools)[::-1]
+
+
+@pytest.mark.parametrize(("groups", "layers"), [({}, ()), ({"near": (6, 4, "a")}, ("near", "near"))])
+def test_models_of_states_alone_and_of_windows_alone(groups: Groups, layers: tuple[str, ...]) -> None:
+    state = not groups
+    engine = build(graph=tiny_graph(groups, layers, state=state), max_seq_len=256, tokens=16, slabs=80)
+    prompts = [[9, *range(3, 45)] * 2, [5], [9, *range(3, 45)] * 2]
+    answers = [reference_answer(WEIGHTS, prompt, 9, groups, layers, state=state) for prompt in prompts]
+    for _ in range(2):
+        assert [output.token_ids for output in engine.generate(prompts, greedy(9))] == answers
+    (pool,) = engine.stats.pools.values()
+    assert engine.stats.tokens_reused >= 2 * (64 if state else 84)
+    assert (pool.pages_evicted > 0) is not state
+    assert f'precast_pool_pages_in_use{{pool="{"states" if state else "a"}"}} ' in engine.metrics()
+    assert is_idle(engine)
+
+
+def test_more_sequences_than_states_wait_for_one() -> None:
+    engine = build(graph=tiny_graph({}, (), state=True), slabs=1, seqs=64)
+    slots = engine.stats.pools["states"].pages
+    prompts = [[5 + number] for number in range(slots + 5)]
+    ids = [engine.submit(prompt, greedy(4)) for prompt in prompts]
+    engine.step()
+    assert (engine.stats.requests_running, engine.stats.requests_waiting) == (slots, 5)
+    found = drained(engine)
+    assert all(len(tokens_of(found[request])) >= 3 for request in ids)
+    assert engine.stats.preemptions == 0
+    assert is_idle(engine)
+
+
+def test_a_higher_priority_is_answered_first() -> None:
+    engine = build(seqs=1)
+    low = engine.submit([5], greedy(2))
+    high = engine.submit([7], greedy(2), priority=3)
+    order = [event.request_id for _ in range(4) for event in engine.step()]
+    assert order == [high, high, low, low]
+    with pytest.raises(RequestError, match="priority is 'high', expected an integer"):
+        engine.submit([5], priority="high")  # type: ignore[arg-type]
+
+
+class Padded:
+    """A program given more than the step: sequences of one token with slot -1 and no pages, and tokens behind them."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        sequences, tokens = 3, 5
+        last = int(inputs["cu_seqlens"][-1])
+        steps = torch.arange(last + 1, last + sequences + 1)
+        more = {"cu_seqlens": steps, "kv_lens": torch.ones(sequences), "slot_ids": torch.full((sequences,), -1)}
+        for name, tensor in inputs.items():
+            if name.startswith("page_indptr"):
+                more[name] = tensor[-1:].expand(sequences)
+            elif name.startswith("page_start"):
+                more[name] = torch.zeros(sequences)
+            elif name.startswith("slot_mapping"):
+                more[name] = torch.full((sequences + tokens,), -1)
+            elif name in ("input_ids", "positions"):
+                more[name] = torch.full((1, sequences + tokens), 7)
+        return self.program(**{
+            name: torch.cat((tensor, more[name].to(tensor.dtype)), -1) if name in more else tensor
+            for name, tensor in inputs.items()
+        })  # fmt: skip
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("tokens", [7, 64])
+def test_padding_has_no_page_and_changes_nothing(state: bool, tokens: int) -> None:
+    engine = build(graph=tiny_graph(state=state), tokens=tokens, seqs=3, wrap=Padded)
+    answers = [reference_answer(WEIGHTS, prompt, 20, state=state) for prompt in PROMPTS]
+    for _ in range(2):
+        assert [output.token_ids for output in engine.generate(PROMPTS, greedy(20))] == answers
+    assert is_idle(engine)
 
 
 # --- how answers end -------------------------------------------------------------------------------------------
@@ -293,7 +434,7 @@ def test_cancelled_requests_end_at_once() -> None:
     first = engine.step()
     assert engine.cancel(running)
     assert engine.cancel(waiting)
-    assert pages_in_use(engine) == 0
+    assert pages_in_use(engine) == 0  # not even a block was whole
     assert engine.has_work
     assert [*first, *engine.step()] == [
         Event(running, (expected((5,), 1)[0],), ""),
@@ -458,22 +599,26 @@ def test_text_and_stop_strings_need_a_tokenizer() -> None:
 
 
 def test_what_never_fits_the_cache_is_refused_with_the_arithmetic() -> None:
-    engine = build(pages=(4, 9))
-    assert len(engine.generate([[5] * 10], greedy(7))[0].token_ids) == 7  # 16 tokens to cache
-    with pytest.raises(RequestError, match=r"17 tokens to cache .* group near: 5 pages of 4 tokens .* of 4;") as error:
+    engine = build(slabs=5)
+    assert len(engine.generate([[5] * 10], greedy(7))[0].token_ids) == 7  # 16 tokens to cache: 4 slabs and 1
+    arithmetic = (
+        r"group near: 5 pages of 4 tokens, 1 a slab; group far: 3 pages of 8 tokens, 2 a slab: "
+        r"7 slabs of 1024 bytes needed, 5 there, \d free"
+    )
+    with pytest.raises(RequestError, match=f"17 tokens to cache .* in chunks of up to 64: {arithmetic}") as error:
         engine.generate([[5] * 10], greedy(8))
     assert error.value.code == "prompt-too-large-for-cache"
-    with pytest.raises(RequestError, match="group near: 5 pages") as error:
+    with pytest.raises(RequestError, match=f"the prompt's 17 tokens don't fit the free pages: {arithmetic}") as error:
         engine.logits([5] * 17)
     assert error.value.code == "prompt-too-large-for-cache"
 
 
 def test_logits_need_free_pages() -> None:
-    engine = build(pages=(4, 4))
+    engine = build(slabs=5)
     request = engine.submit([5] * 5, greedy(6))
     engine.step()
-    with pytest.raises(RequestError, match="group near: 2 pages of 4 tokens needed, 1 free of 4") as error:
-        engine.logits([5] * 8)
+    with pytest.raises(RequestError, match="4 slabs of 1024 bytes needed, 5 there, 2 free") as error:
+        engine.logits([5] * 9)
     assert (error.value.code, error.value.fix) == ("cache-too-small", "let the running requests end first")
     (events,) = drained(engine).values()
     assert events[-1] == Event(request, (expected((5,) * 5, 6)[-1],), "", "length")
@@ -494,7 +639,7 @@ def build_engine_only(graph: Graph) -> Engine:
         graph,
         tiny_model(),
         device=CPU,
-        num_pages={"small": 1, "large": 1},
+        memory=CacheMemory(tiny_graph().caches, 2, CPU),
         max_num_seqs=1,
         max_num_tokens=1,
         tokenizer_files={},
@@ -564,11 +709,25 @@ def test_a_closed_engine_serves_nothing() -> None:
 
 def test_counters() -> None:
     engine = build(tokens=7, seqs=2)
-    assert engine.stats.to_dict() == {
+    nothing = {
         "steps": 0, "eager_steps": 0, "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
         "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0,
-        "pools": {"small": {"pages": 60, "pages_in_use": 0}, "large": {"pages": 30, "pages_in_use": 0}},
+        "preemptions": 0, "tokens_reused": 0, "prefix_blocks": 0, "slabs": 75, "slabs_free": 75,
     }  # fmt: skip
+
+    def pools(small: tuple[int, int], large: tuple[int, int]) -> dict[str, dict[str, int]]:
+        """What can be had beside the other pool's slabs, in use: a page of `small` fills a slab, two of `large` do."""
+        found = {}
+        for name, (in_use, slabs), other, a_slab, page_bytes in (
+            ("small", small, large, 1, 1024), ("large", large, small, 2, 512)
+        ):  # fmt: skip
+            found[name] = {
+                "pages": (75 - other[1]) * a_slab, "pages_in_use": in_use, "pages_free": slabs * a_slab - in_use,
+                "pages_evicted": 0, "waste_bytes": slabs * 1024 - in_use * page_bytes,
+            }  # fmt: skip
+        return found
+
+    assert engine.stats.to_dict() == {**nothing, "pools": pools((0, 0), (0, 0))}
     for prompt in ([5] * 10, [6], [7]):
         engine.submit(prompt, greedy(3))
     engine.step()  # 7 tokens of the first prompt
@@ -576,18 +735,37 @@ def test_counters() -> None:
     engine.step()  # 3 of the first, and the second
     engine.step()  # both decode
     assert before.to_dict() == {
-        "steps": 1, "eager_steps": 1, "tokens_prefilled": 7, "tokens_decoded": 0, "tokens_sampled": 0,
-        "requests_waiting": 2, "requests_running": 1, "requests_finished": 0, "requests_cancelled": 0,
-        "pools": {"small": {"pages": 60, "pages_in_use": 3}, "large": {"pages": 30, "pages_in_use": 2}},
+        **nothing, "steps": 1, "eager_steps": 1, "tokens_prefilled": 7, "requests_waiting": 2, "requests_running": 1,
+        "slabs_free": 72, "pools": pools((2, 2), (1, 1)),
     }  # fmt: skip
-    assert engine.stats.to_dict() == {
-        "steps": 3, "eager_steps": 3, "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
-        "requests_waiting": 1, "requests_running": 2, "requests_finished": 0, "requests_cancelled": 0,
-        "pools": {"small": {"pages": 60, "pages_in_use": 4}, "large": {"pages": 30, "pages_in_use": 3}},
+    after = engine.stats.to_dict()
+    found = after.pop("pools")
+    assert after == {
+        **nothing, "steps": 3, "eager_steps": 3, "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
+        "requests_waiting": 1, "requests_running": 2, "prefix_blocks": 1, "slabs_free": 69,
     }  # fmt: skip
+    # The first has 11 tokens: its first page of 4 is behind the window, though a known block keeps it.
+    assert (found["small"]["pages_in_use"], found["small"]["pages_evicted"]) == (4, 1)
+    assert found["large"]["pages_in_use"] == 3
     drained(engine)
     assert engine.stats.requests_finished == 3
     json.dumps(engine.stats.to_dict())
+
+
+def test_metrics() -> None:
+    engine = build(tokens=7, seqs=2)
+    engine.generate(PROMPTS, greedy(20))
+    lines = engine.metrics().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    stats = engine.stats
+    assert values["precast_steps_total"] == str(stats.steps)
+    assert values['precast_pool_pages_evicted_total{pool="small"}'] == str(stats.pools["small"].pages_evicted)
+    assert stats.pools["small"].pages_evicted > 0
+    for line in lines:
+        assert re.fullmatch(r"# (HELP \w+ \w.*\.|TYPE \w+ (counter|gauge))|\w+(\{pool=\"\w+\"\})? \d+", line), line
+    # every number of the statistics is there
+    numbers = [*stats.to_dict().keys() - {"pools"}, *stats.to_dict()["pools"]["small"]]
+    assert len({line.split()[2] for line in lines if line.startswith("# TYPE")}) == len(numbers)
 
 
 def test_the_timeline_ends_with_the_first_token() -> None:

@@ -104,13 +104,13 @@ def test_arrays_have_a_row_for_each_answer() -> None:
         SampledRow(SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125), MAX_INT64, 3),
     ]
     arrays = sampling_arrays(rows)
-    assert {name: (values.typecode, list(values)) for name, values in arrays.items()} == {
+    assert {name: (values.dtype.char, values.tolist()) for name, values in arrays.items()} == {
         "temperature": ("f", [0.0, 0.5]),
         "top_k": ("i", [0, 7]),
         "top_p": ("f", [1.0, 0.25]),
         "min_p": ("f", [0.0, 0.125]),
-        "seeds": ("q", [5, MAX_INT64]),
-        "steps": ("q", [0, 3]),
+        "seeds": ("l", [5, MAX_INT64]),
+        "steps": ("l", [0, 3]),
     }
 
 

@@ -1,6 +1,7 @@
-"""A decoder in miniature for tests of the engine: float32, random weights, a windowed and a full layer, no bundle.
+"""A decoder in miniature for tests of the engine: float32, random weights, windowed and full layers, no bundle.
 
-`reference_logits` is the same model in plain torch, without pages, chunks or batches: the two share their weights only.
+With `state` a recurrence stands before the layers. `reference_logits` is the same model in plain torch, without pages,
+chunks or batches: the two share their weights only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from precast.ir.schema import (
     Read,
     Ref,
     Slot,
+    StateGroup,
+    StateSpec,
     Symbol,
     TensorType,
     Value,
@@ -42,9 +45,13 @@ HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 16, 4, 2, 4, 48
 QUERY, KEY = HEADS * HEAD, KV_HEADS * HEAD
 EPS = 1e-6
 
-# group: (window, tokens a page, pool). The window is no multiple of its page size.
-GROUPS: dict[str, tuple[int | None, int, str]] = {"near": (6, 4, "small"), "far": (None, 8, "large")}
+Groups = dict[str, tuple[int | None, int, str]]
+"""By name: window, tokens a page, pool. In a group whose name begins with `chunk` the window is the size of chunks."""
+
+GROUPS: Groups = {"near": (6, 4, "small"), "far": (None, 8, "large")}
+"""The window is no multiple of its page size."""
 LAYERS = ("near", "far", "near")
+"""The group of each layer."""
 BOUNDS: Expr = Apply("add", (1, "B"))
 
 
@@ -53,7 +60,7 @@ def tiny_model(max_seq_len: int = 64, eos: tuple[int, ...] = ()) -> ModelInfo:
     return ModelInfo("TinyForCausalLM", "tiny", "float32", VOCAB, max_seq_len, len(LAYERS), 1, eos_token_ids=eos)
 
 
-def random_weights(seed: int = 0) -> dict[str, torch.Tensor]:
+def random_weights(seed: int = 0, num_layers: int = len(LAYERS)) -> dict[str, torch.Tensor]:
     """The params and the constant by name: large enough that the likeliest token depends on the context."""
     made = torch.Generator().manual_seed(seed)
 
@@ -61,7 +68,7 @@ def random_weights(seed: int = 0) -> dict[str, torch.Tensor]:
         return torch.randn(shape, generator=made)
 
     weights = {"embed": normal(VOCAB, HIDDEN), "head": 0.1 * normal(VOCAB, HIDDEN)}
-    for i in range(len(LAYERS)):
+    for i in range(num_layers):
         weights[f"layers.{i}.norm"] = 1 + 0.1 * normal(HIDDEN)
         for part, rows, columns in (("q", QUERY, HIDDEN), ("k", KEY, HIDDEN), ("v", KEY, HIDDEN), ("o", HIDDEN, QUERY)):
             weights[f"layers.{i}.{part}"] = 0.7 * normal(rows, columns)
@@ -69,7 +76,14 @@ def random_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return weights
 
 
-def reference_logits(weights: dict[str, torch.Tensor], token_ids: Sequence[int]) -> torch.Tensor:
+def reference_logits(
+    weights: dict[str, torch.Tensor],
+    token_ids: Sequence[int],
+    groups: Groups = GROUPS,
+    layers: Sequence[str] = LAYERS,
+    *,
+    state: bool = False,
+) -> torch.Tensor:
     """Logits `[T, VOCAB]` of the whole sequence at once."""
     count = len(token_ids)
     positions = torch.arange(count)
@@ -84,38 +98,57 @@ def reference_logits(weights: dict[str, torch.Tensor], token_ids: Sequence[int])
         return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
     x = weights["embed"][torch.tensor(list(token_ids))]
-    for i, group in enumerate(LAYERS):
+    if state:
+        sums, held = [], torch.zeros(HIDDEN)
+        for one in x:
+            held = one.sigmoid() * held + one
+            sums.append(held)
+        x = x + torch.stack(sums)
+    for i, group in enumerate(layers):
         h = normed(x, weights[f"layers.{i}.norm"])
         q = rotated((h @ weights[f"layers.{i}.q"].T).view(count, HEADS, HEAD))
         k = rotated((h @ weights[f"layers.{i}.k"].T).view(count, KV_HEADS, HEAD))
         v = (h @ weights[f"layers.{i}.v"].T).view(count, KV_HEADS, HEAD)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (k, v))
         distance = positions[:, None] - positions
-        visible = (distance >= 0) & (distance < (GROUPS[group][0] or count))
+        window, chunk = rule_of(group, groups)
+        visible = (distance >= 0) & (distance < (window or count))
+        if chunk is not None:
+            visible &= positions[:, None] // chunk == positions // chunk
         scores = torch.einsum("qhd,khd->hqk", q, k) * 0.5
         shares = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         x = x + torch.einsum("hqk,khd->qhd", shares, v).reshape(count, QUERY) @ weights[f"layers.{i}.o"].T
     return x @ weights["head"].T
 
 
-def reference_answer(weights: dict[str, torch.Tensor], prompt: Sequence[int], max_tokens: int) -> list[int]:
+def reference_answer(
+    weights: dict[str, torch.Tensor],
+    prompt: Sequence[int],
+    max_tokens: int,
+    groups: Groups = GROUPS,
+    layers: Sequence[str] = LAYERS,
+    *,
+    state: bool = False,
+) -> list[int]:
     """The likeliest tokens, each from the whole sequence computed anew."""
     ids = list(prompt)
     for _ in range(max_tokens):
-        ids.append(int(reference_logits(weights, ids)[-1].argmax()))
+        ids.append(int(reference_logits(weights, ids, groups, layers, state=state)[-1].argmax()))
     return ids[len(prompt) :]
 
 
 # --- the graph -------------------------------------------------------------------------------------------------
 
 
-def tiny_graph(groups: dict[str, tuple[int | None, int, str]] | None = None) -> Graph:
-    """The graph of three layers, over `near` (window 6) and `far` (full); a page size and a pool for each group."""
+def tiny_graph(groups: Groups | None = None, layers: Sequence[str] = LAYERS, *, state: bool = False) -> Graph:
+    """The graph of the layers, by default over `near` (window 6) and `far` (full), each with a pool of its own."""
     groups = GROUPS if groups is None else groups
-    pools = sorted({pool for _, _, pool in groups.values()})
+    pools = sorted({pool for _, _, pool in groups.values()} | ({"states"} if state else set()))
     inputs = [_value("input_ids", 1, "T", dtype="int64"), _value("positions", 1, "T", dtype="int64"), *_metadata()]
     inputs += [value for name in groups for value in _group_values(name)]
-    params = {name: tensor for name, tensor in random_weights().items() if name != "inv_freq"}
+    if state:
+        inputs.append(_value("slot_ids", "B", dtype="int32"))
+    params = {name: tensor for name, tensor in random_weights(0, len(layers)).items() if name != "inv_freq"}
     return Graph(
         symbols=(
             *(Symbol(name, 1) for name in ("T", "B", "R")),
@@ -129,11 +162,12 @@ def tiny_graph(groups: dict[str, tuple[int | None, int, str]] | None = None) -> 
         ),
         constants=(_value("inv_freq", HEAD // 2),),
         blocks=tuple(_block(name, groups) for name in groups),
-        main=_main(groups),
+        main=_main(groups, layers, state),
         outputs={"logits": "logits"},
         caches=CachePlan(
             pools=tuple(Pool(pool, f"P_{pool}") for pool in pools),
-            groups=tuple(_group(name, groups) for name in groups),
+            groups=tuple(_group(name, groups, layers) for name in groups),
+            states=(_state_group(),) if state else (),
         ),
     )
 
@@ -163,18 +197,25 @@ def _group_values(name: str) -> tuple[Value, ...]:
     )
 
 
-def _cache_values(slot: str, name: str, groups: dict[str, tuple[int | None, int, str]]) -> tuple[Value, ...]:
+def _state_group() -> StateGroup:
+    held = _value("mix.state", "P_states", HIDDEN)
+    return StateGroup(
+        "state", "states", StateSpec("state", (HIDDEN,), "float32"), "slot_ids", (Slot("mix.state", (held,)),)
+    )
+
+
+def _cache_values(slot: str, name: str, groups: Groups) -> tuple[Value, ...]:
     _, page_size, pool = groups[name]
     return tuple(_value(f"{slot}.{part}", f"P_{pool}", page_size, KV_HEADS, HEAD) for part in "kv")
 
 
-def _group(name: str, groups: dict[str, tuple[int | None, int, str]]) -> Group:
-    window, page_size, pool = groups[name]
-    slots = [f"layers.{i}.cache" for i, group in enumerate(LAYERS) if group == name]
+def _group(name: str, groups: Groups, layers: Sequence[str]) -> Group:
+    _, page_size, pool = groups[name]
+    slots = [f"layers.{i}.cache" for i, group in enumerate(layers) if group == name]
     return Group(
         name=name,
         pool=pool,
-        spec=PagedSpec(KV_HEADS, HEAD, HEAD, "float32", page_size, window),
+        spec=PagedSpec(KV_HEADS, HEAD, HEAD, "float32", page_size, *rule_of(name, groups)),
         inputs=PagedInputs(*(value.name for value in _group_values(name))),
         slots=tuple(Slot(slot, _cache_values(slot, name, groups)) for slot in slots),
     )
@@ -194,12 +235,14 @@ def _rotated(source: str, name: str, heads: int) -> Node:
     return _node("precast.rotary", result, x=Ref(source), cos=Ref("cos"), sin=Ref("sin"), interleaved=Const(False))
 
 
-def _block(name: str, groups: dict[str, tuple[int | None, int, str]]) -> Block:
+def _block(name: str, groups: Groups) -> Block:
     """One layer over the cache of group `name`: x [1, T, 16] -> y [1, T, 16]."""
     tables = (_value("cos", 1, "T", HEAD // 2), _value("sin", 1, "T", HEAD // 2))
     shapes = (("norm", (HIDDEN,)), ("q", (QUERY, HIDDEN)), ("k", (KEY, HIDDEN)), ("v", (KEY, HIDDEN)),
               ("o", (HIDDEN, QUERY)))  # fmt: skip
     pages = {part: Ref(f"{part}_{name}") for part in ("page_indices", "page_indptr", "page_start")}
+    window, chunk = rule_of(name, groups)
+    rule = {"window": Const(window)} if chunk is None else {"window": Const(None), "chunk": Const(chunk)}
     norm = {"eps": Const(EPS), "cast_before_scale": Const(True)}
     return Block(
         name=name,
@@ -220,13 +263,19 @@ def _block(name: str, groups: dict[str, tuple[int | None, int, str]]) -> Block:
                   slot_mapping=Ref(f"slot_mapping_{name}")),
             _node("precast.paged_attention", _value("seen", 1, "T", HEADS, HEAD), q=Ref("q"), k_cache=Ref("cache.k"),
                   v_cache=Ref("cache.v"), sinks=Const(None), cu_seqlens=Ref("cu_seqlens"), kv_lens=Ref("kv_lens"),
-                  scale=Const(0.5), window=Const(groups[name][0]), **pages),
+                  scale=Const(0.5), **rule, **pages),
             _node("aten.reshape.default", _value("flat", 1, "T", QUERY), self=Ref("seen"), shape=_ints(1, "T", QUERY)),
             _projected("flat", "w.o", "out", HIDDEN),
             _node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("x"), other=Ref("out")),
         ),
         outputs=("y",),
     )  # fmt: skip
+
+
+def rule_of(name: str, groups: Groups) -> tuple[int | None, int | None]:
+    """Window and chunk of a group."""
+    size = groups[name][0]
+    return (None, size) if name.startswith("chunk") else (size, None)
 
 
 def _call(i: int, name: str) -> Call:
@@ -236,14 +285,28 @@ def _call(i: int, name: str) -> Call:
     return Call(name, bound, (_value(f"x{i + 1}", 1, "T", HIDDEN),))
 
 
-def _main(groups: dict[str, tuple[int | None, int, str]]) -> tuple[Node | Call, ...]:
+def _mixed() -> tuple[Node, ...]:
+    """x0 = embedded + h, h[t] = sigmoid(embedded[t]) * h[t - 1] + embedded[t]."""
+    shape = (1, "T", HIDDEN)
+    metadata = {"slots": Ref("slot_ids"), "cu_seqlens": Ref("cu_seqlens"), "kv_lens": Ref("kv_lens")}
+    return (
+        _node("aten.sigmoid.default", _value("factor", *shape), self=Ref("embedded")),
+        _node("precast.stateful_linear_recurrence", _value("mixed", *shape), x=Ref("embedded"), factor=Ref("factor"),
+              state=Ref("mix.state"), kind=Const("sum"), **metadata),
+        _node("aten.add.Tensor", _value("x0", *shape), self=Ref("embedded"), other=Ref("mixed")),
+    )  # fmt: skip
+
+
+def _main(groups: Groups, layers: Sequence[str], state: bool) -> tuple[Node | Call, ...]:
+    embedded = _value("embedded" if state else "x0", 1, "T", HIDDEN)
     tables = (_value("cos", 1, "T", HEAD // 2), _value("sin", 1, "T", HEAD // 2))
     return (
         _node("precast.rotary_tables", *tables, positions=Ref("positions"), inv_freq=Ref("inv_freq"),
               scale=Const(1.0), dtype=DtypeArg("float32")),
-        _node("precast.embedding", _value("x0", 1, "T", HIDDEN), ids=Ref("input_ids"), weight=Ref("embed")),
-        *(_call(i, name) for i, name in enumerate(LAYERS)),
-        _node("precast.gather_rows", _value("wanted", 1, "R", HIDDEN), x=Ref(f"x{len(LAYERS)}"),
+        _node("precast.embedding", embedded, ids=Ref("input_ids"), weight=Ref("embed")),
+        *(_mixed() if state else ()),
+        *(_call(i, name) for i, name in enumerate(layers)),
+        _node("precast.gather_rows", _value("wanted", 1, "R", HIDDEN), x=Ref(f"x{len(layers)}"),
               rows=Ref("logit_rows")),
         _node("aten.linear.default", _value("logits", 1, "R", VOCAB), input=Ref("wanted"), weight=Ref("head")),
     )  # fmt: skip
