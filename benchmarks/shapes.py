@@ -50,6 +50,13 @@ _NEMOTRON_56B = "M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-"
 
 _YARN: dict[str, Any] = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
 
+_GEMMA_3: dict[str, Any] = {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "torch_dtype": "bfloat16",
+    "vocab_size": 262208, "sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
+
 SHAPES |= {
     "qwen3-235b-a22b": {
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16",
@@ -103,6 +110,14 @@ SHAPES |= {
         "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
         "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "max_position_embeddings": 262144,
         "final_logit_softcapping": 30.0, "bos_token_id": 2, "eos_token_id": 1,
+    },
+    "gemma-3-12b": {
+        **_GEMMA_3, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256,
+    },
+    "gemma-3-27b": {
+        **_GEMMA_3, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168,
     },
     "gpt-oss-120b": {
         "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "torch_dtype": "bfloat16",
