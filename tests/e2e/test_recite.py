@@ -91,6 +91,7 @@ def test_requests_that_arrive_while_others_are_answered(engine: precast.Engine) 
 
     assert [texts[number] for number in range(len(prompts))] == [rest(prompt) for prompt in prompts]
     assert engine.stats.requests_running == 0
+    engine.forget_prefixes()
     assert all(pool.pages_in_use == 0 for pool in engine.stats.pools.values())
 
 
