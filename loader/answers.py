@@ -39,7 +39,7 @@ class Answer:
         reason: FinishReason | None = None
         if token_id in eos_token_ids and not self.params.ignore_eos:
             reason = "stop"
-        elif len(self.request.token_ids) == self.request.max_length:
+        elif len(self.request.token_ids) >= self.request.max_length:
             reason = "length"
         text = ""
         if self.text is not None:

@@ -80,7 +80,7 @@ class Engine:
         self._program: Program | None = program
         self._model = model
         self._device = device
-        self._max_num_tokens = max_num_tokens
+        self._max_num_logits = min(max_num_seqs, max_num_tokens)  # rows of a step, for which memory is set aside
         self._tokenizer_files = tokenizer_files
         self._memory: CacheMemory | None = memory
         self._tables = PageTables(memory.plan, Arena(memory.num_slabs))
@@ -168,22 +168,29 @@ class Engine:
     def logits(self, prompt: Prompt) -> torch.Tensor:
         """The logits that follow each token of the prompt: `[T, V]` float32, on the engine's device.
 
-        Pages are taken for the time of the call. Raises RequestError if the prompt is longer than the model's limit
-        or needs more pages than running requests leave.
+        The result takes `4 * T * V` bytes of the device's memory, for which `precast.load` sets nothing aside. It is
+        computed in steps of at most `max_num_seqs` tokens, since no step gives more rows of logits. Pages are taken for
+        the time of the call. Raises RequestError if the prompt is longer than the model's limit or needs more pages
+        than running requests leave, and torch.OutOfMemoryError if the result doesn't fit.
         """
         program = self._open_program()
         ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
         if len(ids) > self._model.max_seq_len:
             raise self._too_long(len(ids), "")
-        if not self._tables.can_hold(len(ids), self._max_num_tokens):
-            raise self._no_room("prompt-too-large-for-cache", len(ids), "load with more cache_bytes")
-        table = self._tables.new_table()
+        found = f"the prompt's {len(ids)} tokens don't fit the cache: {self._tables.arithmetic(len(ids))}"
+        if not self._tables.can_hold(len(ids), 1):
+            raise RequestError("prompt-too-large-for-cache", found, fix="load with more cache_bytes")
+        table, start = self._tables.new_table(), 0
+        step = self._tables.step_for(len(ids), self._max_num_logits)
         result = torch.empty(0, device=self._device)
         try:
-            for start in range(0, len(ids), self._max_num_tokens):
-                part = ids[start : start + self._max_num_tokens]
-                if not self._scheduler.make_room(table, start + len(part)):
-                    raise self._no_room("cache-too-small", len(ids), "let the running requests end first")
+            while start < len(ids):
+                part = ids[start : start + step]
+                while not self._scheduler.make_room(table, start + len(part)):
+                    if len(part) == 1:
+                        found += f", {self._tables.arena.num_free} free"
+                        raise RequestError("cache-too-small", found, fix="let the running requests end first")
+                    part = part[: len(part) // 2]
                 arrays = self._inputs.arrays([Chunk(part, start, len(ids), table, "all")])
                 with on_device(self._device):
                     self._save_states()
@@ -192,21 +199,19 @@ class Engine:
                 if start == 0:
                     result = torch.empty(len(ids), rows.shape[-1], dtype=torch.float32, device=self._device)
                 result[start : start + len(rows)] = rows
-                self._tables.evict(table, start + len(part))
+                start += len(part)
+                self._tables.evict(table, start)
         finally:
             self._tables.release(table)
         return result
-
-    def _no_room(self, code: str, length: int, fix: str) -> RequestError:
-        arithmetic = self._tables.arithmetic(length, self._max_num_tokens)
-        return RequestError(code, f"the prompt's {length} tokens don't fit the free pages: {arithmetic}", fix=fix)
 
     # --- requests of a server ----------------------------------------------------------------------------------
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a request and return its id, which its events carry. Raises RequestError if it can't be served.
 
-        Requests of a higher `priority` are computed before others; those of a lower one give up their pages for them.
+        Requests of a higher `priority` are computed before others; running ones of a lower priority give up their
+        places and pages for them, and are computed again later.
         """
         answer = self._prepare(prompt, params, priority=priority)
         self._queue(answer, self._events)
@@ -253,7 +258,7 @@ class Engine:
             prefix_blocks=0 if self._prefixes is None else self._prefixes.num_blocks,
             slabs=self._tables.arena.num_slabs,
             slabs_free=self._tables.arena.num_free,
-            pools=self._tables.usage(),
+            pools=self._tables.usage(None if self._prefixes is None else self._prefixes.reclaimable()),
             **self._counts,
         )
 

@@ -28,6 +28,11 @@ _GAUGES = {
 _POOL_METRICS = {
     "pages": ("precast_pool_pages", "gauge", "Pages that the pool can have: in use, free, and in free slabs."),
     "pages_in_use": ("precast_pool_pages_in_use", "gauge", "Pages that sequences or known blocks hold."),
+    "pages_reclaimable": (
+        "precast_pool_pages_reclaimable",
+        "gauge",
+        "Pages in use only for reuse, given up when needed; at most.",
+    ),
     "pages_free": ("precast_pool_pages_free", "gauge", "Pages in the pool's slabs that nobody holds."),
     "pages_evicted": ("precast_pool_pages_evicted_total", "counter", "Pages given back behind windows."),
     "waste_bytes": ("precast_pool_waste_bytes", "gauge", "Bytes of the pool's slabs that belong to no page in use."),

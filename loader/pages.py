@@ -11,14 +11,6 @@ from collections.abc import Iterable
 
 from precast.loader.arena import Arena
 
-MAX_HOLDERS = 2**16 - 1
-"""Of one page: as many as an entry of the pool's table counts."""
-
-
-class OutOfPages(Exception):
-    """More pages are asked of a pool than it can have. The scheduler asks first, so no user sees it."""
-
-
 _NUM_LEVELS = 8
 """Slabs with room are told apart by how full they are, in so many steps."""
 
@@ -38,7 +30,7 @@ class PagePool:
         self.pages_per_slab = pages_per_slab
         self.num_slabs = 0  # that the pool has drawn
         self.num_held = 0
-        self._holders = array("H", bytes(2 * arena.num_slabs * pages_per_slab))
+        self._holders = array("I", bytes(4 * arena.num_slabs * pages_per_slab))
         self._held = [0] * arena.num_slabs  # pages, by slab
         # The free pages of the pool's slabs that have any, by level and slab; the last ones are used first.
         self._roomy: tuple[dict[int, list[int]], ...] = tuple({} for _ in range(_NUM_LEVELS))
@@ -59,19 +51,15 @@ class PagePool:
         return self._holders[page]
 
     def allocate(self) -> int:
-        """A free page, with one holder. Raises OutOfPages."""
+        """A free page, with one holder. The caller has asked whether there is one."""
         return self.allocate_many(1)[0]
 
     def allocate_many(self, count: int, *, spare: int = 0) -> array[int]:
-        """`count` free pages as int32, with one holder each. Raises OutOfPages, and then takes none.
+        """`count` free pages as int32, with one holder each. The caller has asked whether there are so many.
 
         Up to `spare` slabs may be drawn beyond need, so that pages that are given back together fill slabs.
         """
-        if count > self.num_available:
-            raise OutOfPages(
-                f"{count} pages wanted, {self.num_available} available: {self.num_room} free in {self.num_slabs} slabs "
-                f"of the pool, and {self.arena.num_free} free slabs of {self.pages_per_slab} pages"
-            )
+        assert count <= self.num_available, f"{count} pages wanted, {self.num_available} available"
         own: list[int] = []
         if spare > 0:
             self._take_slabs(min(count // self.pages_per_slab, spare) * self.pages_per_slab, own)
@@ -94,7 +82,6 @@ class PagePool:
     def retain(self, page: int) -> None:
         """One more holder of a page that is held."""
         assert self._holders[page], f"page {page} is shared, and nobody holds it"
-        assert self._holders[page] < MAX_HOLDERS, f"page {page} has {MAX_HOLDERS} holders"
         self._holders[page] += 1
 
     def free(self, page: int) -> None:

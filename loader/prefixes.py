@@ -59,9 +59,7 @@ class Block:
 class Prefixes:
     """The known blocks. They hold pages of the pools like any sequence, and give them up when they are asked to."""
 
-    def __init__(
-        self, tables: PageTables, *, kind_of: Callable[[int], Hashable] = lambda _: 0, state_block: int = STATE_BLOCK
-    ) -> None:
+    def __init__(self, tables: PageTables, *, kind_of: Callable[[int], Hashable] = lambda _: 0) -> None:
         """Sequences of unequal `kind_of(prefill_length)` share nothing."""
         self._tables = tables
         self._kind_of = kind_of
@@ -69,7 +67,7 @@ class Prefixes:
         self._full = [group for group in plan.groups if not forgets(group.spec)]
         self._forgetting = [group for group in plan.groups if forgets(group.spec)]
         self._states = plan.states
-        self.block = math.lcm(*(group.spec.page_size for group in plan.groups)) if plan.groups else state_block
+        self.block = math.lcm(*(group.spec.page_size for group in plan.groups)) if plan.groups else STATE_BLOCK
         self._known: dict[bytes, Block] = {}
         self._unused: dict[bytes, Block] = {}  # of the known ones, those without users: used longest ago first
         self._points: dict[bytes, Block] = {}  # of the known ones, those with a point: made or used longest ago first
@@ -150,8 +148,11 @@ class Prefixes:
         count = request.num_cached // self.block
         digests = self._digests(request, count)
         for index in range(request.num_registered, count):
-            if digests[index] not in self._known:
+            block = self._known.get(digests[index])
+            if block is None:
                 self._add(digests[index], index, request)
+            elif not block.num_users:
+                self._take_over(block, index, request)
         request.num_registered = max(request.num_registered, count)
         if self._forgetting or self._states:
             for end in {count, min(request.shared_length // self.block, count)} - {0}:
@@ -263,15 +264,30 @@ class Prefixes:
         return made
 
     def _add(self, digest: bytes, index: int, request: Request) -> None:
+        block = self._known[digest] = self._unused[digest] = Block(digest, self._pages_of(index, request))
+        self._count(block.pages, 1)
+        self._use(block, request)
+
+    def _take_over(self, block: Block, index: int, request: Request) -> None:
+        """A known block that the request has computed itself, as no point led there: its own pages are kept instead.
+
+        So its later blocks aren't kept without this one, and nothing is kept twice.
+        """
+        pages = self._pages_of(index, request)
+        for name, some in block.pages.items():
+            self._tables.pool_of[name].free_many(some)
+        block.pages = pages
+        self._use(block, request)
+
+    def _pages_of(self, index: int, request: Request) -> dict[str, array[int]]:
+        """The request's pages of a block, with one holder more."""
         assert request.table is not None
         pages = {}
         for group in self._full:
             a_block = self.block // group.spec.page_size
             pages[group.name] = request.table.pages[group.name][index * a_block : (index + 1) * a_block]
             self._retain(group.name, pages[group.name])
-        block = self._known[digest] = self._unused[digest] = Block(digest, pages)
-        self._count(pages, 1)
-        self._use(block, request)
+        return pages
 
     def _use(self, block: Block, request: Request) -> None:
         if not block.num_users:

@@ -7,8 +7,9 @@ runs has no token.
 
 A sequence gets pages as it grows, nothing is reserved for its answer. When one can't grow, prefixes that nobody uses
 are given up, and then running requests are preempted: the lowest priority first, the youngest of it. They wait at
-the head of their priority and are computed again. The oldest request of the highest priority is never preempted for
-others, and what `check` let through fits the cache alone, so it always goes on.
+the head of their priority and are computed again. A request that waits takes places and pages too, but only from
+those of a strictly lower priority, so nobody is preempted by those that it was preempted for. The oldest request of the
+highest priority is never preempted for others, and what `check` let through fits the cache alone, so it always goes on.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from precast.ir import caches
 from precast.ir.errors import RequestError
-from precast.ir.schema import Group
 from precast.loader.prefixes import Prefixes
 from precast.loader.requests import Rank, Request, ScheduledChunk, Step
 from precast.loader.rows import DecodeRows
-from precast.loader.tables import PageTables, SequenceTable, forgets
+from precast.loader.tables import PageTables, SequenceTable
 
 GROWTH_TOKENS = 32
 """Tokens by which each sequence that runs should be able to grow when another is admitted; a page, if that is less."""
@@ -58,6 +57,7 @@ class Scheduler:
         self._queue: list[tuple[Rank, Request]] = []  # a heap of those that wait; may hold some that are gone
         self._prefilling: dict[int, Request] = {}  # running, with more than one token to compute
         self._steps_to_wait = 0  # before the first in the queue is looked at again
+        self._is_short = False  # of pages, in this step: one that runs was preempted as another grew
 
     @property
     def num_waiting(self) -> int:
@@ -68,15 +68,14 @@ class Scheduler:
         return len(self._prefilling) + len(self.rows)
 
     def check(self, prompt_length: int, max_length: int) -> None:
-        """Raise RequestError for a request that the empty cache can't hold."""
-        num_tokens, step = max_length - 1, self._max_num_tokens
-        if not self._tables.can_hold(num_tokens, step):
+        """Raise RequestError for a request that the empty cache can't hold, however small its chunks are."""
+        num_tokens = max_length - 1
+        if not self._tables.can_hold(num_tokens, 1):
             raise RequestError(
                 "prompt-too-large-for-cache",
                 f"a prompt of {prompt_length} tokens and an answer of up to {max_length - prompt_length} are "
-                f"{num_tokens} tokens to cache (the last is never cached), in chunks of up to {step}: "
-                f"{self._tables.arithmetic(num_tokens, step)}",
-                fix="lower max_tokens, shorten the prompt, or load with more cache_bytes or a lower max_num_tokens",
+                f"{num_tokens} tokens to cache (the last is never cached): {self._tables.arithmetic(num_tokens)}",
+                fix="lower max_tokens, shorten the prompt, or load with more cache_bytes",
             )
 
     def submit(self, request: Request) -> None:
@@ -89,6 +88,8 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended or is cancelled, and give back its pages; its prefix stays known."""
+        if self._first_waiting() is request:
+            self._steps_to_wait = 0
         if self._waiting.pop(request.id, None) is None:
             self._stop(request)
         elif len(self._queue) > 2 * len(self._waiting) + MANY_GONE:
@@ -99,20 +100,19 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """The next step; empty only when nothing waits or runs. Takes pages and admits, but computes nothing."""
-        num_preemptions = self.num_preemptions
+        self._steps_to_wait = max(0, self._steps_to_wait - 1)
+        self._is_short = False
         self._grow_rows()
-        budget = self._max_num_tokens - len(self.rows)
         chunks: list[ScheduledChunk] = []
         for request in sorted(self._prefilling.values(), key=lambda request: request.rank):
-            if num_preemptions == self.num_preemptions:
-                budget = self._admit_to(chunks, budget, above=request.priority)
-            # An older one may have preempted it meanwhile.
+            if not self._is_short:
+                self._admit_to(chunks, above=request.priority)
+            # One that goes before it may have preempted it meanwhile.
+            budget = self._budget(chunks)
             if budget and request.id in self._prefilling and (length := self._chunk(request, budget)):
                 chunks.append(ScheduledChunk(request, length))
-                budget -= length
-        stalled = len(chunks) < len(self._prefilling)
-        if not self.num_running or (not stalled and num_preemptions == self.num_preemptions):
-            self._admit_to(chunks, budget)
+        if not self.num_running or not self._is_short:
+            self._admit_to(chunks)
         step = Step(list(self.rows.requests), chunks)
         if self._prefixes is not None:
             step.saves.extend(self._prefixes.take_saves())
@@ -142,7 +142,6 @@ class Scheduler:
         if not self._tables.plan.states:
             return
         if self._prefixes is not None:
-            self._prefixes.saved()
             self._prefixes.drop_points()
         for request in [*step.decodes, *(scheduled.request for scheduled in step.chunks)]:
             self._stop(request, keep=False)
@@ -217,7 +216,11 @@ class Scheduler:
         The pages are taken.
         """
         assert request.table is not None
-        length = self._aligned(request, min(request.num_pending, budget))
+        length = min(request.num_pending, budget)
+        if not request.shares:
+            # Nothing is given up for it: with larger chunks its windows could keep slabs that it needs later.
+            length = min(length, self._tables.step_for(request.max_length - 1, self._max_num_tokens))
+        length = self._aligned(request, length)
         while length and not self.make_room(request.table, request.num_cached + length):
             length //= 2
         return length
@@ -241,68 +244,98 @@ class Scheduler:
 
     # --- who runs ------------------------------------------------------------------------------------------------
 
-    def _admit_to(self, chunks: list[ScheduledChunk], budget: int, *, above: int | None = None) -> int:
-        """Admit who waits first, while there is room: all, or those of a priority `above`. The budget that is left."""
-        while budget and (first := self._first_waiting()) is not None and (above is None or first.priority > above):
-            admitted = self._admit(budget)
-            if admitted is None:
-                break
-            chunks.append(admitted)
-            budget -= admitted.length
-        return budget
+    def _budget(self, chunks: Sequence[ScheduledChunk]) -> int:
+        """Tokens that the step can still compute."""
+        return self._max_num_tokens - len(self.rows) - sum(scheduled.length for scheduled in chunks)
 
-    def _admit(self, budget: int) -> ScheduledChunk | None:
-        """The first chunk of the request that waits first, which runs from now on; None while it has to wait on."""
-        request = self._first_waiting()
-        if request is None or self.num_running >= min(self._max_num_seqs, self._max_num_tokens):
-            return None
-        if (self.num_running and not request.shares) or (self.num_running == 1 and not self._last().shares):
-            return None
+    def _admit_to(self, chunks: list[ScheduledChunk], *, above: int | None = None) -> None:
+        """Admit who waits first, while there is room: all, or those of a priority `above`."""
+        while (first := self._first_waiting()) is not None and (above is None or first.priority > above):
+            # Where as many decode as a step has tokens, one of them may have to give up its place.
+            if not self._budget(chunks) and len(self.rows) < self._max_num_tokens:
+                break
+            if not self._admit(first, chunks):
+                break
+
+    def _admit(self, request: Request, chunks: list[ScheduledChunk]) -> bool:
+        """Let the request that waits first run, from its first chunk on; False: it has to wait on.
+
+        Nobody in `chunks` is of a lower priority: those that are preempted for it have no chunk yet.
+        """
         if self._steps_to_wait and self.num_running:
-            self._steps_to_wait -= 1
-            return None
+            return False
+        if not self._join(request):
+            if self.num_running:
+                self._steps_to_wait = RETRY_STEPS
+                return False
+            self._start_alone(request, self._budget(chunks))
+        length = self._fit(request, self._budget(chunks))
+        assert length, f"request {request.id} doesn't fit the empty cache"
+        heapq.heappop(self._queue)
+        del self._waiting[request.id]
+        self.num_tokens_reused += request.num_reused
+        chunks.append(ScheduledChunk(request, length))
+        return True
+
+    def _join(self, request: Request) -> bool:
+        """Start a request beside others. If need be those of a lower priority are preempted, the last ones first.
+
+        False: it has to wait, or nobody else runs any more.
+        """
+        while others := self._running():
+            lower = [other for other in others if other.priority < request.priority]
+            if not request.shares or not others[0].shares:  # one of them is to be alone
+                is_enough = len(lower) == len(others)
+            else:
+                has_place = len(others) < min(self._max_num_seqs, self._max_num_tokens)
+                if not has_place and not lower:
+                    return False
+                self._start(request)
+                if has_place and self._has_room(request):
+                    return True
+                is_enough = bool(lower) and self._is_enough(request, others, lower)
+                self._stop(request)
+            if not is_enough:
+                return False
+            self.preempt(max(lower, key=lambda other: other.rank))
+        return False
+
+    def _start_alone(self, request: Request, budget: int) -> None:
+        """Start a request where no other runs."""
         if not request.shares:
             self._forget_prefixes()
         self._start(request)
-        length = self._fit(request, budget) if self.num_running == 1 or self._has_room(request) else 0
-        if not length and self.num_running == 1:
+        if not self._fit(request, budget):
             # What it shares may lie on too many slabs: it fits alone.
             self._stop(request, keep=False)
             self._forget_prefixes()
             self._start(request)
-            length = self._fit(request, budget)
-            assert length, f"request {request.id} doesn't fit the empty cache"
-        if not length:
-            self._stop(request)
-            self._steps_to_wait = RETRY_STEPS
-            return None
-        heapq.heappop(self._queue)
-        del self._waiting[request.id]
-        self.num_tokens_reused += request.num_reused
-        return ScheduledChunk(request, length)
 
     def _has_room(self, request: Request) -> bool:
         """Whether all its known tokens fit, and those by which the others grow; prefixes are given up for them."""
-        assert request.table is not None
-        needed, length = {}, len(request.token_ids)
-        for group in self._tables.groups:
-            held = len(request.table.pages[group.name])
-            missing = caches.sequence_pages(group, length) - request.table.first[group.name] - held
-            if isinstance(group, Group) and forgets(group.spec):
-                missing = min(missing + 1, caches.peak_pages(group, length, self._max_num_tokens) + 1 - held)
-            elif isinstance(group, Group):
-                size = group.spec.page_size
-                missing += -(-self.num_running * min(GROWTH_TOKENS, size) // size)
-            needed[group.name] = max(missing, 0)
+        needed = self._needed(request, self.num_running)
         if self._tables.can_take(needed):
             return True
         # Before anything is given up in vain: not even all of it may be enough.
-        reclaimable = self._prefixes.reclaimable() if self._prefixes is not None else {}
-        slabs = float(self._tables.arena.num_free)
-        for name, count in needed.items():
-            pool = self._tables.pool_of[name]
-            slabs += (reclaimable.get(name, 0) - max(0, count - pool.num_room)) / pool.pages_per_slab
-        return slabs >= 0 and self._reclaim(needed)
+        freed = self._tables.by_pool({} if self._prefixes is None else self._prefixes.reclaimable())
+        return self._tables.could_take(needed, freed) and self._reclaim(needed)
+
+    def _is_enough(self, request: Request, others: Sequence[Request], lower: Sequence[Request]) -> bool:
+        """Whether a started request could have room if those of `lower` were preempted; at best, as `could_take`."""
+        if len(lower) == len(others):
+            return True
+        # What none of those that stay has can be had: prefixes are given up too.
+        staying = [request, *(other for other in others if other.priority >= request.priority)]
+        kept = self._tables.by_pool({name: _num_pages(staying, name) for name in self._tables.pool_of})
+        freed = {name: pool.num_held - kept[name] for name, pool in self._tables.pools.items()}
+        return self._tables.could_take(self._needed(request, len(staying)), freed)
+
+    def _needed(self, request: Request, num_running: int) -> dict[str, int]:
+        """Pages by group that a started request should find, as one of `num_running`."""
+        assert request.table is not None
+        return self._tables.with_growth(
+            request.table, len(request.token_ids), self._max_num_tokens, num_running, GROWTH_TOKENS
+        )
 
     def _first_waiting(self) -> Request | None:
         while self._queue and self._queue[0][1].id not in self._waiting:
@@ -315,10 +348,14 @@ class Scheduler:
 
     def _last(self) -> Request:
         """The running request that is preempted first."""
-        return max((*self.rows.requests, *self._prefilling.values()), key=lambda request: request.rank)
+        return max(self._running(), key=lambda request: request.rank)
+
+    def _running(self) -> list[Request]:
+        return [*self.rows.requests, *self._prefilling.values()]
 
     def _make_way(self) -> None:
         """Preempt the last of those that run; the only one has its pages on too many slabs, and is to run alone."""
+        self._is_short = True
         last = self._last()
         if self.num_running == 1:
             assert last.shares, f"request {last.id} doesn't fit the empty cache"
@@ -360,3 +397,8 @@ class Scheduler:
     def _forget_prefixes(self) -> None:
         if self._prefixes is not None:
             self._prefixes.clear()
+
+
+def _num_pages(requests: Sequence[Request], group: str) -> int:
+    """Pages of the group that running requests hold, those that they share counted once."""
+    return len({page for request in requests if request.table is not None for page in request.table.pages[group]})

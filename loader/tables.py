@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from precast.ir import caches
-from precast.ir.schema import CachePlan, LatentSpec, PagedSpec, StateGroup
+from precast.ir.schema import CachePlan, Group, LatentSpec, PagedSpec, StateGroup
 from precast.loader.arena import Arena
 from precast.loader.pages import PagePool
 
@@ -28,8 +28,9 @@ Positions = TypeVar("Positions", int, npt.NDArray[np.int64])
 class PoolUsage(msgspec.Struct, frozen=True):
     """One pool at a moment. `pages` could be in use: those in its slabs, and those that the free slabs hold.
 
+    Of `pages_in_use` up to `pages_reclaimable` are only kept for reuse, and are given up when they are needed.
     `pages_free` are in the pool's own slabs, `pages_evicted` were given back behind windows since the start.
-    `waste_bytes` of the pool's slabs belong to no page in use, or pad one.
+    `waste_bytes` of the pool's slabs belong to no page in use, or are its padding.
     """
 
     pages: int
@@ -37,6 +38,7 @@ class PoolUsage(msgspec.Struct, frozen=True):
     pages_free: int = 0
     pages_evicted: int = 0
     waste_bytes: int = 0
+    pages_reclaimable: int = 0
 
 
 class SequenceTable:
@@ -74,7 +76,7 @@ class PageTables:
         self._paged = tuple((group.name, group.spec, group.spec.page_size) for group in self.plan.groups)
         self._windowed = tuple(entry for entry in self._paged if forgets(entry[1]))
         self._lasting = {name for name, spec, _ in self._paged if not forgets(spec)}
-        self._page_bytes = caches.pool_page_bytes(self.plan)
+        self._filled_bytes = {group.pool: caches.filled_bytes(group) for group in self.groups}
         self._evicted = dict.fromkeys(self.pools, 0)
         self._pool_names = {group.name: group.pool for group in self.groups}
 
@@ -98,6 +100,45 @@ class PageTables:
         """Whether so many pages by group can be had now, all of them: free slabs are counted once for all pools."""
         return self._slabs_for(pages) <= self.arena.num_free
 
+    def could_take(self, pages: Mapping[str, int], freed: Mapping[str, int]) -> bool:
+        """Whether so many pages by group could be had if `freed` ones by pool were given back first.
+
+        At best: those given back may lie on slabs of which other pages stay.
+        """
+        slabs, wanted = self.arena.num_free, self.by_pool(pages)
+        for name, pool in self.pools.items():
+            left = pool.num_room + freed[name] - wanted[name]
+            slabs += min(left // pool.pages_per_slab, freed[name])  # below 0: so many it draws
+        return slabs >= 0
+
+    def by_pool(self, pages: Mapping[str, int]) -> dict[str, int]:
+        """Pages by pool, from those by group."""
+        found = dict.fromkeys(self.pools, 0)
+        for group in self.groups:
+            found[group.pool] += pages.get(group.name, 0)
+        return found
+
+    def with_growth(
+        self, table: SequenceTable, length: int, step: int, num_running: int, growth: int
+    ) -> dict[str, int]:
+        """Pages by group that a sequence needs to grow to `length` tokens, and by which all that run can grow then.
+
+        Up to `step` tokens are computed at a time. Each of `num_running` grows by a page, or `growth` tokens if pages
+        are larger; where pages are given back, one page more is enough for all.
+        """
+        found = {}
+        for group in self.groups:
+            held = len(table.pages[group.name])
+            missing = max(caches.sequence_pages(group, length) - table.first[group.name] - held, 0)
+            if group.name in self._lasting:
+                assert isinstance(group, Group)
+                size = group.spec.page_size
+                missing += -(-num_running * min(growth, size) // size)
+            elif isinstance(group, Group):
+                missing = max(min(missing + 1, caches.peak_pages(group, length, step) + 1 - held), 0)
+            found[group.name] = missing
+        return found
+
     def can_grow(self, table: SequenceTable, length: int) -> bool:
         """Whether the pages that are missing can be had now."""
         return length <= table.capacity or self.can_take(self.missing(table, length))
@@ -106,17 +147,26 @@ class PageTables:
         """Whether the empty cache holds a sequence that grows to `length` tokens, up to `step` of them at a time."""
         return caches.slabs_for(self.plan, 1, length, step) <= self.arena.num_slabs
 
-    def arithmetic(self, length: int, step: int) -> str:
-        """How such a sequence compares with the cache, for messages."""
+    def step_for(self, length: int, most: int) -> int:
+        """Tokens to compute at a time, so that the empty cache holds the sequence: `most`, or so often half of it.
+
+        The caller knows that it does at one token at a time.
+        """
+        step = most
+        while step > 1 and not self.can_hold(length, step):
+            step //= 2
+        return step
+
+    def arithmetic(self, length: int) -> str:
+        """How a sequence of `length` tokens, computed one by one, compares with the empty cache, for messages."""
         clauses = []
         for group in self.groups:
-            count, per_slab = caches.peak_pages(group, length, step), self.pool_of[group.name].pages_per_slab
+            count, per_slab = caches.peak_pages(group, length, 1), self.pool_of[group.name].pages_per_slab
             kind = "a state" if isinstance(group, StateGroup) else f"{count} pages of {group.spec.page_size} tokens"
             clauses.append(f"group {group.name}: {kind}, {per_slab} a slab")
-        needed = caches.slabs_for(self.plan, 1, length, step)
+        needed = caches.slabs_for(self.plan, 1, length, 1)
         return (
-            f"{'; '.join(clauses)}: {needed} slabs of {self.plan.slab_bytes} bytes needed, "
-            f"{self.arena.num_slabs} there, {self.arena.num_free} free"
+            f"{'; '.join(clauses)}: {needed} slabs of {self.plan.slab_bytes} bytes needed, {self.arena.num_slabs} there"
         )
 
     def _slabs_for(self, pages: Mapping[str, int]) -> int:
@@ -200,13 +250,15 @@ class PageTables:
         table.length = table.capacity = 0
         table.evictable = NEVER
 
-    def usage(self) -> dict[str, PoolUsage]:
-        """All pools, by name."""
-        found = {}
+    def usage(self, reclaimable: Mapping[str, int] | None = None) -> dict[str, PoolUsage]:
+        """All pools, by name. `reclaimable`: pages by group that are only kept for reuse, at most."""
+        found, kept = {}, self.by_pool(reclaimable or {})
         for name, pool in self.pools.items():
             held = pool.num_held
-            waste = pool.num_slabs * self.plan.slab_bytes - held * self._page_bytes[name]
-            found[name] = PoolUsage(held + pool.num_available, held, pool.num_room, self._evicted[name], waste)
+            waste = pool.num_slabs * self.plan.slab_bytes - held * self._filled_bytes[name]
+            found[name] = PoolUsage(
+                held + pool.num_available, held, pool.num_room, self._evicted[name], waste, min(kept[name], held)
+            )
         return found
 
     def _note(self, table: SequenceTable) -> None:

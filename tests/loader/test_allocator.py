@@ -21,6 +21,14 @@ def test_what_the_user_has_set_stays(variable: str, monkeypatch: pytest.MonkeyPa
     assert not cut_blocks_to_size(torch.device("cuda"))
 
 
+def test_a_torch_without_the_setting_keeps_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+
+    assert not cut_blocks_to_size(torch.device("cuda"))
+
+
 @pytest.mark.gpu
 def test_a_tensor_leaves_the_rest_of_a_free_block(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:

@@ -15,6 +15,7 @@ import contextlib
 import random
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
@@ -140,9 +141,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.rope = rope if hashes else None
         if self.rope is not None:
             self.graph = with_rope(self.graph, self.rope)
-        # `room` is in hundredths of what the longest sequence needs.
+        # `room` is in hundredths of what the longest sequence needs at one token a step.
         plan = caches.with_slabs(self.graph.caches)
-        slabs = caches.slabs_for(plan, 1, MAX_LENGTH - 1, max_num_tokens) * room // 100
+        slabs = caches.slabs_for(plan, 1, MAX_LENGTH - 1, 1) * room // 100
         self.groups, self.layers, self.state = geometry_of(number)
         self.hashes = hashes
         self.memory = memory = MemoryThatFails(self.graph.caches, slabs, CPU)
@@ -297,6 +298,22 @@ class EngineMachine(RuleBasedStateMachine):
         assert engine.stats.slabs - engine.stats.slabs_free == len(slabs)
 
     @invariant()
+    def what_can_be_given_up_is_counted(self) -> None:
+        prefixes = self.engine._prefixes
+        if prefixes is None:
+            return
+        counted = dict.fromkeys(self.engine._tables.pool_of, 0)
+        for block in prefixes._known.values():
+            kept = [] if block.num_users else [block.pages]
+            if block.point is not None:
+                kept += [block.point.pages, {name: array("i", [page]) for name, page in block.point.states.items()}]
+            for name, pages in ((name, pages) for held in kept for name, pages in held.items()):
+                counted[name] += len(pages)
+        assert prefixes.reclaimable() == counted
+        for request in self.running():
+            assert all(prefixes._known[block.digest] is block for block in request.blocks)
+
+    @invariant()
     def what_is_written_next_is_nobody_elses(self) -> None:
         pools = self.engine._tables.pool_of
         for request in self.running():
@@ -417,6 +434,7 @@ def act(machine: EngineMachine, draw: random.Random, longest: int) -> str:
     }
     getattr(machine, name)(**values.get(name, {}))
     machine.every_page_has_its_holders()
+    machine.what_can_be_given_up_is_counted()
     machine.what_is_written_next_is_nobody_elses()
     machine.what_is_unseen_is_given_back()
     machine.no_more_run_than_may()

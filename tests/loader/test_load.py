@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tiny import random_weights, reference_answer, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
-from precast.ir import caches
+from precast.ir import activations, caches, symbols
 from precast.ir.bundle import Bundle, ops_of, write_bundle
 from precast.ir.errors import BundleError, RequestError, TargetError, WeightsError
 from precast.ir.schema import Checkpoint, Graph, Manifest
@@ -70,6 +70,14 @@ def test_a_bundle_and_a_checkpoint_become_tokens(bundle: Path, checkpoint: Path)
         assert phases["pools"].bytes == 16 * (8 // 2 + 4) * SLAB
         assert phases["pools"].counters["slabs"] * phases["pools"].counters["slab_bytes"] == phases["pools"].bytes
         assert json.loads(engine.timeline.to_json())["phases"][-1]["name"] == "first token"
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+def test_prefixes_are_reused_unless_that_is_switched_off(bundle: Path, checkpoint: Path, reuses: bool) -> None:
+    with load(bundle, weights=checkpoint, device="cpu", reuse_prefixes=reuses) as engine:
+        first, second = (engine.generate([[9] * 17], SamplingParams(max_tokens=3)) for _ in range(2))
+        assert first == second
+        assert (engine.stats.tokens_reused, engine.stats.prefix_blocks) == ((16, 2) if reuses else (0, 0))
 
 
 @pytest.mark.gpu
@@ -202,9 +210,13 @@ def test_a_gpu_keeps_what_its_sequences_cannot_fill() -> None:
     "options",
     [
         {"cache_bytes": 2 * SLAB - 1},
+        {"cache_bytes": 1},
         {"free": 3 * SLAB},
+        {"free": 100},
         {"device": CUDA, "free": CUDA_RESERVE + 2**20},
         {"device": CUDA, "max_num_tokens": 10**9},
+        {"device": CUDA, "free": 100},
+        {"device": CUDA, "cache_bytes": 1},
     ],
 )
 def test_a_cache_without_room_for_the_shortest_sequence(options: Any) -> None:
@@ -213,6 +225,32 @@ def test_a_cache_without_room_for_the_shortest_sequence(options: Any) -> None:
         sized(**options)
     assert error.value.code == "cache-too-small"
     assert "give at least 2048 cache_bytes" in str(error.value)
+
+
+def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:
+    plan = caches.with_slabs(GRAPH.caches)
+    sizes = {"max_num_seqs": 30, "max_num_tokens": 256, "max_seq_len": 640}
+    needed = step_bytes(GRAPH, plan, CPU, **sizes)
+
+    # 30 sequences of 600 tokens that begin with the same 592: 74 pages that all have, and one of each one's own
+    lists = {group.name: 30 * 75 if group.name == "far" else 30 * 3 for group in plan.groups}
+    longest = activations.step_sizes(GRAPH, max_num_tokens=30, max_num_seqs=30, max_seq_len=600, num_pages=lists)
+    assert needed(74 + 30) >= symbols.evaluate(activations.step_peak(GRAPH, "cpu"), longest)
+    assert needed(1) < needed(20) < needed(40) == needed(4000)  # 80 pages of a slab's two are 640 tokens
+
+
+def test_a_step_of_as_many_sequences_as_tokens_may_be_one_prompt() -> None:
+    plan, sizes = caches.with_slabs(GRAPH.caches), {"max_num_tokens": 256, "max_seq_len": 10**6}
+    prompt, several = (step_bytes(GRAPH, plan, CPU, max_num_seqs=count, **sizes)(10**6) for count in (1, 256))
+
+    assert several >= prompt
+
+
+def test_no_sequence_is_longer_than_its_pool() -> None:
+    plan, sizes = caches.with_slabs(GRAPH.caches), {"max_num_seqs": 30, "max_num_tokens": 256}
+    pool, model = (step_bytes(GRAPH, plan, CPU, max_seq_len=length, **sizes)(40) for length in (40 * 2 * 8, 10**6))
+
+    assert model == pool
 
 
 @pytest.mark.parametrize("options", [{}, {"device": CUDA}, {"device": CUDA, "cache_bytes": 2**34 - 2**20}])

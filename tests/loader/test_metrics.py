@@ -11,7 +11,7 @@ from precast.loader.results import EngineStats
 from precast.loader.tables import PoolUsage
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{pool="((?:[^"\\\n]|\\["\\n])*)"\})? (\d+)')
-USAGE = PoolUsage(40, 30, 6, 5, 123)
+USAGE = PoolUsage(40, 30, 6, 5, 123, 17)
 STATS = EngineStats(steps=7, preemptions=2, slabs=9, pools={"near": USAGE, "far": PoolUsage(8, 1), 'a"\\\nb': USAGE})
 
 
@@ -53,6 +53,7 @@ def test_all_pools_have_samples_not_the_last_alone() -> None:
     assert found["precast_pool_pages"] == ("gauge", {"near": 40, "far": 8, r"a\"\\\nb": 40})
     assert found["precast_pool_pages_evicted_total"] == ("counter", {"near": 5, "far": 0, r"a\"\\\nb": 5})
     assert found["precast_pool_waste_bytes"][1]["near"] == 123
+    assert found["precast_pool_pages_reclaimable"] == ("gauge", {"near": 17, "far": 0, r"a\"\\\nb": 17})
 
 
 def test_without_pools_there_are_no_samples_of_pools() -> None:

@@ -213,6 +213,49 @@ def test_points_of_running_sequences_are_given_up_last() -> None:
     assert in_use(tables) == 0
 
 
+def test_a_point_that_was_used_is_given_up_later() -> None:
+    tables, prefixes = made(WINDOW)
+    running = [
+        compute(tables, prefixes, started(tables, prefixes, *range(start, start + 30), number=start), 16)
+        for start in (0, 100)
+    ]
+    leave(tables, prefixes, started(tables, prefixes, *range(30), number=2))
+    assert [prefixes.drop_one() for _ in range(3)] == [True] * 3
+    assert [reused(tables, prefixes, *request.token_ids) for request in running] == [24, 0]
+
+
+def test_blocks_computed_again_are_kept_as_long_as_those_behind_them() -> None:
+    tables, prefixes = made(WINDOW)
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(30))))
+    other = (*range(16), *range(70, 80))
+    running = started(tables, prefixes, *other, number=2)
+    assert running.num_reused == 0, "no point leads to the blocks that both begin with"
+    compute(tables, prefixes, running)
+    assert running.table is not None
+    while prefixes.drop_one():
+        pass
+    assert tables.pools["b"].num_held == len(running.table.pages["far"]), "no block is kept twice"
+
+    leave(tables, prefixes, running)
+    assert prefixes.num_blocks == 3
+    assert prefixes.reclaimable()["far"] == tables.pools["b"].num_held == 3
+
+
+def test_known_blocks_without_pages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precast.loader.prefixes.MAX_BLOCKS", 3)
+    tables, prefixes = made(tiny_graph({}, (), state=True))
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(5 * prefixes.block))))
+    assert prefixes.num_blocks == 3
+
+
+def test_copies_of_states_are_counted_as_reclaimable_while_they_are_there() -> None:
+    tables, prefixes = made(STATE)
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *TEN[:8])))
+    assert prefixes.reclaimable() == {"far": 2, "state": 1}
+    prefixes.drop_points()
+    assert prefixes.reclaimable() == {"far": 2, "state": 0}
+
+
 def test_states_are_copied_into_a_page_of_their_own_and_back() -> None:
     tables, prefixes = made(STATE)
     first = compute(tables, prefixes, started(tables, prefixes, *TEN[:8]))

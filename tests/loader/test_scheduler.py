@@ -144,6 +144,116 @@ def test_prompts_of_a_higher_priority_are_computed_first() -> None:
     ]
 
 
+def ended(queue: Scheduler, steps: int) -> list[int]:
+    """The requests that end within so many steps, in order."""
+    found = []
+    for _ in range(steps):
+        found += [each.id for each in finish(queue, queue.schedule())]
+    return found
+
+
+@pytest.mark.parametrize("reuses", [False, True])
+def test_a_higher_priority_takes_the_pages_of_a_lower_one(reuses: bool) -> None:
+    memory = tables(25)
+    queue = Scheduler(memory, max_num_seqs=8, max_num_tokens=16, prefixes=Prefixes(memory) if reuses else None)
+    low = request(1, prompt=30, answer=270)
+    queue.submit(low)
+    while len(low.token_ids) < 254:
+        run(queue)
+    assert memory.arena.num_free <= 6
+    queue.submit(request(2, prompt=120, answer=5, priority=9, first=3))
+
+    assert run(queue) == [(2, 16, False)]
+    assert (queue.num_preemptions, low.table) == (1, None)
+    assert ended(queue, 100) == [2, 1]
+    assert (queue.num_preemptions, len(low.token_ids)) == (1, 300)
+
+
+@pytest.mark.parametrize("limit", [{"seqs": 2}, {"tokens": 2}], ids=str)
+def test_a_higher_priority_takes_the_place_of_the_last_of_a_lower_one(limit: dict[str, int]) -> None:
+    queue = scheduler(**limit)
+    for number in (1, 2):
+        queue.submit(request(number, prompt=1, answer=40))
+    run(queue)
+    for number, priority in ((3, 1), (4, 1), (5, 1), (6, 0)):
+        queue.submit(request(number, prompt=1, answer=3, priority=priority))
+
+    if "tokens" in limit:  # one place is freed a step, where each has one token
+        assert {number for number, _, _ in run(queue)} == {1, 3}
+    assert {number for number, _, _ in run(queue)} == {3, 4}, "and 5 doesn't take the place of one of its priority"
+    assert queue.num_preemptions == 2
+    assert ended(queue, 100) == [3, 4, 5, 1, 2, 6]
+    assert queue.num_preemptions == 2
+
+
+def test_one_that_runs_alone_gives_way_to_a_higher_priority_only() -> None:
+    queue = scheduler()
+    alone = request(1, prompt=4, answer=20)
+    alone.shares = False
+    queue.submit(alone)
+    run(queue)
+    queue.submit(request(2, prompt=4, answer=3))
+    assert run(queue) == [(1, 1, True)]
+    queue.submit(request(3, prompt=4, answer=3, priority=1))
+    assert {number for number, _, _ in run(queue)} == {3}
+    assert ended(queue, 100) == [3, 1, 2]
+    assert queue.num_preemptions == 1
+
+
+def test_one_that_is_to_run_alone_takes_all_places_of_a_lower_priority_or_none() -> None:
+    queue = scheduler()
+    for number, priority in ((1, 0), (2, 1)):
+        queue.submit(request(number, prompt=4, answer=3 if priority else 20, priority=priority))
+    run(queue)
+    alone = request(3, prompt=4, answer=3, priority=1)
+    alone.shares = False
+    queue.submit(alone)
+    assert {number for number, _, _ in run(queue)} == {1, 2}
+    run(queue)
+    assert [run(queue), queue.num_preemptions] == [[(3, 4, True)], 1]
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    memory = tables(20)
+    queue = Scheduler(memory, max_num_seqs=8, max_num_tokens=64)
+    queue.submit(request(1, prompt=60, answer=60, priority=1))
+    run(queue)
+    queue.submit(request(2, prompt=4, answer=30))
+    run(queue)
+    # With all that the lower one has there is no room beside the first.
+    queue.submit(request(3, prompt=64, answer=2, priority=1))
+    for _ in range(RETRY_STEPS + 2):
+        assert {number for number, _, _ in run(queue)} == {1, 2}
+    assert queue.num_preemptions == 0
+
+
+def test_the_next_is_looked_at_when_the_blocking_first_is_cancelled() -> None:
+    queue = scheduler(slabs=20)
+    queue.submit(request(1, prompt=60, answer=40))
+    for _ in range(8):
+        run(queue)
+    first = request(2, prompt=90, answer=5, first=5)
+    queue.submit(first)
+    queue.submit(request(3, prompt=2, answer=2, first=6))
+    assert run(queue) == [(1, 1, True)]
+    queue.remove(first)
+    assert run(queue) == [(1, 1, True), (3, 2, True)]
+
+
+def test_a_look_is_put_off_by_steps_not_by_looks() -> None:
+    """Who waits is looked at before each prompt of a lower priority; that doesn't count as a step each."""
+    memory = PageTables(tiny_graph(state=True).caches, Arena(40))
+    queue = Scheduler(memory, max_num_seqs=8, max_num_tokens=100, prefixes=Prefixes(memory))
+    queue.submit(request(1, prompt=80, answer=40, priority=2))
+    run(queue)
+    for number in (2, 3):
+        queue.submit(request(number, prompt=12, answer=2, first=number))
+    assert run(queue) == [(1, 1, True), (2, 8, False), (3, 8, False)], "prompts are cut at whole blocks"
+    queue.submit(request(4, prompt=200, answer=2, priority=1))
+    assert run(queue) == [(1, 1, True), (2, 4, True), (3, 4, True)]
+    assert queue._steps_to_wait == RETRY_STEPS
+
+
 # --- pages -----------------------------------------------------------------------------------------------------
 
 
@@ -228,8 +338,8 @@ def test_a_request_is_admitted_when_all_its_tokens_have_room() -> None:
     queue.submit(request(2, prompt=24, answer=2))
     assert run(queue) == [(1, 1, True)]
     memory.pools["small"].free_many(others)
-    steps = [run(queue) for _ in range(RETRY_STEPS + 1)]  # it is looked at again after so many
-    assert steps[:-1] == [[(1, 1, True)]] * RETRY_STEPS
+    steps = [run(queue) for _ in range(RETRY_STEPS)]  # it is looked at again after so many
+    assert steps[:-1] == [[(1, 1, True)]] * (RETRY_STEPS - 1)
     assert steps[-1] == [(1, 1, True), (2, 24, True)]
 
 
@@ -308,11 +418,74 @@ def test_a_request_that_never_fits_is_refused_with_the_arithmetic() -> None:
         scheduler(slabs=3).check(5, 10)
     assert error.value.code == "prompt-too-large-for-cache"
     assert error.value.message == (
-        "a prompt of 5 tokens and an answer of up to 5 are 9 tokens to cache (the last is never cached), in chunks of "
-        "up to 16: group near: 3 pages of 4 tokens, 1 a slab; group far: 2 pages of 8 tokens, 2 a slab: 4 slabs of "
-        "1024 bytes needed, 3 there, 3 free"
+        "a prompt of 5 tokens and an answer of up to 5 are 9 tokens to cache (the last is never cached): group near: "
+        "3 pages of 4 tokens, 1 a slab; group far: 2 pages of 8 tokens, 2 a slab: 4 slabs of 1024 bytes needed, 3 there"
     )
     scheduler(slabs=4).check(5, 10)
+
+
+@pytest.mark.parametrize("reuses", [False, True])
+def test_what_fits_in_small_chunks_is_let_through_and_runs(reuses: bool) -> None:
+    memory = tables(17)  # in one chunk of 220 tokens the window alone would take 55 slabs
+    queue = Scheduler(memory, max_num_seqs=4, max_num_tokens=8192, prefixes=Prefixes(memory) if reuses else None)
+    with pytest.raises(RequestError):
+        queue.check(220, 226)
+    queue.check(220, 225)
+    queue.submit(request(1, prompt=220, answer=5))
+    assert ended(queue, 300) == [1]
+
+
+def test_one_that_runs_alone_takes_no_slabs_that_it_needs_later() -> None:
+    """Of pages that a large chunk drew those that stay lie on more slabs than pages of small chunks would."""
+    graph = tiny_graph({"near": (6, 2, "a"), "nearer": (3, 1, "b")}, ("near", "near", "near", "nearer"))
+    queue = Scheduler(PageTables(graph.caches, Arena(5)), max_num_seqs=2, max_num_tokens=64)
+    alone = request(1, prompt=115, answer=23)
+    alone.shares = False
+    queue.check(115, 138)
+    queue.submit(alone)
+    assert ended(queue, 300) == [1]
+
+
+def test_prefixes_are_not_given_up_in_vain() -> None:
+    memory = tables(20)
+    prefixes = Prefixes(memory)
+    queue = Scheduler(memory, max_num_seqs=4, max_num_tokens=64, prefixes=prefixes)
+    queue.submit(request(1, prompt=17, answer=1, first=1))
+    assert ended(queue, 1) == [1]
+    queue.submit(request(2, prompt=48, answer=60))
+    run(queue)
+    known = prefixes.num_blocks
+    queue.submit(request(3, prompt=64, answer=2, first=2))
+    run(queue)
+    assert (queue.num_running, prefixes.num_blocks) == (1, known)
+
+
+def test_what_a_failed_step_may_have_changed_is_not_reused() -> None:
+    memory = PageTables(tiny_graph(state=True).caches, Arena(60))
+    prefixes = Prefixes(memory)
+    queue = Scheduler(memory, max_num_seqs=4, max_num_tokens=64, prefixes=prefixes)
+    failing = request(1, prompt=16, answer=9)
+    queue.submit(failing)
+    run(queue)
+    assert len(prefixes.take_saves()) == 1
+    queue.abandon(queue.schedule())
+    assert prefixes.take_saves() == []
+    assert prefixes.match(request(2, prompt=17, answer=1)) == 0
+    step = queue.schedule()
+    assert ([scheduled.length for scheduled in step.chunks], step.restores) == ([16], [])
+
+
+def test_what_is_computed_anew_for_its_length_is_known_as_such() -> None:
+    memory = PageTables(tiny_graph({"far": (None, 4, "a")}, ("far",)).caches, Arena(60))
+    prefixes = Prefixes(memory, kind_of=lambda length: length >= 7)
+    queue = Scheduler(memory, max_num_seqs=4, max_num_tokens=64, restart_length=7, prefixes=prefixes)
+    queue.submit(request(1, prompt=5, answer=5))
+    assert ended(queue, 10) == [1]
+    prompt = array("q", [0, 1, 2, 3, 4, 7, 7, 7, 7, 7])
+    assert prefixes.match(Request(2, prompt, 20)) == 8
+    assert prefixes.match(Request(3, prompt[:6], 20)) == 4
+    # Both are known, and they lie on pages of their own.
+    assert in_use(memory) == prefixes.num_blocks == 3
 
 
 @pytest.mark.parametrize("chunk", [64, 512, 8192])
@@ -402,7 +575,7 @@ actions = st.one_of(
 
 
 @settings(max_examples=200)
-@given(st.lists(actions, max_size=60), st.integers(1, 6), st.integers(1, 12), st.integers(15, 40), st.booleans())
+@given(st.lists(actions, max_size=60), st.integers(1, 6), st.integers(1, 12), st.integers(4, 40), st.booleans())
 def test_invariants(script: list[Any], seqs: int, tokens: int, slabs: int, reuses: bool) -> None:
     memory, inputs = tables(slabs), BatchInputs(GRAPH)
     prefixes = Prefixes(memory) if reuses else None

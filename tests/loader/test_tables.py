@@ -263,10 +263,10 @@ def test_the_arithmetic_of_a_message() -> None:
     tables = tables_of(3)
     tables.grow(tables.new_table(), 0)
 
-    assert tables.arithmetic(20, 8) == (
-        "group near: 4 pages of 4 tokens, 4 a slab; group far: 2 pages of 16 tokens, 1 a slab; "
-        "group chunks: 8 pages of 2 tokens, 8 a slab; group state: a state, 2 a slab: "
-        "5 slabs of 4096 bytes needed, 3 there, 3 free"
+    assert tables.arithmetic(20) == (
+        "group near: 3 pages of 4 tokens, 4 a slab; group far: 2 pages of 16 tokens, 1 a slab; "
+        "group chunks: 5 pages of 2 tokens, 8 a slab; group state: a state, 2 a slab: "
+        "5 slabs of 4096 bytes needed, 3 there"
     )
 
 
@@ -316,12 +316,12 @@ def test_usage_of_pools() -> None:
     table = tables.new_table()
     tables.grow(table, 17)
 
-    # pages of 1024, 4096, 256 and 256 bytes; slabs hold 4, 1, 8 and 2 of them
+    # pages of 1024, 4096, 256 and 20 bytes; slabs hold 4, 1, 8 and 2 of them
     assert tables.usage() == {
         "near": PoolUsage(8, 5, 3, 0, 2 * 4096 - 5 * 1024),
         "far": PoolUsage(2, 2, 0, 0, 0),
-        "chunks": PoolUsage(16, 9, 7, 0, 2 * 4096 - 9 * 256 * 2),
-        "states": PoolUsage(2, 1, 1, 0, 4096 - 256),
+        "chunks": PoolUsage(16, 9, 7, 0, 2 * 4096 - 9 * 256),
+        "states": PoolUsage(2, 1, 1, 0, 4096 - 20),
     }
 
 
