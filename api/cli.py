@@ -191,7 +191,9 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-sequence token.")
 @click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Sequences that run at once.")
 @click.option("--max-num-tokens", type=int, default=8192, show_default=True, help="Tokens that one step computes.")
-@click.option("--cache-bytes", type=int, help="Memory for keys and values. Default: from what is free.")
+@click.option(
+    "--cache-bytes", type=int, help="Memory for keys, values and states, in whole slabs. Default: from what is free."
+)
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(

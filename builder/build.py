@@ -119,15 +119,16 @@ def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int
     if auto:
         wanted = getattr(source.config, "dtype", None) or torch.float32
         dtype = str(wanted).removeprefix("torch.")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         whose = "the config's dtype" if auto else "dtype"
         expected = f"{'' if auto else 'auto or '}one of {', '.join(DTYPES)}"
         fix = "name one of them as dtype" if auto else None
         raise BuildError("option-invalid", f"{whose} is {dtype!s}, expected {expected}", fix=fix)
     if page_size is not None and (type(page_size) is not int or not 1 <= page_size <= 1024):
         raise BuildError("option-invalid", f"page_size is {page_size!r}, expected 1 to 1024 tokens")
-    if kv_dtype not in KV_DTYPES:
-        raise BuildError("option-invalid", f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}")
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
+        found = f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}"
+        raise BuildError("option-invalid", found, fix="leave kv_dtype out, for caches of the model's dtype")
     return Options(dtype, limit(source.config, max_seq_len), page_size, KV_DTYPES[kv_dtype])
 
 

@@ -36,6 +36,10 @@ _IGNORED_ARGUMENTS = {
 }  # fmt: skip
 
 
+_SIZES = range(1, 2**63)
+"""Of windows and chunks, in tokens."""
+
+
 @dataclasses.dataclass
 class Trace:
     """What the routed functions need to know of the trace in progress."""
@@ -143,7 +147,7 @@ def _mask(
     if attention_mask is not None:
         trace.paddings.append(attention_mask)
     try:
-        reach = find_reach(mask_function, trace.max_seq_len)
+        reach = _reach(mask_function, config)
     except BuildError as error:  # models make masks that no layer uses: refused is one that is used
         mask = torch.ops.precast_trace.causal_mask(trace.cu_seqlens, q_length, window=-1, chunk=None, dtype=dtype)
         trace.masks.append((mask, error))
@@ -155,6 +159,19 @@ def _mask(
     )
     trace.masks.append((mask, reach))
     return mask
+
+
+def _reach(mask_function: Callable[..., Any], config: Any) -> Reach:
+    """`find_reach`; for a rule that is none because of a size in the config, the error names that."""
+    try:
+        return find_reach(mask_function, current_trace().max_seq_len)
+    except (BuildError, OverflowError, RuntimeError, ZeroDivisionError) as error:
+        for name in ("sliding_window", "attention_chunk_size"):
+            size = getattr(config, name, None)
+            if size is not None and (type(size) is not int or size not in _SIZES):
+                expected = "expected a number of tokens of at least 1, or null for none"
+                raise BuildError("config-invalid", f"the config's {name} is {size!r}, {expected}") from error
+        raise
 
 
 def _attention(

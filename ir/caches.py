@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -17,12 +18,15 @@ from precast.ir import symbols
 from precast.ir.schema import CachePlan, Group, LatentSpec, PagedSpec, Slot, StateGroup, StateSpec, TensorType, Value
 from precast.ir.tensorfile import element_bytes
 
+UNSHARDED: Mapping[str, int] = MappingProxyType({"tp": 1, "rank": 0})
+"""The symbols that a page's sizes may hold, with their values on the one rank of one."""
 PAGE_ALIGNMENT = 256
 """Bytes to which pages and each tensor's part of them are aligned: the widest load of a kernel, and whole sectors."""
 MAX_SLAB_BYTES = 1 << 30
 """Of a slab that holds pages of several sizes well; one page of a larger state is a slab all the same."""
-MAX_PADDING = 0.01
-"""The share of a slab that may lie behind pages and belong to none, for a slab to be large enough."""
+MAX_REST = 0.01
+"""The share of a slab that may lie behind pages and belong to none, for a slab to be large enough. It is the part of
+the padding that the size of slabs decides: the other part aligns tensors within pages."""
 
 
 def groups(plan: CachePlan) -> tuple[Group | StateGroup, ...]:
@@ -124,7 +128,7 @@ def page_layout(group: Group | StateGroup) -> dict[str, int]:
 
 
 def filled_bytes(group: Group | StateGroup) -> int:
-    """Bytes of a full page of the group in all its layers, without padding."""
+    """Bytes of a full page of the group in all its layers, without padding: that is what its stride has besides."""
     return len(group.slots) * sum(map(_one_page, slot_types(group.spec, "P")))
 
 
@@ -162,7 +166,7 @@ def slabs_for(plan: CachePlan, num_seqs: int, seq_len: int, step: int) -> int:
 
 
 def choose_slabs(groups: Iterable[Group | StateGroup]) -> tuple[int, dict[str, int]]:
-    """Bytes of a slab, and pages of each pool in it: the smallest slab tried whose padding is at most 1 %.
+    """Bytes of a slab, and pages of each pool in it: the smallest slab tried of which at most 1 % lies behind pages.
 
     That is so of each pool of pages with tokens, and of all states together, of which a sequence has one each. Where
     no slab up to 1 GiB is good enough, the best counts; a larger page is a slab all the same. Pages and slabs are whole
@@ -175,10 +179,10 @@ def choose_slabs(groups: Iterable[Group | StateGroup]) -> tuple[int, dict[str, i
     for slab in _tried_slabs(units):
         divisors = _divisors(slab)
         counts = {pool: divisors[bisect.bisect_right(divisors, slab // size) - 1] for pool, size in units.items()}
-        padding = _padding(units, states, slab, counts)
-        if best is None or padding < best[0]:
-            best = padding, slab, counts
-        if padding <= MAX_PADDING:
+        rest = _rest(units, states, slab, counts)
+        if best is None or rest < best[0]:
+            best = rest, slab, counts
+        if rest <= MAX_REST:
             break
     assert best is not None, "a plan has groups, and its largest page is a slab"
     return best[1] * PAGE_ALIGNMENT, best[2]
@@ -212,7 +216,7 @@ def _rounded(units: dict[str, int], least: int) -> int:
     common = 1
     for size in sorted(units.values(), reverse=True):
         most = least // size
-        fewest = max(math.ceil(least * (1 - MAX_PADDING) / size), most - _NEAR, 1)
+        fewest = max(math.ceil(least * (1 - MAX_REST) / size), most - _NEAR, 1)
         multiples = [(math.lcm(common, count), count) for count in range(most, min(fewest, most) - 1, -1)]
         # The stride that comes of it, up to a constant; among equals the multiple that leaves most to the others.
         _, common = min((-(-least // many) * many / count, many) for many, count in multiples)
@@ -225,8 +229,8 @@ def _divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def _padding(units: dict[str, int], states: set[str], slab: int, counts: dict[str, int]) -> float:
-    """The share of slabs that is padding: the largest of the pools with tokens and of all states together."""
+def _rest(units: dict[str, int], states: set[str], slab: int, counts: dict[str, int]) -> float:
+    """The share of slabs that lies behind pages: the largest of the pools with tokens and of all states together."""
     shares = [1 - counts[pool] * size / slab for pool, size in units.items() if pool not in states]
     if states:
         strides = sum(slab // counts[pool] for pool in states)
@@ -251,8 +255,7 @@ def _laid_out(group: Group | StateGroup) -> tuple[dict[str, int], int]:
 
 def _one_page(kind: TensorType) -> int:
     """Bytes of one page of a cache tensor, whose first size counts pages."""
-    known = {"tp": 1, "rank": 0}
-    return math.prod(symbols.evaluate(size, known) for size in kind.shape[1:]) * element_bytes(kind.dtype)
+    return math.prod(symbols.evaluate(size, UNSHARDED) for size in kind.shape[1:]) * element_bytes(kind.dtype)
 
 
 def _reach(spec: PagedSpec | LatentSpec) -> int | None:

@@ -61,6 +61,18 @@ MAX_EXPRESSION_TERMS = 32
 MAX_EACH = 1 << 16
 """Parts of one `each`: experts of a layer, of which the largest models have 1024."""
 
+# --- the cache plan ----------------------------------------------------------------------------------------------
+
+MAX_GROUPS = 64
+"""Groups of a cache plan, each with a page table in every step. Models have up to six."""
+
+MAX_PAGE_TOKENS = 1 << 12
+"""Tokens of a page. The builder's option takes up to 1024."""
+
+MAX_PAGE_BYTES = 64 * GIB
+"""A page of a group in all its layers. 1024 tokens of 126 layers with 128 heads of 128 would take 8 GiB; models have
+few heads of keys and values, and states of up to 1 GiB. Slabs are searched for from the largest page on."""
+
 # --- tensors -----------------------------------------------------------------------------------------------------
 
 MAX_CONSTANTS_BYTES = 64 * MIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
-from precast.ir import caches, ops, symbols
+from precast.ir import caches, limits, ops, symbols
 from precast.ir.facts import Facts, Fault, Rule, duplicates, same_type
 from precast.ir.schema import Call, Const, Expr, Group, LatentSpec, Node, PagedSpec, Pool, Ref, StateGroup
 from precast.ir.text import format_type
@@ -130,13 +130,37 @@ def _slab_faults(slab_bytes: int, pool: Pool, group: Group | StateGroup | None) 
         yield f"{wanted}, found {pool.pages_per_slab} pages in a slab of {slab_bytes} bytes"
     if group is None:
         return
-    try:
-        needed = caches.page_bytes(group)
-    except (KeyError, ZeroDivisionError):
-        yield f"the sizes of group {group.name} must be known for slabs: integers, tp and rank"
-        return
-    if not 1 <= needed <= stride:
+    needed = _page_bytes(group)
+    if needed is not None and needed > stride:
         yield f"a page of group {group.name} takes {needed} bytes, and has {stride}"
+
+
+def _page_sizes(facts: Facts) -> Iterator[Fault]:
+    """A plan without slabs too gets some when it is loaded: by this arithmetic, in a time that these sizes bound."""
+    plan = facts.graph.caches
+    count = len(plan.groups) + len(plan.states)
+    if count > limits.MAX_GROUPS:
+        yield "caches", f"expected at most {limits.MAX_GROUPS} groups, found {count}"
+    for paged in plan.groups:
+        if paged.spec.page_size > limits.MAX_PAGE_TOKENS:
+            found = f"page_size: expected at most {limits.MAX_PAGE_TOKENS}, found {paged.spec.page_size}"
+            yield f"group {paged.name}", found
+    for group in caches.groups(plan):
+        needed = _page_bytes(group)
+        if needed is None:
+            yield f"group {group.name}", "sizes: expected integers and expressions of tp and rank, of at least 1 each"
+        elif needed > limits.MAX_PAGE_BYTES:
+            yield f"group {group.name}", f"a page takes {needed} bytes, expected at most {limits.MAX_PAGE_BYTES}"
+
+
+def _page_bytes(group: Group | StateGroup) -> int | None:
+    """The bytes of the group's page; None where a size of it isn't known, or is below 1."""
+    shapes = [kind.shape[1:] for slot in group.slots for kind in (value.type for value in slot.tensors)]
+    try:
+        sizes = [symbols.evaluate(size, caches.UNSHARDED) for shape in shapes for size in shape]
+    except (KeyError, ZeroDivisionError):
+        return None
+    return caches.page_bytes(group) if min(sizes, default=1) >= 1 else None
 
 
 def _group_inputs(facts: Facts) -> Iterator[Fault]:
@@ -243,4 +267,5 @@ CACHE_RULES = (
     Rule("IR046", "a group's metadata are graph inputs of the right types, and its own", _group_inputs),
     Rule("IR047", "an op on a cache takes the tensors of one slot, its group's metadata, window and chunk", _cache_ops),
     Rule("IR048", "in a plan with slabs each group has a pool of its own, whose pages fit and fill a slab", _slabs),
+    Rule("IR049", "a plan has few groups, whose pages' sizes are known, at least 1, and limited", _page_sizes),
 )

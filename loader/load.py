@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
 import torch
 
 from precast.ir import activations, caches
@@ -48,6 +49,7 @@ def load(
     max_num_seqs: int = 256,
     max_num_tokens: int = 8192,
     cache_bytes: int | None = None,
+    reuse_prefixes: bool = True,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint directory.
@@ -55,8 +57,12 @@ def load(
     `device`: "cpu", "cuda", "cuda:1"; None: the GPU if there is one. At most `max_num_seqs` sequences run at once,
     and a step computes at most `max_num_tokens` tokens. `cache_bytes` for keys, values and states; None: on a GPU nine
     tenths of what weights and activations leave, or what the sequences can fill; on a CPU enough for 16 sequences of
-    2048 tokens and one of the model's limit, but no more than half of the available memory. `timeline` is carried on,
-    if the caller has begun one.
+    2048 tokens and one of the model's limit, but no more than half of the available memory. `reuse_prefixes` False:
+    every prompt is computed from its first token, and what requests leave is forgotten. `timeline` is carried on, if
+    the caller has begun one.
+
+    On a GPU torch's allocator is set to `expandable_segments`, for the whole process, unless the user has configured it
+    (`PYTORCH_ALLOC_CONF`, `PYTORCH_CUDA_ALLOC_CONF`) or this torch has no such setting (`precast.loader.allocator`).
 
     Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError
     for a device that is missing or too small, RequestError for options outside their range.
@@ -74,7 +80,8 @@ def load(
         if buffers is not None:
             on_error.callback(buffers.close)
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
-        graph, model = opened.graph, opened.manifest.model
+        model = opened.manifest.model
+        graph = msgspec.structs.replace(opened.graph, caches=caches.with_slabs(opened.graph.caches))
         _check_limits(graph, max_num_seqs, max_num_tokens)
         program = restore(graph, device=target)
         files = CheckpointFiles.open(Path(weights))
@@ -110,6 +117,7 @@ def load(
         max_num_tokens=max_num_tokens,
         tokenizer_files=opened.files("tokenizer"),
         timeline=timeline,
+        reuses_prefixes=reuse_prefixes,
     )
 
 
@@ -220,20 +228,25 @@ def step_bytes(
     """Bytes of activations that a step holds at most with a cache of so many slabs (`precast.ir.activations`)."""
     peak = activations.step_peak(graph, device.type)
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
-    longest = {
-        group.name: max_num_seqs * caches.peak_pages(group, max_seq_len, max_num_tokens) for group in plan.groups
-    }
+    most = {group.name: caches.peak_pages(group, max_seq_len, max_num_tokens) for group in plan.groups}
+    num_seqs = min(max_num_seqs, max_num_tokens)
+    whole = [group for group in plan.groups if caches.first_visible(group.spec, max_seq_len) == 0]
 
     def needed(num_slabs: int) -> int:
-        pages = {group.name: min(num_slabs * per_slab[group.pool], longest[group.name]) for group in plan.groups}
-        sizes = activations.step_sizes(
-            graph,
-            max_num_tokens=max_num_tokens,
-            max_num_seqs=max_num_seqs,
-            max_seq_len=max_seq_len,
-            num_pages=pages,
+        # No sequence has a page twice, but a shared one stands in the list of each that shares it.
+        pages = {
+            group.name: num_seqs * min(num_slabs * per_slab[group.pool], most[group.name]) for group in plan.groups
+        }
+        held = (num_slabs * per_slab[group.pool] * group.spec.page_size for group in whole)
+        seq_len = min([max_seq_len, *held])
+        # All tokens may be of one prompt as well, and a prompt takes more than as many sequences that decode.
+        steps = (
+            activations.step_sizes(
+                graph, max_num_tokens=max_num_tokens, max_num_seqs=count, max_seq_len=seq_len, num_pages=pages
+            )
+            for count in {1, num_seqs}
         )
-        return exprs.evaluate(peak, sizes)
+        return max(exprs.evaluate(peak, sizes) for sizes in steps)
 
     return needed
 

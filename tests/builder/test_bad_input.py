@@ -172,6 +172,31 @@ def test_what_transformers_refuses(entries: dict[str, Any], reason: str, model: 
     refused(model, "config-invalid", f"transformers .*{reason}")
 
 
+@pytest.mark.parametrize("size", [-5, 0, 10**23])
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("mistral", "sliding_window"), ("gemma3_text", "sliding_window"), ("gemma3", "sliding_window"),
+     ("llama4_text", "attention_chunk_size")],
+)  # fmt: skip
+def test_a_window_that_is_none(model_type: str, name: str, size: int, model: Path) -> None:
+    entries = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 256}
+    entries |= {**TINY, name: size, "num_hidden_layers": 2}
+    whole = {"text_config": {**entries, "model_type": "gemma3_text"}} if model_type == "gemma3" else entries
+    write(model, {"model_type": model_type, **whole})
+
+    refused(model, "config-invalid", f"the config's {name} is {size}, expected a number of tokens of at least 1")
+
+
+@pytest.mark.parametrize("size", [-1, 0, 10**23])
+def test_a_window_that_no_layer_has(size: int, model: Path, tmp_path: Path) -> None:
+    write(model, {"model_type": "qwen2", **TINY, "num_key_value_heads": 2, "use_sliding_window": False,
+                  "sliding_window": size, "max_position_embeddings": 256})  # fmt: skip
+
+    bundle = build(model, tmp_path / "qwen2.bundle")
+
+    assert [group.spec.window for group in bundle.graph.caches.groups] == [None]
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]"])
 def test_a_generation_config_that_cannot_be_read(content: bytes, model: Path) -> None:
     (model / "generation_config.json").write_bytes(content)

@@ -142,12 +142,14 @@ def test_a_build_of_states_alone_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "fp8_e5m2", "float8_e4m3fn", "int8", "bfloat16", "", None, 8])
+@pytest.mark.parametrize("kv_dtype", ["fp8", "fp8_e5m2", "float8_e4m3fn", "int8", "bfloat16", "", None, 8, ["a"]])
 def test_a_dtype_that_is_not_known(kv_dtype: Any, tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=f"kv_dtype is {kv_dtype}, expected one of auto, fp8_e4m3") as error:
+    with pytest.raises(BuildError) as error:
         build(families.make_config("llama"), tmp_path / "b", kv_dtype=kv_dtype)
 
     assert error.value.code == "option-invalid"
+    assert error.value.message == f"kv_dtype is {kv_dtype}, expected one of auto, fp8_e4m3"
+    assert error.value.fix == "leave kv_dtype out, for caches of the model's dtype"
     assert not (tmp_path / "b").exists()
 
 

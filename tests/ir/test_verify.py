@@ -158,6 +158,15 @@ def slabs(num_bytes: int, per_slab: int) -> tuple[str, str]:
     return "pool small(pages=P_small)", pools
 
 
+def pages_of(page_size: int, heads: str) -> tuple[tuple[str, str], ...]:
+    """The edits that give the pages of pool large so many tokens and heads."""
+    return (
+        ("heads=2, head_size=4, value_size=4, dtype=float32, page_size=16",
+         f"heads={heads}, head_size=4, value_size=4, dtype=float32, page_size={page_size}"),
+        ("float32[P_large, 16, 2, 4]", f"float32[P_large, {page_size}, {heads}, 4]"),
+    )  # fmt: skip
+
+
 ACCEPTED = [
     ok("IR001", constant(f"%_A.0..b: int8[] %{LONG}: int8[]")),
     ok("IR002", constant("%c: int8[floordiv((T * 8), max(tp, 1)), mod(T, 3), (T + -1)]")),
@@ -205,6 +214,7 @@ ACCEPTED = [
     ok("IR047", ("scale=0.5)", "scale=0.5, chunk=7)")),
     ok("IR048", slabs(1024, 2)),
     ok("IR048", slabs(2048, 2)),  # pages of 512 bytes, 1024 apart
+    ok("IR049", *pages_of(limits.MAX_PAGE_TOKENS, "2")),
 ]
 
 NOT_A_NAME = "expected letters, digits, _ and ., at most 256, no digit first"
@@ -512,6 +522,7 @@ REJECTED = [
         "page_size: expected at least 1, found 0",
         ("page_size=8", "page_size=0"),
         ("[P_small, 8, ", "[P_small, 0, "),
+        also=("IR049",),
     ),
     bad("IR043", "head_size: expected at least 1, found -4", ("head_size=4", "head_size=-4"), also=("IR044",)),
     bad("IR043", "value_size: expected at least 1", ("value_size=4", "value_size=0"), also=("IR044",)),
@@ -630,18 +641,14 @@ REJECTED = [
     bad("IR048", "pool small: a page of group local takes 512 bytes, and has 256", slabs(1024, 4)),
     bad("IR048", "pool large: a page of group full takes 1024 bytes, and has 512", slabs(512, 1)),
     bad("IR048", "pool small: serves two groups despite slabs", slabs(1024, 2), *ONE_POOL),
-    bad(
-        "IR048",
-        "pool large: the sizes of group full must be known for slabs: integers, tp and rank",
-        slabs(1024, 2),
-        ("size=4, dtype=float32, page_size=16", "size=4, dtype=float32, page_size=16"),
-        (
-            "num_kv_heads=2, head_size=4, value_size=4, dtype=float32, page_size=16",
-            "num_kv_heads=B, head_size=4, value_size=4, dtype=float32, page_size=16",
-        ),
-        ("P_large, 16, 2, 4]", "P_large, 16, B, 4]"),
-        also=("IR022",),
+    bad("IR049", "group full: sizes: expected integers", slabs(1024, 2), *pages_of(16, "B"), also=("IR022",)),
+    *(
+        bad("IR049", "group full: sizes: expected integers", *pages_of(16, heads), also=("IR022",))
+        for heads in ("B", "(tp + -1)", "floordiv(8, (tp + -1))")
     ),
+    bad("IR049", "page_size: expected at most 4096, found 4097", *pages_of(4097, "2")),
+    bad("IR049", f"page_size: expected .*, found {2**46}", *pages_of(2**46, "2")),
+    bad("IR049", f"a page takes {2**41} bytes, expected at most {2**36}", *pages_of(16, str(2**32)), also=("IR022",)),
 ]
 
 
@@ -740,3 +747,10 @@ def parsed(source: str) -> Graph | None:
         return parse_graph(source)
     except BundleError:
         return None
+
+
+def test_groups_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_GROUPS", 1)
+    (violation,) = verify(parse_graph(BASE))
+    assert (violation.rule, violation.where) == ("IR049", "caches")
+    assert violation.message == "expected at most 1 groups, found 2"
