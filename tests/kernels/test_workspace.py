@@ -353,6 +353,23 @@ def test_batches_never_take_more(case: str, device: torch.device) -> None:
         assert found <= expected + LIBRARY, f"{sequences}: {expected / found:.3f} of the measured"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("make", [_attention, _latent_attention])
+def test_sizes_of_no_pages_can_be_evaluated(make: Callable[..., Sample], device: str) -> None:
+    """As the loader does for a cache that not one page fits into."""
+    sample = make([(1, 1)], torch.float64)
+    given = {key: value for key, value in sample.items() if isinstance(value, torch.Tensor)}
+    operands = {key: Operand(_type(value), value.is_contiguous()) for key, value in given.items()}
+    operands["page_indices"] = Operand(TensorType("int32", ("N",)), True)
+    op = "attention" if "k_cache" in sample else "latent_attention"
+    result = Value("y", TensorType("float64", (1, 1, 16, 64)))
+    node = Node(f"precast.paged_{op}", {key: _arg(key, value) for key, value in sample.items()}, (result,))
+    taken = workspace(node, operands, device)
+
+    nothing, something = (symbols.evaluate(taken, {"N": pages, LONGEST: 16 * pages}) for pages in (0, 900))
+    assert 0 <= nothing < something
+
+
 @pytest.mark.parametrize(("rows", "size"), [(6, 4000), (1, 100_000)])
 def test_sampling_takes_what_the_table_says(rows: int, size: int) -> None:
     found = peak_bytes(lambda: sampling.sample(**_drawn(rows, size, CPU)), CPU)
