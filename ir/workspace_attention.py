@@ -69,7 +69,12 @@ def _batched(shape: _Shape, queries: Expr, page_size: Expr, use: Use) -> Expr:
     at_a_time = maximum(longest, floordiv(_MAX_GATHERED, row))
     padded = minimum(mul(2, keys), mul(sequences, longest), at_a_time)
     gathered = mul(padded, add(mul(row, shape.cached + rounded), 24))
-    together = add(gathered, _product(shape, sequences, padded, mul(padded, shape.kv_heads), use.device, 0, page_size))
+    batch = sequences
+    if use.constant("window") is None and use.constant("chunk") is None:
+        # Others have the keys that are not gathered, and none of them has more than the longest.
+        others = floordiv(maximum(0, add(keys, mul(-1, at_a_time))), maximum(1, longest))
+        batch = maximum(1, add(sequences, mul(-1, others)))
+    together = add(gathered, _product(shape, batch, padded, mul(padded, shape.kv_heads), use.device, 0, page_size))
     several = minimum(1, maximum(0, add(queries, -1)))
     return add(
         largest((mul(several, one), together)), mul(64, sequences), mul(16, use.shape("page_indices")[0]), tokens

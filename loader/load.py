@@ -239,12 +239,18 @@ def step_bytes(
         }
         held = (num_slabs * per_slab[group.pool] * group.spec.page_size for group in whole)
         seq_len = min([max_seq_len, *held])
-        # All tokens may be of one prompt as well, and a prompt takes more than as many sequences that decode.
+        # All tokens may be of one prompt as well, and a prompt takes more than as many sequences that decode. And page
+        # lists may be shorter: what is gathered at a time is then of more sequences.
         steps = (
             activations.step_sizes(
-                graph, max_num_tokens=max_num_tokens, max_num_seqs=count, max_seq_len=seq_len, num_pages=pages
+                graph,
+                max_num_tokens=max_num_tokens,
+                max_num_seqs=count,
+                max_seq_len=seq_len,
+                num_pages={name: -(-pages[name] // 2**halvings) for name in pages},
             )
             for count in {1, num_seqs}
+            for halvings in range(max([0, *pages.values()]).bit_length() + 1)
         )
         return max(exprs.evaluate(peak, sizes) for sizes in steps)
 
