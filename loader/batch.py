@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from precast.ir import caches
@@ -23,9 +22,11 @@ from precast.ir.schema import Graph, Group
 from precast.loader.tables import SequenceTable
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from precast.loader.rows import DecodeRows
 
-Array = npt.NDArray[Any]
+Array: TypeAlias = "npt.NDArray[Any]"
 Arrays = dict[str, Array]
 
 ALIGNMENT = 16

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from precast.ir.schema import CachePlan
 from precast.loader.requests import Request
 from precast.loader.tables import NEVER, PageTables, SequenceTable, forgets, unseen_from
 
-Ints = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Ints: TypeAlias = "npt.NDArray[np.int64]"
 
 
 class DecodeRows:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from precast.ir import caches
 from precast.ir.schema import CachePlan, Group, LatentSpec, PagedSpec, StateGroup
 from precast.loader.arena import Arena
 from precast.loader.pages import PagePool
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 NEVER = sys.maxsize
-Positions = TypeVar("Positions", int, npt.NDArray[np.int64])
+Positions = TypeVar("Positions", int, "npt.NDArray[np.int64]")
 
 
 class PoolUsage(msgspec.Struct, frozen=True):
