@@ -20,17 +20,7 @@ class Arena:
         """Slabs that can be drawn."""
         return self.num_slabs - self._num_touched + len(self._given_back)
 
-    @property
-    def num_drawn(self) -> int:
-        """Slabs that pools hold."""
-        return self._num_touched - len(self._given_back)
-
-    def draw(self) -> int | None:
-        """A slab for the caller alone; None when all are drawn."""
-        drawn = self.draw_many(1)
-        return drawn[0] if drawn else None
-
-    def draw_many(self, count: int) -> list[int]:
+    def draw(self, count: int) -> list[int]:
         """So many slabs for the caller alone; fewer where all are drawn."""
         given_back = self._given_back
         first = max(0, len(given_back) - count)

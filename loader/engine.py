@@ -389,7 +389,7 @@ class Engine:
     def _copy_pages(self, copies: Iterable[PageCopy]) -> None:
         assert self._memory is not None
         for copy in copies:
-            self._memory.copy_pages(copy.group, [copy.source], [copy.target])
+            self._memory.copy_page(copy.group, copy.source, copy.target)
 
     def _save_states(self) -> None:
         """Make the copies of states that the next step would begin with, before others write to their pages."""

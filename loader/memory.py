@@ -7,7 +7,7 @@ the whole arena, each in steps of its own; which pages are whose is what `precas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -34,14 +34,10 @@ class CacheMemory:
         }
         self.tensors = self._views()
 
-    def copy_pages(self, group: str, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """Copy pages of a group, all its layers, each onto another; in the order of the device's stream.
-
-        No target may be a source.
-        """
+    def copy_page(self, group: str, source: int, target: int) -> None:
+        """Copy a page of a group, all its layers, onto another; in the order of the device's stream."""
         pages = self._pages[group]
-        for source, target in zip(sources, targets, strict=True):
-            pages[target].copy_(pages[source], non_blocking=True)
+        pages[target].copy_(pages[source], non_blocking=True)
 
     def _views(self) -> Mapping[str, torch.Tensor]:
         counters = {pool.pages: self.num_pages[pool.name] for pool in self.plan.pools}

@@ -119,7 +119,7 @@ class PagePool:
     def _take_slabs(self, count: int, pages: list[int]) -> None:
         """Append `count` pages of slabs that are drawn for them."""
         per_slab = self.pages_per_slab
-        drawn = self.arena.draw_many(-(-count // per_slab))
+        drawn = self.arena.draw(-(-count // per_slab))
         self.num_slabs += len(drawn)
         wanted = len(pages) + count
         for number in drawn:

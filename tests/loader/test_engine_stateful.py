@@ -17,7 +17,6 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -104,10 +103,10 @@ class MemoryThatFails(CacheMemory):
 
     fails = False
 
-    def copy_pages(self, group: str, sources: Iterable[int], targets: Iterable[int]) -> None:
+    def copy_page(self, group: str, source: int, target: int) -> None:
         if self.fails:
             raise torch.OutOfMemoryError("no memory")
-        super().copy_pages(group, sources, targets)
+        super().copy_page(group, source, target)
 
 
 tokens = st.integers(0, 3) | st.integers(0, VOCAB - 1)

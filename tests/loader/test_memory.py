@@ -86,7 +86,8 @@ def test_a_page_is_copied_with_all_its_layers() -> None:
     for i, name in enumerate(("l3.state", "l4.state")):
         memory.tensors[name][5] = torch.arange(33.0).view(3, 11) + 100 * i
 
-    memory.copy_pages("state", [5, 5], [9, 2])
+    memory.copy_page("state", 5, 9)
+    memory.copy_page("state", 5, 2)
 
     for i, name in enumerate(("l3.state", "l4.state")):
         expected = torch.arange(33.0).view(3, 11) + 100 * i

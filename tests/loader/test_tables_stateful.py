@@ -170,7 +170,7 @@ class Tables(RuleBasedStateMachine):
         self.tables.adopt(own, length, pages, first)
         self.tables.grow(own, length)
         for group in self.plan.states:
-            self.memory.copy_pages(group.name, table.pages[group.name], own.pages[group.name])
+            self.memory.copy_page(group.name, table.pages[group.name][0], own.pages[group.name][0])
         self.sequences.append(Sequence(own, source.numbers[:length], source.state))
 
     @precondition(lambda self: self.sequences)
