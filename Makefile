@@ -41,7 +41,7 @@ demo: $(STAMP)
 	$(PY) examples/recite/demo.py
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 15 -m "not gpu"
 
 check: lint types test
 
