@@ -195,11 +195,12 @@ class BatchInputs:
 def _group_part(group: Group, chunk: Chunk, positions: Array) -> _Part:
     """The chunk's page list, cut to what its queries can see, and the slots that its tokens are written to."""
     size = group.spec.page_size
-    pages, evicted = np.frombuffer(chunk.pages.pages[group.name], np.int32), chunk.pages.first[group.name]
+    pages, evicted = chunk.pages.pages[group.name], chunk.pages.first[group.name]
     first = caches.first_visible(group.spec, chunk.start) // size
     assert first >= evicted, f"group {group.name}: pages from {first} on are seen, {evicted} were evicted"
-    indices = pages[first - evicted : -(-chunk.end // size) - evicted]
-    slots = pages[positions // size - evicted].astype(np.int64) * size + positions % size
+    # Of a copy: a table can't change while an array shows its memory, and a traceback would keep that alive.
+    indices = np.frombuffer(pages[first - evicted : -(-chunk.end // size) - evicted], np.int32)
+    slots = indices[positions // size - first].astype(np.int64) * size + positions % size
     return _Part(indices, np.array([len(indices)]), np.array([first * size]), slots)
 
 

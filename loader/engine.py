@@ -278,13 +278,15 @@ class Engine:
 
     def close(self) -> None:
         """Drop all requests, the weights and the caches. The engine can't be used any more; closing again is fine."""
-        for request_id in list(self._answers):
-            self.cancel(request_id)
-        self._events.clear()
-        self.forget_prefixes()
-        self._program = self._memory = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        try:
+            for request_id in list(self._answers):
+                self.cancel(request_id)
+            self._events.clear()
+            self.forget_prefixes()
+        finally:
+            self._program = self._memory = None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self

@@ -140,7 +140,8 @@ class Prefixes:
     def register(self, request: Request) -> None:
         """Make known what the request has computed, while it has its pages. A point is made at its last whole block.
 
-        Where the request left what was known, and its pages still show it, there is a point too.
+        Where the request left what was known, and its pages still show it, there is a point too; and where all of its
+        tokens are whole blocks, one block before, for who begins with the same ones and has to compute the last.
         """
         # With states to restore nothing is computed yet, and its states are not its own.
         if request.restores or not request.shares:
@@ -155,7 +156,8 @@ class Prefixes:
                 self._take_over(block, index, request)
         request.num_registered = max(request.num_registered, count)
         if self._forgetting or self._states:
-            for end in {count, min(request.shared_length // self.block, count)} - {0}:
+            same = min(request.num_cached, len(request.token_ids) - 1) // self.block
+            for end in {count, same, min(request.shared_length // self.block, count)} - {0}:
                 self._make_point(digests[end - 1], end * self.block, request)
 
     def leave(self, request: Request) -> None:

@@ -84,8 +84,9 @@ def _integers(prompt: object) -> array[int]:
 
 
 def _is_integer(item: object) -> bool:
-    """Integers of any library, and no booleans or floats."""
-    return hasattr(item, "__index__") and not isinstance(item, (bool, torch.Tensor))
+    """Integers of any library, and no booleans, floats or arrays, some of which have an `__index__` too."""
+    is_array = isinstance(item, torch.Tensor) or getattr(item, "ndim", 0) != 0
+    return hasattr(item, "__index__") and not is_array and not isinstance(item, bool)
 
 
 def _kind(value: object) -> str:

@@ -226,11 +226,15 @@ class Scheduler:
         return length
 
     def _aligned(self, request: Request, length: int) -> int:
-        """Cut a chunk where its states are worth keeping: at the end of what was known, or of its last whole block."""
+        """Cut a chunk where its states are worth keeping: at the end of what was known, or of its last whole block.
+
+        Of all known tokens the last one is in no such block: who begins with the same ones has to compute it.
+        """
         if self._prefixes is None or not self._prefixes.has_states:
             return length
         block, start = self._prefixes.block, request.num_cached
-        for end in (request.shared_length, (start + length) // block * block):
+        most = min(start + length, len(request.token_ids) - 1)
+        for end in (request.shared_length, most // block * block):
             if start < end < start + length:
                 return end - start
         return length

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -597,6 +598,7 @@ def test_the_longest_prompts() -> None:
         (None, "prompts is a NoneType"),
         (b"ab", "prompts is a bytes"),
         ({"a": 1}, "prompts is a dict"),
+        ([np.array([[5, 6]])], "prompt 0: token 0 of the prompt is array.* expected an integer token id"),
     ],
 )
 def test_what_is_no_list_of_prompts_is_refused(prompts: Any, message: str) -> None:
@@ -608,7 +610,7 @@ def test_what_is_no_list_of_prompts_is_refused(prompts: Any, message: str) -> No
 def test_integers_of_other_libraries_and_no_prompts_at_all() -> None:
     engine = build()
     answer = expected((5, 6), 3)
-    for prompt in (torch.tensor([5, 6]), (5, 6), range(5, 7)):
+    for prompt in (torch.tensor([5, 6]), np.array([5, 6]), (np.int32(5), np.array(6)), (5, 6), range(5, 7)):
         assert engine.generate([prompt], greedy(3))[0].token_ids == answer  # type: ignore[list-item]
     assert engine.generate([]) == []
 
@@ -720,6 +722,19 @@ def test_a_failed_step_leaves_the_engine_as_it_was(call: int) -> None:
     assert events[0].request_id == request
     assert tokens_of(events) == expected((5,), 12)
     assert is_idle(engine)
+
+
+def test_an_engine_is_closed_though_ending_its_requests_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(request: object) -> None:
+        raise RuntimeError("the scheduler is in a state that it should not be in")
+
+    engine = build()
+    engine.submit([5], greedy(9))
+    monkeypatch.setattr(engine._scheduler, "remove", fail)
+    with pytest.raises(RuntimeError, match="should not be in"):
+        engine.close()
+    with pytest.raises(RequestError, match="the engine is closed"):
+        engine.step()
 
 
 def test_logits_give_back_their_pages_when_the_program_fails() -> None:

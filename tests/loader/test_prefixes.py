@@ -153,6 +153,16 @@ def test_a_point_is_made_where_a_prompt_leaves_what_is_known() -> None:
     assert found == [0, 0, 8]
 
 
+@pytest.mark.parametrize("graph", [FULL, WINDOW, STATE])
+def test_a_prompt_of_whole_blocks_is_reused_when_it_comes_again(graph: Graph) -> None:
+    tables, prefixes = made(graph)
+    whole = tuple(range(4 * prefixes.block))
+    ends = (3 * prefixes.block,) if prefixes.has_states else ()  # where the scheduler cuts it
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *whole), *ends))
+    assert reused(tables, prefixes, *whole) == 3 * prefixes.block
+    assert reused(tables, prefixes, *whole, 7) == 4 * prefixes.block
+
+
 def test_a_point_stays_while_a_running_sequence_holds_its_pages() -> None:
     """To give it up would free nothing, and others may go on from there."""
     tables, prefixes = made(WINDOW)
