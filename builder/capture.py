@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from precast.builder.context import ConstantInfo, Options, ParamInfo, PassContext
 from precast.builder.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.export import Exported, export
-from precast.builder.factory import make_module, materialise_buffers
+from precast.builder.factory import make_module, make_whole, materialise_buffers
 from precast.builder.fx_types import FxGraph, FxNode
 from precast.builder.pipeline import eliminate_dead_code
 from precast.builder.quantisation import quantisation_of
@@ -37,7 +37,7 @@ class Captured:
 def capture(source: Source, options: Options) -> Captured:
     """Makes the module on the meta device, traces it, and gathers the values of its small constants."""
     module = make_module(source.config, options.dtype)
-    stored = ModelCheckpoint(module, quantisation_of(source.config))
+    stored = ModelCheckpoint(module, quantisation_of(source.config), make_whole(source.config, module))
     exported = export(module, options.max_seq_len)
     _keep_used(exported)
     recipes = stored.recipes(exported.params.values())

@@ -126,6 +126,28 @@ def _agree(function: Callable[[torch.Tensor], torch.Tensor], gate: Gate) -> bool
     return True
 
 
+def mixture(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    act: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Experts of a module that transformers' interface doesn't reach, as one call: [T, I] in `x`'s dtype.
+
+    `x` [T, I], `expert_ids` and `expert_weights` [T, K]; `up` [E, 2F, I], gates before values, `down` [E, I, F];
+    between the two stands `act(gate) * value`.
+    """
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        gate, value = h.chunk(2, dim=-1)
+        return act(gate) * value
+
+    gate = find_gate(function, gated=True)
+    return _call(function, gate, x, expert_ids, expert_weights, (up, None), (down, None))
+
+
 def _experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -136,19 +158,13 @@ def _experts(
             f"{type(module).__name__} takes {hidden_states.dim()} dimensions, expected tokens and their elements",
         )
     function = module._apply_gate if module.has_gate else module.act_fn
-    gate = None if module.has_post_expert_norm else find_gate(function, gated=module.has_gate)
+    norm = module.post_expert_norm if module.has_post_expert_norm else None
+    gate = None if norm is not None else find_gate(function, gated=module.has_gate)
     interleaved = gate is not None and gate.interleaved
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, up_bias = _weight(module, name, interleaved=interleaved)
-    down, down_bias = _weight(module, "down_proj", interleaved=False)
-    x = hidden_states.to(up.dtype)
-    if gate is None:
-        y = _traced(module, function, x, top_k_index, top_k_weights, (up, up_bias), (down, down_bias))
-    else:
-        y = torch.ops.precast.experts(
-            x, top_k_index, top_k_weights, up, down, up_bias, down_bias,
-            activation=gate.activation, gated=gate.gated, alpha=gate.alpha, limit=gate.limit, offset=gate.offset,
-        )  # fmt: skip
+    up = _weight(module, "gate_up_proj" if module.has_gate else "up_proj", interleaved=interleaved)
+    down = _weight(module, "down_proj", interleaved=False)
+    x = hidden_states.to(up[0].dtype)
+    y = _call(function, gate, x, top_k_index, top_k_weights, up, down, norm)
     return y.to(hidden_states.dtype)
 
 
@@ -165,21 +181,27 @@ def _weight(module: Any, name: str, *, interleaved: bool) -> tuple[torch.Tensor,
     return weight, bias
 
 
-def _traced(
-    module: Any,
+def _call(
     function: Callable[[torch.Tensor], torch.Tensor],
+    gate: Gate | None,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     up: tuple[torch.Tensor, torch.Tensor | None],
     down: tuple[torch.Tensor, torch.Tensor | None],
+    norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """As `precast.experts`, with the module's own gate and norm between grouped products."""
+    """`precast.experts`; without a gate of ours, `function` and `norm` between and behind grouped products."""
+    if gate is not None:
+        return torch.ops.precast.experts(
+            x, ids, weights, up[0], down[0], up[1], down[1],
+            activation=gate.activation, gated=gate.gated, alpha=gate.alpha, limit=gate.limit, offset=gate.offset,
+        )  # fmt: skip
     (tokens, size), top_k = x.shape, ids.shape[1]
     rows = x[:, None].expand(tokens, top_k, size).reshape(-1, size)
     flat = ids.reshape(-1)
     h = function(torch.ops.precast.grouped_linear(rows, *up, flat))
     y = torch.ops.precast.grouped_linear(h, *down, flat)
-    if module.has_post_expert_norm:
-        y = module.post_expert_norm(y)
+    if norm is not None:
+        y = norm(y)
     return (y.reshape(tokens, top_k, size) * weights[:, :, None]).sum(dim=1)

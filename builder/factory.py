@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from precast.builder.experts import routed_experts
+from precast.builder.mixtures import drop_unread_rows, has_unread_rows
 from precast.builder.quantisation import unquantised
 from precast.builder.rope import route_dynamic_rope
 from precast.builder.routing import IMPLEMENTATION, implementation_for, routed_attention
@@ -39,7 +40,29 @@ def make_module(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
             ) from error
     _keep_in_float32(model, DTYPES[dtype])
     route_dynamic_rope(model)
+    drop_unread_rows(model)
     return model.eval()
+
+
+def make_whole(config: PreTrainedConfig, module: PreTrainedModel) -> PreTrainedModel | None:
+    """A model, on the meta device, of whose checkpoints the module that `make_module` made reads a part: the multimodal
+    model that it is the text decoder of, or itself with what it doesn't read.
+
+    None where there is no such model, or where transformers can't make it: what a checkpoint holds beside the part is
+    then unknown, and reported as unexpected when weights are read.
+    """
+    if own_code(config) is not None:
+        return None
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    is_part = whole is not None and not isinstance(module, whole)
+    if not is_part and not has_unread_rows(module):
+        return None
+    factory = AutoModelForImageTextToText if is_part else AutoModelForCausalLM
+    with torch.device("meta"):
+        try:
+            return factory.from_config(unquantised(config))
+        except CONFIG_ERRORS:
+            return None
 
 
 def from_config(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

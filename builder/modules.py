@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from precast.builder.mixtures import MIXTURES
 from precast.builder.routing import current_trace
 from precast.ir.errors import BuildError
 
@@ -234,4 +235,5 @@ _ROUTES: dict[str, tuple[str, Callable[..., Any]]] = {
     "RwkvSelfAttention": ("forward", _rwkv_attention),
     "RwkvFeedForward": ("forward", _rwkv_feed_forward),
     "xLSTMBackend": ("forward", _exponential_memory),
+    **MIXTURES,
 }

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -46,11 +47,20 @@ def checkpoint_rules(
 
 
 class ModelCheckpoint:
-    """A model's checkpoint: what is in it, what becomes of that, and which of it a graph doesn't use."""
+    """A model's checkpoint: what is in it, what becomes of that, and which of it a graph doesn't use.
 
-    def __init__(self, model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None) -> None:
+    `whole`: the multimodal model that the model is the text decoder of, if its checkpoint may be the other's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        quantisation: Mapping[str, Any] | None = None,
+        whole: PreTrainedModel | None = None,
+    ) -> None:
         self._model = model
-        self._tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self._whole = whole
+        self._tied = _tied(model)
         self._scheme = scheme_of(model, quantisation)
 
     def recipes(self, names: Iterable[str]) -> dict[str, Recipe]:
@@ -71,13 +81,24 @@ class ModelCheckpoint:
         patterns = sorted(set(self._model._keys_to_ignore_on_load_unexpected or ()))
         ignored = {glob for pattern in patterns for glob in _globs(pattern)}
         names = {name: saved_name(self._model, name) for pair in self._tied.items() for name in pair}
-        return Checkpoint(
+        rules = Checkpoint(
             optional_prefixes=(prefix + ".",) if prefix else (),
             ignored=tuple(sorted({*ignored, *_ALWAYS_IGNORED, *(self._scheme.ignored if self._scheme else ())})),
             tied={names[second]: names[first] for second, first in sorted(self._tied.items())},
-            unused=() if used is None else unused_patterns(self._saved, self._used_tensors(used)),
             prefixes=other_prefixes(self._model),
         )
+        return rules if used is None else msgspec.structs.replace(rules, unused=self._unused(rules, set(used)))
+
+    def _unused(self, rules: Checkpoint, used: set[str]) -> tuple[str, ...]:
+        """What the graph doesn't use of the model's checkpoint, or of the multimodal model's."""
+        tensors = self._used_tensors(used)
+        patterns = set(unused_patterns(self._saved, tensors))
+        if self._whole is not None:
+            saved = saved_tensors(self._whole, _tied(self._whole))
+            found = [ir_recipes.resolve(name, saved, rules) for name in tensors]
+            if None not in found:
+                patterns |= set(unused_patterns(saved, [name for name in found if name is not None]))
+        return tuple(sorted(patterns))
 
     @functools.cached_property
     def _saved(self) -> dict[str, torch.Tensor]:
@@ -118,6 +139,11 @@ class ModelCheckpoint:
         while name in self._tied:
             name = self._tied[name]
         return name
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Entries of the state dict, and those that they are tied to."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def _dtype(tensor: torch.Tensor) -> Any:

@@ -87,7 +87,9 @@ def routed_attention() -> Iterator[None]:
     chunked, no_padding = masking_utils.chunked_causal_mask_function, torch.zeros(1, dtype=torch.int64)
     blocks, masking_utils.blockwise_overlay = masking_utils.blockwise_overlay, _no_blocks
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    masking_utils.chunked_causal_mask_function = lambda chunk_size, left_padding: chunked(chunk_size, no_padding)
+    masking_utils.chunked_causal_mask_function = lambda chunk_size, left_padding: (
+        chunked(chunk_size, no_padding) if _is_size(chunk_size) else _refused_chunks
+    )
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _mask
     try:
         yield
@@ -96,6 +98,11 @@ def routed_attention() -> Iterator[None]:
         masking_utils.blockwise_overlay = blocks
         masking_utils.chunked_causal_mask_function = chunked
         ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager
+
+
+def _refused_chunks(*_: Any) -> torch.Tensor:
+    """The rule of chunks of no size: transformers' own would take some, such as -1, for another."""
+    raise BuildError("config-invalid", "the config's chunks have no size, expected a number of tokens of at least 1")
 
 
 def _no_blocks(block_sequence_ids: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -168,10 +175,14 @@ def _reach(mask_function: Callable[..., Any], config: Any) -> Reach:
     except (BuildError, OverflowError, RuntimeError, ZeroDivisionError) as error:
         for name in ("sliding_window", "attention_chunk_size"):
             size = getattr(config, name, None)
-            if size is not None and (type(size) is not int or size not in _SIZES):
-                expected = "expected a number of tokens of at least 1, or null for none"
+            if size is not None and not _is_size(size):
+                expected = f"expected a number of tokens from 1 to {_SIZES[-1]}"
                 raise BuildError("config-invalid", f"the config's {name} is {size!r}, {expected}") from error
         raise
+
+
+def _is_size(size: Any) -> bool:
+    return type(size) is int and size in _SIZES
 
 
 def _attention(

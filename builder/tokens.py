@@ -3,7 +3,8 @@
 A step packs tokens of several sequences, and of each only a part. An op that looks across tokens (a product over
 them, a sum, a shift) and knows nothing of sequences and caches would give other results than the model, in silence.
 So: no dimension that counts tokens is contracted, reduced, cut, joined or indexed by an `aten` op, or normalised by one
-of ours; no result has two of them; and a reshape keeps them where they are.
+of ours; no result has two of them; a reshape keeps them where they are; and how many tokens there are is no number to
+compute with.
 """
 
 from __future__ import annotations
@@ -47,12 +48,26 @@ def _mixes(node: FxNode, ctx: PassContext) -> bool:
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     if any(len(_token_dims(result, ctx)) > 1 for result in results if isinstance(result, torch.Tensor)):
         return True
+    if _computes_with_count(node):
+        return True
     if not any(
         isinstance(n.meta.get("val"), torch.Tensor) and _token_dims(tensor(n), ctx) for n in node.all_input_nodes
     ):
         return False
     looks = _LOOKS.get(node.target) or _OURS.get(op_name(node.target))
     return looks is not None and looks(node, ctx)
+
+
+def _computes_with_count(node: FxNode) -> bool:
+    """Whether how many tokens or sequences the batch has stands where elements or a number do, and not in sizes."""
+    given = zip(node.target._schema.arguments, node.args, strict=False)
+    named = ((arg, node.kwargs[arg.name]) for arg in node.target._schema.arguments if arg.name in node.kwargs)
+    numbers = [value for arg, value in (*given, *named) if str(arg.type) in _NUMBERS and isinstance(value, FxNode)]
+    return any(isinstance(node.meta["val"], (torch.SymInt, torch.SymFloat)) for node in numbers)
+
+
+_NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")
+"""Types of arguments that are computed with."""
 
 
 def _token_dims(value: torch.Tensor, ctx: PassContext) -> list[int]:

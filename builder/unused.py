@@ -11,14 +11,16 @@ from precast.ir.recipes import matches
 def unused_patterns(names: Iterable[str], used: Iterable[str]) -> tuple[str, ...]:
     """Patterns that describe all of `names` but those in `used`, sorted: `model.vision_tower.*`, or a single name.
 
-    Where layers differ only by their number, `*` stands for it, unless a used tensor has such a name.
+    Where layers, or all their experts, differ only by their number, `*` stands for it, unless that names a used tensor.
     """
     kept = set(used)
+    text = "\n".join(kept)
     parts = {prefix for name in kept for prefix in itertools.accumulate(name.split("."), "{}.{}".format)}
     found = {_part(name, parts) for name in names if name not in kept}
-    numbered = {_numbers_starred(pattern) for pattern in found}
-    safe = {pattern for pattern in numbered if not _any(pattern, kept)}
-    return tuple(sorted(safe | {pattern for pattern in found if _numbers_starred(pattern) not in safe}))
+    for stars in (None, 1):
+        safe = {short for short in {_numbers_starred(each, stars) for each in found} if not _any(short, kept, text)}
+        found = safe | {pattern for pattern in found if _numbers_starred(pattern, stars) not in safe}
+    return tuple(sorted(found))
 
 
 def _part(name: str, parts: set[str]) -> str:
@@ -28,9 +30,14 @@ def _part(name: str, parts: set[str]) -> str:
     return name if whole == name else whole + ".*"
 
 
-def _numbers_starred(pattern: str) -> str:
-    return ".".join("*" if word.isdigit() else word for word in pattern.split("."))
+def _numbers_starred(pattern: str, count: int | None) -> str:
+    """With `*` for the first `count` numbers, the layer's first; None: for all."""
+    words = pattern.split(".")
+    at = [place for place, word in enumerate(words) if word.isdigit()][:count]
+    return ".".join("*" if place in at else word for place, word in enumerate(words))
 
 
-def _any(pattern: str, names: Iterable[str]) -> bool:
-    return any(matches(pattern, name) for name in names)
+def _any(pattern: str, names: Iterable[str], text: str) -> bool:
+    """Whether it is a pattern of one of the names, of which `text` is made: most are seen there not to be."""
+    literal = max(pattern.split("*"), key=len)
+    return literal in text and any(matches(pattern, name) for name in names)

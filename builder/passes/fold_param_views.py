@@ -9,8 +9,9 @@ import torch
 
 from precast.builder.context import PassContext, tensor
 from precast.builder.fx_types import FxGraph, FxNode
+from precast.builder.passes.fuse_projections import joined
 from precast.builder.pipeline import graph_pass
-from precast.ir.schema import Cast, Recipe, Reshape, Slice, Transpose
+from precast.ir.schema import Cast, Concat, Recipe, Reshape, Slice, Transpose
 
 aten = torch.ops.aten
 
@@ -20,21 +21,41 @@ _SMALL = 1 << 20
 
 @graph_pass(stage="match", version=1, requires=("normalise_views", "match_norms"))
 def fold_param_views(graph: FxGraph, ctx: PassContext) -> bool:
-    """p.transpose(...), p.reshape(...), p[a:b], p.to(dtype) of a param p -> a param with that recipe.
+    """p.transpose(...), p.reshape(...), p[a:b], p.to(dtype), cat([p, q]) of params p, q -> a param with that recipe.
 
     Legal always; a large param of which something uses all elements as they are stays one param, and is not held twice.
     """
     changed = False
     for node in list(graph.nodes):
+        if node.target is aten.cat.default and _are_joinable(node, ctx):
+            ctx.replace(node, _joined(graph, ctx, node))
+            changed = True
+            continue
         if node.op != "call_function" or not node.args or not ctx.is_param(node.args[0]):
             continue
         source: FxNode = node.args[0]
         if not _is_foldable(node) or not _is_worth_it(source):
             continue
         recipe, suffix = _FOLDS[node.target](node, source, ctx.params[source.name].recipe)
-        ctx.replace(node, _param(graph, ctx, source, node, recipe, suffix))
+        name = f"{ctx.params[source.name].name}.{suffix}"
+        ctx.replace(node, _param(graph, ctx, source, node, recipe, name))
         changed = True
     return changed
+
+
+def _are_joinable(node: FxNode, ctx: PassContext) -> bool:
+    """Whether these are params of one dtype of which nothing else uses a large one."""
+    parts: Sequence[FxNode] = node.args[0]
+    alone = all(ctx.is_param(part) and (len(part.users) == 1 or tensor(part).numel() <= _SMALL) for part in parts)
+    return alone and len({tensor(part).dtype for part in parts}) == 1
+
+
+def _joined(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
+    parts: Sequence[FxNode] = node.args[0]
+    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % tensor(node).dim()
+    infos = [ctx.params[part.name] for part in parts]
+    name = f"{joined([info.name for info in infos])}.joined_{dim}"
+    return _param(graph, ctx, parts[-1], node, Concat(tuple(info.recipe for info in infos), dim), name)
 
 
 def _is_worth_it(source: FxNode) -> bool:
@@ -47,9 +68,8 @@ def _is_foldable(node: FxNode) -> bool:
     return node.target is not aten.slice.Tensor or node.args[4:] in ((), (1,))
 
 
-def _param(graph: FxGraph, ctx: PassContext, source: FxNode, node: FxNode, recipe: Recipe, suffix: str) -> FxNode:
+def _param(graph: FxGraph, ctx: PassContext, source: FxNode, node: FxNode, recipe: Recipe, name: str) -> FxNode:
     """The param of this recipe, made if there is none yet."""
-    name = f"{ctx.params[source.name].name}.{suffix}"
     for place, info in ctx.params.items():
         if info.name == name:
             assert info.recipe == recipe, f"two params named {name}"

@@ -69,12 +69,12 @@ def _concat(graph: FxGraph, ctx: PassContext, params: Sequence[FxNode]) -> FxNod
     like = tensor(params[0])
     rows = sum(tensor(param).shape[0] for param in params)
     return ctx.new_param(
-        graph, params[-1], _joined([info.name for info in infos]), Concat(tuple(info.recipe for info in infos), 0),
+        graph, params[-1], joined([info.name for info in infos]), Concat(tuple(info.recipe for info in infos), 0),
         (rows, *like.shape[1:]),
     )  # fmt: skip
 
 
-def _joined(names: Sequence[str]) -> str:
+def joined(names: Sequence[str]) -> str:
     """`attn.q_proj.weight`, `attn.k_proj.weight` -> `attn.q_proj_k_proj.weight`."""
     parts = [name.split(".") for name in names]
     head = _common(parts)

@@ -123,15 +123,25 @@ def _baddbmm(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
 
 
 def _vector_norm(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-    """The square root of a sum of squares, in the type that the norm is computed in."""
+    """The root of a sum of powers, in the type that the norm is computed in."""
     x, order, dims, keep = tuple(node.args) + (2, None, False)[len(node.args) - 1 :]
-    if order != 2 or dims is None or node.kwargs.get("dtype") is not None:
+    if not 0 < order < math.inf or dims is None or node.kwargs.get("dtype") is not None:
         return None
     wide = _widened(graph, ctx, x)
-    square = ctx.call(graph, aten.mul.Tensor, wide, wide)
-    total = ctx.call(graph, aten.sum.dim_IntList, square, dims, keep)
-    root = ctx.call(graph, aten.sqrt.default, total)
-    return root if wide is x else ctx.call(graph, aten.to.dtype, root, tensor(x).dtype)
+    total = ctx.call(graph, aten.sum.dim_IntList, _power(graph, ctx, wide, order), dims, keep)
+    norm = total
+    if order != 1:
+        rooted = (aten.sqrt.default, total) if order == 2 else (aten.pow.Tensor_Scalar, total, 1 / order)
+        norm = ctx.call(graph, *rooted)
+    return norm if wide is x else ctx.call(graph, aten.to.dtype, norm, tensor(x).dtype)
+
+
+def _power(graph: FxGraph, ctx: PassContext, x: FxNode, order: float) -> FxNode:
+    """The size of each number, to this power."""
+    if order == 2:
+        return ctx.call(graph, aten.mul.Tensor, x, x)
+    size = ctx.call(graph, aten.abs.default, x)
+    return size if order == 1 else ctx.call(graph, aten.pow.Tensor_Scalar, size, order)
 
 
 def _reciprocal(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:

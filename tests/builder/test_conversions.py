@@ -9,9 +9,10 @@ import msgspec
 import pytest
 import torch
 from reference import evaluate
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from precast.builder.factory import make_module, make_whole
 from precast.builder.recipes import ModelCheckpoint, checkpoint_rules, param_recipes
 from precast.builder.shrink import random_model, shrink
 from precast.builder.unused import unused_patterns
@@ -60,7 +61,7 @@ def save(model_type: str, directory: Path, **changes: Any) -> Saved:
     [
         "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "jamba", "phimoe",
         "granitemoe", "ernie4_5_moe", "kimi_linear", "olmo_hybrid", "hrm_text", "inkling2_text", "nemotron_h",
-        "zamba2", "gemma3", "qwen3_5_moe",
+        "zamba2", "gemma3", "qwen3_5_moe", "llama4_text", "longcat_flash", "jetmoe",
     ],
 )  # fmt: skip
 def test_params_are_what_was_saved(model_type: str, tmp_path: Path) -> None:
@@ -136,6 +137,55 @@ def test_a_text_model_reads_its_part_of_a_multimodal_checkpoint() -> None:
     assert {ir_recipes.resolve(name, names, rules) for name in names} == names
 
 
+@pytest.mark.parametrize("model_type", ["llama4", "mllama"])
+def test_what_stands_beside_a_text_decoder_is_listed_as_unused(model_type: str) -> None:
+    config = shrink(AutoConfig.for_model(model_type))
+    module = make_module(config, "float32")
+    whole = make_whole(config, module)
+    assert whole is not None
+
+    alone = ModelCheckpoint(module).rules(module.state_dict())
+    rules = ModelCheckpoint(module, whole=whole).rules(module.state_dict())
+
+    assert alone.unused == ()
+    assert rules.unused == ("multi_modal_projector.*", "vision_model.*")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "llama4_text", "gemma3", "mixtral"])
+def test_a_model_that_is_no_part_has_no_whole(model_type: str) -> None:
+    config = shrink(AutoConfig.for_model(model_type))
+
+    assert make_whole(config, make_module(config, "float32")) is None
+
+
+def test_a_whole_that_cannot_be_made_leaves_its_tensors_unexpected() -> None:
+    config = shrink(AutoConfig.for_model("emu3"))  # its image part, as small, has too few channels for its norms
+
+    assert make_whole(config, make_module(config, "float32")) is None
+
+
+# --- experts without weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_of_hub", [True, False])
+def test_rows_of_experts_without_weights_may_be_stored(is_of_hub: bool, tmp_path: Path) -> None:
+    saved = save("longcat_flash", tmp_path, n_routed_experts=4, zero_expert_num=2)
+    config = saved.meta.config
+    module = make_module(config, "float32")
+    stored = ModelCheckpoint(module, whole=make_whole(config, module))
+    beyond = [name for name in saved.tensors if any(f".experts.{n}." in name for n in (4, 5))]
+    if is_of_hub:
+        save_file({name: saved.tensors[name] for name in saved.tensors.keys() - beyond}, tmp_path / "model.safetensors")
+    state = {name: saved.state[name][: len(tensor)] for name, tensor in module.state_dict().items()}
+
+    graph = params_graph(stored.recipes(state), state)
+    made = load_weights(graph, stored.rules(state), CheckpointFiles.open(tmp_path), device=torch.device("cpu"))
+
+    assert beyond
+    for name, tensor in state.items():
+        assert torch.equal(made.tensors[name], tensor), name
+
+
 @pytest.mark.parametrize(
     ("names", "used", "patterns"),
     [
@@ -145,6 +195,8 @@ def test_a_text_model_reads_its_part_of_a_multimodal_checkpoint() -> None:
         (["l.0.a.w", "l.1.a.w", "l.0.b.w", "l.1.b.w", "l.1.b.v"], ["l.0.a.w", "l.1.a.w"], ["l.*.b.*"]),
         (["l.0.a", "l.0.b", "l.1.b", "l.1.c"], ["l.0.a", "l.1.b"], ["l.*.c", "l.0.b"]),
         (["a.b", "a.b.c"], ["a.b.c"], ["a.b"]),
+        (["l.0.e.0.w", "l.1.e.0.w", "l.0.e.1.w", "l.1.e.1.w"], ["l.0.e.0.w", "l.1.e.0.w"], ["l.*.e.1.*"]),
+        (["l.0.e.0.w", "l.0.e.1.w", "l.1.e.1.w"], ["l.0.e.0.w", "l.1.e.1.w"], ["l.0.e.1.*"]),
     ],
 )  # fmt: skip
 def test_unused_patterns(names: list[str], used: list[str], patterns: list[str]) -> None:

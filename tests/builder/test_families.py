@@ -25,6 +25,7 @@ TABLES = {"aten.cos.default", "aten.sin.default", "aten.unsqueeze.default", "ate
 NORM = {"aten.mean.dim", "aten.pow.Tensor_Scalar", "aten.to.dtype"}
 TURNED_PAIRS = {"aten.expand.default", "aten.neg.default", "aten.unsqueeze.default"}
 BESIDE = {
+    "dbrx": {"aten.abs.default", "aten.clamp.default", "aten.sum.dim_IntList", "aten.to.dtype"},
     "falcon_h1": STATES,
     "gemma3n_text": NORM | {
         "aten.clamp.default", "aten.expand.default", "aten.ge.Scalar", "aten.logical_not.default", "aten.lt.Scalar",
@@ -39,8 +40,15 @@ BESIDE = {
     "glm4_moe_lite": {"aten.to.dtype"},
     "gpt_oss": TABLES,
     "granitemoehybrid": STATES,
+    # each choice of a token is a row for an expert of its own, and a token's rows are added
+    "jetmoe": {"aten.expand.default", "aten.sum.dim_IntList", "aten.to.dtype", "aten.unsqueeze.default"},
     "jamba": STATES | {"aten.matmul.default"},
     "lfm2_moe": {"aten.sum.dim_IntList"},
+    "llama4_text": {
+        "aten.floor.default", "aten.full_like.default", "aten.log1p.default", "aten.select.int",
+        "aten.sum.dim_IntList", "aten.to.dtype", "aten.unsqueeze.default",
+    },
+    "longcat_flash": {"aten.lt.Scalar", "aten.masked_fill.Scalar", "aten.sum.dim_IntList", "aten.to.dtype"},
     "mamba": STATES | {"aten.matmul.default"},
     "mamba2": STATES,
     "minimax": {"aten.neg.default", "aten.sigmoid.default", "aten.silu.default"},
@@ -55,7 +63,10 @@ BESIDE = {
     "qwen3_5_moe_text": DELTA | TABLES | {"aten.expand.default", "aten.select.int"},
     "qwen3_next": DELTA,
 }  # fmt: skip
-MANY_BLOCKS = {"gemma3n_text": (8, 5), "gemma4_text": (4, 4), "nemotron_h": (4, 4)}  # calls of blocks, blocks
+MANY_BLOCKS = {
+    # calls of blocks, blocks
+    "gemma3n_text": (8, 5), "gemma4_text": (4, 4), "longcat_flash": (2, 2), "nemotron_h": (4, 4),
+}  # fmt: skip
 
 FIRST_OF_FAMILY = {model_type: name for name, (model_type, _) in reversed(families.VARIANTS.items())}
 

@@ -15,14 +15,19 @@ from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttenti
 
 from precast.builder import modules, pipeline
 from precast.builder.capture import Captured, capture
-from precast.builder.context import Options
+from precast.builder.context import Options, tensor
+from precast.builder.fx_types import FxNode
 from precast.builder.lower import lower
+from precast.builder.mixtures import drop_unread_rows, has_unread_rows
 from precast.builder.modules import routed_modules
 from precast.builder.shrink import random_model, shrink
 from precast.builder.source import open_source
+from precast.coverage import COMPLETIONS
 from precast.ir.errors import BuildError
 from precast.ir.verify import verify
 from precast.kernels.registry import register
+
+ops = torch.ops.precast
 
 PROMPTS = ([5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11], [17], [99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14])
 MULTIPLIERS = [0.5, 1.5, 0.25, 2.0, 0.75]
@@ -37,11 +42,19 @@ MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("xlstm", {"eps": 0.1}, {"precast.linear_attention", "precast.linear_recurrence"}),
     ("lfm3", {}, {"precast.causal_conv", "precast.attention"}),
     ("falcon_h1", {"ssm_multipliers": MULTIPLIERS}, {"precast.state_space_scan", "precast.attention"}),
+    ("llama4_text", {}, {"precast.experts", "precast.route", "precast.attention"}),
+    ("llama4_text", {"num_experts_per_tok": 3}, {"precast.experts", "precast.route", "precast.attention"}),
+    ("llama4_text", {"hidden_act": "tanh"}, {"precast.grouped_linear", "precast.route", "precast.attention"}),
+    ("dbrx", {}, {"precast.experts", "precast.route", "precast.attention"}),
+    ("longcat_flash", {}, {"precast.experts", "precast.route", "precast.latent_attention"}),
+    ("longcat_flash", {"zero_expert_num": 0}, {"precast.experts", "precast.route", "precast.latent_attention"}),
+    ("longcat_flash", {"n_routed_experts": 0}, {"precast.latent_attention"}),
+    ("jetmoe", {}, {"precast.experts", "precast.grouped_linear", "precast.route", "precast.attention"}),
 ]
 
 
 def small(name: str, **differs: Any) -> PreTrainedConfig:
-    config = shrink(CONFIG_MAPPING[name]())
+    config = shrink(CONFIG_MAPPING[name](**COMPLETIONS.get(name, {})))
     for field, value in differs.items():
         setattr(config, field, value)
     return config
@@ -52,6 +65,10 @@ def captured(config: PreTrainedConfig, max_seq_len: int = 64) -> Captured:
     found = capture(open_source(config), Options("float32", max_seq_len))
     pipeline.run(found.graph, found.ctx, tuple(step for step in pipeline.passes() if pipeline.before_caches(step)))
     return found
+
+
+def calls(found: Captured, op: Any) -> list[FxNode]:
+    return [node for node in found.graph.nodes if node.target is op.default]
 
 
 def run(found: Captured, state: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -71,7 +88,7 @@ def run(found: Captured, state: dict[str, torch.Tensor]) -> torch.Tensor:
     return out["logits"][0]
 
 
-@pytest.mark.parametrize(("name", "differs", "ops"), MODELS, ids=[name for name, *_ in MODELS])
+@pytest.mark.parametrize(("name", "differs", "ops"), MODELS)
 def test_graphs_compute_what_transformers_computes(name: str, differs: dict[str, Any], ops: set[str]) -> None:
     config = small(name, **differs)
     model = random_model(config)
@@ -118,6 +135,60 @@ class _Lightning(torch.nn.Module):
 
 
 _Lightning.__name__ = "MiniMaxLightningAttention"
+
+
+EXPERTS = [
+    ("llama4_text", "num_local_experts"),
+    ("longcat_flash", "n_routed_experts"),
+    ("jetmoe", "num_local_experts"),
+]
+
+
+@pytest.mark.parametrize(("name", "field"), EXPERTS)
+def test_graphs_are_as_large_for_many_experts_as_for_few(name: str, field: str) -> None:
+    few, many = (len(captured(small(name, **{field: count})).graph.nodes) for count in (4, 64))
+
+    assert few == many
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "dbrx", "longcat_flash", "jetmoe"])
+def test_weights_of_experts_are_read_as_they_are_used(name: str) -> None:
+    found = captured(small(name))
+    weights = [each for node in calls(found, ops.experts) for each in node.args[3:5]]
+    weights += [node.args[1] for node in calls(found, ops.grouped_linear)]
+
+    assert weights
+    assert all(found.ctx.is_param(weight) for weight in weights)
+
+
+def test_keys_are_kept_once_however_many_experts_attend() -> None:
+    config = small("jetmoe", num_experts_per_tok=3, num_attention_heads=6)
+
+    (keys,) = {tensor(node.args[1]).shape[2] for node in calls(captured(config), ops.attention)}
+
+    assert keys == config.num_key_value_heads == 2
+
+
+class _LongcatExperts(torch.nn.Module):
+    """Of the same name as transformers', and with rows that are read."""
+
+    zero_expert_num, num_routed_experts = 2, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.ones(5, 2, 2))
+
+
+_LongcatExperts.__name__ = "LongcatFlashExperts"
+
+
+def test_rows_of_other_files_classes_stay() -> None:
+    other = torch.nn.Sequential(_LongcatExperts())
+
+    drop_unread_rows(other)
+
+    assert not has_unread_rows(other)
+    assert len(other[0].gate_up_proj) == 5
 
 
 def test_classes_of_other_files_are_traced_as_they_are() -> None:

@@ -78,7 +78,30 @@ def test_a_length_in_half_precision_is_computed_in_float32() -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", ["1, [-1]", "2"])
+@pytest.mark.parametrize(
+    ("order", "after"),
+    [
+        ("1.0", "v1 = aten.sum.dim_IntList(v0, [-1], True)\nreturn v1"),
+        (
+            "4.0",
+            "v1 = aten.pow.Tensor_Scalar(v0, 4.0)\nv2 = aten.sum.dim_IntList(v1, [-1], True)\n"
+            "v3 = aten.pow.Tensor_Scalar(v2, 0.25)\nreturn v3",
+        ),
+    ],
+)
+def test_a_length_of_another_order(order: str, after: str) -> None:
+    assert_rewrites(
+        normalise_arithmetic,
+        f"""
+        x: input(float32, 1, T, 8)
+        y = aten.linalg_vector_norm.default(x, {order}, [-1], True)
+        return y
+        """,
+        f"v0 = aten.abs.default(x)\n{after}",
+    )
+
+
+@pytest.mark.parametrize("arguments", ["0, [-1]", "-1.0, [-1]", "1, None", "2"])
 def test_other_lengths_stay(arguments: str) -> None:
     assert_leaves(
         normalise_arithmetic,

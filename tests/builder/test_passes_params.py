@@ -51,6 +51,42 @@ def test_steps_one_behind_the_other() -> None:
     assert applied.text.splitlines()[1:] == [f"v0 = aten.neg.default({info.name})", "return v0"]
 
 
+def test_params_that_are_joined_are_one() -> None:
+    assert_rewrites(
+        fold_param_views,
+        """
+        a: param(float32, 12, 6)
+        b: param(float32, 12, 6)
+        rows = aten.reshape(a, [3, 4, 6])
+        more = aten.reshape(b, [3, 4, 6])
+        w = aten.cat([rows, more], -2)
+        z = aten.neg(w)
+        return z
+        """,
+        """
+        a_b.reshaped_3_4_6.joined_1 = concat([reshape(read("a", [12, 6], float32), [3, 4, 6]), reshape(read("b", [12, 6], float32), [3, 4, 6])], dim=1)
+        v0 = aten.neg.default(a_b.reshaped_3_4_6.joined_1)
+        return v0
+        """,  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param("y = aten.cat([p, x])", id="with another value"),
+        pytest.param("w = aten.cat([p, p, q])\ny = aten.add.Tensor(w, 1.0)", id="of two dtypes"),
+        pytest.param("w = aten.cat([large, large])\nv = aten.neg(large)\ny = aten.neg(w)\nreturn y, v", id="used"),
+    ],
+)
+def test_what_is_joined_stays(body: str) -> None:
+    assert_leaves(
+        fold_param_views,
+        "p: param(float32, 4, 6)\nq: param(bfloat16, 4, 6)\nlarge: param(float32, 1025, 1024)\n"
+        f"x: input(float32, T, 6)\n{body}\n" + ("" if "return" in body else "return y\n"),
+    )
+
+
 def test_one_param_for_equal_steps() -> None:
     assert_rewrites(
         fold_param_views,

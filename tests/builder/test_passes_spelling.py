@@ -282,7 +282,7 @@ def test_another_spelling_of_a_norm(body: str, expected: str) -> None:
             "y = aten.baddbmm(o, m, n, alpha=0.5)",
             id="half of the product",
         ),
-        pytest.param("y = aten.linalg_vector_norm(x, 1, [-1])", id="a sum of distances"),
+        pytest.param("y = aten.linalg_vector_norm(x, 0, [-1])", id="how many are not zero"),
         pytest.param("y = aten.linalg_vector_norm(x)", id="of all elements"),
         pytest.param("y = aten.linalg_vector_norm(x, 2, [-1], dtype=float64)", id="in another type"),
         pytest.param("y = aten.std.dim(x, [0])", id="over tokens, whose number isn't known"),

@@ -94,6 +94,14 @@ def check(body: str) -> None:
             "precast.gated_activation",
             id="gates of other tokens",
         ),
+        pytest.param("n = aten.sym_size.int(x, 1)\ny = aten.div.Tensor(x, n)", "aten.div.Tensor", id="their number"),
+        pytest.param(
+            "n = aten.sym_size.int(x, 1)\ny = aten.rsub.Scalar(ids, n)", "aten.rsub.Scalar", id="how many are to come"
+        ),
+        pytest.param("n = aten.sym_size.int(x, 1)\ny = aten.clamp(x, None, n)", "aten.clamp.default", id="no more"),
+        pytest.param(
+            "n = aten.sym_size.int(x, 1)\ny = aten.full_like(x, fill_value=n)", "aten.full_like.default", id="named"
+        ),
     ],
 )
 def test_a_look_across_tokens_is_refused(body: str, op: str) -> None:
@@ -145,6 +153,7 @@ def test_a_look_across_tokens_is_refused(body: str, op: str) -> None:
             "n = aten.sym_size.int(x, 1)\ne = aten.expand(u, [1, n, 8])\ny = aten.add.Tensor(x, e)",
             id="the same for each token",
         ),
+        pytest.param("n = aten.sym_size.int(x, 2)\ny = aten.div.Tensor(x, n)", id="the number of a token's features"),
     ],
 )
 def test_what_treats_each_token_by_itself_is_allowed(body: str) -> None:

@@ -14,6 +14,7 @@ import families
 import pytest
 from click.testing import CliRunner
 from reference import hf_greedy, hf_logits, relative_error
+from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 import precast
 from precast.agreement import NUM_TOKENS, PROMPTS, arrive_one_after_another
@@ -40,6 +41,38 @@ def test_logits_and_tokens_are_those_of_transformers(variant: str, tmp_path: Pat
         answers = arrive_one_after_another(engine, PROMPTS, NUM_TOKENS)
     use_cache = variant not in families.CACHE_CHANGES_RESULTS
     assert answers == [hf_greedy(model, prompt, NUM_TOKENS, use_cache=use_cache) for prompt in PROMPTS]
+
+
+def llama4_with_images() -> Any:
+    """A multimodal Llama 4: the text decoder of a variant, and a small image encoder."""
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28,
+        "patch_size": 14, "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24,
+    }  # fmt: skip
+    text = families.make_model("llama4")
+    config = Llama4Config(text_config=text.config.to_dict(), vision_config=vision)
+    model = Llama4ForConditionalGeneration(config).eval()
+    model.language_model.load_state_dict(text.state_dict())
+    return model
+
+
+def test_text_decoder_of_a_multimodal_directory(tmp_path: Path) -> None:
+    model = llama4_with_images()
+    model.save_pretrained(tmp_path / "ckpt")
+    assert any("vision_model" in name for name in model.state_dict())
+
+    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32")
+
+    assert (bundle.manifest.model.architecture, bundle.manifest.model.model_type) == ("Llama4ForCausalLM", "llama4")
+    groups = {group.name: group.spec.chunk for group in bundle.graph.caches.groups}
+    assert groups == {"chunk6": 6, "full": None}
+    with precast.load(
+        tmp_path / "b", weights=tmp_path / "ckpt", device="cpu", max_num_seqs=3, max_num_tokens=7, cache_bytes=1 << 22
+    ) as engine:
+        for prompt, expected in zip(PROMPTS, hf_logits(model, PROMPTS), strict=True):
+            assert relative_error(engine.logits(list(prompt)), expected) < 1e-4
+        answers = arrive_one_after_another(engine, PROMPTS, NUM_TOKENS)
+    assert answers == [hf_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,16 @@ _ROUTED: dict[str, Any] = {
     "moe_intermediate_size": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+_LLAMA4: dict[str, Any] = {"head_dim": 12, "intermediate_size_mlp": 88, "num_hidden_layers": 4}
 _GRANITE: dict[str, Any] = {
     "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
     "attention_multiplier": 0.2, "logits_scaling": 2.0,
 }  # fmt: skip
+_DBRX: dict[str, Any] = {
+    "d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 256,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0},
+}  # fmt: skip
+_DBRX_EXPERTS: dict[str, Any] = {"hidden_size": 48, "ffn_hidden_size": 28, "moe_num_experts": 5, "moe_top_k": 2}
 
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
@@ -143,6 +149,46 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 12, "num_key_value_heads": 4,
          "tie_word_embeddings": True},
+    ),
+    "llama4": (
+        "llama4_text",
+        {**_LLAMA4, "num_local_experts": 5, "attention_chunk_size": 6, "no_rope_layers": [1, 0, 1, 0], "floor_scale": 3,
+         "attn_scale": 0.4},
+    ),
+    "llama4-interleaved": (
+        "llama4_text",
+        {**_LLAMA4, "num_local_experts": 4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2,
+         "use_qk_norm": False, "attn_temperature_tuning": False, "attention_chunk_size": 9, "attention_bias": True,
+         "tie_word_embeddings": True},
+    ),
+    "llama4-moe-layers": (
+        "llama4_text",
+        {**_LLAMA4, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_layers": [0, 3], "use_qk_norm": False,
+         "no_rope_layers": [0, 0, 1, 1], "attention_chunk_size": 1000, "floor_scale": 5, "num_key_value_heads": 1},
+    ),
+    "llama4-no-rope": (
+        "llama4_text",
+        {**_LLAMA4, "num_hidden_layers": 2, "num_local_experts": 3, "no_rope_layers": [0, 0], "floor_scale": 1},
+    ),
+    "dbrx": ("dbrx", {**_DBRX, "ffn_config": _DBRX_EXPERTS}),
+    "dbrx-weights-of-norm-3": (
+        "dbrx", {**_DBRX, "ffn_config": {**_DBRX_EXPERTS, "moe_top_k": 3, "moe_normalize_expert_weights": 3.0}},
+    ),
+    "longcat_flash": (
+        "longcat_flash",
+        {**_LATENT, "head_dim": 6, "num_hidden_layers": 4, "ffn_hidden_size": 80, "expert_ffn_hidden_size": 20,
+         "n_routed_experts": 5, "zero_expert_num": 3, "moe_topk": 3, "attention_bias": True},
+    ),
+    "longcat_flash-yarn-tied": (
+        "longcat_flash",
+        {**_LATENT, "head_dim": 6, "num_hidden_layers": 2, "ffn_hidden_size": 80, "expert_ffn_hidden_size": 20,
+         "n_routed_experts": 4, "zero_expert_num": 0, "moe_topk": 2, "tie_word_embeddings": True,
+         "rope_parameters": _YARN},
+    ),
+    "jetmoe": (
+        "jetmoe",
+        {"kv_channels": 12, "num_local_experts": 5, "num_experts_per_tok": 3, "num_attention_heads": 6,
+         "tie_word_embeddings": False},
     ),
     "gemma4-experts": (
         "gemma4_text",
