@@ -6,6 +6,7 @@ first layer is named whose result does.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import logging as messages
 
 from precast.agreement import PROMPTS, TOLERANCE, agreement, relative_error, run_packed
 from precast.builder.build import build
@@ -34,9 +36,8 @@ def compare(config: PreTrainedConfig) -> None:
 
     Raises BuildError: `check-failed` names the first layer that differs; else what building the tiny model raises.
     """
-    small = shrink(config)
-    model = random_model(small)
-    with tempfile.TemporaryDirectory() as folder:
+    with _quiet_transformers(), tempfile.TemporaryDirectory() as folder:
+        model = random_model(shrink(config))
         weights = Path(folder) / "checkpoint"
         model.save_pretrained(weights)
         has_code = own_code(config) is not None  # it got here because that is allowed
@@ -47,6 +48,21 @@ def compare(config: PreTrainedConfig) -> None:
             raise _failed(config, f"its logits differ by {found.logits_error:.1e} (relative)", where)
     if not found.tokens_equal:
         raise _failed(config, "its logits are equal, but the tokens generated from its caches are not", "the caches")
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' bars and warnings from standard error: they are about the tiny model, which nobody asked for.
+    Errors stay."""
+    verbosity, had_bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
+    try:
+        yield
+    finally:
+        messages.set_verbosity(verbosity)
+        if had_bars:
+            messages.enable_progress_bar()
 
 
 def _failed(config: PreTrainedConfig, how: str, where: str) -> BuildError:

@@ -2,12 +2,14 @@
 
 Verbs that only look at a bundle import no torch. Every error of Precast's own becomes one message on standard error,
 with --json one object on standard output as well, and the exit code of its kind: 1 the user's input, 2 usage, 3 a
-bundle refused, 4 the environment.
+bundle refused, 4 the environment. Ctrl-C ends with 130.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from precast.loader.sampling import SamplingParams
     from precast.show import Report
 
-PATH = click.Path(path_type=Path)
+# What can't be read is an error of Precast's own, with a code, not one of usage.
+PATH = click.Path(path_type=Path, readable=False)
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
 BUNDLE = click.argument("bundle", type=PATH)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -41,6 +44,9 @@ class _Verb(click.Command):
                 click.echo(json.dumps({"error": fields}))
             click.echo(_printable(f"error: {error}"), err=True)
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("\ninterrupted", err=True)  # behind the terminal's ^C
+            ctx.exit(130)
 
 
 class _Verbs(click.Group):
@@ -52,7 +58,8 @@ class _Verbs(click.Group):
 def main() -> None:
     """Cast a language model once, offline, into a bundle; set it up on the target in seconds.
 
-    Exit codes: 0 fine, 1 the input can't be used, 2 usage, 3 the bundle is refused, 4 the machine lacks something.
+    Exit codes: 0 fine, 1 the input can't be used, 2 usage, 3 the bundle is refused, 4 the machine lacks something,
+    130 interrupted.
     """
 
 
@@ -140,9 +147,11 @@ def models(only: tuple[str, ...], write: Path | None, workers: int, as_json: boo
             raise
         message = "precast models needs transformers: pip install 'precast[build]'"
         raise TargetError("dependency-missing", message) from error
-    rows, report = sweep_report(only, workers=workers, done=None if as_json else click.echo)
     if write is not None:
-        write.write_text(page(rows), encoding="utf-8")
+        _check_writable(write)
+    rows, report = sweep_report(only, workers=workers, done=None if as_json else _echo)
+    if write is not None:
+        _write_page(write, page(rows))
     if as_json:
         _report(report, as_json)
 
@@ -220,13 +229,13 @@ def run(
         if as_json:
             outputs = [msgspec.to_builtins(output) for output in engine.generate(all_prompts, params)]
             found = {"outputs": outputs, "stats": engine.stats.to_dict(), "timeline": json.loads(timeline.to_json())}
-            click.echo(json.dumps(found))
+            _echo(json.dumps(found))
         elif len(all_prompts) == 1:
             _stream(engine, all_prompts[0], params)
         else:
             for prompt, output in zip(all_prompts, engine.generate(all_prompts, params), strict=True):
                 answer = output.text if engine.tokenizer is not None else output.token_ids
-                click.echo(f"{prompt!r} -> {answer!r}")
+                _echo(f"{prompt!r} -> {answer!r}")
         if with_timeline:
             click.echo(timeline.text(), err=True)
 
@@ -245,16 +254,20 @@ def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:
         if error.name != "transformers":
             raise
         raise TargetError("dependency-missing", str(error)) from error
-    except OSError as error:  # of a config, a snapshot or a dump: the operating system's words name the path
+    except OSError as error:  # of files that builds have for a while; what they read and leave has errors of its own
         raise BuildError("write-failed", str(error)) from error
 
 
 def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams) -> None:
     """Print the answer's text as it grows, or its token ids where the bundle has no tokenizer."""
-    has_text = engine.tokenizer is not None
+    has_text, space = engine.tokenizer is not None, ""
     for event in engine.stream(prompt, params):
-        click.echo(event.text if has_text else "".join(f"{token} " for token in event.token_ids), nl=False)
-    click.echo()
+        if has_text:
+            _echo(event.text, nl=False)
+        elif event.token_ids:
+            _echo(space + " ".join(map(str, event.token_ids)), nl=False)
+            space = " "
+    _echo("")
 
 
 def _token_ids(text: str) -> list[int]:
@@ -266,7 +279,44 @@ def _token_ids(text: str) -> list[int]:
 
 
 def _report(report: Report, as_json: bool) -> None:
-    click.echo(json.dumps(report.fields) if as_json else _printable(report.text))
+    _echo(json.dumps(report.fields) if as_json else _printable(report.text))
+
+
+def _echo(text: str, *, nl: bool = True) -> None:
+    """Print to standard output. Raises PrecastError (`write-failed`) when that takes no more, as a full disk."""
+    try:
+        click.echo(text, nl=nl)
+    except BrokenPipeError:  # the reader has seen enough: click ends the program in silence
+        raise
+    except OSError as error:
+        # What was not written stays in the buffer, and at the exit would fail once more, with a traceback.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        message = f"the answer can't be written: {error.strerror}"
+        raise PrecastError("write-failed", message, where="standard output") from error
+
+
+def _check_writable(file: Path) -> None:
+    """Raise PrecastError (`write-failed`) when the file can't be written; it stays as it is, or absent."""
+    existed = file.exists()
+    try:
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise _unwritten(file, error) from error
+
+
+def _write_page(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritten(file, error) from error
+
+
+def _unwritten(file: Path, error: OSError) -> PrecastError:
+    return PrecastError("write-failed", f"the page can't be written: {error.strerror}", where=str(file))
 
 
 def _printable(text: str) -> str:

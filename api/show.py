@@ -56,7 +56,7 @@ def summary(bundle: Bundle) -> Report:
         ],
         "provenance": bundle.provenance,
     }
-    layers = f"{model.num_layers} layers, {model.num_parameters:,} parameters"
+    layers = f"{_layers(model.num_layers)}, {model.num_parameters:,} parameters"
     rows = [
         ("bundle", str(bundle.path)),
         ("digest", bundle.digest),
@@ -65,7 +65,7 @@ def summary(bundle: Bundle) -> Report:
         ("graph", f"{len(graph.blocks)} blocks in {calls} calls, {nodes} nodes, {len(manifest.ops)} ops"),
         (
             "caches",
-            ", ".join(f"{group.name}: {len(group.slots)} layers" for group in caches.groups(graph.caches)) or "none",
+            ", ".join(f"{group.name}: {_layers(len(group.slots))}" for group in caches.groups(graph.caches)) or "none",
         ),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
@@ -222,3 +222,7 @@ def _pages(group: Group | StateGroup, stride: int, per_slab: int) -> tuple[str, 
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'' if count == 1 else 's'}"

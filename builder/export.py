@@ -132,7 +132,7 @@ def _quiet_exporter() -> Iterator[None]:
             logger.disabled = disabled
 
 
-_LOGGERS = ("torch.export._trace", "torch.fx.experimental.symbolic_shapes")
+_LOGGERS = ("torch.export._trace", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def _make_fake(model: PreTrainedModel) -> None:

@@ -8,8 +8,12 @@ from pathlib import Path
 from precast.builder.capture import Captured
 from precast.builder.constants import tensor_bytes
 from precast.ir.bundle import Bundle, ops_of, write_bundle
+from precast.ir.errors import BuildError, BundleError
 from precast.ir.schema import Graph, Manifest, PassRecord
 from precast.ir.versions import FORMAT
+
+_OF_CONFIG = ("graph-invalid", "manifest-invalid", "json-invalid", "limit-exceeded")
+"""What contradictions and numbers out of all proportion in a config become in the bundle that is made of it."""
 
 
 def pack(
@@ -23,7 +27,10 @@ def pack(
     checked: bool,
     provenance: Mapping[str, object],
 ) -> Bundle:
-    """Publish the bundle at `out`, whole or not at all, and open it as any reader would."""
+    """Publish the bundle at `out`, whole or not at all, and open it as any reader would.
+
+    Raises BuildError: `config-invalid` when that reader would refuse it, and what `write_bundle` raises of that kind.
+    """
     manifest = Manifest(
         format=FORMAT,
         model=captured.model,
@@ -40,11 +47,21 @@ def pack(
         for info in captured.ctx.constants.values()
         if info.name in wanted
     }
-    return write_bundle(
-        out,
-        manifest_without_blobs=manifest,
-        graph=graph,
-        constants=constants,
-        files=dict(files),
-        provenance=dict(provenance),
-    )
+    try:
+        return write_bundle(
+            out,
+            manifest_without_blobs=manifest,
+            graph=graph,
+            constants=constants,
+            files=dict(files),
+            provenance=dict(provenance),
+        )
+    except BundleError as error:
+        if error.code not in _OF_CONFIG:
+            raise
+        raise BuildError(
+            "config-invalid",
+            f"the config gives a bundle that would be refused ({error.code}): {error.message}",
+            fix="check the numbers in the config: those of heads, ranks and dimensions have to fit each other; if they "
+            "do, report it with the config.json",
+        ) from error

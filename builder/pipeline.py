@@ -15,6 +15,7 @@ from typing import Any
 
 from precast.builder.context import PassContext
 from precast.builder.fx_types import FxGraph, FxNode
+from precast.ir.errors import BuildError
 from precast.ir.schema import PassRecord
 
 STAGES = ("factory", "export", "normalise", "match", "shard", "cache", "plan", "lower", "pack")
@@ -127,6 +128,8 @@ def run(
 
     `dump`: a directory that gets the graph after each as text, numbered from `first`. `observe` is called after each
     (the tests compare the graph's results there).
+
+    Raises BuildError("write-failed") when a dump can't be written.
     """
     records: list[PassRecord] = []
     done = {step.name for step in passes()[:first]}
@@ -145,10 +148,18 @@ def run(
         records.append(PassRecord(step.name, step.stage, step.version, changed, delta))
         done.add(step.name)
         if dump is not None:
-            (dump / f"{number:02d}_{step.name}.txt").write_text(str(graph) + "\n")
+            _write_dump(dump / f"{number:02d}_{step.name}.txt", graph)
         if observe is not None:
             observe(step, graph)
     return tuple(records)
+
+
+def _write_dump(file: Path, graph: FxGraph) -> None:
+    try:
+        file.write_text(str(graph) + "\n")
+    except OSError as error:
+        message = f"the dump can't be written: {error.strerror}"
+        raise BuildError("write-failed", message, where=str(file)) from error
 
 
 def eliminate_dead_code(graph: FxGraph, ctx: PassContext) -> None:

@@ -32,6 +32,7 @@ CONFIG_ERRORS = (
     TypeError,
     ImportError,
     RuntimeError,
+    ArithmeticError,
     OSError,
     StrictDataclassError,
 )
@@ -39,6 +40,14 @@ CONFIG_ERRORS = (
 
 MAX_SEQ_LEN = 1 << 24
 """Tokens; the longest config in use says 10 Mi. The masks' rules are evaluated over as many positions."""
+
+_LEAST = {
+    "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "linear_conv_kernel_dim": 2, "conv_kernel": 2, "conv_L_cache": 2, "conv1d_width": 2,
+    "mamba_d_conv": 2,
+}  # fmt: skip
+"""Entries of configs and what they are at least, in every model that has them. A convolution of one token has no state
+to keep. The dimensions of heads are not among them: models without rotary embeddings have some of 0."""
 
 _CAUSAL = "AutoModelForCausalLM"
 """The entry of a config's `auto_map` that names the model's own causal language model."""
@@ -116,24 +125,24 @@ def limit(config: PreTrainedConfig, wanted: int | None) -> int:
     """The longest sequence (prompt and answer) that the bundle serves: `wanted`, at most what the model can."""
     config = config.get_text_config()
     known = getattr(config, "max_position_embeddings", None)
+    entry = "the config's " + config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if wanted is not None and (type(wanted) is not int or wanted < 1):
         raise BuildError("option-invalid", f"max_seq_len is {wanted!r}, expected a number of at least 1")
     if known is not None and (type(known) is not int or known < 1):
-        raise BuildError(
-            "config-invalid", f"the config's max_position_embeddings is {known!r}, expected a number of at least 1"
-        )
+        raise BuildError("config-invalid", f"{entry} is {known!r}, expected a number of at least 1")
     rope = getattr(config, "rope_parameters", None) or {}
     if known is not None and rope.get("rope_type") == "dynamic":
         known = int(known * rope["factor"])  # this rope stretches what the model was trained on
     if wanted is not None and known is not None and wanted > known:
+        more = ", or change the config's rope parameters" if rope else ""
         raise BuildError(
             "option-invalid",
-            f"max_seq_len is {wanted}, but the config's max_position_embeddings is {known}",
-            fix=f"build with max_seq_len of at most {known}, or change the config's rope parameters",
+            f"max_seq_len is {wanted}, but {entry} is {known}",
+            fix=f"build with max_seq_len of at most {known}{more}",
         )
     longest = wanted or known or 8192
     if longest > MAX_SEQ_LEN:
-        whose = "max_seq_len is" if wanted else "the config's max_position_embeddings is"
+        whose = "max_seq_len is" if wanted else f"{entry} is"
         fix = f"build with max_seq_len of at most {MAX_SEQ_LEN}"
         raise BuildError("option-invalid", f"{whose} {longest}, expected at most {MAX_SEQ_LEN}", fix=fix)
     return longest
@@ -143,6 +152,8 @@ def reason(error: Exception) -> str:
     """The first lines of the error's text in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:3])
+    if isinstance(error, ZeroDivisionError):  # of what, it doesn't say
+        return f"it holds a 0 in the place of a size ({type(error).__name__}: {text})"
     # the text of a KeyError is its key and nothing else
     return text if text and not isinstance(error, KeyError) else f"{type(error).__name__}: {text}"
 
@@ -160,6 +171,8 @@ def _folder(name: str, allow_code: bool) -> Path:
         if not (path / "config.json").is_file():
             raise BuildError("config-missing", f"{name} has no config.json", fix="name a Hugging Face model directory")
         return path
+    if path.suffix == ".json":  # no name of a model on the hub: it isn't asked
+        raise BuildError("config-missing", f"{name}: no such file", fix="name a directory with a config.json, or that")
     return _download(name, allow_code)
 
 
@@ -213,7 +226,9 @@ def _read_entries(folder: Path, name: str) -> dict[str, Any]:
         raise BuildError("config-invalid", f"{name}: config.json can't be read: {error.strerror}") from error
     except ValueError as error:
         raise BuildError("config-invalid", f"{name}: config.json is no JSON: {error}") from error
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+    if not isinstance(raw, dict):
+        raise BuildError("config-invalid", f"{name}: config.json is no JSON object")
+    if not isinstance(raw.get("model_type"), str):
         raise BuildError("config-invalid", f"{name}: config.json names no model_type")
     if not isinstance(raw.get("auto_map") or {}, dict):
         raise BuildError("config-invalid", f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object")
@@ -275,6 +290,20 @@ def _check_supported(config: PreTrainedConfig, name: str) -> None:
             "model-unsupported",
             f"{name}: transformers has no causal language model for {config.model_type}, expected a decoder",
         )
+    _check_sizes(config, name)
     quantisation = quantisation_of(config)
     if quantisation is not None:
         check_options(quantisation, name)
+
+
+def _check_sizes(config: PreTrainedConfig, name: str) -> None:
+    text = config.get_text_config()
+    for size, least in _LEAST.items():
+        entry = text.attribute_map.get(size, size)  # as this config calls it
+        found = vars(text).get(entry)
+        if type(found) is int and found < least:
+            raise BuildError(
+                "config-invalid",
+                f"{name}: the config's {entry} is {found}, expected a number of at least {least}",
+                fix=f"correct {entry} in the config",
+            )

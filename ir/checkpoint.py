@@ -48,26 +48,34 @@ class CheckpointFiles(msgspec.Struct, frozen=True):
         """Read the headers of the checkpoint in the directory `path`, or of the single file `path`.
 
         Raises WeightsError: `checkpoint-missing`, `checkpoint-format`, `checkpoint-index`,
-        `checkpoint-shard-missing`, `checkpoint-header` or `checkpoint-duplicate`.
+        `checkpoint-shard-missing`, `checkpoint-header`, `checkpoint-duplicate` or `checkpoint-read`.
         """
         root = Path(path)
-        if root.is_file():
-            return CheckpointFiles(root, _collect(root.parent, [root.name]))
-        if not root.is_dir():
-            message = "expected a directory with a checkpoint, found nothing"
-            raise WeightsError("checkpoint-missing", message, where=str(root), fix="pass the checkpoint's directory")
-        if (root / SINGLE).is_file():
-            return CheckpointFiles(root, _collect(root, [SINGLE]))
-        if (root / INDEX).is_file():
-            return CheckpointFiles(root, _indexed(root))
-        names = sorted(file.name for file in root.glob("*.safetensors"))
-        if not names:
-            raise _nothing(root)
-        return CheckpointFiles(root, _collect(root, names))
+        try:
+            return CheckpointFiles(root, _tensors(root))
+        except OSError as error:  # a directory without permission, above all
+            message = f"expected a checkpoint: {error.strerror}"
+            raise WeightsError("checkpoint-read", message, where=str(root)) from None
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+def _tensors(root: Path) -> dict[str, StoredTensor]:
+    if root.is_file():
+        return _collect(root.parent, [root.name])
+    if not root.is_dir():
+        message = "expected a directory with a checkpoint, found nothing"
+        raise WeightsError("checkpoint-missing", message, where=str(root), fix="pass the checkpoint's directory")
+    if (root / SINGLE).is_file():
+        return _collect(root, [SINGLE])
+    if (root / INDEX).is_file():
+        return _indexed(root)
+    names = sorted(file.name for file in root.glob("*.safetensors"))
+    if not names:
+        raise _nothing(root)
+    return _collect(root, names)
 
 
 def _nothing(root: Path) -> WeightsError:

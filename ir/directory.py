@@ -63,13 +63,23 @@ class Directory:
         finally:
             os.close(fd)
 
+    def holds(self, name: str) -> bool:
+        """Whether there is anything of this name in the directory, be it a link that leads nowhere."""
+        try:
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise BundleError("bundle-unreadable", f"expected a bundle: {error.strerror}", where=name) from None
+        return True
+
     def refuse_extra(self, names: Set[str]) -> None:
         """Raise BundleError (`layout-extra`) where the directory holds anything but `names`."""
         with os.scandir(self._fd) as entries:
             for entry in entries:
                 if entry.name not in names:
                     message = f"{entry.name[:200]!r} is no part of the bundle"
-                    raise BundleError("layout-extra", message, fix="remove it, or copy the bundle again")
+                    raise BundleError("layout-extra", message, fix="move it elsewhere, or copy the bundle again")
 
     def read(self, name: str, limit: int) -> bytes:
         """The content of the file `name`, of at most `limit` bytes.

@@ -49,10 +49,10 @@ CODES: dict[str, str] = {
     # --- build ------------------------------------------------------------------------------------------------
     "build-in-progress": "another build is writing to the same path",
     "disk-full": "the file system has no room for the bundle, or a quota or size limit is reached",
-    "write-failed": "the bundle could not be written",
+    "write-failed": "the bundle, or something else that was to be written, could not be",
     "output-not-a-bundle": "the output path holds something that is not a bundle; it is never overwritten",
     "config-missing": "there is no model config at the path or hub id",
-    "config-invalid": "the model config cannot be read",
+    "config-invalid": "the model config cannot be read, or says what no model can be made of",
     "model-unknown": "the config names a model that transformers does not know",
     "remote-code": "the model is defined by code of its own, which only runs where that is allowed",
     "model-unsupported": "the model is not a decoder of a supported kind",
@@ -92,12 +92,25 @@ CODES: dict[str, str] = {
     "device-memory": "the device has not enough free memory",
 }
 
+FIXES: dict[str, str] = {
+    "bundle-unreadable": "check the permissions of the bundle's directory and of the files in it",
+    "bundle-not-a-directory": "name the bundle's directory",
+    "layout-missing": "the copy is incomplete: copy or build the bundle again",
+    "layout-kind": "copy the files themselves instead of links to them, or build the bundle again",
+    "json-invalid": "the file was changed or damaged: copy or build the bundle again",
+    "blob-missing": "the copy is incomplete: copy or build the bundle again",
+    "write-failed": "check the path, the permissions there and the room on its disk",
+    "checkpoint-index": "download or copy the checkpoint again",
+    "checkpoint-read": "check the file's permissions and its disk, or download or copy it again",
+}
+"""What to do about the errors of a code, where who raises one knows no better."""
+
 
 class PrecastError(Exception):
     """The root of all errors meant for a user.
 
     `code` is a key of `CODES`; `message` says what was read and what was expected; `where` names the file, tensor or
-    place; `fix` says what to do. `str()` gives all of it.
+    place; `fix` says what to do, by default what `FIXES` says. `str()` gives all of it.
     """
 
     exit_code = 1
@@ -108,7 +121,7 @@ class PrecastError(Exception):
         self.code = code
         self.message = message
         self.where = where
-        self.fix = fix
+        self.fix = fix or FIXES.get(code)
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.message}" if self.where else self.message]

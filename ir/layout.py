@@ -86,8 +86,8 @@ def check_file_name(name: str) -> None:
 
 
 def _read(root: Directory) -> Contents:
+    _check_marker(root)  # first: what lies in a directory that is no bundle is nobody's mistake
     root.refuse_extra(_ROOT_NAMES)
-    _check_marker(root)
     index = _read_index(root)
     with root.entered(oci.BLOBS) as blobs:
         blobs.refuse_extra({oci.ALGORITHM})
@@ -117,6 +117,9 @@ def _read_parts(files: Directory, image: Image, attached: list[Image]) -> tuple[
 
 
 def _check_marker(root: Directory) -> None:
+    if not root.holds(oci.LAYOUT_FILE):
+        message = f"expected a bundle, found a directory without {oci.LAYOUT_FILE}"
+        raise BundleError("layout-missing", message, fix="name a bundle's directory, which `precast build` makes")
     data = root.read(oci.LAYOUT_FILE, limits.MAX_MARKER_BYTES)
     expected = decode_json(oci.MARKER, dict[str, str], oci.LAYOUT_FILE)
     if decode_foreign_json(data, dict[str, str], oci.LAYOUT_FILE, limits.MAX_MARKER_BYTES) != expected:

@@ -71,6 +71,10 @@ def load(
     _check_option("max_num_tokens", max_num_tokens)
     if cache_bytes is not None:
         _check_option("cache_bytes", cache_bytes)
+    if not isinstance(bundle, (str, os.PathLike, Bundle)):
+        raise RequestError("engine-option-invalid", f"bundle is {bundle!r}, expected a path or a Bundle")
+    if not isinstance(weights, (str, os.PathLike)):
+        raise RequestError("engine-option-invalid", f"weights is {weights!r}, expected the path of a checkpoint")
     timeline = Timeline() if timeline is None else timeline
     with timeline.phase("context"):
         target = open_device(device)

@@ -116,11 +116,11 @@ def _is_stop(value: object) -> bool:
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         # option: (whether it allows a value, what it allows)
-        "max_tokens": (lambda value: _is_int(value, 1, MAX_INT64), "an integer of at least 1"),
+        "max_tokens": (lambda value: _is_int(value, 1, MAX_INT64), "an integer from 1 to 2**63 - 1"),
         "temperature": (lambda value: _is_number(value) and value >= 0, "a finite number of at least 0 (0: greedy)"),
         "top_k": (
             lambda value: value is None or _is_int(value, 1, MAX_INT32),
-            "an integer of at least 1, or None for all tokens",
+            "an integer from 1 to 2**31 - 1, or None for all tokens",
         ),
         "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1 (1: all tokens)"),
         "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 (all tokens) to 1"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from recitation import Command
-from transformers import AutoConfig, PreTrainedConfig
+from recitation import Command, run_precast
+from transformers import AutoConfig, PreTrainedConfig, logging
 
 import precast
 from precast.builder import pipeline
@@ -91,6 +91,26 @@ def test_manifest_and_inspect_say_whether_it_was_checked(tmp_path: Path, command
     assert Bundle.open(tmp_path / "checked").manifest.checked
     assert "checked        no" in plain.stdout
     assert "checked        yes: equal to transformers, made tiny" in checked.stdout
+
+
+def test_check_off_a_terminal_is_silent(tmp_path: Path) -> None:
+    config().save_pretrained(tmp_path / "model")
+
+    ran = run_precast("build", tmp_path / "model", "-o", tmp_path / "bundle", "--check")
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_check_leaves_transformers_messages_as_they_were() -> None:
+    before = (logging.get_verbosity(), logging.is_progress_bar_enabled())
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
+
+    compare(config())
+
+    found = (logging.get_verbosity(), logging.is_progress_bar_enabled())
+    logging.set_verbosity(before[0])
+    assert found == (logging.INFO, True)
 
 
 def test_a_difference_packs_nothing(tmp_path: Path, spoil: Spoil, command: Command) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import families
 import msgspec
 import pytest
@@ -227,6 +229,7 @@ def test_run_without_a_tokenizer_prints_token_ids(bare_bundle: Path, command: Co
 
     tokens = [int(word) for word in one.stdout.split()]
     assert len(tokens) == 4
+    assert one.stdout == " ".join(map(str, tokens)) + "\n"
     assert two.stdout.splitlines()[0] == f"[1] -> {tokens}"
     assert two.stdout.splitlines()[1].startswith("[1, 441] -> [")
 
@@ -254,6 +257,9 @@ WRONG = {
     "text without tokenizer": (1, "tokenizer-missing", "run", "{bare}", *RUN[2:], "--prompt", "a"),
     "no such bundle": (3, "bundle-missing", "inspect", "{tmp}/nothing"),
     "file in place of a bundle": (3, "bundle-not-a-directory", "digest", "{tmp}/file"),
+    "inspect a checkpoint": (3, "layout-missing", "inspect", str(MODEL)),
+    "verify a checkpoint": (3, "layout-missing", "verify", str(MODEL)),
+    "digest of a checkpoint": (3, "layout-missing", "digest", str(MODEL)),
     "flipped bit": (3, "blob-digest", "verify", "{broken}"),
     "second of a pair is bad": (3, "blob-digest", "diff", "{bundle}", "{broken}"),
     "bad bundle to run": (3, "blob-digest", "run", "{broken}", *RUN[2:], "--prompt", "a"),
@@ -297,6 +303,67 @@ def test_what_the_system_refuses_is_an_error_like_others(tmp_path: Path, command
     assert first in result.stderr
     assert result.stderr.endswith("\n  code: write-failed\n")
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", "{bundle}", "--graph"), ("inspect", "{bundle}", "--json"), (*RUN, "--token-ids", "1")],
+    ids=["text", "json", "stream"],
+)
+def test_answer_on_a_full_disk(arguments: tuple[str, ...], bundle: Path) -> None:
+    given = [sys.executable, "-m", "precast", *(argument.format(bundle=bundle) for argument in arguments)]
+
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(given, stdout=full, stderr=subprocess.PIPE, text=True)
+
+    assert ran.returncode == 1
+    message, fix, code = ran.stderr.splitlines()
+    assert message == "error: standard output: the answer can't be written: No space left on device"
+    assert "room on its disk" in fix
+    assert code == "  code: write-failed"
+
+
+def test_interrupt_ends_with_130(bundle: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path) -> Bundle:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bundle, "open", interrupted)
+
+    result = command("inspect", bundle)
+
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "\ninterrupted\n")
+
+
+def test_paths_are_read_by_the_verbs_alone() -> None:
+    """What can't be read is then an error with a code, and not one of usage."""
+    paths = [param.type for verb in main.commands.values() for param in verb.params if param.type.name == "path"]
+
+    assert len(paths) >= len(VERBS)
+    assert not any(path.readable for path in paths if isinstance(path, click.Path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_bundle_without_permission(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "locked").mkdir(mode=0o000)
+
+    result = command("inspect", tmp_path / "locked", "--json")
+
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["error"]["code"] == "bundle-unreadable"
+
+
+def test_a_model_that_cannot_be_traced_gives_its_error_alone(tmp_path: Path) -> None:
+    """torch logs a traceback of its own for that."""
+    config = families.make_config("qwen3_moe")
+    config.num_experts_per_tok = 50
+    config.save_pretrained(tmp_path / "model")
+
+    ran = run_precast("build", tmp_path / "model", "-o", tmp_path / "b")
+
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("error: Qwen3MoeForCausalLM can't be traced: ")
+    assert "Traceback" not in ran.stderr
 
 
 USAGE: dict[str, tuple[str, ...]] = {

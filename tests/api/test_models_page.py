@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import pytest
 from recitation import Command
 
 from precast.coverage import Row
@@ -47,6 +49,32 @@ def test_command_prints_and_writes(tmp_path: Path, command: Command) -> None:
     assert "| `bart` | BartForCausalLM | out of scope |" in (tmp_path / "models.md").read_text(encoding="utf-8")
     (row,) = json.loads(as_json.stdout)["models"]
     assert (row["model_type"], row["status"], row["reason"]) == ("bart", "out of scope", "an encoder-decoder")
+
+
+@pytest.mark.parametrize("place", ["no/models.md", "."])
+def test_page_that_cannot_be_written_is_refused_before_the_work(place: str, tmp_path: Path, command: Command) -> None:
+    ran = command("models", "--only", "bart", "--write", tmp_path / place)
+
+    assert (ran.exit_code, ran.stdout) == (1, "")
+    assert f"{tmp_path / place}: the page can't be written: " in ran.stderr
+    assert ran.stderr.endswith("\n  code: write-failed\n")
+
+
+def test_page_is_left_alone_by_what_fails(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "old.md").write_text("old")
+
+    codes = [command("models", "--only", "llam", "--write", tmp_path / name).exit_code for name in ("old.md", "new.md")]
+
+    assert codes == [1, 1]
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old.md", "old")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_page_on_a_full_disk(command: Command) -> None:
+    ran = command("models", "--only", "bart", "--write", "/dev/full")
+
+    assert ran.exit_code == 1
+    assert "/dev/full: the page can't be written: No space left on device" in ran.stderr
 
 
 def test_unknown_type_is_refused(command: Command) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import families
 import msgspec
 import pytest
 from recitation import Command
@@ -66,6 +67,17 @@ def test_summary_in_words(bundle: Path, command: Command) -> None:
     assert "LlamaForCausalLM, 4 layers, 656,512 parameters, float32" in text
     assert "1,024 tokens a sequence, vocabulary 512" in text
     assert "full: 4 layers" in text
+
+
+def test_summary_of_one_layer(tmp_path: Path, command: Command) -> None:
+    config = families.make_config("llama")
+    config.num_hidden_layers = 1
+    config.save_pretrained(tmp_path / "model")
+
+    text = command("build", tmp_path / "model", "-o", tmp_path / "b").stdout
+
+    assert "LlamaForCausalLM, 1 layer, " in text
+    assert "full: 1 layer\n" in text
 
 
 def test_graph_is_the_text_form(bundle: Path, command: Command) -> None:

@@ -13,6 +13,7 @@ import families
 import pytest
 
 from precast.builder.build import build
+from precast.builder.pipeline import passes
 from precast.ir.errors import BuildError
 
 TINY = {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 80}
@@ -66,6 +67,10 @@ def test_a_file_that_is_no_config(model: Path) -> None:
     refused(model / "tokenizer.json", "config-missing", "is a file, expected a config.json or a directory with one")
 
 
+def test_a_config_that_is_not_there(tmp_path: Path) -> None:
+    refused(tmp_path / "model" / "config.json", "config-missing", "config.json: no such file", out=tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "name", ["./no-such-directory", "/no/such/directory", "somebody/no-such-model", "no such name!"]
 )
@@ -84,7 +89,7 @@ def test_a_hub_id_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pyte
         (b"{", "config.json is no JSON: Expecting property name"),
         (b"", "config.json is no JSON"),
         (b"\xff\xfe", "config.json is no JSON"),
-        (b"[]", "config.json names no model_type"),
+        (b"[]", "config.json is no JSON object"),
         (b"{}", "config.json names no model_type"),
         (b'{"model_type": 3}', "config.json names no model_type"),
     ],
@@ -172,19 +177,74 @@ def test_what_transformers_refuses(entries: dict[str, Any], reason: str, model: 
     refused(model, "config-invalid", f"transformers .*{reason}")
 
 
-@pytest.mark.parametrize("size", [-5, 0, 10**23])
+@pytest.mark.parametrize("size", [0, -4])
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads"]
+)
+def test_a_size_that_is_none(name: str, size: int, model: Path, llama: dict[str, Any]) -> None:
+    write(model, {**llama, name: size})
+
+    text = refused(model, "config-invalid", f"the config's {name} is {size}, expected a number of at least 1")
+
+    assert f"fix: correct {name} in the config" in text
+
+
+def test_a_size_goes_by_the_name_in_the_config(model: Path) -> None:
+    write(model, {**families.make_config("gpt2").to_dict(), "n_layer": -1})
+
+    refused(model, "config-invalid", "the config's n_layer is -1, expected a number of at least 1")
+
+
+@pytest.mark.parametrize("size", [1, 0, -1])
+@pytest.mark.parametrize(("family", "name"), [("qwen3_next", "linear_conv_kernel_dim"), ("mamba", "conv_kernel")])
+def test_a_convolution_without_a_state(family: str, name: str, size: int, model: Path) -> None:
+    write(model, {**families.make_config(family).to_dict(), name: size})
+
+    refused(model, "config-invalid", f"the config's {name} is {size}, expected a number of at least 2")
+
+
+@pytest.mark.parametrize("name", ["head_dim", "num_attention_heads"])
+def test_what_transformers_divides_by(name: str, model: Path, llama: dict[str, Any]) -> None:
+    write(model, {**llama, name: 0})
+
+    refused(model, "config-invalid", "transformers .* it holds a 0 in the place of a size")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    ("family", "entries", "reason"),
+    [
+        pytest.param("llama", {"num_key_value_heads": 3}, "q: 4 heads are no multiple of 3 kv heads", id="heads"),
+        pytest.param("deepseek_v3", {"kv_lora_rank": 0}, "latent_size: expected at least 1, found 0", id="rank"),
+        pytest.param("llama", {"eos_token_id": 2**70}, "an integer beyond 63 bits", id="number"),
+    ],
+)
+def test_a_config_whose_bundle_would_be_refused(family: str, entries: dict[str, Any], reason: str, model: Path) -> None:
+    """It is the config's fault, and not that of a bundle that is there no more."""
+    write(model, {**families.make_config(family).to_dict(), **entries})
+
+    text = refused(model, "config-invalid", f"the config gives a bundle that would be refused(.|\n)*{reason}")
+
+    assert "fix: check the numbers in the config" in text
+    assert ".building" not in text
+
+
+@pytest.mark.parametrize("size", [-1, 0, 10**23])
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [("mistral", "sliding_window"), ("gemma3_text", "sliding_window"), ("gemma3", "sliding_window"),
-     ("llama4_text", "attention_chunk_size")],
+     ("llama4_text", "attention_chunk_size"), ("llama4", "attention_chunk_size")],
 )  # fmt: skip
 def test_a_window_that_is_none(model_type: str, name: str, size: int, model: Path) -> None:
     entries = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 256}
     entries |= {**TINY, name: size, "num_hidden_layers": 2}
-    whole = {"text_config": {**entries, "model_type": "gemma3_text"}} if model_type == "gemma3" else entries
+    is_whole = model_type in ("gemma3", "llama4")
+    whole = {"text_config": {**entries, "model_type": f"{model_type}_text"}} if is_whole else entries
     write(model, {"model_type": model_type, **whole})
 
-    refused(model, "config-invalid", f"the config's {name} is {size}, expected a number of tokens of at least 1")
+    refused(
+        model, "config-invalid", f"the config's {name} is {size}, expected a number of tokens from 1 to {2**63 - 1}\n"
+    )
 
 
 @pytest.mark.parametrize("size", [-1, 0, 10**23])
@@ -236,6 +296,15 @@ def test_a_length_beyond_the_models(model: Path) -> None:
     assert "fix: build with max_seq_len of at most 256" in text
 
 
+def test_a_length_beyond_that_of_a_model_without_rope(model: Path) -> None:
+    """It goes by the name in the config, and no advice is given that doesn't help."""
+    write(model, {"model_type": "rwkv", **TINY, "context_length": 100})
+
+    text = refused(model, "option-invalid", "but the config's context_length is 100", max_seq_len=101)
+
+    assert "rope" not in text
+
+
 @pytest.mark.parametrize("known", [0, -5])
 def test_a_limit_of_the_config_that_is_none(known: int, model: Path, llama: dict[str, Any]) -> None:
     write(model, {**llama, "max_position_embeddings": known})
@@ -264,6 +333,18 @@ def test_a_directory_that_is_a_file(option: str, model: Path, tmp_path: Path) ->
     assert error.value.code in ("write-failed", "option-invalid")
     assert (tmp_path / "file").read_text() == "mine"
     assert not (tmp_path / "llama.bundle").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_a_dump_on_a_full_disk(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "dump" / f"00_{passes()[0].name}.txt"
+    file.parent.mkdir()
+    file.symlink_to("/dev/full")
+
+    with pytest.raises(BuildError, match="the dump can't be written: No space left on device") as error:
+        build(model, tmp_path / "llama.bundle", dump=tmp_path / "dump")
+
+    assert (error.value.code, error.value.where) == ("write-failed", str(file))
 
 
 # --- tokenizer files ---------------------------------------------------------------------------------------------

@@ -237,3 +237,11 @@ def test_headers(data: bytes, message: str, tmp_path: Path) -> None:
     assert error.code == "checkpoint-header"
     assert message in error.message
     assert "model.safetensors" in str(error.where)
+
+
+def test_path_that_the_system_refuses(tmp_path: Path) -> None:
+    """As for a directory without permission; a test that runs as root meets none."""
+    error = refusal(tmp_path / ("a" * 300))
+
+    assert (error.code, error.message) == ("checkpoint-read", "expected a checkpoint: File name too long")
+    assert error.fix is not None

@@ -17,7 +17,7 @@ from forge import Forgery, blob_of, compressed, described, digest
 from examples import write_tiny
 from precast.ir import limits, oci, tensorfile
 from precast.ir.bundle import Bundle
-from precast.ir.errors import CODES, BundleError
+from precast.ir.errors import CODES, FIXES, BundleError
 
 Forge = Callable[[Forgery], object]
 
@@ -181,6 +181,32 @@ def test_files(change: Callable[[Path], object], code: str, names: str, tmp_path
 
     assert error.code == code
     assert names in str(error)
+    assert error.fix is not None
+
+
+def test_directory_that_is_no_bundle(tmp_path: Path) -> None:
+    """Its files are somebody's: nothing advises to remove them."""
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+
+    with pytest.raises(BundleError, match="expected a bundle, found a directory without oci-layout") as caught:
+        Bundle.open(tmp_path)
+
+    assert caught.value.code == "layout-missing"
+    assert caught.value.where == str(tmp_path)
+    assert caught.value.fix == "name a bundle's directory, which `precast build` makes"
+
+
+def test_what_is_no_part_of_a_bundle_is_to_be_moved(tmp_path: Path) -> None:
+    error = refusal(lambda forgery: forgery.edit("place", add("notes.txt")), tmp_path)
+
+    assert error.fix == "move it elsewhere, or copy the bundle again"
+
+
+def test_errors_without_advice_of_their_own_give_that_of_their_code() -> None:
+    assert FIXES.keys() <= CODES.keys()
+    assert BundleError("blob-missing", "gone").fix == FIXES["blob-missing"]
+    assert BundleError("blob-missing", "gone", fix="look behind the sofa").fix == "look behind the sofa"
+    assert BundleError("graph-encoding", "odd").fix is None
 
 
 def test_nothing_at_the_path(tmp_path: Path) -> None:

@@ -106,11 +106,13 @@ def test_an_opened_bundle_and_a_begun_timeline_are_carried_on(bundle: Path, chec
         ({"cache_bytes": 0}, "cache_bytes is 0"),
         ({"device": "gpu"}, "device is 'gpu', expected 'cpu', 'cuda'"),
         ({"device": 3.5}, "device is 3.5"),
+        ({"bundle": None}, "bundle is None, expected a path or a Bundle"),
+        ({"weights": None}, "weights is None, expected the path of a checkpoint"),
     ],
 )
 def test_options_that_are_refused(options: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as error:
-        load("no such bundle", weights="no such checkpoint", **options)
+        load(**{"bundle": "no such bundle", "weights": "no such checkpoint", **options})
     assert error.value.code == "engine-option-invalid"
 
 
