@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from precast.builder.build import build as build
-    from precast.ir.bundle import Bundle as Bundle
+    from precast.ir.artifact import Bundle as Bundle
     from precast.ir.errors import BuildError as BuildError
     from precast.ir.errors import BundleError as BundleError
     from precast.ir.errors import PrecastError as PrecastError
     from precast.ir.errors import RequestError as RequestError
     from precast.ir.errors import TargetError as TargetError
     from precast.ir.errors import WeightsError as WeightsError
-    from precast.loader.engine import Engine as Engine
+    from precast.loader.engine.engine import Engine as Engine
+    from precast.loader.engine.sampling import SamplingParams as SamplingParams
     from precast.loader.load import load as load
-    from precast.loader.sampling import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "build": "precast.builder.build",
     "load": "precast.loader.load",
-    "Engine": "precast.loader.engine",
-    "SamplingParams": "precast.loader.sampling",
-    "Bundle": "precast.ir.bundle",
+    "Engine": "precast.loader.engine.engine",
+    "SamplingParams": "precast.loader.engine.sampling",
+    "Bundle": "precast.ir.artifact",
     "PrecastError": "precast.ir.errors",
     "BuildError": "precast.ir.errors",
     "BundleError": "precast.ir.errors",

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from precast.ir import activations
-from precast.ir.liveness import Moment, runs
-from precast.ir.schema import Graph
+from precast.ir.graph.schema import Graph
+from precast.ir.memory import activations
+from precast.ir.memory.liveness import Moment, runs
 from precast.kernels import registry
-from precast.loader.restore import restore
+from precast.loader.program.restore import restore
 
 Run = Callable[..., dict[str, torch.Tensor]]
 MAX_SHOWN = 24

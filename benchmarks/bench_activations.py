@@ -23,17 +23,18 @@ import torch
 from activation_ops import Run, WatchedOps
 from shapes import SHAPES
 
-from precast.ir import activations, caches, symbols
-from precast.ir.bundle import Bundle
-from precast.ir.operands import LONGEST
-from precast.ir.schema import Expr, Graph
+from precast.ir.artifact import Bundle
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Expr, Graph
+from precast.ir.memory import activations, caches
+from precast.ir.memory.operands import LONGEST
 from precast.kernels import registry
 from precast.kernels.dtypes import BY_NAME
-from precast.loader.allocator import cut_blocks_to_size
-from precast.loader.engine import Engine
-from precast.loader.memory import CacheMemory
-from precast.loader.restore import restore
-from precast.loader.sampling import SamplingParams
+from precast.loader.cache.memory import CacheMemory
+from precast.loader.engine.engine import Engine
+from precast.loader.engine.sampling import SamplingParams
+from precast.loader.program.restore import restore
+from precast.loader.run.allocator import cut_blocks_to_size
 from precast.loader.timeline import Timeline
 
 MAX_TOKENS, MAX_SEQS, MAX_SEQ_LEN = 8192, 64, 16384

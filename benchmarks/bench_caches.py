@@ -30,10 +30,10 @@ import workloads
 from cache_simulation import MAX_NUM_TOKENS, System, simulate
 from long_sequences import measure_long_sequences
 
-from precast.ir import caches
-from precast.ir.schema import CachePlan
-from precast.loader.arena import Arena
-from precast.loader.tables import PageTables
+from precast.ir.graph.schema import CachePlan
+from precast.ir.memory import caches
+from precast.loader.cache.arena import Arena
+from precast.loader.cache.tables import PageTables
 
 OURS, REUSE, UNIFORM, ONE_TABLE, SPLIT = "precast", "precast, reuse", "uniform pages", "one table", "static split"
 SYSTEMS = (OURS, REUSE, UNIFORM, ONE_TABLE, SPLIT)

@@ -56,7 +56,7 @@ def main() -> None:
                 "python": process_seconds(python, "-c", "pass"),
                 "import_torch": process_seconds(python, "-c", "import torch"),
                 "import_torch_and_loader": process_seconds(
-                    python, "-c", "import torch, precast.loader.load, precast.loader.engine"
+                    python, "-c", "import torch, precast.loader.load, precast.loader.engine.engine"
                 ),
                 "inspect": process_seconds(cli, "inspect", bundle),
                 "digest": process_seconds(cli, "digest", bundle),

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 import harness
 
-from precast.loader.arena import Arena
-from precast.loader.pages import PagePool
+from precast.loader.cache.arena import Arena
+from precast.loader.cache.pages import PagePool
 
 NUM_PAGES = 120_000
 HELD = 100_000

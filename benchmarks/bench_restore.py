@@ -29,8 +29,8 @@ RUNS, BASELINE_RUNS = 7, 3
 RESTORE = """
 import gc, json, sys, time
 import torch
-from precast.ir.bundle import Bundle
-from precast.loader.restore import restore
+from precast.ir.artifact import Bundle
+from precast.loader.program.restore import restore
 
 pauses = []
 gc.callbacks.append(lambda phase, info: pauses.append(time.perf_counter()))

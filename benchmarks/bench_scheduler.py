@@ -19,8 +19,7 @@ from pathlib import Path
 import harness
 import numpy as np
 
-from precast.ir import caches
-from precast.ir.schema import (
+from precast.ir.graph.schema import (
     CachePlan,
     Graph,
     Group,
@@ -33,12 +32,13 @@ from precast.ir.schema import (
     TensorType,
     Value,
 )
-from precast.loader.arena import Arena
-from precast.loader.batch import BatchInputs, Chunk
-from precast.loader.prefixes import Prefixes
-from precast.loader.requests import Request
-from precast.loader.scheduler import Scheduler
-from precast.loader.tables import PageTables
+from precast.ir.memory import caches
+from precast.loader.cache.arena import Arena
+from precast.loader.cache.prefixes import Prefixes
+from precast.loader.cache.tables import PageTables
+from precast.loader.run.batch import BatchInputs, Chunk
+from precast.loader.schedule.requests import Request
+from precast.loader.schedule.scheduler import Scheduler
 
 NUM_SEQS, STEPS = 256, 600
 BASELINE = "baseline: arrays, sequence by sequence"

@@ -22,10 +22,10 @@ from typing import Any
 import harness
 import torch
 
-from precast.ir.checkpoint import CheckpointFiles
-from precast.ir.schema import Checkpoint, Concat, Graph, Param, Read, Recipe, TensorType
-from precast.loader.weights import load_weights
-from precast.loader.workers import PinnedBuffers
+from precast.ir.graph.schema import Checkpoint, Concat, Graph, Param, Read, Recipe, TensorType
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.loader.weights.stream import load_weights
+from precast.loader.weights.workers import PinnedBuffers
 
 HIDDEN, MLP, KEYS, VOCABULARY = 4096, 14336, 1024, 128256
 GPU_LAYERS, CPU_LAYERS = 32, 4

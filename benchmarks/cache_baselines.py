@@ -26,11 +26,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from precast.ir import caches
-from precast.ir.schema import CachePlan, Group, Pool, StateGroup
-from precast.loader.arena import Arena
-from precast.loader.pages import PagePool
-from precast.loader.tables import PageTables
+from precast.ir.graph.schema import CachePlan, Group, Pool, StateGroup
+from precast.ir.memory import caches
+from precast.loader.cache.arena import Arena
+from precast.loader.cache.pages import PagePool
+from precast.loader.cache.tables import PageTables
 
 BLOCK_TOKENS = 16
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import shapes
 
-from precast.ir.bundle import Bundle
-from precast.ir.schema import CachePlan
+from precast.ir.artifact import Bundle
+from precast.ir.graph.schema import CachePlan
 
 GPU_BYTES = 141 * 10**9
 """Of an H200."""

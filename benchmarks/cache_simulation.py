@@ -15,12 +15,12 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 
-from precast.ir import caches
-from precast.ir.schema import CachePlan
-from precast.loader.prefixes import Prefixes
-from precast.loader.requests import Request, Step
-from precast.loader.scheduler import Scheduler
-from precast.loader.tables import PageTables
+from precast.ir.graph.schema import CachePlan
+from precast.ir.memory import caches
+from precast.loader.cache.prefixes import Prefixes
+from precast.loader.cache.tables import PageTables
+from precast.loader.schedule.requests import Request, Step
+from precast.loader.schedule.scheduler import Scheduler
 
 MAX_NUM_SEQS = 8192
 """More than any memory here holds."""

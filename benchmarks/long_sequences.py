@@ -14,12 +14,12 @@ from typing import Any
 import cache_baselines
 from cache_simulation import MAX_NUM_TOKENS
 
-from precast.ir import caches
-from precast.ir.schema import CachePlan
-from precast.loader.arena import Arena
-from precast.loader.requests import Request
-from precast.loader.scheduler import Scheduler
-from precast.loader.tables import PageTables
+from precast.ir.graph.schema import CachePlan
+from precast.ir.memory import caches
+from precast.loader.cache.arena import Arena
+from precast.loader.cache.tables import PageTables
+from precast.loader.schedule.requests import Request
+from precast.loader.schedule.scheduler import Scheduler
 
 CACHE_BYTES = round(102.48 * 2**30)
 LENGTH, ANSWER = 32_768, 512

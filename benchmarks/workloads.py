@@ -12,7 +12,7 @@ import random
 from array import array
 from collections.abc import Iterator
 
-from precast.loader.requests import Request
+from precast.loader.schedule.requests import Request
 
 NUM_SYSTEM_PROMPTS = 8
 SHARED_SHARE = 0.5

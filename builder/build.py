@@ -16,21 +16,21 @@ import torch
 import transformers
 
 from precast.builder import pipeline, snapshot
-from precast.builder.capture import capture
-from precast.builder.context import Options
-from precast.builder.factory import DTYPES
-from precast.builder.lower import lower
-from precast.builder.pack import pack
-from precast.builder.source import Source, limit, open_source
-from precast.builder.tokens import refuse_mixed_tokens
-from precast.ir.bundle import Bundle, check_output
+from precast.builder.capture.capture import capture
+from precast.builder.capture.factory import DTYPES
+from precast.builder.graph.context import Options
+from precast.builder.lower.lower import lower
+from precast.builder.lower.pack import pack
+from precast.builder.lower.tokens import refuse_mixed_tokens
+from precast.builder.source.source import Source, limit, open_source
+from precast.ir.artifact import Bundle, check_output
 from precast.ir.errors import BuildError
 from precast.kernels.registry import register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from precast.ir.schema import Dtype
+    from precast.ir.graph.schema import Dtype
 
 KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "fp8_e4m3": "float8_e4m3fn"})
 """The dtypes of cached keys and values by the names of the option; None: the model's."""
@@ -69,7 +69,7 @@ def build(
             with the rights of this process; none of it enters the bundle, which records in its provenance that it ran.
             Such builds take no snapshots: what that code reads is not known.
         check: called with the config before anything is traced; what it raises ends the build. The bundle records that
-            there was one. `precast.check.compare` compares with transformers.
+            there was one. `precast.check.check.compare` compares with transformers.
         progress: called with each stage's name as it begins.
 
     Raises:

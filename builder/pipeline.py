@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from precast.builder.context import PassContext
-from precast.builder.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import PassContext
+from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.ir.errors import BuildError
-from precast.ir.schema import PassRecord
+from precast.ir.graph.schema import PassRecord
 
 STAGES = ("factory", "export", "normalise", "match", "shard", "cache", "plan", "lower", "pack")
 
@@ -46,38 +46,38 @@ def graph_pass(*, stage: str, version: int, requires: tuple[str, ...] = ()) -> C
 
 def passes() -> tuple[Pass, ...]:
     """THE ordered list."""
-    from precast.builder.passes.assemble_copies import assemble_copies
-    from precast.builder.passes.cancel_transposes import cancel_transposes
-    from precast.builder.passes.fold_constants import fold_constants
-    from precast.builder.passes.fold_param_views import fold_param_views
-    from precast.builder.passes.fuse_gated_activation import fuse_gated_activation
-    from precast.builder.passes.fuse_projections import fuse_projections
-    from precast.builder.passes.fuse_residual_norm import fuse_residual_norm
-    from precast.builder.passes.gather_logits import gather_logits
-    from precast.builder.passes.insert_caches import insert_caches
-    from precast.builder.passes.insert_states import insert_states
-    from precast.builder.passes.match_activations import match_activations
-    from precast.builder.passes.match_attention import match_attention
-    from precast.builder.passes.match_causal_conv import match_causal_conv
-    from precast.builder.passes.match_complex_rotary import match_complex_rotary
-    from precast.builder.passes.match_embedding import match_embedding
-    from precast.builder.passes.match_latent_attention import match_latent_attention
-    from precast.builder.passes.match_norms import match_norms
-    from precast.builder.passes.match_paired_rotary import match_paired_rotary
-    from precast.builder.passes.match_positions import match_positions
-    from precast.builder.passes.match_rotary import match_rotary
-    from precast.builder.passes.match_rotary_tables import match_rotary_tables
-    from precast.builder.passes.match_routers import match_routers
-    from precast.builder.passes.merge_duplicates import merge_duplicates
-    from precast.builder.passes.normalise_arithmetic import normalise_arithmetic
-    from precast.builder.passes.normalise_linear import normalise_linear
-    from precast.builder.passes.normalise_spelling import normalise_spelling
-    from precast.builder.passes.normalise_views import normalise_views
-    from precast.builder.passes.order_nodes import order_nodes
-    from precast.builder.passes.plan_pages import plan_pages
-    from precast.builder.passes.remove_noops import remove_noops
-    from precast.builder.passes.remove_self_copies import remove_self_copies
-    from precast.builder.passes.remove_writes import remove_writes
+    from precast.builder.passes.cache.insert_caches import insert_caches
+    from precast.builder.passes.cache.insert_states import insert_states
+    from precast.builder.passes.match.cancel_transposes import cancel_transposes
+    from precast.builder.passes.match.fold_param_views import fold_param_views
+    from precast.builder.passes.match.fuse_gated_activation import fuse_gated_activation
+    from precast.builder.passes.match.fuse_projections import fuse_projections
+    from precast.builder.passes.match.fuse_residual_norm import fuse_residual_norm
+    from precast.builder.passes.match.match_activations import match_activations
+    from precast.builder.passes.match.match_attention import match_attention
+    from precast.builder.passes.match.match_causal_conv import match_causal_conv
+    from precast.builder.passes.match.match_complex_rotary import match_complex_rotary
+    from precast.builder.passes.match.match_embedding import match_embedding
+    from precast.builder.passes.match.match_latent_attention import match_latent_attention
+    from precast.builder.passes.match.match_norms import match_norms
+    from precast.builder.passes.match.match_paired_rotary import match_paired_rotary
+    from precast.builder.passes.match.match_rotary import match_rotary
+    from precast.builder.passes.match.match_rotary_tables import match_rotary_tables
+    from precast.builder.passes.match.match_routers import match_routers
+    from precast.builder.passes.match.normalise_spelling import normalise_spelling
+    from precast.builder.passes.normalise.assemble_copies import assemble_copies
+    from precast.builder.passes.normalise.fold_constants import fold_constants
+    from precast.builder.passes.normalise.match_positions import match_positions
+    from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
+    from precast.builder.passes.normalise.normalise_arithmetic import normalise_arithmetic
+    from precast.builder.passes.normalise.normalise_linear import normalise_linear
+    from precast.builder.passes.normalise.normalise_views import normalise_views
+    from precast.builder.passes.normalise.order_nodes import order_nodes
+    from precast.builder.passes.normalise.remove_noops import remove_noops
+    from precast.builder.passes.normalise.remove_self_copies import remove_self_copies
+    from precast.builder.passes.normalise.remove_writes import remove_writes
+    from precast.builder.passes.plan.gather_logits import gather_logits
+    from precast.builder.passes.plan.plan_pages import plan_pages
 
     return (
         remove_self_copies,

@@ -22,16 +22,16 @@ import zstandard
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from precast.builder.capture import Captured
-from precast.builder.constants import tensor_bytes, tensor_from_bytes
-from precast.builder.context import ConstantInfo, Options, ParamInfo, PassContext
-from precast.builder.fx_types import FxGraph, FxNode
-from precast.builder.lower import lower_flat
+from precast.builder.capture.capture import Captured
+from precast.builder.graph.constants import tensor_bytes, tensor_from_bytes
+from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.lower.lower import lower_flat
 from precast.builder.pipeline import Pass
-from precast.builder.source import Source
-from precast.ir import symbols
+from precast.builder.source.source import Source
 from precast.ir.errors import BuildError
-from precast.ir.schema import (
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import (
     Arg,
     Checkpoint,
     Const,

@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
-from precast.ir import ops
-from precast.ir.infer import infer
-from precast.ir.lexer import Cursor, Item, Word
-from precast.ir.rules import RuleError
-from precast.ir.schema import (
+from precast.ir.graph.infer import infer
+from precast.ir.graph.schema import (
     Apply,
     Arg,
     Block,
@@ -53,6 +50,9 @@ from precast.ir.schema import (
     Transpose,
     Value,
 )
+from precast.ir.lexer import Cursor, Item, Word
+from precast.ir.ops import table as ops
+from precast.ir.ops.rules import RuleError
 
 _DTYPES: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
 _EXPR_OPS: dict[str, ExprOp] = {name: name for name in get_args(ExprOp)}

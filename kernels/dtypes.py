@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from precast.ir.schema import Dtype
+from precast.ir.graph.schema import Dtype
 
 BY_NAME: Mapping[Dtype, torch.dtype] = MappingProxyType(
     {

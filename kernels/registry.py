@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from precast.ir import ops
 from precast.ir.errors import BundleError
+from precast.ir.ops import table as ops
 from precast.kernels.attention.attention import ATTENTION
 from precast.kernels.attention.paged import PAGED_ATTENTION
 from precast.kernels.attention.write_kv import WRITE_KV

@@ -1,8 +1,8 @@
 """What an op is to tests, verifier and docs: one `OpSpec`, beside the op's formula and its reference.
 
-The signature, what it mutates and whether it is dynamic stand in `precast.ir.ops`; a spec adds what only torch can
-say, and takes all else from there. No kernel is imported to make a spec: implementations are named by functions that
-import them when they are first wanted.
+The signature, what it mutates and whether it is dynamic stand in `precast.ir.ops.table`; a spec adds what only torch
+can say, and takes all else from there. No kernel is imported to make a spec: implementations are named by functions
+that import them when they are first wanted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from precast.ir import ops
+from precast.ir.ops import table as ops
 
 Sample = dict[str, Any]
 """Arguments of one call, by the names of the signature."""

@@ -14,21 +14,21 @@ from pathlib import Path
 import msgspec
 import torch
 
-from precast.ir import activations, caches
-from precast.ir import symbols as exprs
-from precast.ir.bundle import Bundle
-from precast.ir.checkpoint import CheckpointFiles
+from precast.ir.artifact import Bundle
 from precast.ir.errors import RequestError, TargetError
-from precast.ir.schema import CachePlan, Graph
-from precast.ir.tensorfile import Tensor
+from precast.ir.graph import symbols as exprs
+from precast.ir.graph.schema import CachePlan, Graph
+from precast.ir.memory import activations, caches
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
-from precast.loader.allocator import cut_blocks_to_size
-from precast.loader.engine import Engine, on_device
-from precast.loader.memory import CacheMemory
-from precast.loader.restore import restore
+from precast.loader.cache.memory import CacheMemory
+from precast.loader.engine.engine import Engine, on_device
+from precast.loader.program.restore import restore
+from precast.loader.run.allocator import cut_blocks_to_size
 from precast.loader.timeline import Phase, Timeline
-from precast.loader.weights import load_weights
-from precast.loader.workers import PinnedBuffers
+from precast.loader.weights.stream import load_weights
+from precast.loader.weights.workers import PinnedBuffers
 
 CUDA_FRACTION = 0.9
 """Of the GPU memory that is free after weights and activations; the rest is for the allocator's fragments."""
@@ -38,7 +38,8 @@ CPU_SEQUENCES, CPU_TOKENS = 16, 2048
 """A CPU runs the reference: by default, its cache holds this many sequences of this length, and one of any length."""
 CUDA_RESERVE = 128 << 20
 """Bytes of GPU memory for what is neither cache nor activation: workspaces of libraries (cuBLAS: 32 MiB on Hopper),
-code of kernels, staging; and where `precast.loader.allocator` changes nothing, what blocks are larger than tensors."""
+code of kernels, staging; and where `precast.loader.run.allocator` changes nothing, what blocks are larger than
+tensors."""
 
 
 def load(
@@ -62,7 +63,8 @@ def load(
     the caller has begun one.
 
     On a GPU torch's allocator is set to `expandable_segments`, for the whole process, unless the user has configured it
-    (`PYTORCH_ALLOC_CONF`, `PYTORCH_CUDA_ALLOC_CONF`) or this torch has no such setting (`precast.loader.allocator`).
+    (`PYTORCH_ALLOC_CONF`, `PYTORCH_CUDA_ALLOC_CONF`) or this torch has no such setting
+    (`precast.loader.run.allocator`).
 
     Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError
     for a device that is missing or too small, RequestError for options outside their range.
@@ -229,7 +231,8 @@ def free_memory(device: torch.device) -> int:
 def step_bytes(
     graph: Graph, plan: CachePlan, device: torch.device, max_num_seqs: int, max_num_tokens: int, max_seq_len: int
 ) -> Callable[[int], int]:
-    """Bytes of activations that a step holds at most with a cache of so many slabs (`precast.ir.activations`)."""
+    """Bytes of activations that a step holds at most with a cache of so many slabs
+    (`precast.ir.memory.activations`)."""
     peak = activations.step_peak(graph, device.type)
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
     most = {group.name: caches.peak_pages(group, max_seq_len, max_num_tokens) for group in plan.groups}

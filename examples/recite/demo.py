@@ -40,8 +40,8 @@ def recite(path: Path, opening: str) -> str:
     """Load the bundle with the model's weights, print how the text goes on from its opening, and return all of it."""
     timeline = Timeline()
     with timeline.phase("import"):
+        from precast.loader.engine.sampling import SamplingParams
         from precast.loader.load import load
-        from precast.loader.sampling import SamplingParams
 
     with load(path, weights=HERE / "model", device="cpu", timeline=timeline) as engine:
         print(f"\n{opening}", end="", flush=True)

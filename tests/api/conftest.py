@@ -10,7 +10,7 @@ import pytest
 from recitation import MODEL, Command
 
 import precast
-from precast.cli import main
+from precast.cli.main import main
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ import precast
 HOMES = {
     "build": "precast.builder.build",
     "load": "precast.loader.load",
-    "Bundle": "precast.ir.bundle",
-    "Engine": "precast.loader.engine",
-    "SamplingParams": "precast.loader.sampling",
+    "Bundle": "precast.ir.artifact",
+    "Engine": "precast.loader.engine.engine",
+    "SamplingParams": "precast.loader.engine.sampling",
     **dict.fromkeys(
         ("PrecastError", "BuildError", "BundleError", "WeightsError", "RequestError", "TargetError"),
         "precast.ir.errors",
@@ -70,7 +70,7 @@ def test_unknown_name() -> None:
 def test_listing_the_names_loads_nothing() -> None:
     loaded = after("assert 'build' in dir(precast) and precast.__version__ == '0.1.0'")
 
-    assert loaded & {"torch", "msgspec", "precast.builder", "precast.loader", "precast.ir.bundle"} == set()
+    assert loaded & {"torch", "msgspec", "precast.builder", "precast.loader", "precast.ir.artifact"} == set()
 
 
 def test_bundle_needs_no_torch() -> None:

@@ -12,10 +12,10 @@ from bench_caches import OURS, SPLIT, UNIFORM, system
 from cache_simulation import Server, needed_bytes, sample, simulate
 from long_sequences import CACHE_BYTES, uniform_at_start
 
-from precast.builder.passes.plan_pages import choose_page_sizes, with_small_slabs
-from precast.ir import caches
-from precast.ir.schema import CachePlan, Group, PagedInputs, PagedSpec, Pool, Slot, StateGroup, StateSpec, Value
-from precast.loader.requests import Request
+from precast.builder.passes.plan.plan_pages import choose_page_sizes, with_small_slabs
+from precast.ir.graph.schema import CachePlan, Group, PagedInputs, PagedSpec, Pool, Slot, StateGroup, StateSpec, Value
+from precast.ir.memory import caches
+from precast.loader.schedule.requests import Request
 
 Layers = tuple[int, PagedSpec | StateSpec]
 GB = 10**9

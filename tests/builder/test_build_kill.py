@@ -16,7 +16,7 @@ from pathlib import Path
 import families
 import pytest
 
-from precast.ir.bundle import Bundle
+from precast.ir.artifact import Bundle
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked and killed")
 

@@ -8,7 +8,7 @@ import families
 import pytest
 
 from precast.builder.build import build
-from precast.ir.schema import Call
+from precast.ir.graph.schema import Call
 
 # What stays beside our own ops: products, views, sums of parallel branches, scales and soft caps, and what latent
 # attention's rotated part of a head is put together with.

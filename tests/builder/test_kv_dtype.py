@@ -13,16 +13,16 @@ from fx_text import SmallGraph, read_graph, write_graph
 
 from precast.builder import pipeline, snapshot
 from precast.builder.build import build
-from precast.builder.context import Options, tensor
-from precast.builder.lower import lower
-from precast.builder.passes.insert_caches import insert_caches
-from precast.builder.passes.insert_states import insert_states
-from precast.builder.passes.plan_pages import plan_pages
-from precast.builder.source import open_source
-from precast.ir import caches
+from precast.builder.graph.context import Options, tensor
+from precast.builder.lower.lower import lower
+from precast.builder.passes.cache.insert_caches import insert_caches
+from precast.builder.passes.cache.insert_states import insert_states
+from precast.builder.passes.plan.plan_pages import plan_pages
+from precast.builder.source.source import open_source
 from precast.ir.errors import BuildError
-from precast.ir.schema import Group, StateGroup
-from precast.ir.verify import verify
+from precast.ir.graph.schema import Group, StateGroup
+from precast.ir.memory import caches
+from precast.ir.verify.verifier import verify
 
 FLOAT8 = Options("bfloat16", 64, kv_dtype="float8_e4m3fn")
 BFLOAT16 = Options("bfloat16", 64)

@@ -11,11 +11,11 @@ from fx_text import SmallGraph, read_graph, write_graph
 from torch import fx
 
 from precast.builder import pipeline
-from precast.builder.context import PassContext
-from precast.builder.passes.match_activations import match_activations
-from precast.builder.passes.merge_duplicates import merge_duplicates
+from precast.builder.graph.context import PassContext
+from precast.builder.passes.match.match_activations import match_activations
+from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
 from precast.builder.pipeline import STAGES, Pass, graph_pass
-from precast.ir.schema import PassRecord
+from precast.ir.graph.schema import PassRecord
 
 aten = torch.ops.aten
 
@@ -54,8 +54,10 @@ def test_names_are_unique_and_those_of_their_modules() -> None:
     names = [each.name for each in pipeline.passes()]
 
     assert len(set(names)) == len(names)
-    assert [each.run.__module__ for each in pipeline.passes()] == [f"precast.builder.passes.{name}" for name in names]
-    files = {path.stem for path in Path(pipeline.__file__).parent.joinpath("passes").glob("[a-z]*.py")}
+    assert [each.run.__module__ for each in pipeline.passes()] == [
+        f"precast.builder.passes.{each.stage}.{each.name}" for each in pipeline.passes()
+    ]
+    files = {path.stem for path in Path(pipeline.__file__).parent.joinpath("passes").glob("*/[a-z]*.py")}
     assert files == set(names)
 
 

@@ -16,11 +16,11 @@ from fx_text import read_graph
 
 from precast.builder import pipeline, snapshot
 from precast.builder.build import build
-from precast.builder.capture import Captured
-from precast.builder.context import Options
+from precast.builder.capture.capture import Captured
+from precast.builder.graph.context import Options
 from precast.builder.snapshot import Store
-from precast.builder.source import Source, open_source
-from precast.ir.schema import Checkpoint, ModelInfo
+from precast.builder.source.source import Source, open_source
+from precast.ir.graph.schema import Checkpoint, ModelInfo
 
 OPTIONS = Options("float32", 64)
 EARLY = tuple(step for step in pipeline.passes() if pipeline.before_caches(step))

@@ -16,13 +16,13 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import precast
-from precast.agreement import is_greedy
-from precast.builder.shrink import random_model, shrink
-from precast.ir import caches
-from precast.ir.bundle import Bundle
-from precast.loader.engine import Engine
-from precast.loader.results import EngineStats
-from precast.loader.sampling import SamplingParams
+from precast.builder.source.shrink import random_model, shrink
+from precast.check.agreement import is_greedy
+from precast.ir.artifact import Bundle
+from precast.ir.memory import caches
+from precast.loader.engine.engine import Engine
+from precast.loader.engine.results import EngineStats
+from precast.loader.engine.sampling import SamplingParams
 
 MODEL_TYPES = {
     # model type: whether it has windows

@@ -14,7 +14,7 @@ from reference import hf_logits, relative_error
 from safetensors.torch import load_file, save_file
 
 import precast
-from precast.cli import main
+from precast.cli.main import main
 
 PROMPT = [5, 9, 70, 33, 12, 88]
 

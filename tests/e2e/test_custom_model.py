@@ -9,11 +9,11 @@ import torch
 from custom_model import FULL, SCAN, WINDOW, PatchworkConfig, register
 
 import precast
-from precast.agreement import agreement
-from precast.builder.shrink import random_model
-from precast.check import compare
-from precast.ir.caches import groups
-from precast.ir.flops import canonical_share
+from precast.builder.source.shrink import random_model
+from precast.check.agreement import agreement
+from precast.check.check import compare
+from precast.ir.memory.caches import groups
+from precast.ir.ops.flops import canonical_share
 
 
 @pytest.fixture(autouse=True)

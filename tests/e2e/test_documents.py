@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from recitation import MODEL, RECITE, run_precast
 
 import precast
-from precast.cli import main
-from precast.loader.results import EngineStats
-from precast.loader.tables import PoolUsage
+from precast.cli.main import main
+from precast.loader.cache.tables import PoolUsage
+from precast.loader.engine.results import EngineStats
 
 ROOT = RECITE.parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")})

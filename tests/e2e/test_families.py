@@ -17,8 +17,8 @@ from reference import hf_greedy, hf_logits, relative_error
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 import precast
-from precast.agreement import NUM_TOKENS, PROMPTS, arrive_one_after_another
-from precast.cli import main
+from precast.check.agreement import NUM_TOKENS, PROMPTS, arrive_one_after_another
+from precast.cli.main import main
 from precast.ir.errors import BuildError
 
 

@@ -16,13 +16,13 @@ from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import precast
-from precast.agreement import hf_logits, relative_error
-from precast.builder.shrink import random_model, shrink
-from precast.ir import caches
-from precast.ir.bundle import Bundle
-from precast.ir.schema import LatentSpec, StateSpec
-from precast.loader.engine import Engine
-from precast.loader.sampling import SamplingParams
+from precast.builder.source.shrink import random_model, shrink
+from precast.check.agreement import hf_logits, relative_error
+from precast.ir.artifact import Bundle
+from precast.ir.graph.schema import LatentSpec, StateSpec
+from precast.ir.memory import caches
+from precast.loader.engine.engine import Engine
+from precast.loader.engine.sampling import SamplingParams
 
 MODEL_TYPES = ("llama", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Keys and values; windows; two head sizes, layers that share; sinks; latents; pages beside states in float32."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from precast.coverage import COMPLETIONS, cover, model_types, sweep
-from precast.models_page import green_types, page
+from precast.check.coverage import COMPLETIONS, cover, model_types, sweep
+from precast.check.models_page import green_types, page
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 
@@ -44,7 +44,7 @@ def test_sweep_gives_rows_in_the_order_given_and_the_page_sorts_them() -> None:
 
 
 def test_type_whose_process_dies_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precast.coverage.cover", lambda model_type: os._exit(3))
+    monkeypatch.setattr("precast.check.coverage.cover", lambda model_type: os._exit(3))
 
     (row,) = sweep(("llama",))
 
@@ -52,8 +52,8 @@ def test_type_whose_process_dies_is_red(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_type_that_takes_too_long_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precast.coverage.cover", lambda model_type: signal.pause())
-    monkeypatch.setattr("precast.coverage.SECONDS", 0.1)
+    monkeypatch.setattr("precast.check.coverage.cover", lambda model_type: signal.pause())
+    monkeypatch.setattr("precast.check.coverage.SECONDS", 0.1)
 
     (row,) = sweep(("llama",))
 
@@ -65,7 +65,7 @@ def test_error_of_a_models_code_is_the_rows_reason(monkeypatch: pytest.MonkeyPat
     def fail(model_type: str) -> None:
         raise IndexError("no such layer")
 
-    monkeypatch.setattr("precast.coverage.cover", fail)
+    monkeypatch.setattr("precast.check.coverage.cover", fail)
 
     (row,) = sweep(("llama",))
 

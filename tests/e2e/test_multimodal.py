@@ -14,11 +14,11 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 import precast
-from precast.agreement import PROMPTS, agreement
-from precast.builder.shrink import random_model
-from precast.check import compare
-from precast.cli import main
-from precast.ir.bundle import Bundle
+from precast.builder.source.shrink import random_model
+from precast.check.agreement import PROMPTS, agreement
+from precast.check.check import compare
+from precast.cli.main import main
+from precast.ir.artifact import Bundle
 
 TEXT: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,

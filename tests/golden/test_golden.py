@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import precast
-from precast.ir.bundle import Bundle
-from precast.ir.text import format_graph
+from precast.ir.artifact import Bundle
+from precast.ir.graph.text import format_graph
 
 HERE = Path(__file__).parent
 VERSIONS = sorted(path.name for path in HERE.glob("v*"))

@@ -10,8 +10,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from precast.ir.bundle import Bundle, write_bundle
-from precast.ir.schema import (
+from precast.ir.artifact import Bundle, write_bundle
+from precast.ir.graph.schema import (
     Apply,
     Arg,
     Block,
@@ -65,7 +65,7 @@ def ints(*sizes: Expr) -> Items:
     return Items(tuple(Const(size) if isinstance(size, int) else Dim(size) for size in sizes))
 
 
-# B + 1, in the normal form of precast.ir.symbols
+# B + 1, in the normal form of precast.ir.graph.symbols
 BOUNDS: Expr = Apply("add", (1, "B"))
 
 METADATA = (

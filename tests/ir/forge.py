@@ -12,7 +12,8 @@ import msgspec
 import zstandard
 
 from examples import TINY_FILES, tiny_constants, tiny_graph, tiny_manifest
-from precast.ir import codec, oci, tensorfile
+from precast.ir.bundle import codec, oci
+from precast.ir.weights import tensorfile
 
 Edit = Callable[[Any], Any]
 

@@ -23,8 +23,8 @@ import msgspec
 from forge import Forgery
 
 from examples import write_tiny
-from precast.ir import codec
-from precast.ir.bundle import Bundle
+from precast.ir.artifact import Bundle
+from precast.ir.bundle import codec
 from precast.ir.errors import BundleError
 
 SECONDS, MEGABYTES = 1.0, 200

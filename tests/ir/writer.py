@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import msgspec
 
 from examples import tiny_manifest, write_tiny
-from precast.ir.bundle import Bundle
+from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError
 
 SHORT, LONG = 64, 128

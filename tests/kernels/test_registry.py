@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from precast.ir import ops
 from precast.ir.errors import BundleError
+from precast.ir.ops import table as ops
 from precast.kernels import registry
 from precast.kernels.attention import batched
 from precast.kernels.rms_norm.rms_norm import RMS_NORM

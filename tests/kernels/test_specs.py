@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from precast.ir import ops
-from precast.ir.schema import TensorType
+from precast.ir.graph.schema import TensorType
+from precast.ir.ops import table as ops
 from precast.kernels import dtypes, registry
 from precast.kernels.spec import Draw, OpSpec, Sample
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from allocations import peak_bytes
 
-from precast.ir import ops, symbols
-from precast.ir.operands import LONGEST, Operand
-from precast.ir.schema import Const, DtypeArg, Node, Ref, TensorType, Value
-from precast.ir.workspace import ROWS, drawing, workspace
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Const, DtypeArg, Node, Ref, TensorType, Value
+from precast.ir.memory.operands import LONGEST, Operand
+from precast.ir.memory.workspace import ROWS, drawing, workspace
+from precast.ir.ops import table as ops
 from precast.kernels import registry
 from precast.kernels.dtypes import NAMES
 from precast.kernels.sampling import sample as sampling

@@ -5,7 +5,8 @@ adds the hashes of all tokens that it sees, with their positions. What a layer k
 below it. The likeliest token is the last hash modulo the size of the vocabulary. `reference_tokens` is the same without
 a cache. It is fast, and it is exact: no tolerance lets a wrong page pass.
 
-With a rope a token's hash depends on the length by which its key would be rotated, as in `precast.loader.restarts`.
+With a rope a token's hash depends on the length by which its key would be rotated, as in
+`precast.loader.cache.restarts`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy.typing as npt
 import torch
 from tiny import VOCAB, Groups, rule_of
 
-from precast.ir.schema import Arg, Const, Graph, Node, TensorType, Value
+from precast.ir.graph.schema import Arg, Const, Graph, Node, TensorType, Value
 
 Hashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]

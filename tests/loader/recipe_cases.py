@@ -10,9 +10,8 @@ import quantised
 import torch
 from hypothesis import strategies as st
 
-from precast.ir import recipes as ir_recipes
-from precast.ir import symbols as exprs
-from precast.ir.schema import (
+from precast.ir.graph import symbols as exprs
+from precast.ir.graph.schema import (
     Cast,
     Concat,
     Dequantise,
@@ -31,8 +30,9 @@ from precast.ir.schema import (
     Tie,
     Transpose,
 )
+from precast.ir.weights import recipes as ir_recipes
 from precast.kernels import dtypes
-from precast.loader import views
+from precast.loader.weights import views
 
 Tensors = dict[str, torch.Tensor]
 FLOATS: tuple[Dtype, ...] = ("float64", "float32", "float16", "bfloat16")

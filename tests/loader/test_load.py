@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 from tiny import random_weights, reference_answer, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
-from precast.ir import activations, caches, symbols
-from precast.ir.bundle import Bundle, ops_of, write_bundle
+from precast.ir.artifact import Bundle, ops_of, write_bundle
 from precast.ir.errors import BundleError, RequestError, TargetError, WeightsError
-from precast.ir.schema import Checkpoint, Graph, Manifest
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Checkpoint, Graph, Manifest
+from precast.ir.memory import activations, caches
+from precast.loader.engine.sampling import SamplingParams
 from precast.loader.load import CUDA_FRACTION, CUDA_RESERVE, free_memory, load, open_device, size_arena, step_bytes
-from precast.loader.sampling import SamplingParams
 from precast.loader.timeline import Phase, Timeline
 
 WEIGHTS = random_weights()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from precast.ir.schema import (
+from precast.ir.graph.schema import (
     Apply,
     Arg,
     Block,

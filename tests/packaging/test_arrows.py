@@ -53,11 +53,11 @@ def forbidden_imports(folder: str, source: str) -> list[tuple[int, str]]:
     [
         ("ir", "from precast.kernels import spec"),
         ("ir", "from precast import __version__"),
-        ("ir", "import precast.loader.engine"),
-        ("kernels", "from precast.builder.export import export"),
+        ("ir", "import precast.loader.engine.engine"),
+        ("kernels", "from precast.builder.capture.export import export"),
         ("loader", "def load():\n    from precast import builder"),
         ("loader", "import importlib\nimportlib.import_module('precast.builder.pipeline')"),
-        ("builder", "from precast.loader.restore import restore"),
+        ("builder", "from precast.loader.program.restore import restore"),
         ("api", "from . import cli"),
         ("api", "import kernels"),
         ("ir", "from .schema import Graph"),
@@ -72,7 +72,7 @@ def test_wrong_arrow_is_found(folder: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("folder", "line"),
     [
-        ("ir", "from precast.ir.schema import Graph"),
+        ("ir", "from precast.ir.graph.schema import Graph"),
         ("ir", "import msgspec"),
         ("kernels", "from precast.ir import schema"),
         ("builder", "import precast.kernels.spec"),

@@ -77,7 +77,7 @@ def test_front_door_opens_without_torch() -> None:
 
 
 def test_command_line_starts_without_torch(root: Path, package_dirs: dict[str, str]) -> None:
-    commands = [name for name in all_modules("precast", root, package_dirs) if name.startswith("precast.cli")]
+    commands = [name for name in all_modules("precast", root, package_dirs) if name.startswith("precast.cli.main")]
     loaded = loaded_by("precast", *commands)
 
     assert inside(loaded, "torch", "transformers", "numpy", "triton", "tokenizers") == []

@@ -266,6 +266,6 @@ def make_config(variant: str) -> Any:
 
 def make_model(variant: str, seed: int = 0) -> Any:
     """A float32 model of the variant with random weights, none of them zero or one where that would hide a mistake."""
-    from precast.builder.shrink import random_model
+    from precast.builder.source.shrink import random_model
 
     return random_model(make_config(variant), seed)

@@ -30,10 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from precast.builder import pipeline
-from precast.builder.context import ConstantInfo, Options, ParamInfo, PassContext
-from precast.ir import symbols
-from precast.ir.schema import Read
-from precast.ir.text import format_recipe
+from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Read
+from precast.ir.graph.text import format_recipe
 from precast.kernels.registry import register
 
 SIZES = {"T": 7, "B1": 3}

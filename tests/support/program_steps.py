@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from precast.ir import caches, symbols
-from precast.ir.schema import Graph, Group
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Graph, Group
+from precast.ir.memory import caches
 from precast.kernels.dtypes import BY_NAME
-from precast.loader.restore import Program, restore
+from precast.loader.program.restore import Program, restore
 
 Sequences = Sequence[tuple[int, int]]
 """(tokens of this step, context with them) for each."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from precast.ir.schema import Dequantise
+from precast.ir.graph.schema import Dequantise
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

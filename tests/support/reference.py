@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import quantised
 import torch
 
-from precast.agreement import hf_greedy as hf_greedy
-from precast.agreement import hf_logits as hf_logits
-from precast.agreement import relative_error as relative_error
-from precast.ir import recipes
-from precast.ir.schema import Cast, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
+from precast.check.agreement import hf_greedy as hf_greedy
+from precast.check.agreement import hf_logits as hf_logits
+from precast.check.agreement import relative_error as relative_error
+from precast.ir.graph.schema import Cast, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
+from precast.ir.weights import recipes
 
 
 def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Whether what was built computes what transformers computes."""

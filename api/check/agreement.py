@@ -1,0 +1,165 @@
+"""Whether a loaded bundle computes what transformers computes: the same logits, the same greedy tokens.
+
+The prompts are unequal, packed into one batch, or arrive one after another and are computed in chunks; transformers
+computes each by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from precast.ir.artifact import Bundle
+from precast.ir.memory import caches
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.loader.cache.arena import Arena
+from precast.loader.cache.memory import CacheMemory
+from precast.loader.cache.tables import PageTables, SequenceTable
+from precast.loader.engine.sampling import SamplingParams
+from precast.loader.load import constant_tensors, load
+from precast.loader.program.restore import restore
+from precast.loader.run.batch import BatchInputs, Chunk, Staging
+from precast.loader.weights.stream import load_weights
+
+if TYPE_CHECKING:
+    from precast.loader.engine.engine import Engine
+
+PROMPTS = (
+    (5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11),
+    (17,),
+    (99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90, 2, 3, 5),
+)
+"""Token ids below 121, of which `precast.builder.source.shrink` makes text; 0 and 1 are left out: padding and begin."""
+
+NUM_TOKENS = 32
+CHUNK = 7
+"""Tokens that a step computes at most: less than the longer prompts."""
+
+TOLERANCE = 1e-4
+"""Of logits in float32, relative: the norm of the difference over the norm of what transformers gives."""
+
+_CACHE_BYTES = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How far a bundle agrees with transformers. `logits_error` is the largest relative error of the prompts."""
+
+    logits_error: float
+    tokens_equal: bool
+
+    @property
+    def logits_equal(self) -> bool:
+        """Whether all logits are within the tolerance."""
+        return self.logits_error < TOLERANCE
+
+
+def agreement(bundle: Bundle, weights: Path, model: Any) -> Agreement:
+    """Compare a bundle with the transformers model whose weights `weights` holds, in float32 on the CPU.
+
+    Logits are compared for all prompts in one packed batch, and for each in chunks; tokens while prompts arrive.
+
+    Raises what loading and running the bundle raise.
+    """
+    with load(
+        bundle, weights=weights, device="cpu", max_num_seqs=3, max_num_tokens=CHUNK, cache_bytes=_CACHE_BYTES
+    ) as engine:
+        in_chunks = [engine.logits(list(prompt)) for prompt in PROMPTS]
+        answers = arrive_one_after_another(engine, PROMPTS, NUM_TOKENS)
+    expected = hf_logits(model, PROMPTS)
+    error = max(
+        relative_error(found, wanted)
+        for logits in (in_chunks, run_packed(bundle, weights, PROMPTS))
+        for found, wanted in zip(logits, expected, strict=True)
+    )
+    equal = all(is_greedy(model, prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True))
+    return Agreement(error, equal)
+
+
+def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """What the graph returns as logits for each token of the prompts, `[T, V]` each, from one step over all of them.
+
+    The caches begin as NaN: what a sequence didn't write must not matter.
+    """
+    graph, device = bundle.graph, torch.device("cpu")
+    program = restore(graph, device=device)
+    program.bind(load_weights(graph, bundle.manifest.checkpoint, CheckpointFiles.open(weights), device=device).tensors)
+    program.bind(constant_tensors(graph, bundle.constants, device))
+    longest = max(map(len, prompts))
+    num_slabs = caches.slabs_for(caches.with_slabs(graph.caches), len(prompts), longest, longest)
+    memory = CacheMemory(graph.caches, num_slabs, device)
+    memory.arena.fill_(0xFF)  # NaN in every floating type
+    program.bind(memory.tensors)
+    tables, inputs = PageTables(memory.plan, Arena(num_slabs)), BatchInputs(graph)
+
+    def table_of(num_tokens: int) -> SequenceTable:
+        table = tables.new_table()
+        tables.grow(table, num_tokens)
+        return table
+
+    chunks = [Chunk(array("q", ids), 0, len(ids), table_of(len(ids)), "all") for ids in prompts]
+    num_bytes = inputs.max_bytes(
+        max_num_seqs=len(prompts), max_num_tokens=sum(map(len, prompts)), num_pages=memory.num_pages
+    )
+    outputs = program(**inputs.shaped(Staging(num_bytes, device).to_device(inputs.arrays(chunks))))
+    return list(outputs["logits"][0].float().split([len(ids) for ids in prompts]))
+
+
+def arrive_one_after_another(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """The greedy tokens of each prompt; a prompt arrives when the one before it has given three tokens."""
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    waiting = [list(prompt) for prompt in prompts]
+    order = [engine.submit(waiting.pop(0), params)]
+    tokens: dict[int, list[int]] = {order[0]: []}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id].extend(event.token_ids)
+        if waiting and len(tokens[order[-1]]) >= 3:
+            order.append(engine.submit(waiting.pop(0), params))
+            tokens[order[-1]] = []
+    return [tokens[handle] for handle in order]
+
+
+def hf_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """transformers' logits of each sequence by itself, `[T, V]`."""
+    with torch.no_grad():
+        return [model(input_ids=torch.tensor([list(prompt)]), use_cache=False).logits[0].clone() for prompt in prompts]
+
+
+def hf_greedy(model: Any, prompt: Sequence[int], count: int, *, use_cache: bool = True) -> list[int]:
+    """The `count` tokens that transformers' own `generate` gives greedily; end-of-sequence tokens end nothing."""
+    ids = torch.tensor([list(prompt)])
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0,
+            use_cache=use_cache,
+        )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def is_greedy(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    """Whether each token of the answer is the likeliest one behind those before it, by transformers without a cache.
+
+    That is what `generate` gives for a model whose cache changes nothing, in one pass in place of one a token.
+    """
+    (logits,) = hf_logits(model, [[*prompt, *answer[:-1]]])
+    return len(answer) > 0 and logits[len(prompt) - 1 :].argmax(-1).tolist() == list(answer)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over the norm of what was expected; infinite for what isn't finite."""
+    error = float((found.double() - expected.double()).norm() / expected.double().norm())
+    return error if bool(torch.isfinite(found).all()) else float("inf")
+
+
+def is_causal(model: Any) -> bool:
+    """Whether another token at the end of a prompt leaves the logits before it as they were."""
+    prompt = PROMPTS[0]
+    first, second = hf_logits(model, [prompt, (*prompt[:-1], prompt[-1] + 1)])
+    return relative_error(second[:-1], first[:-1]) < TOLERANCE

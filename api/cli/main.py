@@ -1,0 +1,324 @@
+"""The command line: `precast VERB ...`.
+
+Verbs that only look at a bundle import no torch. Every error of Precast's own becomes one message on standard error,
+with --json one object on standard output as well, and the exit code of its kind: 1 the user's input, 2 usage, 3 a
+bundle refused, 4 the environment. Ctrl-C ends with 130.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from precast import __version__
+from precast.ir.errors import BuildError, PrecastError, RequestError, TargetError
+
+if TYPE_CHECKING:
+    from precast.cli.show import Report
+    from precast.ir.artifact import Bundle
+    from precast.loader.engine.engine import Engine
+    from precast.loader.engine.sampling import SamplingParams
+
+# What can't be read is an error of Precast's own, with a code, not one of usage.
+PATH = click.Path(path_type=Path, readable=False)
+DIRECTORY = click.Path(path_type=Path, file_okay=False)
+BUNDLE = click.argument("bundle", type=PATH)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+class _Verb(click.Command):
+    """A command that turns Precast's errors into messages and exit codes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PrecastError as error:
+            if ctx.params["as_json"]:
+                fields = {"code": error.code, "message": error.message, "where": error.where, "fix": error.fix}
+                click.echo(json.dumps({"error": fields}))
+            click.echo(_printable(f"error: {error}"), err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("\ninterrupted", err=True)  # behind the terminal's ^C
+            ctx.exit(130)
+
+
+class _Verbs(click.Group):
+    command_class = _Verb
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="precast")
+def main() -> None:
+    """Cast a language model once, offline, into a bundle; set it up on the target in seconds.
+
+    Exit codes: 0 fine, 1 the input can't be used, 2 usage, 3 the bundle is refused, 4 the machine lacks something,
+    130 interrupted.
+    """
+
+
+@main.command()
+@click.argument("source")
+@click.option("-o", "--out", required=True, type=PATH, help="The bundle's directory.")
+@click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16, or the config's (auto).")
+@click.option("--max-seq-len", type=int, help="Longest sequence served, in tokens. Default: the config's limit.")
+@click.option("--page-size", type=int, help="Tokens per page of the caches. Default: chosen for each group of layers.")
+@click.option(
+    "--kv-dtype", default="auto", show_default=True, help="Of cached keys and values: fp8_e4m3, or the model's (auto)."
+)
+@click.option("--snapshots", type=DIRECTORY, help="Directory of snapshots that speed up rebuilds.")
+@click.option("--dump", type=DIRECTORY, help="Directory that gets the graph after each pass.")
+@click.option(
+    "--allow-remote-code",
+    is_flag=True,
+    help="Run the code that comes with a model which transformers does not have. It runs here, in the builder, with "
+    "your rights; none of it enters the bundle.",
+)
+@click.option("--check", is_flag=True, help="Compare the model, made tiny, with transformers; pack only if equal.")
+@AS_JSON
+def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
+    """Build the bundle of SOURCE: a model directory, a config.json, or a hub id. Needs no GPU and no weights."""
+    from precast.cli.progress import BUILD_STAGES, stages
+    from precast.cli.show import summary
+
+    with stages(BUILD_STAGES, "building") as progress:
+        bundle = _build(source, out, progress=progress, **options)
+    _report(summary(bundle), as_json)
+
+
+@main.command()
+@BUNDLE
+@click.option("--graph", "part", flag_value="graph", help="The graph as text.")
+@click.option("--passes", "part", flag_value="passes", help="The passes as they ran.")
+@click.option("--weights", "part", flag_value="weights", help="Each param and how it is made.")
+@click.option("--cache", "part", flag_value="cache", help="Cache groups, pools, and what sequences cost.")
+@AS_JSON
+def inspect(bundle: Path, part: str | None, as_json: bool) -> None:
+    """Show what is in BUNDLE: a summary, or one part of it."""
+    from precast.cli import show
+    from precast.ir.artifact import Bundle
+
+    opened = Bundle.open(bundle)
+    views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
+    view = show.summary if part is None else views[part]
+    _report(view(opened), as_json)
+
+
+@main.command()
+@BUNDLE
+@click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files.")
+@AS_JSON
+def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
+    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights each recipe against a checkpoint."""
+    from precast.cli.show import Report
+    from precast.ir.artifact import Bundle
+
+    opened = Bundle.open(bundle)
+    fields: dict[str, Any] = {"digest": opened.digest}
+    lines = [opened.digest, "bundle: whole, canonical, and valid by every rule"]
+    if weights is not None:
+        from precast.ir.weights.checkpoint import CheckpointFiles
+        from precast.ir.weights.recipes import check
+
+        files = CheckpointFiles.open(weights)
+        check(opened.graph, opened.manifest.checkpoint, files)
+        fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
+        lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
+    _report(Report(fields, "\n".join(lines)), as_json)
+
+
+@main.command()
+@click.option("--only", multiple=True, metavar="TYPE", help="Cover this model type; may be repeated. Default: all.")
+@click.option("--write", type=PATH, help="Write the page of the table, docs/models.md.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model types covered at once.")
+@AS_JSON
+def models(only: tuple[str, ...], write: Path | None, workers: int, as_json: bool) -> None:
+    """Cover transformers' causal language models: build each, made tiny, and compare it. Takes minutes."""
+    try:
+        from precast.check.models_page import page, sweep_report
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        message = "precast models needs transformers: pip install 'precast[build]'"
+        raise TargetError("dependency-missing", message) from error
+    if write is not None:
+        _check_writable(write)
+    rows, report = sweep_report(only, workers=workers, done=None if as_json else _echo)
+    if write is not None:
+        _write_page(write, page(rows))
+    if as_json:
+        _report(report, as_json)
+
+
+@main.command()
+@click.argument("first", type=PATH)
+@click.argument("second", type=PATH)
+@AS_JSON
+def diff(first: Path, second: Path, as_json: bool) -> None:
+    """Show what differs between the bundles FIRST and SECOND. Exits with 1 if anything does."""
+    from precast.cli.compare import difference
+    from precast.ir.artifact import Bundle
+
+    report = difference(Bundle.open(first), Bundle.open(second))
+    _report(report, as_json)
+    click.get_current_context().exit(0 if report.fields["equal"] else 1)
+
+
+@main.command()
+@BUNDLE
+@AS_JSON
+def digest(bundle: Path, as_json: bool) -> None:
+    """Print BUNDLE's digest: equal digests are equal bundles, whenever and wherever they were built."""
+    from precast.cli.show import Report
+    from precast.ir.artifact import Bundle
+
+    opened = Bundle.open(bundle)
+    _report(Report({"digest": opened.digest}, opened.digest), as_json)
+
+
+@main.command()
+@BUNDLE
+@click.option("--weights", required=True, type=PATH, help="Checkpoint directory with safetensors files.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to go on from; may be repeated.")
+@click.option("--token-ids", multiple=True, metavar="IDS", help="Token ids in place of text: 1,15,27.")
+@click.option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
+@click.option("--max-tokens", type=int, default=64, show_default=True, help="The longest answer.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=int, metavar="K", help="Draw from the K likeliest tokens.")
+@click.option("--top-p", type=float, metavar="P", default=1.0, help="Draw from the likeliest that reach P together.")
+@click.option(
+    "--min-p", type=float, metavar="P", default=0.0, help="Draw from those P times as likely as the likeliest."
+)
+@click.option("--seed", type=int, help="Equal seeds give equal answers.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends the answer; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-sequence token.")
+@click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Sequences that run at once.")
+@click.option("--max-num-tokens", type=int, default=8192, show_default=True, help="Tokens that one step computes.")
+@click.option(
+    "--cache-bytes", type=int, help="Memory for keys, values and states, in whole slabs. Default: from what is free."
+)
+@click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
+@AS_JSON
+def run(
+    bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], with_timeline: bool, as_json: bool,
+    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None, **sampling: Any,
+) -> None:  # fmt: skip
+    """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
+    all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
+    if not all_prompts:
+        raise click.UsageError("give --prompt TEXT or --token-ids IDS at least once")
+    from precast.cli.progress import LOAD_PHASES, AnnouncedTimeline, stages
+
+    with stages(LOAD_PHASES, "loading") as progress:
+        timeline = AnnouncedTimeline(progress)
+        with timeline.phase("import"):
+            from precast.loader.engine.sampling import SamplingParams
+            from precast.loader.load import load
+        params = SamplingParams(**sampling)
+        engine = load(
+            bundle, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
+            cache_bytes=cache_bytes, timeline=timeline,
+        )  # fmt: skip
+    with engine:
+        if as_json:
+            outputs = [msgspec.to_builtins(output) for output in engine.generate(all_prompts, params)]
+            found = {"outputs": outputs, "stats": engine.stats.to_dict(), "timeline": json.loads(timeline.to_json())}
+            _echo(json.dumps(found))
+        elif len(all_prompts) == 1:
+            _stream(engine, all_prompts[0], params)
+        else:
+            for prompt, output in zip(all_prompts, engine.generate(all_prompts, params), strict=True):
+                answer = output.text if engine.tokenizer is not None else output.token_ids
+                _echo(f"{prompt!r} -> {answer!r}")
+        if with_timeline:
+            click.echo(timeline.text(), err=True)
+
+
+def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:
+    """`precast.build`, with what it raises besides Precast's errors turned into those."""
+    try:
+        from precast import build as build_bundle
+
+        if check:
+            from precast.check.check import compare
+
+            options["check"] = compare
+        return build_bundle(source, out, **options)
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise TargetError("dependency-missing", str(error)) from error
+    except OSError as error:  # of files that builds have for a while; what they read and leave has errors of its own
+        raise BuildError("write-failed", str(error)) from error
+
+
+def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams) -> None:
+    """Print the answer's text as it grows, or its token ids where the bundle has no tokenizer."""
+    has_text, space = engine.tokenizer is not None, ""
+    for event in engine.stream(prompt, params):
+        if has_text:
+            _echo(event.text, nl=False)
+        elif event.token_ids:
+            _echo(space + " ".join(map(str, event.token_ids)), nl=False)
+            space = " "
+    _echo("")
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        message = f"--token-ids is {text!r}, expected numbers separated by commas"
+        raise RequestError("prompt-invalid", message, fix="--token-ids 1,15,27") from error
+
+
+def _report(report: Report, as_json: bool) -> None:
+    _echo(json.dumps(report.fields) if as_json else _printable(report.text))
+
+
+def _echo(text: str, *, nl: bool = True) -> None:
+    """Print to standard output. Raises PrecastError (`write-failed`) when that takes no more, as a full disk."""
+    try:
+        click.echo(text, nl=nl)
+    except BrokenPipeError:  # the reader has seen enough: click ends the program in silence
+        raise
+    except OSError as error:
+        # What was not written stays in the buffer, and at the exit would fail once more, with a traceback.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        message = f"the answer can't be written: {error.strerror}"
+        raise PrecastError("write-failed", message, where="standard output") from error
+
+
+def _check_writable(file: Path) -> None:
+    """Raise PrecastError (`write-failed`) when the file can't be written; it stays as it is, or absent."""
+    existed = file.exists()
+    try:
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise _unwritten(file, error) from error
+
+
+def _write_page(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritten(file, error) from error
+
+
+def _unwritten(file: Path, error: OSError) -> PrecastError:
+    return PrecastError("write-failed", f"the page can't be written: {error.strerror}", where=str(file))
+
+
+def _printable(text: str) -> str:
+    """The text with control characters spelled out: a bundle's names are anybody's, and a terminal obeys them."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)

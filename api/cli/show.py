@@ -1,0 +1,229 @@
+"""What `precast inspect` shows of a bundle: as fields for scripts, as text for people. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from precast.ir.artifact import Bundle
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Call, Graph, Group, LatentSpec, Node, PagedSpec, StateGroup, StateSpec
+from precast.ir.graph.text import format_graph, format_recipe, format_type
+from precast.ir.memory import activations, caches
+from precast.ir.ops.flops import canonical_share
+
+STEPS = ((8192, 256), (256, 256))
+"""The steps, as tokens and sequences, for which the summary says what activations take: prefill, and decoding."""
+LENGTHS = (128, 2048, 8192, 32768, 131072)
+"""The lengths, in tokens, for which `cache` says what a sequence costs; and the bundle's limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One answer in two forms. The fields are documented in `docs/command_line.md`."""
+
+    fields: dict[str, Any]
+    text: str
+
+
+def summary(bundle: Bundle) -> Report:
+    """The model, the graph's size, the caches, the bundle's bytes and what built it."""
+    manifest, graph = bundle.manifest, bundle.graph
+    model = manifest.model
+    calls = sum(isinstance(step, Call) for step in graph.main)
+    nodes = sum(isinstance(step, Node) for step in graph.main) + sum(len(block.nodes) for block in graph.blocks)
+    tokenizer = [blob for blob in manifest.blobs if blob.role == "tokenizer"]
+    total = sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
+    without_tokenizer = total - sum(blob.size for blob in tokenizer)
+    share = canonical_share(graph)
+    peaks = _activation_peaks(graph)
+    fields = {
+        "digest": bundle.digest,
+        "format": ".".join(map(str, manifest.format)),
+        "model": msgspec.to_builtins(model),
+        "graph": {"blocks": len(graph.blocks), "calls": calls, "nodes": nodes, "params": len(graph.params)},
+        "ops": manifest.ops,
+        "cache_groups": {group.name: len(group.slots) for group in caches.groups(graph.caches)},
+        "bytes": {"total": total, "without_tokenizer": without_tokenizer},
+        "files": [blob.name for blob in manifest.blobs],
+        "built_with": manifest.built_with,
+        "checked": manifest.checked,
+        "canonical_share": round(share, 4),
+        "activation_bytes": [
+            {"tokens": tokens, "sequences": sequences, "bytes": peak} for (tokens, sequences), peak in peaks.items()
+        ],
+        "provenance": bundle.provenance,
+    }
+    layers = f"{_layers(model.num_layers)}, {model.num_parameters:,} parameters"
+    rows = [
+        ("bundle", str(bundle.path)),
+        ("digest", bundle.digest),
+        ("model", f"{model.architecture}, {layers}, {model.dtype}"),
+        ("limits", f"{model.max_seq_len:,} tokens a sequence, vocabulary {model.vocab_size:,}"),
+        ("graph", f"{len(graph.blocks)} blocks in {calls} calls, {nodes} nodes, {len(manifest.ops)} ops"),
+        (
+            "caches",
+            ", ".join(f"{group.name}: {_layers(len(group.slots))}" for group in caches.groups(graph.caches)) or "none",
+        ),
+        ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
+        ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
+        ("activations", "; ".join(f"{peak / 2**20:,.0f} MiB for {_step_text(*step)}" for step, peak in peaks.items())),
+        ("canonical ops", f"{100 * share:.1f} % of the floating-point work"),
+        ("checked", "yes: equal to transformers, made tiny" if manifest.checked else "no"),
+        ("built with", _pairs(manifest.built_with)),
+        ("provenance", _pairs(bundle.provenance) or "none"),
+    ]
+    return Report(fields, table(rows))
+
+
+def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:
+    """Bytes that steps of so many tokens and sequences hold at most on a GPU, all sequences beginning there."""
+    peak = activations.step_peak(graph, "cuda")
+    found = {}
+    for tokens, sequences in STEPS:
+        pages = {group.name: -(-tokens // group.spec.page_size) + sequences for group in graph.caches.groups}
+        sizes = activations.step_sizes(
+            graph, max_num_tokens=tokens, max_num_seqs=sequences, max_seq_len=tokens, num_pages=pages
+        )
+        found[tokens, sequences] = symbols.evaluate(peak, sizes)
+    return found
+
+
+def _step_text(tokens: int, sequences: int) -> str:
+    return f"{tokens:,} tokens of {sequences} sequences"
+
+
+def graph(bundle: Bundle) -> Report:
+    """The graph in the text form of `precast.ir.graph.text`."""
+    text = format_graph(bundle.graph)
+    return Report({"graph": text}, text.rstrip("\n"))
+
+
+def passes(bundle: Bundle) -> Report:
+    """Each pass with its stage, and the ops that it added and removed."""
+    records = bundle.manifest.passes
+    rows = [("stage", "pass", "version", "ops")]
+    for record in records:
+        delta = ", ".join(f"{op} {count:+d}" for op, count in record.delta.items())
+        rows.append((record.stage, record.name, str(record.version), delta or ("edited" if record.changed else "-")))
+    return Report({"passes": [msgspec.to_builtins(record) for record in records]}, table(rows))
+
+
+def weights(bundle: Bundle) -> Report:
+    """Each param with its type and recipe, and which tensors are ignored."""
+    rules = bundle.manifest.checkpoint
+    rows = [("param", "type", "recipe")]
+    rows += [(param.name, format_type(param.type), format_recipe(param.recipe)) for param in bundle.graph.params]
+    notes = [
+        ("unused tensors", ", ".join(rules.unused) or "none"),
+        ("ignored tensors", ", ".join(rules.ignored) or "none"),
+        ("optional prefixes", ", ".join(rules.optional_prefixes) or "none"),
+    ]
+    fields = {
+        "params": [
+            {"name": param.name, "type": format_type(param.type), "recipe": format_recipe(param.recipe)}
+            for param in bundle.graph.params
+        ],
+        "unused": list(rules.unused),
+        "ignored": list(rules.ignored),
+        "optional_prefixes": list(rules.optional_prefixes),
+    }
+    return Report(fields, f"{table(rows)}\n\n{table(notes)}")
+
+
+def cache(bundle: Bundle) -> Report:
+    """Each group's geometry, how its pages lie in slabs, and the bytes that a sequence of given lengths keeps.
+
+    For a bundle without slabs they are those that the loader chooses.
+    """
+    plan = caches.with_slabs(bundle.graph.caches)
+    groups = caches.groups(plan)
+    limit = bundle.manifest.model.max_seq_len
+    lengths = [*(length for length in LENGTHS if length < limit), limit]
+    strides = {group.name: caches.page_stride(plan, group.pool) for group in groups}
+    costs = {
+        length: sum(caches.kept_pages(group, length) * strides[group.name] for group in groups) for length in lengths
+    }
+    per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
+    fields = {
+        "slab_bytes": plan.slab_bytes,
+        "groups": [
+            {
+                "name": group.name,
+                "pool": group.pool,
+                "layers": len(group.slots),
+                "spec": _spec_fields(group.spec),
+                "bytes_per_token": caches.token_bytes(group),
+                "bytes_per_sequence": caches.state_bytes(group),
+                "page_bytes": caches.filled_bytes(group),
+                "page_stride": strides[group.name],
+                "pages_per_slab": per_slab[group.pool],
+            }
+            for group in groups
+        ],
+        "bytes_per_sequence": costs,
+    }
+    if not groups:
+        return Report(fields, "no caches")
+    geometry: list[tuple[str, ...]] = [
+        ("group", "pool", "layers", "kind", "geometry", "dtype", "page", "window", "bytes/token", "bytes/seq")
+    ]
+    geometry += [_geometry(group) for group in groups]
+    pages: list[tuple[str, ...]] = [("group", "bytes a page", "stride", "pages a slab", "padding")]
+    pages += [_pages(group, strides[group.name], per_slab[group.pool]) for group in groups]
+    prices = [("tokens", "bytes a sequence", "of which visible to the next token")]
+    for length, held in costs.items():
+        visible = sum(
+            min(caches.visible_bytes(group, length), caches.sequence_bytes(group, length)) for group in groups
+        )
+        prices.append((f"{length:,}", f"{held:,}", _percent(visible, held)))
+    slabs = f"slabs of {plan.slab_bytes:,} bytes"
+    return Report(fields, f"{table(geometry)}\n\n{slabs}\n{table(pages)}\n\n{table(prices)}")
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equal length as text, each column as wide as its longest cell."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _pairs(record: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in record.items())
+
+
+def _spec_fields(spec: PagedSpec | LatentSpec | StateSpec) -> dict[str, Any]:
+    """All fields of the spec, those that have their defaults too, behind the kind: paged, latent, state or conv."""
+    fields = {name: msgspec.to_builtins(getattr(spec, name)) for name in spec.__struct_fields__}
+    return {"kind": spec.__struct_config__.tag, **fields}
+
+
+def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
+    spec = group.spec
+    layers, token, state = str(len(group.slots)), f"{caches.token_bytes(group):,}", f"{caches.state_bytes(group):,}"
+    if isinstance(spec, StateSpec):
+        shape = "x".join(map(symbols.text, spec.shape))
+        return (group.name, group.pool, layers, spec.kind, shape, spec.dtype, "-", "-", "-", state)
+    if isinstance(spec, LatentSpec):
+        kind, shape = "latent", f"{spec.latent_size} + {spec.rope_size}"
+    else:
+        kind, shape = "kv", f"{symbols.text(spec.num_kv_heads)} x ({spec.head_size} + {spec.value_size})"
+    chunk = spec.chunk if isinstance(spec, PagedSpec) else None
+    window = str(spec.window) if spec.window is not None else "-" if chunk is None else f"chunks of {chunk}"
+    return (group.name, group.pool, layers, kind, shape, spec.dtype, str(spec.page_size), window, token, "-")
+
+
+def _pages(group: Group | StateGroup, stride: int, per_slab: int) -> tuple[str, ...]:
+    size = caches.filled_bytes(group)
+    return (group.name, f"{size:,}", f"{stride:,}", f"{per_slab:,}", _percent(stride - size, stride))
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'' if count == 1 else 's'}"

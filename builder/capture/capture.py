@@ -1,0 +1,154 @@
+"""From a source to a graph that passes can work on: factory and export, and the tables of what each name is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import PreTrainedModel
+
+from precast.builder.capture.export import Exported, export
+from precast.builder.capture.factory import make_module, make_whole, materialise_buffers
+from precast.builder.capture.rope import long_frequencies
+from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
+from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.pipeline import eliminate_dead_code
+from precast.builder.source.source import Source
+from precast.builder.weights.quantisation import quantisation_of
+from precast.builder.weights.recipes import ModelCheckpoint
+from precast.ir.errors import BuildError
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Checkpoint, ModelInfo, Recipe, Tie
+
+
+@dataclasses.dataclass
+class Captured:
+    """A traced model: the graph, the passes' context, and what the manifest says of the model."""
+
+    graph: FxGraph
+    ctx: PassContext
+    model: ModelInfo
+    checkpoint: Checkpoint
+
+
+def capture(source: Source, options: Options) -> Captured:
+    """Makes the module on the meta device, traces it, and gathers the values of its small constants."""
+    module = make_module(source.config, options.dtype)
+    stored = ModelCheckpoint(module, quantisation_of(source.config), make_whole(source.config, module))
+    exported = export(module, options.max_seq_len)
+    _keep_used(exported)
+    recipes = stored.recipes(exported.params.values())
+    params = {place: _param(name, recipes) for place, name in exported.params.items()}
+    ctx = PassContext(
+        options=options,
+        params=params,
+        constants=_constants(module, exported),
+        symbols={symbol: symbols.add("B", 1) if name == "B1" else name for symbol, name in exported.symbols.items()},
+        fake_mode=_fake_mode(exported.graph),
+    )
+    _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
+    eliminate_dead_code(exported.graph, ctx)
+    used = [exported.params[place] for place in ctx.params]
+    return Captured(exported.graph, ctx, _model_info(source, module, options), stored.rules(used))
+
+
+def _keep_used(exported: Exported) -> None:
+    """Forgets placeholders that no node uses (masks and positions that the routed attention has no use for)."""
+    used = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
+    for node in list(exported.graph.nodes):
+        known = node.name in exported.params or node.name in exported.buffers or node.name in exported.literals
+        if node.op == "placeholder" and known and node.name not in used:
+            exported.graph.erase_node(node)
+    tables: tuple[dict[str, Any], ...] = (exported.params, exported.buffers, exported.literals)
+    for table in tables:
+        for name in [name for name in table if name not in used]:
+            del table[name]
+
+
+def _drop_paddings(graph: FxGraph, ctx: PassContext, vocab_size: int) -> None:
+    """Takes the padding masks that the model made from the graph's outputs.
+
+    Raises BuildError for one that masks a token: it depends on the tokens, which have no padding here.
+    """
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    paddings = {name: node for name, node in output.args[0].items() if name.startswith("padding_")}
+    for node in dict.fromkeys(paddings.values()):
+        if not _lets_all_see(node, graph, ctx, vocab_size):
+            raise BuildError(
+                "feature-unsupported",
+                "the model makes a padding mask from the tokens' values, or blocks of tokens that see later ones",
+            )
+    output.args = ({name: node for name, node in output.args[0].items() if name not in paddings},)
+
+
+def _lets_all_see(padding: FxNode, graph: FxGraph, ctx: PassContext, vocab_size: int) -> bool:
+    """Whether the mask is true for every token of the vocabulary, of which any may be the model's padding."""
+    count = min(vocab_size, 1024)
+    known = example_inputs(graph, count)
+    for start in range(0, vocab_size, count):
+        ids = torch.arange(start, start + count).clamp(max=vocab_size - 1)[None]
+        known |= {node: ids for node in known if node.name == "input_ids"}
+        try:
+            seen = evaluate(padding, known, ctx)
+        except NotComputable:
+            return False
+        if not bool(seen.bool().all()):
+            return False
+    return True
+
+
+def _param(name: str, recipes: dict[str, Recipe]) -> ParamInfo:
+    """The param of a traced name. The tracer sees one of several tied names: all are one param, the one tied to."""
+    recipe = recipes[name]
+    return ParamInfo(name, recipe) if not isinstance(recipe, Tie) else _param(recipe.param, recipes)
+
+
+def _constants(module: PreTrainedModel, exported: Exported) -> dict[str, ConstantInfo]:
+    longs = {
+        f"{path}.long_frequencies": long_frequencies(part)
+        for path, part in module.named_modules()
+        if hasattr(part, "long_frequencies")
+    }
+    values = materialise_buffers(module, set(exported.buffers.values()) - set(longs)) | longs
+    constants = {place: ConstantInfo(name, values[name]) for place, name in exported.buffers.items()}
+    return constants | {
+        place: ConstantInfo(f"literal_{index}", value.detach().clone())
+        for index, (place, value) in enumerate(exported.literals.items())
+    }
+
+
+def _fake_mode(graph: FxGraph) -> FakeTensorMode:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise AssertionError("the exporter left no fake tensors")
+
+
+def _model_info(source: Source, module: PreTrainedModel, options: Options) -> ModelInfo:
+    config = source.config
+    text = config.get_text_config()
+    return ModelInfo(
+        architecture=type(module).__name__,
+        model_type=config.model_type,
+        dtype=options.dtype,  # type: ignore[arg-type]
+        vocab_size=int(text.vocab_size),
+        max_seq_len=options.max_seq_len,
+        num_layers=int(text.num_hidden_layers),
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        eos_token_ids=_eos_token_ids(source),
+        bos_token_id=getattr(text, "bos_token_id", None),
+    )
+
+
+def _eos_token_ids(source: Source) -> tuple[int, ...]:
+    """The tokens that end an answer: the generation config's, or where it names none, the config's."""
+    config = source.config.get_text_config()
+    eos = source.generation_config().get("eos_token_id", getattr(config, "eos_token_id", None))
+    ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+    if not all(type(token_id) is int for token_id in ids):
+        raise BuildError("config-invalid", f"{source.name}: eos_token_id is {eos!r}, expected token ids")
+    return ids

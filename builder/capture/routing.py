@@ -1,0 +1,255 @@
+"""Routes a Hugging Face model's attention to `precast.attention` while the model is traced.
+
+transformers lets an attention implementation be registered by name, together with the function that makes its
+masks. Ours finds out which keys the model's mask rule lets a query see. What `find_reach` doesn't know
+is refused; else the mask is the result of `precast_trace.causal_mask`, an op that exists in traces alone: a routed
+attention knows it again, and the pass `match_attention` finds it where a model writes its attention out. A mask that
+a model makes for itself never passes for one of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from precast.builder.capture.reach import Reach, find_reach
+from precast.ir.errors import BuildError
+from precast.kernels.attention.attend import visible_keys
+
+IMPLEMENTATION = "precast"
+
+_IGNORED_ARGUMENTS = {
+    # arguments of attention calls that don't change the result of one causal forward pass
+    "dropout", "is_causal", "use_cache", "output_attentions", "output_hidden_states", "position_ids",
+    "cache_position", "return_dict", "sliding_window", "position_embeddings", "past_key_values", "logits_to_keep",
+    "deterministic", "output_router_logits",
+}  # fmt: skip
+
+
+_SIZES = range(1, 2**63)
+"""Of windows and chunks, in tokens."""
+
+
+@dataclasses.dataclass
+class Trace:
+    """What the routed functions need to know of the trace in progress."""
+
+    cu_seqlens: torch.Tensor
+    rope_lengths: torch.Tensor
+    max_seq_len: int
+    masks: list[tuple[torch.Tensor, Reach | BuildError]] = dataclasses.field(default_factory=list)
+    """The masks made in this trace, with what they let queries see, or why they can't be used."""
+    paddings: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """The padding masks that the model made for itself, and where it says that there is text; they must turn out to be
+    true everywhere."""
+
+
+_current: ContextVar[Trace] = ContextVar("precast_trace")
+
+
+def current_trace() -> Trace:
+    """The trace in progress. Raises LookupError outside of one."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def tracing(trace: Trace) -> Iterator[Trace]:
+    """Makes `trace` the current one."""
+    token = _current.set(trace)
+    try:
+        yield trace
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def routed_attention() -> Iterator[None]:
+    """Registers the implementation, and keeps transformers from looking for packed sequences in the positions, for
+    padding before the first chunk, and for blocks of other input than text, whose tokens see each other.
+
+    Sequences are told apart by `cu_seqlens`; the mask rule that we look at must be the layer's own, of no tensor of
+    the trace.
+    """
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+    _trace_ops()
+    find_packed, eager = masking_utils.find_packed_sequence_indices, ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    chunked, no_padding = masking_utils.chunked_causal_mask_function, torch.zeros(1, dtype=torch.int64)
+    blocks, masking_utils.blockwise_overlay = masking_utils.blockwise_overlay, _no_blocks
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.chunked_causal_mask_function = lambda chunk_size, left_padding: (
+        chunked(chunk_size, no_padding) if _is_size(chunk_size) else _refused_chunks
+    )
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _mask
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find_packed
+        masking_utils.blockwise_overlay = blocks
+        masking_utils.chunked_causal_mask_function = chunked
+        ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager
+
+
+def _refused_chunks(*_: Any) -> torch.Tensor:
+    """The rule of chunks of no size: transformers' own would take some, such as -1, for another."""
+    raise BuildError("config-invalid", "the config's chunks have no size, expected a number of tokens of at least 1")
+
+
+def _no_blocks(block_sequence_ids: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The rule of blocks where there are none: in text, whose ids are negative."""
+    current_trace().paddings.append(block_sequence_ids < 0)
+    return lambda batch, head, query, key: torch.zeros((), dtype=torch.bool)
+
+
+def implementation_for(model_class: type[PreTrainedModel]) -> str:
+    """Ours, where the model's file asks transformers' interface for its attention; else `eager`: attention written
+    out, which `match_attention` finds in the graph."""
+    scope = vars(sys.modules[model_class.__module__])
+    return IMPLEMENTATION if ALL_ATTENTION_FUNCTIONS in scope.values() else "eager"
+
+
+def causal_mask(
+    cu_seqlens: torch.Tensor, size: int, *, window: int | None, chunk: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """What attention that is written out adds to its scores: `[1, 1, size, size]`, 0 where a query sees a key of its
+    own sequence, and the least value of `dtype` elsewhere."""
+    at = torch.arange(size, device=cu_seqlens.device)
+    sequence = torch.bucketize(at, cu_seqlens[1:].long(), right=True)
+    positions = at - cu_seqlens.long()[sequence]
+    seen = visible_keys(positions, positions, window, chunk) & (sequence[:, None] == sequence)
+    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
+
+
+@cache
+def _trace_ops() -> torch.library.Library:
+    """`torch.ops.precast_trace`, defined once; kept by this function."""
+    library = torch.library.Library("precast_trace", "DEF")
+    library.define(
+        "causal_mask(Tensor cu_seqlens, SymInt size, *, int? window, int? chunk, ScalarType dtype) -> Tensor"
+    )
+    library.impl("causal_mask", causal_mask, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "precast_trace::causal_mask",
+        lambda cu_seqlens, size, *, window, chunk, dtype: cu_seqlens.new_empty((1, 1, size, size), dtype=dtype),
+        lib=library,
+    )
+    return library
+
+
+def _mask(
+    *, mask_function: Callable[..., Any], q_length: Any, attention_mask: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32, config: Any = None, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    trace = current_trace()
+    if attention_mask is not None:
+        trace.paddings.append(attention_mask)
+    try:
+        reach = _reach(mask_function, config)
+    except BuildError as error:  # models make masks that no layer uses: refused is one that is used
+        mask = torch.ops.precast_trace.causal_mask(trace.cu_seqlens, q_length, window=-1, chunk=None, dtype=dtype)
+        trace.masks.append((mask, error))
+        return mask
+    if reach.chunk is not None and getattr(config, "_attn_implementation", None) == "eager":
+        raise BuildError("feature-unsupported", "the model writes out attention over chunks, expected a window or none")
+    mask = torch.ops.precast_trace.causal_mask(
+        trace.cu_seqlens, q_length, window=reach.window, chunk=reach.chunk, dtype=dtype
+    )
+    trace.masks.append((mask, reach))
+    return mask
+
+
+def _reach(mask_function: Callable[..., Any], config: Any) -> Reach:
+    """`find_reach`; for a rule that is none because of a size in the config, the error names that."""
+    try:
+        return find_reach(mask_function, current_trace().max_seq_len)
+    except (BuildError, OverflowError, RuntimeError, ZeroDivisionError) as error:
+        for name in ("sliding_window", "attention_chunk_size"):
+            size = getattr(config, name, None)
+            if size is not None and not _is_size(size):
+                expected = f"expected a number of tokens from 1 to {_SIZES[-1]}"
+                raise BuildError("config-invalid", f"the config's {name} is {size!r}, {expected}") from error
+        raise
+
+
+def _is_size(size: Any) -> bool:
+    return type(size) is int and size in _SIZES
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`."""
+    where = type(module).__name__
+    found = [reach for mask, reach in current_trace().masks if _is_whole(attention_mask, mask)]
+    if not found:
+        given = "no mask" if attention_mask is None else "a mask of its own"
+        raise BuildError(
+            "feature-unsupported",
+            f"{where} passes {given} to its attention, expected the one that transformers makes for the attention "
+            "implementation",
+        )
+    if isinstance(found[0], BuildError):
+        raise found[0]
+    if indices is not None:
+        _refuse_selection(indices, where)
+    unknown = {name for name, argument in kwargs.items() if argument is not None} - _IGNORED_ARGUMENTS
+    if unknown:
+        raise BuildError("feature-unsupported", f"{where} passes {', '.join(sorted(unknown))} to its attention")
+    out = torch.ops.precast.attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        s_aux,
+        current_trace().cu_seqlens,
+        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        window=found[0].window,
+        soft_cap=softcap,
+        chunk=found[0].chunk,
+    )
+    return out, None
+
+
+def _is_whole(given: torch.Tensor | None, mask: torch.Tensor) -> bool:
+    """Whether a layer was given the mask that we made, or a view of all of it."""
+    if given is mask:
+        return True
+    return given is not None and given._base is mask and given.shape == mask.shape and given.storage_offset() == 0
+
+
+def _refuse_selection(indices: torch.Tensor, where: str) -> None:
+    """Sparse attention selects as many keys as `indices` [1, T, N] has columns, N = min(limit, T).
+
+    It is full attention for sequences that are no longer. Raises BuildError when longer ones are to be served.
+    """
+    count: Any = indices.shape[-1]
+    limit = current_trace().max_seq_len
+    if isinstance(count, int):
+        selected = count
+    else:
+        selected = int(count.node.expr.subs(dict.fromkeys(count.node.expr.free_symbols, 1 << 40)))
+    if selected < limit:
+        raise BuildError(
+            "feature-unsupported",
+            f"{where} selects {selected} keys for each query, expected at least max_seq_len, {limit}: precast has no "
+            "sparse attention, and only sequences of which every key is selected have full attention",
+            fix=f"build with max_seq_len of at most {selected}",
+        )

@@ -1,0 +1,1 @@
+"""FX graphs as passes see them: side tables, patterns, and ways to edit and to compute."""

@@ -1,0 +1,68 @@
+"""Computes a part of a graph on real numbers, on the CPU: passes that prove by comparison look at the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch.fx.node import map_arg
+
+from precast.builder.graph.context import PassContext
+from precast.builder.graph.fx_types import FxGraph, FxNode
+
+
+class NotComputable(Exception):
+    """The part depends on something that has no value here: a param, or an input that wasn't given."""
+
+
+def evaluate(wanted: FxNode, known: Mapping[FxNode, Any], ctx: PassContext) -> Any:
+    """The value of `wanted`, given those of the nodes in `known`; constants have their own.
+
+    Raises NotComputable.
+    """
+    values = dict(known)
+    for node in _needed(wanted, values, ctx):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: _value(cast(FxNode, n), values, ctx))
+        kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+        if node.target is torch.ops.aten.to.device:
+            values[node] = args[0].to(args[2])
+        else:
+            values[node] = node.target(*args, **kwargs)
+    return _value(wanted, values, ctx)
+
+
+def example_inputs(graph: FxGraph, size: int) -> dict[FxNode, torch.Tensor]:
+    """The graph's inputs for one sequence of `size` tokens, all different."""
+    ids = torch.arange(size)[None]
+    values = {
+        "input_ids": ids,
+        "positions": ids,
+        "rope_lengths": torch.full((1, size), size),
+        "cu_seqlens": torch.tensor([0, size], dtype=torch.int32),
+    }
+    return {node: values[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in values}
+
+
+def _needed(wanted: FxNode, known: Mapping[FxNode, Any], ctx: PassContext) -> Iterable[FxNode]:
+    """The nodes to compute for `wanted`, those needed first first."""
+    order: list[FxNode] = []
+    seen = set(known)
+    stack = [(wanted, False)]
+    while stack:
+        node, is_ready = stack.pop()
+        if is_ready:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            if node.op == "placeholder" and ctx.constant(node) is not None:
+                continue
+            if node.op != "call_function":
+                raise NotComputable(node.name)
+            stack.append((node, True))
+            stack += [(source, False) for source in node.all_input_nodes]
+    return order
+
+
+def _value(node: FxNode, values: Mapping[FxNode, Any], ctx: PassContext) -> Any:
+    return values[node] if node in values else ctx.constant(node)

@@ -1,0 +1,256 @@
+"""From FX to the bundle's graph: the only bridge in this direction.
+
+Each call becomes a node of the op table, its arguments by name and its sizes as expressions; what is not in the
+table is refused by name, with the module that uses it, all at once. `outline` then finds the layers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+
+from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.layers import layer_of, module_path
+from precast.builder.graph.sizes import expr_of, shape_of
+from precast.builder.lower.outline import Flat, outline
+from precast.builder.pipeline import op_name
+from precast.ir.errors import BuildError
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import (
+    Arg,
+    Const,
+    Dim,
+    DtypeArg,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Param,
+    Ref,
+    Symbol,
+    TensorType,
+    Value,
+)  # fmt: skip
+from precast.ir.ops import table as ops
+from precast.ir.ops.table import ArgDef, OpDef
+
+aten = torch.ops.aten
+MAX_TOKENS = 1 << 20
+MAX_SEQUENCES = 1 << 16
+
+
+def lower(graph: FxGraph, ctx: PassContext) -> Graph:
+    """The bundle's graph, layers outlined into blocks.
+
+    Raises BuildError("op-unsupported") naming every op outside the table.
+    """
+    return outline(lower_flat(graph, ctx))
+
+
+def lower_flat(graph: FxGraph, ctx: PassContext) -> Flat:
+    """All nodes in order, each with its layer, beside the graph's inputs, params and constants."""
+    _refuse_unknown(graph)
+    names = _Names(ctx)
+    inputs: list[Value] = []
+    params: list[Param] = []
+    constants: list[Value] = []
+    nodes: list[tuple[Node, str | None]] = []
+    outputs: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if not isinstance(node.meta["val"], torch.Tensor):
+                continue
+            value = Value(names.of(node), _type(tensor(node), ctx))
+            if node.name in ctx.params:
+                params.append(Param(value.name, value.type, ctx.params[node.name].recipe))
+            elif node.name in ctx.constants:
+                constants.append(value)
+            elif node.name not in ctx.cache_tensors and _is_read(node):
+                inputs.append(value)
+        elif node.op == "output":
+            outputs = {name: names.of(value) for name, value in node.args[0].items()}
+        elif _is_tensor_op(node):
+            nodes.append((_lower_node(node, ctx, names), layer_of(node)))
+    return Flat(
+        symbols=_symbols(ctx),
+        inputs=tuple(sorted(inputs, key=lambda value: value.name)),
+        params=tuple(params),
+        constants=tuple(sorted(constants, key=lambda value: value.name)),
+        nodes=tuple(nodes),
+        outputs=outputs,
+        caches=ctx.caches,
+    )
+
+
+def _is_read(placeholder: FxNode) -> bool:
+    """Whether anything needs the input's values. Its sizes are the graph's symbols: no node reads those."""
+    return any(_is_tensor_op(user) or user.op == "output" for user in placeholder.users)
+
+
+class _Names:
+    """The bundle's name of each FX node: params and caches keep theirs, the rest is numbered by op."""
+
+    def __init__(self, ctx: PassContext) -> None:
+        self.ctx = ctx
+        self.count: Counter[str] = Counter()
+        self.known: dict[FxNode, str] = {}
+
+    def of(self, node: FxNode) -> str:
+        if node.op == "placeholder":
+            if node.name in self.ctx.params:
+                return self.ctx.params[node.name].name
+            if node.name in self.ctx.constants:
+                return self.ctx.constants[node.name].name
+            if node.name in self.ctx.cache_tensors:
+                return self.ctx.cache_tensors[node.name].name
+            return node.name
+        if node not in self.known:
+            if node.target is operator.getitem:
+                source, index = node.args
+                self.known[node] = f"{self.of(source)}_{index}"
+            else:
+                short = op_name(node.target).split(".")[1]
+                self.known[node] = f"{short}_{self.count[short]}"
+                self.count[short] += 1
+        return self.known[node]
+
+
+def _is_tensor_op(node: FxNode) -> bool:
+    """A call that computes tensors: sizes become expressions, and picking a result is no operation."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    value = node.meta.get("val")
+    return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _definition(target: Any) -> OpDef | None:
+    name = op_name(target)
+    return ops.lookup(name)
+
+
+def _refuse_unknown(graph: FxGraph) -> None:
+    unknown: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        call = _unknown(node) if _is_tensor_op(node) else None
+        if call is not None:
+            unknown.setdefault(call, set()).add(module_path(node) or "the model itself")
+    if unknown:
+        lines = [f"{call} (used by {_some(paths)})" for call, paths in sorted(unknown.items())]
+        raise BuildError(
+            "op-unsupported",
+            "the model uses operations outside the op table: " + "; ".join(lines),
+            fix="docs/adding_an_op.md says how an operation is added",
+        )
+
+
+def _unknown(node: FxNode) -> str | None:
+    """What the op table doesn't know of this call: the op, or arguments that haven't their defaults."""
+    definition = _definition(node.target)
+    if definition is None:
+        return op_name(node.target)
+    known = {arg.name for arg in definition.args}
+    defaults = {arg.name: arg.default_value for arg in node.target._schema.arguments}
+    others = [
+        f"{name}={value}" for name, value in _given(node).items() if name not in known and value != defaults[name]
+    ]
+    return f"{definition.name} with {', '.join(others)}" if others else None
+
+
+def _some(paths: set[str]) -> str:
+    listed, rest = sorted(paths)[:3], len(paths) - 3
+    return ", ".join(listed) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _type(value: torch.Tensor, ctx: PassContext) -> TensorType:
+    dtype = str(value.dtype).removeprefix("torch.")
+    return TensorType(dtype, shape_of(value, ctx.symbols))  # type: ignore[arg-type]
+
+
+def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
+    definition = _definition(node.target)
+    assert definition is not None
+    value = node.meta["val"]
+    results: list[Value] = []
+    if isinstance(value, torch.Tensor):
+        results.append(Value(names.of(node), _type(value, ctx)))
+    elif value is not None:
+        results += [Value(f"{names.of(node)}_{i}", _type(part, ctx)) for i, part in enumerate(value)]
+    given = _given(node)
+    given.update(_written_out(node, ctx))
+    args = {}
+    for arg in definition.args:
+        lowered = _argument(arg, given.get(arg.name, arg.default if arg.has_default else None), ctx, names)
+        if lowered is not None:
+            args[arg.name] = lowered
+    return Node(definition.name, args, tuple(results), definition.version)
+
+
+def _given(node: FxNode) -> dict[str, Any]:
+    """The call's arguments by name."""
+    given: dict[str, Any] = {}
+    for position, arg in enumerate(node.target._schema.arguments):
+        if position < len(node.args) and not arg.kwarg_only:
+            given[arg.name] = node.args[position]
+        elif arg.name in node.kwargs:
+            given[arg.name] = node.kwargs[arg.name]
+    return given
+
+
+def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:
+    """Sizes that FX leaves implicit (-1, missing ends), as expressions."""
+    if node.target is aten.reshape.default:
+        return {"shape": list(shape_of(tensor(node), ctx.symbols))}
+    if node.target is aten.expand.default:
+        return {"size": list(shape_of(tensor(node), ctx.symbols))}
+    if node.target is aten.slice.Tensor:
+        _, dim, start, end, *_ = node.args
+        size = expr_of(tensor(node.args[0]).shape[dim], ctx.symbols)
+        whole = end is None or (isinstance(end, int) and end >= (1 << 62))
+        return {"start": start or 0, "end": size if whole else end}
+    return {}
+
+
+def _argument(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Arg | None:
+    """The argument as the bundle writes it; None: it has its default, and is left out."""
+    if arg.has_default and type(value) is type(arg.default) and value == arg.default:
+        return None
+    if value is None:
+        return None if arg.has_default and arg.default is None else Const(None)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return Items(tuple(_item(arg, item, ctx, names) for item in value))
+    return _item(arg, value, ctx, names)
+
+
+def _item(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Any:
+    if isinstance(value, FxNode):
+        meta = value.meta["val"]
+        if isinstance(meta, torch.Tensor):
+            return Ref(names.of(value))
+        return _integer(expr_of(meta, ctx.symbols))
+    if isinstance(value, torch.dtype):
+        return DtypeArg(str(value).removeprefix("torch."))  # type: ignore[arg-type]
+    if isinstance(value, torch.SymInt):
+        return _integer(expr_of(value, ctx.symbols))
+    if arg.kind in ("int[]", "int") and not isinstance(value, (bool, int)):
+        return _integer(value)
+    if arg.kind in ("float", "float?"):
+        return Const(float(value))
+    if isinstance(value, (bool, int, float, str)):
+        return Const(value)
+    raise BuildError("op-unsupported", f"argument {arg.name} is a {type(value).__name__}, which a bundle can't hold")
+
+
+def _integer(expr: Expr) -> Const | Dim:
+    return Const(expr) if isinstance(expr, int) else Dim(expr)
+
+
+def _symbols(ctx: PassContext) -> tuple[Symbol, ...]:
+    known = {"T": Symbol("T", 1, MAX_TOKENS), "B": Symbol("B", 1, MAX_SEQUENCES)}
+    for expr in ctx.symbols.values():
+        for name in symbols.free_symbols(expr):
+            known.setdefault(name, Symbol(name, 0))
+    return tuple(known[name] for name in sorted(known))

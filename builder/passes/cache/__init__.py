@@ -1,0 +1,1 @@
+"""Gives each layer that looks back a cache or a state."""

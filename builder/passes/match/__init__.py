@@ -1,0 +1,1 @@
+"""Finds what our ops compute, however a model writes it, and fuses what belongs together."""

@@ -1,0 +1,40 @@
+"""Two exchanges of the same dimensions, one after the other, are none."""
+
+from __future__ import annotations
+
+import torch
+
+from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.pipeline import graph_pass
+
+aten = torch.ops.aten
+
+
+@graph_pass(stage="match", version=1, requires=("match_rotary", "match_norms"))
+def cancel_transposes(graph: FxGraph, ctx: PassContext) -> bool:
+    """x.transpose(a, b).transpose(a, b) -> x, also through an op on another dimension between the two."""
+    changed = False
+    for node in list(graph.nodes):
+        if node.target is not aten.transpose.int:
+            continue
+        dims = set(node.args[1:])
+        between = node.args[0]
+        through = _leaves_alone(between, dims)
+        inner = between.args[0] if through else between
+        if inner.target is not aten.transpose.int or set(inner.args[1:]) != dims:
+            continue
+        source = inner.args[0]
+        if through:
+            with ctx.before(node):
+                source = ctx.call(graph, between.target, source, *between.args[1:], **between.kwargs)
+        ctx.replace(node, source)
+        changed = True
+    return changed
+
+
+def _leaves_alone(node: FxNode, dims: set[int]) -> bool:
+    """Whether the op does the same to each element of these dimensions."""
+    if node.target is aten.slice.Tensor:
+        return node.args[1] not in dims
+    return node.target is torch.ops.precast.rms_norm.default and tensor(node).dim() - 1 not in dims

@@ -1,0 +1,129 @@
+"""What is done to a param before anything else becomes a part of its recipe: done once, while weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.passes.match.fuse_projections import joined
+from precast.builder.pipeline import graph_pass
+from precast.ir.graph.schema import Cast, Concat, Recipe, Reshape, Slice, Transpose
+
+aten = torch.ops.aten
+
+_SMALL = 1 << 20
+"""Elements of a param that is worth having twice, as it is and otherwise."""
+
+
+@graph_pass(stage="match", version=1, requires=("normalise_views", "match_norms"))
+def fold_param_views(graph: FxGraph, ctx: PassContext) -> bool:
+    """p.transpose(...), p.reshape(...), p[a:b], p.to(dtype), cat([p, q]) of params p, q -> a param with that recipe.
+
+    Legal always; a large param of which something uses all elements as they are stays one param, and is not held twice.
+    """
+    changed = False
+    for node in list(graph.nodes):
+        if node.target is aten.cat.default and _are_joinable(node, ctx):
+            ctx.replace(node, _joined(graph, ctx, node))
+            changed = True
+            continue
+        if node.op != "call_function" or not node.args or not ctx.is_param(node.args[0]):
+            continue
+        source: FxNode = node.args[0]
+        if not _is_foldable(node) or not _is_worth_it(source):
+            continue
+        recipe, suffix = _FOLDS[node.target](node, source, ctx.params[source.name].recipe)
+        name = f"{ctx.params[source.name].name}.{suffix}"
+        ctx.replace(node, _param(graph, ctx, source, node, recipe, name))
+        changed = True
+    return changed
+
+
+def _are_joinable(node: FxNode, ctx: PassContext) -> bool:
+    """Whether these are params of one dtype of which nothing else uses a large one."""
+    parts: Sequence[FxNode] = node.args[0]
+    alone = all(ctx.is_param(part) and (len(part.users) == 1 or tensor(part).numel() <= _SMALL) for part in parts)
+    return alone and len({tensor(part).dtype for part in parts}) == 1
+
+
+def _joined(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
+    parts: Sequence[FxNode] = node.args[0]
+    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % tensor(node).dim()
+    infos = [ctx.params[part.name] for part in parts]
+    name = f"{joined([info.name for info in infos])}.joined_{dim}"
+    return _param(graph, ctx, parts[-1], node, Concat(tuple(info.recipe for info in infos), dim), name)
+
+
+def _is_worth_it(source: FxNode) -> bool:
+    return tensor(source).numel() <= _SMALL or all(_is_foldable(user) for user in source.users)
+
+
+def _is_foldable(node: FxNode) -> bool:
+    if node.target not in _FOLDS or node.kwargs or not all(isinstance(size, int) for size in _sizes(node)):
+        return False
+    return node.target is not aten.slice.Tensor or node.args[4:] in ((), (1,))
+
+
+def _param(graph: FxGraph, ctx: PassContext, source: FxNode, node: FxNode, recipe: Recipe, name: str) -> FxNode:
+    """The param of this recipe, made if there is none yet."""
+    for place, info in ctx.params.items():
+        if info.name == name:
+            assert info.recipe == recipe, f"two params named {name}"
+            return next(other for other in graph.nodes if other.name == place)
+    new = ctx.new_param(graph, source, name, recipe, tuple(tensor(node).shape))
+    new.meta["val"] = ctx.empty(tuple(tensor(node).shape), tensor(node).dtype)
+    return new
+
+
+def _sizes(node: FxNode) -> Sequence[Any]:
+    return list(tensor(node).shape)
+
+
+def _transpose(node: FxNode, source: FxNode, recipe: Recipe) -> tuple[Recipe, str]:
+    dims = sorted(dim % tensor(source).dim() for dim in node.args[1:])
+    return Transpose(recipe, *dims), f"transposed_{dims[0]}_{dims[1]}"
+
+
+def _permute(node: FxNode, source: FxNode, recipe: Recipe) -> tuple[Recipe, str]:
+    """By exchanges of two dimensions, each of which brings one dimension to its place."""
+    wanted = [dim % tensor(source).dim() for dim in node.args[1]]
+    order = list(range(len(wanted)))
+    for place, dim in enumerate(wanted):
+        at = order.index(dim)
+        if at != place:
+            recipe = Transpose(recipe, place, at)
+            order[place], order[at] = order[at], order[place]
+    return recipe, "permuted_" + "_".join(map(str, wanted))
+
+
+def _reshape(node: FxNode, source: FxNode, recipe: Recipe) -> tuple[Recipe, str]:
+    shape = tuple(_sizes(node))
+    return Reshape(recipe, shape), "reshaped_" + "_".join(map(str, shape))
+
+
+def _slice(node: FxNode, source: FxNode, recipe: Recipe) -> tuple[Recipe, str]:
+    dim, start = node.args[1] % tensor(source).dim(), node.args[2] or 0
+    length = _sizes(node)[dim]
+    return Slice(recipe, dim, start, length), f"sliced_{dim}_{start}_{length}"
+
+
+def _select(node: FxNode, source: FxNode, recipe: Recipe) -> tuple[Recipe, str]:
+    dim = node.args[1] % tensor(source).dim()
+    index = node.args[2] % tensor(source).shape[dim]
+    return Reshape(Slice(recipe, dim, index, 1), tuple(_sizes(node))), f"selected_{dim}_{index}"
+
+
+def _cast(node: FxNode, source: FxNode, recipe: Recipe) -> tuple[Recipe, str]:
+    dtype = str(tensor(node).dtype).removeprefix("torch.")
+    return Cast(recipe, dtype), dtype  # type: ignore[arg-type]
+
+
+_FOLDS = {
+    aten.transpose.int: _transpose, aten.permute.default: _permute, aten.reshape.default: _reshape,
+    aten.unsqueeze.default: _reshape, aten.squeeze.dim: _reshape, aten.squeeze.default: _reshape,
+    aten.slice.Tensor: _slice, aten.select.int: _select, aten.to.dtype: _cast,
+}  # fmt: skip

@@ -1,0 +1,81 @@
+"""act(gate) * up, with gate and up made by one product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.match import Bindings, Capture, Mul, Number, Op, match
+from precast.builder.passes.match.fuse_projections import fuse, fusible
+from precast.builder.pipeline import graph_pass
+
+aten = torch.ops.aten
+
+
+class _Activation:
+    """One of the gates' activations over `inner`; binds its name as `kind`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def match(self, value: Any, found: Bindings) -> Bindings | None:
+        if not isinstance(value, FxNode):
+            return None
+        if value.target is aten.silu.default:
+            kind = "silu"
+        elif value.target is aten.gelu.default:
+            kind = "gelu_tanh" if value.kwargs.get("approximate") == "tanh" else "gelu"
+        else:
+            return None
+        bound: Bindings | None = self.inner.match(value.args[0], found)
+        return None if bound is None else {**bound, "kind": kind}
+
+
+_SEPARATE = Mul(_Activation(Capture("gate")), Capture("up"))
+_DIM = Number("dim")
+_HALVES = Mul(
+    _Activation(Op(aten.slice.Tensor, Capture("x"), _DIM, 0, Number("half"), 1)),
+    Op(aten.slice.Tensor, Capture("x"), _DIM, Number("half"), Number("end"), 1),
+)
+
+
+@graph_pass(stage="match", version=1, requires=("normalise_views", "normalise_linear", "match_activations"))
+def fuse_gated_activation(graph: FxGraph, ctx: PassContext) -> bool:
+    """act(linear(x, g)) * linear(x, u) -> gated_activation(linear(x, concat(g, u))); act(y[:h]) * y[h:] likewise."""
+    changed = False
+    for node in list(graph.nodes):
+        if node.target is not aten.mul.Tensor:
+            continue
+        fused = _halves(node) or _separate(graph, ctx, node)
+        if fused is None:
+            continue
+        both, kind = fused
+        with ctx.before(node):
+            ctx.replace(node, ctx.call(graph, torch.ops.precast.gated_activation.default, both, kind=kind))
+        changed = True
+    return changed
+
+
+def _halves(node: FxNode) -> tuple[FxNode, str] | None:
+    found = match(_HALVES, node)
+    if found is None:
+        return None
+    x = found["x"]
+    size = tensor(x).shape[-1]
+    last = found["dim"] == tensor(x).dim() - 1
+    return (x, found["kind"]) if last and found["end"] == size and 2 * found["half"] == size else None
+
+
+def _separate(graph: FxGraph, ctx: PassContext, node: FxNode) -> tuple[FxNode, str] | None:
+    found = match(_SEPARATE, node)
+    if found is None:
+        return None
+    parts = [found["gate"], found["up"]]
+    if not fusible(parts, ctx) or len({tensor(part).shape[-1] for part in parts}) != 1:
+        return None
+    if any(len(part.users) != 1 for part in parts):
+        return None  # the product would be computed twice
+    return fuse(graph, ctx, parts), found["kind"]

@@ -1,0 +1,101 @@
+"""Finds normalisations, in the spellings that Hugging Face's models use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.match import Add, Bindings, Capture, Cast, Either, Mul, Number, Op, match
+from precast.builder.graph.sizes import shape_of
+from precast.builder.pipeline import graph_pass
+
+aten = torch.ops.aten
+
+_X = Cast(Capture("x"))
+_DIMS = Capture("dims")
+_SQUARE = Either(Op(aten.pow.Tensor_Scalar, _X, 2), Mul(_X, _X))
+_NORMALISED = Mul(_X, Op(aten.rsqrt.default, Add(Op(aten.mean.dim, _SQUARE, _DIMS, True), Number("eps"))))
+_WEIGHT = Cast(Capture("weight"))
+
+_CENTRED = Op(aten.sub.Tensor, _X, Op(aten.mean.dim, _X, _DIMS, True))
+_VARIANCE = Op(aten.mean.dim, Op(aten.pow.Tensor_Scalar, _CENTRED, 2), _DIMS, True)
+_STANDARDISED = Mul(_CENTRED, Op(aten.rsqrt.default, Add(_VARIANCE, Number("eps"))))
+
+_RMS_NORMS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    # most particular first: a norm without weight is a part of all others
+    (Cast(Mul(_NORMALISED, Add(_WEIGHT, 1.0))), {"offset": 1.0, "cast_before_scale": False}),
+    (Mul(Capture("weight"), Cast(_NORMALISED)), {"cast_before_scale": True}),
+    (Cast(Mul(_NORMALISED, _WEIGHT)), {"cast_before_scale": False}),
+    (Cast(_NORMALISED), {"cast_before_scale": True}),
+)
+
+
+@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"))
+def match_norms(graph: FxGraph, ctx: PassContext) -> bool:
+    """x * rsqrt(mean(x^2) + eps) * w -> rms_norm; (x - mean) * rsqrt(var + eps) * w -> layer_norm."""
+    changed = _match_layer_norms(graph, ctx)
+    for pattern, attributes in _RMS_NORMS:
+        for node in list(graph.nodes):
+            found = _find(pattern, node, ctx)
+            if found is None:
+                continue
+            with ctx.before(node):
+                norm = ctx.call(
+                    graph, torch.ops.precast.rms_norm.default, found["x"], found.get("weight"),
+                    eps=float(found["eps"]), **attributes,
+                )  # fmt: skip
+            ctx.replace(node, norm)
+            _erase(graph, node)
+            changed = True
+    return changed
+
+
+def _match_layer_norms(graph: FxGraph, ctx: PassContext) -> bool:
+    """Before the others: a norm of centred elements looks like an rms norm of them."""
+    changed = False
+    for node in list(graph.nodes):
+        found = _layer_norm(node, ctx)
+        if found is not None:
+            with ctx.before(node):
+                norm = ctx.call(
+                    graph, torch.ops.precast.layer_norm.default, found["x"], found["weight"], found.get("bias"),
+                    eps=float(found["eps"]),
+                )  # fmt: skip
+            ctx.replace(node, norm)
+            _erase(graph, node)
+            changed = True
+    return changed
+
+
+def _find(pattern: Any, node: FxNode, ctx: PassContext) -> Bindings | None:
+    """A match over the last dimension, whose result has x's type, with a weight for each element of it."""
+    found = match(pattern, node) if node.op == "call_function" else None
+    if found is None:
+        return None
+    x = tensor(found["x"])
+    if tensor(node).dtype != x.dtype or shape_of(tensor(node), ctx.symbols) != shape_of(x, ctx.symbols):
+        return None
+    weight = found.get("weight")
+    if weight is not None:
+        if not isinstance(weight, FxNode) or tuple(tensor(weight).shape) != tuple(x.shape[-1:]):
+            return None
+        if tensor(weight).dtype != x.dtype:
+            return None
+    return found if [dim % x.dim() for dim in found["dims"]] == [x.dim() - 1] else None
+
+
+def _layer_norm(node: FxNode, ctx: PassContext) -> Bindings | None:
+    if node.target is aten.layer_norm.default and not node.kwargs:
+        given: Bindings = {"weight": None, "bias": None, "eps": 1e-5}
+        given |= dict(zip(("x", "shape", "weight", "bias", "eps"), node.args, strict=False))
+        return given if len(given["shape"]) == 1 else None
+    return _find(Cast(Mul(_STANDARDISED, _WEIGHT)), node, ctx)
+
+
+def _erase(graph: FxGraph, node: FxNode) -> None:
+    """Takes the matched root away, so that no later pattern finds it again."""
+    if not node.users:
+        graph.erase_node(node)

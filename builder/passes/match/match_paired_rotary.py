@@ -1,0 +1,71 @@
+"""Finds rotations of pairs that are taken apart first, as DeepSeek-V3 and its relatives write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.match import Add, Bindings, Capture, Either, Mul, Number, Op, match
+from precast.builder.graph.sizes import shape_of
+from precast.builder.pipeline import graph_pass
+
+aten = torch.ops.aten
+
+
+def _table(name: str) -> Any:
+    """The table itself, cut from one that holds it twice, with a dimension for the heads."""
+    half = Capture(name)
+    cut = Op(aten.slice.Tensor, Op(aten.cat.default, [half, half], 2), 2, 0, Number("pairs"), 1)
+    return Op(aten.unsqueeze.default, Either(cut, half), Number("heads_dim"))
+
+
+_A, _B = Capture("a"), Capture("b")
+_ROTATION = Op(
+    aten.cat.default,
+    [
+        Op(aten.sub.Tensor, Mul(_A, _table("cos")), Mul(_B, _table("sin"))),
+        Add(Mul(_B, _table("cos")), Mul(_A, _table("sin"))),
+    ],
+    3,
+)
+
+
+@graph_pass(stage="match", version=1, requires=("match_rotary_tables",))
+def match_paired_rotary(graph: FxGraph, ctx: PassContext) -> bool:
+    """cat(a * cos - b * sin, b * cos + a * sin) -> rotary(cat(a, b), cos, sin), with the heads behind the tokens.
+
+    `a` and `b` are the even and the odd elements of a head, or any others: their halves are not put back in pairs.
+    """
+    changed = False
+    for node in list(graph.nodes):
+        found = match(_ROTATION, node) if node.target is aten.cat.default else None
+        if found is None or not _is_rotation(node, found, ctx):
+            continue
+        with ctx.before(node):
+            x = ctx.call(graph, aten.cat.default, [found["a"], found["b"]], 3)
+            if found["heads_dim"] == 1:
+                x = ctx.call(graph, aten.transpose.int, x, 1, 2)
+            new = ctx.call(graph, torch.ops.precast.rotary.default, x, found["cos"], found["sin"], interleaved=False)
+            if found["heads_dim"] == 1:
+                new = ctx.call(graph, aten.transpose.int, new, 1, 2)
+        ctx.replace(node, new)
+        changed = True
+    return changed
+
+
+def _is_rotation(node: FxNode, found: Bindings, ctx: PassContext) -> bool:
+    """Whether halves of heads of one size and type are turned by whole tables that have a row for each token."""
+    if not all(isinstance(found[name], FxNode) for name in ("a", "b", "cos", "sin")):
+        return False
+    a, b, cos, sin = (tensor(found[name]) for name in ("a", "b", "cos", "sin"))
+    if a.dim() != 4 or cos.dim() != 3 or found["heads_dim"] not in (1, 2):
+        return False
+    sizes = shape_of(a, ctx.symbols)
+    tokens, pairs = sizes[2 if found["heads_dim"] == 1 else 1], cos.shape[2]
+    tables = (sizes[0], tokens, pairs)
+    same = sizes == shape_of(b, ctx.symbols) and tables == shape_of(cos, ctx.symbols) == shape_of(sin, ctx.symbols)
+    whole = pairs == a.shape[3] and found.get("pairs", pairs) == pairs
+    return same and whole and a.dtype == b.dtype == tensor(node).dtype

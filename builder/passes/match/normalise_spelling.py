@@ -1,0 +1,197 @@
+"""Rarely used ops become those that the op table has, which say the same."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.pipeline import graph_pass
+
+aten = torch.ops.aten
+
+
+@graph_pass(stage="match", version=1)
+def normalise_spelling(graph: FxGraph, ctx: PassContext) -> bool:
+    """stack -> cat; repeat, repeat_interleave -> expand; table[ids] -> embedding; ..."""
+    changed = False
+    for node in list(graph.nodes):
+        spell = _SPELLINGS.get(node.target) if node.op == "call_function" else None
+        if spell is None:
+            continue
+        with ctx.before(node):
+            new = spell(graph, ctx, node)
+        if new is not None:
+            ctx.replace(node, new)
+            graph.erase_node(node)
+            changed = True
+    return changed
+
+
+def _stack(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
+    parts, dim = node.args[0], (node.args[1] if len(node.args) > 1 else 0) % tensor(node).dim()
+    return ctx.call(graph, aten.cat.default, [ctx.call(graph, aten.unsqueeze.default, p, dim) for p in parts], dim)
+
+
+def _repeat(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+    """Whole copies one behind the other: a new dimension before each repeated one, merged into it."""
+    x, repeats = node.args
+    while tensor(x).dim() < len(repeats):
+        x = ctx.call(graph, aten.unsqueeze.default, x, 0)
+    for dim, count in enumerate(repeats):
+        if isinstance(count, int) and count == 1:
+            continue
+        copies = _copies(graph, ctx, x, dim, count, before=True)
+        if copies is None:
+            return None
+        x = copies
+    return x
+
+
+def _repeat_interleave(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+    """Each element several times in a row: a new dimension behind it, merged into it."""
+    x, count = node.args[:2]
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if dim is None:
+        return None
+    return _copies(graph, ctx, x, dim % tensor(x).dim(), count, before=False)
+
+
+def _copies(graph: FxGraph, ctx: PassContext, x: FxNode, dim: int, count: Any, *, before: bool) -> FxNode | None:
+    sizes = list(tensor(x).shape)
+    wide = ctx.call(graph, aten.unsqueeze.default, x, dim if before else dim + 1)
+    spread = [-1] * (len(sizes) + 1)
+    spread[dim if before else dim + 1] = count
+    wide = ctx.call(graph, aten.expand.default, wide, spread)
+    if isinstance(sizes[dim], int) and sizes[dim] == 1:
+        return ctx.call(graph, aten.squeeze.dim, wide, dim + 1 if before else dim)
+    merged = [size if isinstance(size, int) else -1 for size in sizes]
+    merged[dim] = sizes[dim] * count if isinstance(sizes[dim], int) and isinstance(count, int) else -1
+    return ctx.call(graph, aten.reshape.default, wide, merged) if merged.count(-1) < 2 else None
+
+
+def _last_two(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
+    rank = tensor(node).dim()
+    return ctx.call(graph, aten.transpose.int, node.args[0], rank - 2, rank - 1)
+
+
+def _index(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+    """Rows of a table by one tensor of indices; other ways to index have no other spelling."""
+    table, indices = node.args
+    part = _index_along(graph, ctx, table, indices)
+    if part is not None or len(indices) > 1:
+        return part
+    if tensor(table).dim() > 2 or tensor(indices[0]).dtype not in (torch.int64, torch.int32):
+        return None
+    known = ctx.constant(indices[0])
+    if known is not None and bool((known < 0).any()):
+        return None  # counted from the end, which an embedding doesn't know
+    is_list = tensor(table).dim() == 1
+    rows = ctx.call(graph, aten.unsqueeze.default, table, 1) if is_list else table
+    found = ctx.call(graph, aten.embedding.default, rows, indices[0])
+    return ctx.call(graph, aten.squeeze.dim, found, tensor(found).dim() - 1) if is_list else found
+
+
+def _index_along(graph: FxGraph, ctx: PassContext, table: FxNode, indices: Any) -> FxNode | None:
+    """x[..., [i]] with one constant index along one dimension -> a slice of length 1."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    values = ctx.constant(given[0][1]) if len(given) == 1 else None
+    if values is None or values.shape != (1,) or values.dtype not in (torch.int64, torch.int32):
+        return None
+    dim, at = given[0][0], int(values[0])
+    size = tensor(table).shape[dim]
+    at = at + size if at < 0 and isinstance(size, int) else at
+    return ctx.call(graph, aten.slice.Tensor, table, dim, at, at + 1, 1) if at >= 0 else None
+
+
+def _index_select(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+    table, dim, indices = node.args
+    return ctx.call(graph, aten.embedding.default, table, indices) if dim == 0 and tensor(table).dim() == 2 else None
+
+
+def _concatenate(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
+    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % tensor(node).dim()
+    return ctx.call(graph, aten.cat.default, node.args[0], dim)
+
+
+def _expand_as(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
+    return _expanded(graph, ctx, node.args[0], [node.args[1]])
+
+
+def _item(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+    source, index = node.args
+    if not isinstance(source, FxNode) or source.target is not aten.broadcast_tensors.default:
+        return None
+    return _expanded(graph, ctx, source.args[0][index], source.args[0])
+
+
+def _expanded(graph: FxGraph, ctx: PassContext, x: FxNode, others: Sequence[FxNode]) -> FxNode:
+    """`x` in the shape that it and `others` have in common; a size over symbols is asked of the one that has it."""
+    rank = max(tensor(other).dim() for other in (x, *others))
+    sizes: list[Any] = []
+    for dim in range(-rank, 0):
+        if dim >= -tensor(x).dim() and not _is_one(tensor(x).shape[dim]):
+            sizes.append(-1)
+            continue
+        wide = (other for other in others if dim >= -tensor(other).dim() and not _is_one(tensor(other).shape[dim]))
+        other = next(wide, None)
+        size: Any = 1 if other is None else tensor(other).shape[dim]
+        if not isinstance(size, int):
+            size = ctx.call(graph, aten.sym_size.int, other, tensor(other).dim() + dim)
+        sizes.append(size)
+    return x if sizes == [-1] * tensor(x).dim() else ctx.call(graph, aten.expand.default, x, sizes)
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _softmax(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+    x, dim, half_to_float = node.args
+    return None if half_to_float else ctx.call(graph, aten.softmax.int, x, dim)
+
+
+def _clamp(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
+    given: list[Any] = [*node.args, None, None]
+    x, low, high = given[:3]
+    low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+    raised: FxNode = x if low is None else ctx.call(graph, aten.maximum.default, x, low)
+    return raised if high is None else ctx.call(graph, aten.minimum.default, raised, high)
+
+
+def _full_like(value: float | None) -> Callable[[FxGraph, PassContext, FxNode], FxNode | None]:
+    def spell(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+        filling = node.args[1] if value is None else value
+        plain = node.args == (node.args[0], *(() if value is not None else (filling,)))
+        if not plain or set(node.kwargs) - {"dtype", "device", "layout", "pin_memory", "memory_format"}:
+            return None
+        if node.target is aten.full_like.default and not node.kwargs:
+            return None
+        like, dtype = node.args[0], tensor(node).dtype
+        like = like if tensor(like).dtype == dtype else ctx.call(graph, aten.to.dtype, like, dtype)
+        return ctx.call(graph, aten.full_like.default, like, filling)
+
+    return spell
+
+
+_SPELLINGS: dict[Any, Callable[[FxGraph, PassContext, FxNode], FxNode | None]] = {
+    aten.stack.default: _stack,
+    aten.repeat.default: _repeat,
+    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.mT.default: _last_two,
+    aten.index.Tensor: _index,
+    aten.index_select.default: _index_select,
+    aten.concatenate.default: _concatenate,
+    aten.concat.default: _concatenate,
+    aten.expand_as.default: _expand_as,
+    aten._softmax.default: _softmax,
+    aten.clamp.Tensor: _clamp,
+    aten.full_like.default: _full_like(None),
+    aten.zeros_like.default: _full_like(0),
+    aten.ones_like.default: _full_like(1),
+    operator.getitem: _item,
+}

@@ -1,0 +1,123 @@
+"""One spelling for each way to look at a tensor, so that patterns need to know only one."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.pipeline import graph_pass
+
+aten = torch.ops.aten
+
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.view_as.default, aten.reshape_as.default,
+}  # fmt: skip
+_CONVERSIONS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default}
+_SPLITS = {
+    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
+}  # fmt: skip
+_DIMS = {
+    # op: the positions of its dimension arguments
+    aten.slice.Tensor: (1,), aten.select.int: (1,), aten.unsqueeze.default: (1,), aten.squeeze.dim: (1,),
+    aten.transpose.int: (1, 2), aten.cat.default: (1,), aten.stack.default: (1,),
+}  # fmt: skip
+
+
+@graph_pass(stage="normalise", version=1)
+def normalise_views(graph: FxGraph, ctx: PassContext) -> bool:
+    """view, flatten, ... -> reshape; type_as, ... -> to; split, chunk, unbind -> slice, select; dims not negative."""
+    changed = False
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _RESHAPES:
+            changed |= _retarget(node, aten.reshape.default, (node.args[0], _sizes(node)))
+        elif node.target in _CONVERSIONS:
+            changed |= _retarget(node, aten.to.dtype, (node.args[0], tensor(node).dtype))
+        elif node.target is operator.getitem and node.args[0].target in _SPLITS | {aten.unbind.int}:
+            _replace_item(graph, node, ctx)
+            changed = True
+        elif node.target is aten.numpy_T.default:
+            changed |= _retarget(node, aten.permute.default, (node.args[0], list(range(tensor(node).dim()))[::-1]))
+        elif node.target is aten.t.default:
+            changed |= _retarget(node, aten.transpose.int, (node.args[0], 0, 1))
+        elif node.target in _DIMS:
+            changed |= _positive_dims(node)
+            changed |= node.target is aten.cat.default and _drop_empty(node, ctx)
+    return changed
+
+
+def _retarget(node: FxNode, target: Any, args: tuple[Any, ...]) -> bool:
+    if node.target is target and node.args == args and not node.kwargs:
+        return False
+    node.target, node.args, node.kwargs = target, args, {}
+    return True
+
+
+def _sizes(node: FxNode) -> Any:
+    """The shape argument as it stands, or -1 for the one symbolic size."""
+    if node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        return node.args[1]
+    return [size if isinstance(size, int) else -1 for size in tensor(node).shape]
+
+
+def _positive_dims(node: FxNode) -> bool:
+    if node.target is aten.cat.default or node.target is aten.stack.default:
+        rank = tensor(node).dim()
+    else:
+        rank = tensor(node.args[0]).dim() + (node.target is aten.unsqueeze.default)
+    args = list(node.args)
+    if len(args) == 1 and node.target in (aten.cat.default, aten.stack.default):
+        args.append(0)
+    if node.target is aten.slice.Tensor:
+        args += [None, None, 1][len(args) - 2 :]
+        args[2], args[3] = _bounds(args, tensor(node.args[0]).shape[args[1] % rank])
+    for position in _DIMS[node.target]:
+        args[position] %= rank
+    changed = tuple(args) != node.args
+    node.args = tuple(args)
+    return changed
+
+
+def _drop_empty(node: FxNode, ctx: PassContext) -> bool:
+    """Parts without elements add nothing; one part alone is the whole."""
+    parts, dim = node.args
+    kept = [part for part in parts if not (isinstance(n := tensor(part).shape[dim], int) and n == 0)]
+    if len(kept) == 1:
+        ctx.replace(node, kept[0])
+    elif len(kept) < len(parts):
+        node.args = (kept, dim)
+    return len(kept) < len(parts)
+
+
+def _bounds(args: list[Any], size: Any) -> tuple[Any, Any]:
+    """Start and end as non-negative numbers where the dimension's size is a number."""
+    start, end = args[2] or 0, args[3]
+    if isinstance(size, int):
+        end = size if end is None else end
+        if isinstance(start, int) and isinstance(end, int):
+            start = max(start + size, 0) if start < 0 else min(start, size)
+            end = max(end + size, 0) if end < 0 else min(end, size)
+    return start, end
+
+
+def _replace_item(graph: FxGraph, item: FxNode, ctx: PassContext) -> None:
+    split, index = item.args
+    source = split.args[0]
+    parts = split.meta["val"]
+    if split.target is aten.unbind.int:
+        dim = (split.args[1] if len(split.args) > 1 else 0) % tensor(source).dim()
+        with ctx.before(item):
+            new = ctx.call(graph, aten.select.int, source, dim, index)
+    else:
+        dim = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % tensor(source).dim()
+        start = sum(part.shape[dim] for part in parts[:index])
+        with ctx.before(item):
+            new = ctx.call(graph, aten.slice.Tensor, source, dim, start, start + parts[index].shape[dim], 1)
+    ctx.replace(item, new)
+    graph.erase_node(item)

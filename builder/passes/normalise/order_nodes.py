@@ -1,0 +1,75 @@
+"""Puts the nodes outside of layers into an order that only what they compute decides.
+
+transformers goes through the kinds of a model's layers as a set (`for layer_type in set(config.layer_types)`), and a
+set of strings has another order in each process. The trace is in that order; a bundle must not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from precast.builder.graph.context import PassContext
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.layers import layer_of
+from precast.builder.pipeline import graph_pass
+
+
+@graph_pass(stage="normalise", version=1)
+def order_nodes(graph: FxGraph, ctx: PassContext) -> bool:
+    """Nodes between layers stand in the order in which what comes behind them uses them first."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    changed = False
+    for run in reversed(_runs(graph)):  # from the end: the users' order is final before the used ones'
+        ordered = _by_first_use(run, position)
+        if ordered == run:
+            continue
+        places = [position[node] for node in run]
+        before = run[0].prev
+        for place, node in zip(places, ordered, strict=True):
+            before.append(node)
+            before, position[node] = node, place
+        changed = True
+    return changed
+
+
+def _runs(graph: FxGraph) -> list[list[FxNode]]:
+    """Consecutive calls outside of layers."""
+    runs: list[list[FxNode]] = [[]]
+    for node in graph.nodes:
+        if node.op == "call_function" and layer_of(node) is None:
+            runs[-1].append(node)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _by_first_use(run: Sequence[FxNode], position: dict[FxNode, int]) -> list[FxNode]:
+    """The run's nodes: those that others use first come first, each behind its arguments.
+
+    A node that nobody uses stays where it can: in front.
+    """
+    inside = set(run)
+    uses = {node: _first_use(node, inside, position) for node in run}
+    ends = sorted((use, node) for node, use in uses.items() if use is not None)
+    ordered: dict[FxNode, None] = {}
+    for node in [*(node for node in run if not node.users), *(node for _, node in ends)]:
+        _place(node, inside, ordered)
+    return list(ordered)
+
+
+def _first_use(node: FxNode, inside: set[FxNode], position: dict[FxNode, int]) -> tuple[int, int] | None:
+    """The position of the first user outside of the run, and the argument's number there."""
+    uses = [(position[user], user.all_input_nodes.index(node)) for user in node.users if user not in inside]
+    return min(uses, default=None)
+
+
+def _place(node: FxNode, inside: set[FxNode], ordered: dict[FxNode, None]) -> None:
+    """Puts the node behind its arguments of the run, and those behind theirs."""
+    stack = [node]
+    while stack:
+        top = stack[-1]
+        missing = [arg for arg in top.all_input_nodes if arg in inside and arg not in ordered]
+        if missing:
+            stack.append(missing[0])
+        else:
+            ordered[stack.pop()] = None

@@ -1,0 +1,47 @@
+"""Removes what changes nothing: aliases, dropout, conversions to the same dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.sizes import shape_of
+from precast.builder.pipeline import graph_pass
+
+aten = torch.ops.aten
+
+_SAME_ELEMENTS = {
+    aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.detach_.default,
+    aten.dropout.default, aten.lift_fresh_copy.default, aten.slice.Tensor, aten.expand.default, aten.to.dtype,
+    aten.to.device, aten.to.dtype_layout, aten.view.default, aten.reshape.default, aten._to_copy.default,
+    aten.type_as.default,
+}  # fmt: skip
+
+
+@graph_pass(stage="normalise", version=1)
+def remove_noops(graph: FxGraph, ctx: PassContext) -> bool:
+    """x.alias(), x.to(x.dtype), x[:], x.view(x.shape), x * 1.0 -> x."""
+    changed = False
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if _is_noop(node, ctx):
+            ctx.replace(node, node.args[0])
+            graph.erase_node(node)
+            changed = True
+    return changed
+
+
+def _is_noop(node: FxNode, ctx: PassContext) -> bool:
+    if not node.args or not isinstance(node.args[0], FxNode) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    if node.target is aten.dropout.default:
+        return node.args[2] is False
+    identity = node.target in _SAME_ELEMENTS or (
+        node.target is aten.mul.Tensor and type(node.args[1]) in (int, float) and node.args[1] == 1
+    )
+    if not identity:
+        return False
+    before, after = tensor(node.args[0]), tensor(node)
+    return before.dtype == after.dtype and shape_of(before, ctx.symbols) == shape_of(after, ctx.symbols)

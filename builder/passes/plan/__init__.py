@@ -1,0 +1,1 @@
+"""Decides what the target needs not decide: page sizes, and which rows get logits."""

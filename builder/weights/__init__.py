@@ -1,0 +1,1 @@
+"""From a model's checkpoint conventions to recipes."""

@@ -1,0 +1,153 @@
+"""What transformers does with a checkpoint while it loads it: which tensors there are, and what becomes of them.
+
+Its conversions are run in both directions. Backwards, as when a model is saved, they give the checkpoint's names and
+shapes: the layout that the hub holds. Forwards, as when it is loaded, on tensors that know their recipe, they give the
+recipe of each param.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from precast.builder.weights.tensor_recipes import RecipeTensor
+from precast.ir.errors import BuildError
+from precast.ir.graph.schema import Recipe
+
+Source = Callable[[str, torch.Tensor, str], Recipe]
+"""Gives a checkpoint tensor's recipe, by its name, the tensor (on the meta device) and the first param it makes."""
+
+
+class Made(NamedTuple):
+    """A param's recipe, and the checkpoint tensors that it is made of, or were split to make it."""
+
+    recipe: Recipe
+    tensors: tuple[str, ...]
+
+
+class Converted(NamedTuple):
+    """What the checkpoint makes, by the names of the state dict; `failed` has the reasons for what is missing."""
+
+    params: dict[str, Made]
+    failed: dict[str, BuildError]
+
+
+def saved_tensors(model: PreTrainedModel, tied: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of the model's checkpoint by name, on the meta device; those tied to others are left out.
+
+    Raises BuildError("recipe-unsupported") for a conversion that transformers can't take back.
+    """
+    left_out = set(tied)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    try:
+        return dict(revert_weight_conversion(model, state))
+    except NotImplementedError as error:
+        message = f"a conversion of {model.config.model_type} checkpoints has no reverse, so their layout is unknown"
+        raise BuildError("recipe-unsupported", message) from error
+
+
+def saved_name(model: PreTrainedModel, name: str) -> str:
+    """The checkpoint's name for an entry of the state dict that no conversion splits or merges."""
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    reverse = [each.reverse_transform() for each in transforms[::-1] if not isinstance(each, PrefixChange)]
+    return apply_renamings(name, [each for each in reverse if isinstance(each, WeightRenaming)])
+
+
+def other_prefixes(model: PreTrainedModel) -> dict[str, str]:
+    """Beginnings of checkpoint names, and what may stand there instead: a text model's in a multimodal checkpoint."""
+    found = {}
+    for change in get_model_conversion_mapping(model, add_legacy=False):
+        if not isinstance(change, PrefixChange) or change.scope_prefix:
+            continue
+        outer = change.model_prefix + "." if change.model_prefix else ""
+        if change.prefix_to_remove is not None:
+            found[outer] = f"{outer}{change.prefix_to_remove}."
+        else:
+            found[f"{outer}{change.prefix_to_add}."] = outer
+    return found
+
+
+def converted(model: PreTrainedModel, saved: Mapping[str, torch.Tensor], source: Source) -> Converted:
+    """The recipes of the state dict's entries that the `saved` tensors make."""
+    transforms = get_model_conversion_mapping(model)
+    find = _Targets(model, transforms)
+    loads: dict[str, _Load] = {}
+    made: dict[str, Made] = {}
+    for name in sorted(saved, key=dot_natural_key):
+        target, pattern = find(name)
+        if target is None:
+            continue
+        tensor = saved[name]
+        recipe = source(name, tensor, target)
+        if pattern is None:
+            made[target] = Made(recipe, (name,))
+            continue
+        if target not in loads:
+            loads[target] = _Load(copy.deepcopy(_converter(pattern, transforms)), [])
+        known = RecipeTensor.of(recipe, tensor.shape, tensor.dtype)
+        loads[target].converter.add_tensor(target, name, pattern, known)  # type: ignore[arg-type]
+        loads[target].tensors.append(name)
+    failed: dict[str, BuildError] = {}
+    for target, load in loads.items():
+        try:
+            made |= _run(target, load, model)
+        except BuildError as error:
+            failed[target] = error
+    return Converted(made, failed)
+
+
+class _Load(NamedTuple):
+    converter: WeightConverter
+    tensors: list[str]
+
+
+class _Targets:
+    """Where transformers puts a checkpoint tensor.
+
+    Names must be asked for in their natural order: some renamings count on it.
+    """
+
+    def __init__(self, model: PreTrainedModel, transforms: Sequence[WeightTransform]) -> None:
+        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._state = model.state_dict()
+
+    def __call__(self, name: str) -> tuple[str | None, str | None]:
+        """The entry of the state dict that a tensor makes, the first of several, and its conversion's pattern."""
+        target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
+        if target not in self._state and name in self._state:
+            target, pattern = rename_source_key(name, [], [], self._prefix, self._state)
+        return (target, pattern) if target in self._state else (None, None)
+
+
+def _converter(pattern: str, transforms: Iterable[WeightTransform]) -> WeightConverter:
+    # transformers takes the last of several that have the pattern
+    found = [each for each in transforms if isinstance(each, WeightConverter) and pattern in each.source_patterns]
+    return found[-1]
+
+
+def _run(target: str, load: _Load, model: PreTrainedModel) -> dict[str, Made]:
+    names = ", ".join(type(operation).__name__ for operation in load.converter.operations)
+    try:
+        made = load.converter.convert(target, model=model, config=model.config)
+    except BuildError as error:
+        raise BuildError("recipe-unsupported", f"{target} is made by {names}: {error.message}") from None
+    except ValueError as error:  # what operations raise for tensors that they weren't made for
+        raise BuildError("recipe-unsupported", f"{target} is made by {names}: {error}") from error
+    return {name: Made(cast(RecipeTensor, tensor).recipe, tuple(load.tensors)) for name, tensor in made.items()}

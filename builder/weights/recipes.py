@@ -1,0 +1,166 @@
+"""How the module's params are made from its checkpoint, in the layout that the hub holds.
+
+What transformers converts while it loads a checkpoint (`precast.builder.weights.conversions`) and what a quantised
+checkpoint stores in few bits (`precast.builder.weights.quantisation`) becomes recipes here. What no recipe can say is
+refused by name: no weight is guessed.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
+from precast.builder.weights.quantisation import Weight, scheme_of
+from precast.builder.weights.unused import unused_patterns
+from precast.ir.errors import BuildError
+from precast.ir.graph.schema import Cast, Checkpoint, Read, Recipe, Tie
+from precast.ir.weights import recipes as ir_recipes
+
+_ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
+_PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")
+
+
+def param_recipes(model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None) -> dict[str, Recipe]:
+    """A recipe for each entry of the model's state dict, by its name there.
+
+    `quantisation`: the config's `quantization_config`, if its checkpoint is quantised. Raises BuildError:
+    `recipe-unsupported` for a conversion that no recipe can say, `feature-unsupported` for an unknown quantisation.
+    """
+    return ModelCheckpoint(model, quantisation).recipes(model.state_dict())
+
+
+def checkpoint_rules(
+    model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None, used: Iterable[str] | None = None
+) -> Checkpoint:
+    """The names that a checkpoint may hold beyond those that recipes read.
+
+    `used` are the entries of the state dict that the graph uses; None: all of them.
+    """
+    return ModelCheckpoint(model, quantisation).rules(used)
+
+
+class ModelCheckpoint:
+    """A model's checkpoint: what is in it, what becomes of that, and which of it a graph doesn't use.
+
+    `whole`: the multimodal model that the model is the text decoder of, if its checkpoint may be the other's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        quantisation: Mapping[str, Any] | None = None,
+        whole: PreTrainedModel | None = None,
+    ) -> None:
+        self._model = model
+        self._whole = whole
+        self._tied = _tied(model)
+        self._scheme = scheme_of(model, quantisation)
+
+    def recipes(self, names: Iterable[str]) -> dict[str, Recipe]:
+        """The recipes of these entries of the state dict, and of those that they are tied to.
+
+        Raises BuildError("recipe-unsupported").
+        """
+        state = self._model.state_dict()
+        made: dict[str, Recipe] = {}
+        for name in names:
+            for each in (name, self._first(name)):
+                made[each] = Tie(self._tied[each]) if each in self._tied else self._recipe(each, state[each])
+        return made
+
+    def rules(self, used: Iterable[str] | None = None) -> Checkpoint:
+        """What `checkpoint_rules` gives."""
+        prefix = self._model.base_model_prefix
+        patterns = sorted(set(self._model._keys_to_ignore_on_load_unexpected or ()))
+        ignored = {glob for pattern in patterns for glob in _globs(pattern)}
+        names = {name: saved_name(self._model, name) for pair in self._tied.items() for name in pair}
+        rules = Checkpoint(
+            optional_prefixes=(prefix + ".",) if prefix else (),
+            ignored=tuple(sorted({*ignored, *_ALWAYS_IGNORED, *(self._scheme.ignored if self._scheme else ())})),
+            tied={names[second]: names[first] for second, first in sorted(self._tied.items())},
+            prefixes=other_prefixes(self._model),
+        )
+        return rules if used is None else msgspec.structs.replace(rules, unused=self._unused(rules, set(used)))
+
+    def _unused(self, rules: Checkpoint, used: set[str]) -> tuple[str, ...]:
+        """What the graph doesn't use of the model's checkpoint, or of the multimodal model's."""
+        tensors = self._used_tensors(used)
+        patterns = set(unused_patterns(self._saved, tensors))
+        if self._whole is not None:
+            saved = saved_tensors(self._whole, _tied(self._whole))
+            found = [ir_recipes.resolve(name, saved, rules) for name in tensors]
+            if None not in found:
+                patterns |= set(unused_patterns(saved, [name for name in found if name is not None]))
+        return tuple(sorted(patterns))
+
+    @functools.cached_property
+    def _saved(self) -> dict[str, torch.Tensor]:
+        return saved_tensors(self._model, self._tied)
+
+    @functools.cached_property
+    def _converted(self) -> Converted:
+        return converted(self._model, self._saved, self._source)
+
+    def _source(self, name: str, tensor: torch.Tensor, param: str) -> Recipe:
+        """What reads a checkpoint tensor: as it is stored, in any floating type, or in few bits."""
+        shape, dtype = tuple(tensor.shape), _dtype(tensor)
+        weight = Weight(name, shape, param)
+        if not tensor.is_floating_point():
+            return Read(name, shape, dtype)
+        if self._scheme is None:
+            return Read(name, shape)
+        return Cast(self._scheme.recipe(weight) if self._scheme.holds(weight) else Read(name, shape), dtype)
+
+    def _recipe(self, name: str, tensor: torch.Tensor) -> Recipe:
+        made = self._converted.params.get(name)
+        if made is None:
+            # the reason may be that of several params that are made together, under the name of another one
+            reasons = list(self._converted.failed.values())
+            reason = self._converted.failed.get(name, reasons[0] if reasons else None)
+            raise reason or BuildError(
+                "recipe-unsupported", f"{name}: transformers' conversions make it from no tensor of a checkpoint"
+            )
+        dtype = _dtype(tensor)
+        return made.recipe if ir_recipes.dtype(made.recipe) == dtype else Cast(made.recipe, dtype)
+
+    def _used_tensors(self, used: Iterable[str]) -> set[str]:
+        """The checkpoint tensors that these entries of the state dict are made of."""
+        return {tensor for name in used for tensor in self._converted.params[self._first(name)].tensors}
+
+    def _first(self, name: str) -> str:
+        """The param that this one is tied to, or the one itself."""
+        while name in self._tied:
+            name = self._tied[name]
+        return name
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Entries of the state dict, and those that they are tied to."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _dtype(tensor: torch.Tensor) -> Any:
+    """The dtype's name; the verifier refuses one that the schema doesn't have."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _globs(pattern: str) -> list[str]:
+    """A regular expression of transformers as patterns with `*`; those that say more than that are left out.
+
+    Leaving one out is safe: its tensors are then reported as unexpected.
+    """
+    anchored_start, anchored_end = pattern.startswith("^"), pattern.endswith("$")
+    body = pattern.removeprefix("^").removesuffix("$")
+    tokens: list[str] = _PATTERN_TOKEN.findall(body)
+    if "".join(tokens) != body:
+        return []
+    spelled = {"\\d+": "*", ".*": "*", "\\.": "."}
+    text = "".join(spelled.get(token, token) for token in tokens)
+    return [("" if anchored_start else "*") + text + ("" if anchored_end else "*")]

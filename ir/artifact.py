@@ -1,0 +1,241 @@
+"""A bundle: opened, it is checked completely; written, it is complete or not there.
+
+The bytes on disk are `precast.ir.bundle.layout`'s and `precast.ir.bundle.publish`'s matter, their meaning
+`precast.ir.bundle.codec`'s. Here the parts are held against each other: the manifest's list of blobs against the
+layers, its ops and the constants against the graph, and the graph against the rules.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from precast.ir import limits
+from precast.ir.bundle import codec, oci, versions
+from precast.ir.bundle.layout import Contents, Layer, check_file_name, is_bundle, read_layout
+from precast.ir.errors import BundleError
+from precast.ir.graph.schema import Blob, Graph, Manifest, Node
+from precast.ir.ops import table as ops
+from precast.ir.verify.verifier import check
+from precast.ir.weights import tensorfile
+from precast.ir.weights.tensorfile import Tensor, TensorFileError
+
+_ROLES = {oci.GRAPH: "graph", oci.CONSTANTS: "constants", oci.TOKENIZER: "tokenizer"}
+
+
+class Bundle(msgspec.Struct, frozen=True, eq=False):
+    """An opened bundle: everything in it has been read, decoded and verified.
+
+    `digest` is the image manifest's: the bundle's identity. `constants` maps names to (dtype, shape, content).
+    `provenance` says who made it, when and where; it is outside of the identity and may be empty.
+    """
+
+    path: Path
+    digest: str
+    manifest: Manifest
+    graph: Graph
+    constants: dict[str, Tensor]
+    provenance: dict[str, Any]
+    layers: tuple[Layer, ...]
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> Bundle:
+        """Read and check the bundle at `path`.
+
+        Raises BundleError with the code of the first thing that is wrong: its form, sizes, digests, version,
+        encoding, and the rules of the graph, in this order.
+        """
+        contents = read_layout(Path(path))
+        try:
+            return _decode(Path(path), contents)
+        except BundleError as error:
+            raise error.inside(str(path)) from None
+
+    def files(self, role: str) -> dict[str, bytes]:
+        """The contents of all files of this role (`graph`, `constants`, `tokenizer`) by name."""
+        return {layer.name: layer.data for layer in self.layers if _ROLES[layer.media_type] == role}
+
+
+def write_bundle(
+    path: str | os.PathLike[str],
+    *,
+    manifest_without_blobs: Manifest,
+    graph: Graph,
+    constants: Mapping[str, Tensor],
+    files: Mapping[str, bytes],
+    provenance: Mapping[str, object],
+) -> Bundle:
+    """Write a bundle to `path`, all or nothing, and return it opened.
+
+    `constants` maps names to (dtype, shape, bytes-like), `files` names to tokenizer files. The digest depends on
+    the manifest, the graph, the constants and the files alone; clocks, paths and host names belong in `provenance`.
+    A bundle at `path` is replaced; anything else there is left alone.
+
+    Raises BundleError for contents that `Bundle.open` would refuse, and BuildError: `build-in-progress`,
+    `output-not-a-bundle`, `disk-full` or `write-failed`.
+    """
+    # Here, because readers need neither it nor what it imports.
+    from precast.ir.bundle.publish import publish
+
+    content = _layout(manifest_without_blobs, graph, constants, files, provenance)
+    written = publish(Path(path), content, may_replace=is_bundle, check=Bundle.open)
+    return msgspec.structs.replace(written, path=Path(path))
+
+
+def check_output(path: str | os.PathLike[str]) -> None:
+    """Raise BuildError for a path that `write_bundle` would not write to, before the work for it is done."""
+    from precast.ir.bundle.publish import check_place
+
+    check_place(Path(path), is_bundle)
+
+
+def ops_of(graph: Graph) -> dict[str, int]:
+    """The version of each op that the graph uses, for `Manifest.ops`.
+
+    Raises BundleError (`manifest-invalid`) for a graph that uses two versions of one op.
+    """
+    found: dict[str, int] = {}
+    nodes = [*(node for block in graph.blocks for node in block.nodes), *graph.main]
+    for node in nodes:
+        if isinstance(node, Node) and found.setdefault(node.op, node.version) != node.version:
+            raise BundleError(
+                "manifest-invalid", f"graph: {node.op} is used in versions {found[node.op]}, {node.version}"
+            )
+    return dict(sorted(found.items()))
+
+
+# --- reading ---------------------------------------------------------------------------------------------------
+
+
+def _decode(path: Path, contents: Contents) -> Bundle:
+    manifest = codec.decode_manifest(contents.config)
+    _check_manifest(manifest, contents.layers)
+    _check_ops_known(manifest)
+    graph_layer, constants_layer = contents.layers[:2]
+    graph = codec.decode_graph(graph_layer.data, manifest.format)
+    if ops_of(graph) != manifest.ops:
+        raise BundleError("manifest-invalid", "manifest: its ops are not those that the graph uses")
+    check(graph)
+    constants = _decode_constants(constants_layer.data)
+    _check_constants(graph, constants)
+    provenance: dict[str, Any] = {}
+    if contents.provenance is not None:
+        provenance = codec.decode_json(contents.provenance, dict[str, Any], "provenance")
+    return Bundle(path, contents.digest, manifest, graph, constants, provenance, contents.layers)
+
+
+def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
+    model = manifest.model
+    if min(model.vocab_size, model.max_seq_len) < 1 or min(model.num_layers, model.num_parameters) < 0:
+        raise BundleError("manifest-invalid", "manifest: the model's vocab_size and max_seq_len are at least 1")
+    expected = tuple(
+        Blob(_ROLES[layer.media_type], layer.name, layer.digest, len(layer.data))  # type: ignore[arg-type]
+        for layer in layers
+    )
+    if manifest.blobs != expected:
+        listed = ", ".join(blob.name for blob in manifest.blobs[: limits.MAX_LISTED])
+        held = ", ".join(blob.name for blob in expected[: limits.MAX_LISTED])
+        raise BundleError("blob-list", f"manifest: lists {listed}, which are not the layers {held}")
+
+
+def _check_ops_known(manifest: Manifest) -> None:
+    unknown = [f"{name}@{version}" for name, version in manifest.ops.items() if ops.lookup(name, version) is None]
+    if unknown:
+        message = f"the graph uses ops that this Precast does not have: {', '.join(unknown[: limits.MAX_LISTED])}"
+        raise BundleError("op-unknown", message, fix="upgrade Precast, or build the bundle with this version")
+
+
+def _decode_constants(data: bytes) -> dict[str, Tensor]:
+    try:
+        return dict(tensorfile.decode(data))
+    except TensorFileError as error:
+        raise BundleError("constants-invalid", f"constants: {error}") from None
+
+
+def _check_constants(graph: Graph, constants: Mapping[str, Tensor]) -> None:
+    declared = {value.name: (value.type.dtype, value.type.shape) for value in graph.constants}
+    held = {name: (dtype, shape) for name, (dtype, shape, _) in constants.items()}
+    differ = sorted(name for name in {*declared, *held} if declared.get(name) != held.get(name))
+    if differ:
+        some = "; ".join(f"{name}: graph {declared.get(name)}, file {held.get(name)}" for name in differ[:3])
+        raise BundleError("constants-mismatch", f"constants: {len(differ)} differ from the graph's: {some}")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------
+
+
+def _layout(
+    manifest: Manifest,
+    graph: Graph,
+    constants: Mapping[str, Tensor],
+    files: Mapping[str, bytes],
+    provenance: Mapping[str, object],
+) -> dict[str, bytes]:
+    """All files of the layout by their path in it. A pure function of its arguments."""
+    assert manifest.format == versions.FORMAT, "bundles are written in the current format only"
+    assert not manifest.blobs, "the blobs are listed here"
+    for name in files:
+        check_file_name(name)
+    layers = [
+        Layer(oci.GRAPH, "graph", *_identified(codec.encode_graph(graph))),
+        Layer(oci.CONSTANTS, "constants", *_identified(_encode_constants(constants))),
+        *(Layer(oci.TOKENIZER, name, *_identified(files[name])) for name in sorted(files)),
+    ]
+    blobs = tuple(Blob(_ROLES[x.media_type], x.name, x.digest, len(x.data)) for x in layers)  # type: ignore[arg-type]
+    config = codec.encode_manifest(msgspec.structs.replace(manifest, blobs=blobs))
+    image = codec.encode_json(
+        oci.Image(
+            artifact_type=oci.BUNDLE,
+            config=oci.describe(config, oci.MANIFEST),
+            layers=tuple(_describe(layer) for layer in layers),
+            media_type=oci.IMAGE_TYPE,
+            schema_version=2,
+        )
+    )
+    contents = [config, image, *(layer.data for layer in layers)]
+    index, attached = _index(image, codec.encode_json(dict(provenance)))
+    return {
+        **{f"{oci.BLOBS}/{oci.digest_of(data).replace(':', '/')}": data for data in (*contents, *attached)},
+        oci.INDEX_FILE: index,
+        oci.LAYOUT_FILE: oci.MARKER,
+    }
+
+
+def _index(image: bytes, record: bytes) -> tuple[bytes, list[bytes]]:
+    """`index.json`, and the blobs of the provenance record, which is attached to the image from outside."""
+    attached = codec.encode_json(
+        oci.Image(
+            artifact_type=oci.PROVENANCE,
+            config=oci.describe(oci.EMPTY, oci.EMPTY_TYPE),
+            layers=(oci.describe(record, oci.PROVENANCE),),
+            media_type=oci.IMAGE_TYPE,
+            schema_version=2,
+            subject=oci.describe(image, oci.IMAGE_TYPE),
+        )
+    )
+    manifests = (
+        # Tools want a name when a layout holds more than one manifest.
+        oci.describe(image, oci.IMAGE_TYPE, artifact_type=oci.BUNDLE, annotations={oci.REF_NAME: "latest"}),
+        oci.describe(attached, oci.IMAGE_TYPE, artifact_type=oci.PROVENANCE),
+    )
+    return codec.encode_json(oci.Index(manifests, 2, oci.INDEX_TYPE)), [record, oci.EMPTY, attached]
+
+
+def _identified(data: bytes) -> tuple[str, bytes]:
+    return oci.digest_of(data), data
+
+
+def _describe(layer: Layer) -> oci.Descriptor:
+    titled = layer.media_type == oci.TOKENIZER
+    return oci.describe(layer.data, layer.media_type, annotations={oci.TITLE: layer.name} if titled else None)
+
+
+def _encode_constants(constants: Mapping[str, Tensor]) -> bytes:
+    try:
+        return tensorfile.encode(constants)
+    except TensorFileError as error:
+        raise BundleError("constants-invalid", f"constants: {error}") from None

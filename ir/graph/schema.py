@@ -1,0 +1,415 @@
+"""The language of a bundle: frozen structs, nothing else.
+
+Every struct here is wire format. A field that is added, removed or renamed changes `tests/ir/schema_v*.json`
+and needs the version bump that `precast.ir.bundle.versions` computes. Behaviour (evaluation, inference, verification,
+printing) lives in the modules beside this one; nothing in this room imports torch.
+
+Words: a *graph* is the program; a *block* is a function of it, stored once and called once a layer; a *node* is
+one operation; a *value* is a typed result; a *param* is made from checkpoint tensors by its *recipe*; a *slot* is
+one layer's place in a cache *group*; a group's pages live in a *pool*.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Dtype = Literal["bool", "int8", "uint8", "int32", "int64", "float8_e4m3fn", "float16", "bfloat16", "float32", "float64"]
+ExprOp = Literal["add", "mul", "floordiv", "mod", "min", "max", "ceildiv"]
+
+
+class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What all wire structs share: immutable, no unknown fields, one canonical encoding."""
+
+
+# --- symbols and types -----------------------------------------------------------------------------------------
+
+
+class Apply(Wire, frozen=True, tag="e", tag_field="k"):
+    """An integer operation over expressions; `add`, `mul`, `min` and `max` take two arguments or more."""
+
+    op: ExprOp
+    args: tuple[Expr, ...]
+
+
+Expr = int | str | Apply
+"""An integer: a constant, a symbol's name, or an operation over expressions."""
+
+
+class Symbol(Wire, frozen=True):
+    """A named integer known later, in `min..max` (both included; no `max`: unbounded)."""
+
+    name: str
+    min: int = 0
+    max: int | None = None
+
+
+class TensorType(Wire, frozen=True):
+    """A tensor's element type and its sizes."""
+
+    dtype: Dtype
+    shape: tuple[Expr, ...]
+
+
+class Value(Wire, frozen=True):
+    """A typed name, assigned once."""
+
+    name: str
+    type: TensorType
+
+
+# --- arguments -------------------------------------------------------------------------------------------------
+
+
+class Ref(Wire, frozen=True, tag="r", tag_field="k"):
+    """The value, param, constant or cache tensor of this name."""
+
+    name: str
+
+
+class Const(Wire, frozen=True, tag="c", tag_field="k"):
+    """A literal. Floats are finite or infinite, never NaN."""
+
+    value: bool | int | float | str | None
+
+
+class Dim(Wire, frozen=True, tag="d", tag_field="k"):
+    """An integer argument that depends on symbols."""
+
+    expr: Expr
+
+
+class DtypeArg(Wire, frozen=True, tag="t", tag_field="k"):
+    """An element type passed as an argument."""
+
+    dtype: Dtype
+
+
+class Items(Wire, frozen=True, tag="l", tag_field="k"):
+    """A list argument: tensors (`cat`) or integers (`view`)."""
+
+    items: tuple[Ref | Const | Dim, ...]
+
+
+Arg = Ref | Const | Dim | DtypeArg | Items
+
+
+# --- program ---------------------------------------------------------------------------------------------------
+
+
+class Node(Wire, frozen=True, tag="node", tag_field="k"):
+    """One operation: its arguments by the names of the op's signature, its results in order."""
+
+    op: str
+    args: dict[str, Arg]
+    outputs: tuple[Value, ...]
+    version: int = 1
+
+
+class Call(Wire, frozen=True, tag="call", tag_field="k"):
+    """One use of a block: `args` binds each of its inputs, params and caches to a name of `main`."""
+
+    block: str
+    args: dict[str, str]
+    outputs: tuple[Value, ...]
+
+
+class Block(Wire, frozen=True):
+    """A function: what it takes by name, its nodes in order, the names it returns in order."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    params: tuple[Value, ...]
+    caches: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+
+
+# --- recipes: how a param is made from checkpoint tensors ------------------------------------------------------
+
+
+class Read(Wire, frozen=True, tag="read", tag_field="k"):
+    """The checkpoint tensor of this name, whole, of this shape; `dtype` None: any floating type."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: Dtype | None = None
+
+
+class Slice(Wire, frozen=True, tag="slice", tag_field="k"):
+    """Elements `start .. start + length` of dimension `dim`."""
+
+    of: Recipe
+    dim: int
+    start: Expr
+    length: Expr
+
+
+class Concat(Wire, frozen=True, tag="concat", tag_field="k"):
+    """The parts one behind the other along the existing dimension `dim`."""
+
+    parts: tuple[Recipe, ...]
+    dim: int
+
+
+class Stack(Wire, frozen=True, tag="stack", tag_field="k"):
+    """The parts, of equal shape, along a new dimension `dim`."""
+
+    parts: tuple[Recipe, ...]
+    dim: int
+
+
+class Transpose(Wire, frozen=True, tag="transpose", tag_field="k"):
+    """Dimensions `dim0` and `dim1` exchanged."""
+
+    of: Recipe
+    dim0: int
+    dim1: int
+
+
+class Reshape(Wire, frozen=True, tag="reshape", tag_field="k"):
+    """The same elements in row-major order under another shape."""
+
+    of: Recipe
+    shape: tuple[Expr, ...]
+
+
+class Cast(Wire, frozen=True, tag="cast", tag_field="k"):
+    """Each element converted to `dtype`, rounding to nearest even; a source of that type is taken as it is."""
+
+    of: Recipe
+    dtype: Dtype
+
+
+class Each(Wire, frozen=True, tag="each", tag_field="k"):
+    """`of` once for each number `start .. start + count`, along a new dimension `dim`.
+
+    Each `*` in a name that `of` reads stands for the number: the experts of a layer are one `Each`, not hundreds of
+    parts. Inside of it there is no other `Each`.
+    """
+
+    of: Recipe
+    dim: int
+    count: int
+    start: int = 0
+
+
+class Dequantise(Wire, frozen=True, tag="dequantise", tag_field="k"):
+    """The float32 values that `of` holds in few bits, by the formula of `format` (`docs/format/v1.md`, Recipes).
+
+    `fp8`: `of [.., r, c]` times `scales [.., r / block[0], c / block[1]]`. `mxfp4`: `of [.., g, b]`, two values a byte,
+    times two to the power of `scales [.., g]`. `awq` and `gptq`: int32 with eight values each, `[i, o / 8]` and
+    `[i / 8, o]`, minus `zeros`, times `scales [g, o]`; `groups [i]` (`gptq`) gives the row of `scales` of each input.
+    `zero_offset` is added to what `zeros` holds.
+    """
+
+    of: Recipe
+    scales: Recipe
+    format: Literal["fp8", "mxfp4", "awq", "gptq"]
+    block: tuple[int, int] | None = None
+    zeros: Recipe | None = None
+    groups: Recipe | None = None
+    zero_offset: int = 0
+
+
+class Tie(Wire, frozen=True, tag="tie", tag_field="k"):
+    """The same memory as another param of the graph."""
+
+    param: str
+
+
+Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Tie
+
+
+class Param(Wire, frozen=True):
+    """A parameter of the graph: its name, type, and how it is made."""
+
+    name: str
+    type: TensorType
+    recipe: Recipe
+
+
+# --- caches ----------------------------------------------------------------------------------------------------
+
+
+class PagedSpec(Wire, frozen=True, tag="paged", tag_field="k"):
+    """Geometry of a paged key/value cache. `window` None: full attention; else the keys a query may see.
+
+    With a `chunk`, and no window, a query at position i sees the keys from position `i // chunk * chunk` on.
+    """
+
+    num_kv_heads: Expr
+    head_size: int
+    value_size: int
+    dtype: Dtype
+    page_size: int
+    window: int | None = None
+    chunk: int | None = None
+
+
+class LatentSpec(Wire, frozen=True, tag="latent", tag_field="k"):
+    """Geometry of a paged cache of latents, which all heads share. `window` None: full attention."""
+
+    latent_size: int
+    rope_size: int
+    dtype: Dtype
+    page_size: int
+    window: int | None = None
+
+
+class StateSpec(Wire, frozen=True, tag="state", tag_field="k"):
+    """Geometry of a state that a sequence keeps as a whole: a recurrent `state`, or the last inputs of a `conv`.
+
+    `shape` is that of one sequence.
+    """
+
+    kind: Literal["state", "conv"]
+    shape: tuple[Expr, ...]
+    dtype: Dtype
+
+
+class PagedInputs(Wire, frozen=True):
+    """The names of one group's metadata inputs (`docs/format/v1.md`, Caches)."""
+
+    page_indices: str
+    page_indptr: str
+    page_start: str
+    slot_mapping: str
+
+
+class Slot(Wire, frozen=True):
+    """One layer's cache: its tensors, typed over the symbol that counts the pool's pages."""
+
+    name: str
+    tensors: tuple[Value, ...]
+
+
+class Group(Wire, frozen=True):
+    """Layers of equal spec: they share one page table and one set of metadata inputs."""
+
+    name: str
+    pool: str
+    spec: PagedSpec | LatentSpec
+    inputs: PagedInputs
+    slots: tuple[Slot, ...]
+
+
+class StateGroup(Wire, frozen=True):
+    """Layers whose states are of equal spec. `slot_ids` is the input that says which of the pool's pages, each of
+    which holds one state a layer, a sequence has."""
+
+    name: str
+    pool: str
+    spec: StateSpec
+    slot_ids: str
+    slots: tuple[Slot, ...]
+
+
+class Pool(Wire, frozen=True):
+    """Memory for the pages of one group; `pages` is the symbol that counts them.
+
+    A slab holds `pages_per_slab` of them. In plans without slabs, groups of one page geometry may share a pool.
+    """
+
+    name: str
+    pages: str
+    pages_per_slab: int = 1
+
+
+class CachePlan(Wire, frozen=True):
+    """The only source of truth for the graph's metadata inputs and the loader's allocations.
+
+    All cache memory is one arena of slabs of `slab_bytes`, which pools draw and give back; 0: the loader chooses.
+    """
+
+    pools: tuple[Pool, ...] = ()
+    groups: tuple[Group, ...] = ()
+    states: tuple[StateGroup, ...] = ()
+    slab_bytes: int = 0
+
+
+# --- graph -----------------------------------------------------------------------------------------------------
+
+
+class Graph(Wire, frozen=True):
+    """A program: symbols, what it takes by name, its blocks, and `main`, which returns `outputs` by name."""
+
+    symbols: tuple[Symbol, ...]
+    inputs: tuple[Value, ...]
+    params: tuple[Param, ...]
+    constants: tuple[Value, ...]
+    blocks: tuple[Block, ...]
+    main: tuple[Node | Call, ...]
+    outputs: dict[str, str]
+    caches: CachePlan = CachePlan()
+
+
+# --- manifest --------------------------------------------------------------------------------------------------
+
+
+class ModelInfo(Wire, frozen=True):
+    """What the loader must know of the model beyond its graph. `max_seq_len` counts prompt and answer tokens."""
+
+    architecture: str
+    model_type: str
+    dtype: Dtype
+    vocab_size: int
+    max_seq_len: int
+    num_layers: int
+    num_parameters: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+
+class PassRecord(Wire, frozen=True):
+    """One pass as it ran: `delta` counts the ops that it added (positive) or removed."""
+
+    name: str
+    stage: str
+    version: int
+    changed: bool
+    delta: dict[str, int] = {}
+
+
+class Checkpoint(Wire, frozen=True):
+    """How tensor names of a checkpoint are read, beyond the recipes.
+
+    `optional_prefixes` may be missing from, or stand before, every name of the checkpoint (GPT-2's `transformer.`).
+    `ignored` are name patterns of tensors that are present in some checkpoints and used by none; `*` stands for any
+    run of characters, all else for itself. `tied` maps a second name of a tensor to the name that recipes read: a
+    checkpoint holds either of them, or both with equal content. `unused` are patterns of tensors that belong to the
+    model but not to its graph: the vision tower of a model whose text decoder was built. A name that begins with a key
+    of `prefixes` may begin with its value instead.
+    """
+
+    optional_prefixes: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    tied: dict[str, str] = {}
+    unused: tuple[str, ...] = ()
+    prefixes: dict[str, str] = {}
+
+
+class Blob(Wire, frozen=True):
+    """A file in the bundle: what it is for (`role`), under which name, its digest and size."""
+
+    role: Literal["graph", "constants", "tokenizer"]
+    name: str
+    digest: str
+    size: int
+
+
+class Manifest(Wire, frozen=True):
+    """The bundle's typed root. `ops` are the versions of all ops that the graph uses.
+
+    `checked`: the build compared the model, made tiny, with the implementation that it was built from.
+    """
+
+    format: tuple[int, int]
+    model: ModelInfo
+    ops: dict[str, int]
+    checkpoint: Checkpoint
+    passes: tuple[PassRecord, ...]
+    built_with: dict[str, str]
+    blobs: tuple[Blob, ...]
+    checked: bool = False

@@ -1,0 +1,268 @@
+"""The text form of a graph: stable, readable, one line a node, and parsed back exactly.
+
+    symbols {
+      T: 1..
+    }
+    inputs {
+      %x: bfloat16[1, T, 16]
+    }
+    params {
+      %w: bfloat16[16] = cast(read("norm.weight", [16]), bfloat16)
+    }
+    block layer {
+      inputs {
+        %x: bfloat16[1, T, 16]
+      }
+      params {
+        %w: bfloat16[16]
+      }
+      %y: bfloat16[1, T, 16] = precast.rms_norm@1(x=%x, weight=%w, eps=1e-06, cast_before_scale=true)
+      return %y
+    }
+    main {
+      %h: bfloat16[1, T, 16] = call layer(x=%x, w=%w)
+      return hidden=%h
+    }
+
+A `%` marks the name of a tensor; a name that is no plain name is quoted. Integers and floats are literals, a bare
+word or an operation is a size over symbols, `dim(3)` a size that is the constant 3. `#` starts a comment. The parser,
+`precast.ir.parse`, also takes a node without its version (1) and a result without its type (the op's rule gives it).
+Nothing here checks that a graph is valid: `precast.ir.verify.verifier` does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import (
+    Apply,
+    Arg,
+    Block,
+    Call,
+    Cast,
+    Concat,
+    Const,
+    Dequantise,
+    Dim,
+    DtypeArg,
+    Each,
+    Expr,
+    Graph,
+    Group,
+    Items,
+    LatentSpec,
+    Node,
+    PagedSpec,
+    Param,
+    Read,
+    Recipe,
+    Ref,
+    Reshape,
+    Slice,
+    Slot,
+    Stack,
+    StateGroup,
+    Symbol,
+    TensorType,
+    Tie,
+    Transpose,
+    Value,
+)
+from precast.ir.ops import table as ops
+from precast.ir.parse import RESERVED, parse_graph
+
+__all__ = ["format_graph", "format_recipe", "format_step", "format_type", "format_value", "parse_graph"]
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+
+
+def format_graph(graph: Graph) -> str:
+    """The whole graph as text, ending in a newline. `parse_graph` gives back an equal graph."""
+    return "\n".join(_graph(graph)) + "\n"
+
+
+def format_type(tensor: TensorType) -> str:
+    """A type: `bfloat16[1, T, 4096]`; `float32[]` has no dimensions."""
+    return tensor.dtype + _sizes(tensor.shape)
+
+
+def format_value(value: Value) -> str:
+    """A value with its type: `%x: bfloat16[1, T, 4096]`."""
+    return f"{_ref(value.name)}: {format_type(value.type)}"
+
+
+def format_step(step: Node | Call, order: Sequence[str] = ()) -> str:
+    """A node or call, in one line: arguments of a node in the order of its op's signature, of a call in `order`,
+    and those that are in neither by name."""
+    results = ", ".join(map(format_value, step.outputs))
+    if isinstance(step, Node):
+        definition = ops.lookup(step.op, step.version)
+        names = _ordered(step.args, [arg.name for arg in definition.args] if definition else order)
+        # Ops of the table have a dot; another name could read as `call` or `return`.
+        op = _name(step.op) if "." in step.op else json.dumps(step.op)
+        what = f"{op}@{step.version}({', '.join(f'{_name(n)}={_arg(step.args[n])}' for n in names)})"
+    else:
+        names = _ordered(step.args, order)
+        what = f"call {_name(step.block)}({', '.join(f'{_name(n)}={_ref(step.args[n])}' for n in names)})"
+    return f"{results} = {what}" if results else what
+
+
+def format_recipe(recipe: Recipe) -> str:
+    """How a param is made: `cast(concat([read("q", [8, 4]), read("k", [2, 4])], dim=0), bfloat16)`."""
+    match recipe:
+        case Read(tensor, shape, dtype):
+            return f"read({json.dumps(tensor)}, {_sizes(shape)}{f', {dtype}' if dtype else ''})"
+        case Slice(of, dim, start, length):
+            bounds = f"start={symbols.text(start)}, length={symbols.text(length)}"
+            return f"slice({format_recipe(of)}, dim={dim}, {bounds})"
+        case Concat(parts, dim):
+            return f"concat([{', '.join(map(format_recipe, parts))}], dim={dim})"
+        case Stack(parts, dim):
+            return f"stack([{', '.join(map(format_recipe, parts))}], dim={dim})"
+        case Transpose(of, dim0, dim1):
+            return f"transpose({format_recipe(of)}, {dim0}, {dim1})"
+        case Reshape(of, sizes):
+            return f"reshape({format_recipe(of)}, {_sizes(sizes)})"
+        case Cast(of, dtype):
+            return f"cast({format_recipe(of)}, {dtype})"
+        case Each(of, dim, count, start):
+            return f"each({format_recipe(of)}, dim={dim}, count={count}, start={start})"
+        case Dequantise(of, scales, kind, block, zeros, groups, offset):
+            size = f"[{block[0]}, {block[1]}]" if block else "none"
+            rest = f"zeros={_maybe(zeros)}, groups={_maybe(groups)}, zero_offset={offset}"
+            return f"dequantise({kind}, {format_recipe(of)}, {format_recipe(scales)}, block={size}, {rest})"
+        case Tie(param):
+            return f"tie({_ref(param)})"
+
+
+def _maybe(recipe: Recipe | None) -> str:
+    return "none" if recipe is None else format_recipe(recipe)
+
+
+def _graph(graph: Graph) -> Iterator[str]:
+    yield from _section("symbols", map(_symbol, graph.symbols))
+    yield from _section("inputs", map(format_value, graph.inputs))
+    yield from _section("params", map(_param, graph.params))
+    yield from _section("constants", map(format_value, graph.constants))
+    if graph.caches.slab_bytes:
+        yield f"slabs(bytes={graph.caches.slab_bytes})"
+    for pool in graph.caches.pools:
+        per_slab = "" if pool.pages_per_slab == 1 else f", pages_per_slab={pool.pages_per_slab}"
+        yield f"pool {_name(pool.name)}(pages={_name(pool.pages)}{per_slab})"
+    for group in graph.caches.groups:
+        yield from _section(_group(group), map(_slot, group.slots), always=True)
+    for states in graph.caches.states:
+        yield from _section(_states(states), map(_slot, states.slots), always=True)
+    for block in graph.blocks:
+        yield from _section(f"block {_name(block.name)}", _block(block), always=True)
+    yield from _section("main", _main(graph), always=True)
+
+
+def _section(head: str, lines: Iterable[str], *, always: bool = False) -> Iterator[str]:
+    """The lines in braces, indented; without lines nothing, unless `always`."""
+    indented = ["  " + line for line in lines]
+    if indented or always:
+        yield f"{head} {{"
+        yield from indented
+        yield "}"
+
+
+def _symbol(symbol: Symbol) -> str:
+    return f"{_name(symbol.name)}: {symbol.min}..{'' if symbol.max is None else symbol.max}"
+
+
+def _param(param: Param) -> str:
+    return f"{format_value(Value(param.name, param.type))} = {format_recipe(param.recipe)}"
+
+
+def _group(group: Group) -> str:
+    names = group.inputs
+    inputs = {
+        "page_indices": names.page_indices,
+        "page_indptr": names.page_indptr,
+        "page_start": names.page_start,
+        "slot_mapping": names.slot_mapping,
+    }
+    fields = ", ".join(f"{field}={_ref(name)}" for field, name in inputs.items())
+    return f"group {_name(group.name)}(pool={_name(group.pool)}, spec={_spec(group.spec)}, {fields})"
+
+
+def _states(group: StateGroup) -> str:
+    spec = f"{group.spec.kind}(shape={_sizes(group.spec.shape)}, dtype={group.spec.dtype})"
+    return f"group {_name(group.name)}(pool={_name(group.pool)}, spec={spec}, slot_ids={_ref(group.slot_ids)})"
+
+
+def _slot(slot: Slot) -> str:
+    return f"slot {_name(slot.name)}({', '.join(map(format_value, slot.tensors))})"
+
+
+def _spec(spec: PagedSpec | LatentSpec) -> str:
+    pages = f"dtype={spec.dtype}, page_size={spec.page_size}, window={'none' if spec.window is None else spec.window}"
+    if isinstance(spec, LatentSpec):
+        return f"latent(latent_size={spec.latent_size}, rope_size={spec.rope_size}, {pages})"
+    sizes = f"num_kv_heads={symbols.text(spec.num_kv_heads)}, head_size={spec.head_size}, value_size={spec.value_size}"
+    chunk = "" if spec.chunk is None else f", chunk={spec.chunk}"
+    return f"paged({sizes}, {pages}{chunk})"
+
+
+def _block(block: Block) -> Iterator[str]:
+    yield from _section("inputs", map(format_value, block.inputs))
+    yield from _section("params", map(format_value, block.params))
+    yield from _section("caches", map(format_value, block.caches))
+    yield from map(format_step, block.nodes)
+    yield f"return {', '.join(map(_ref, block.outputs))}".rstrip()
+
+
+def _main(graph: Graph) -> Iterator[str]:
+    orders = {
+        block.name: [value.name for value in (*block.inputs, *block.params, *block.caches)] for block in graph.blocks
+    }
+    for step in graph.main:
+        yield format_step(step, orders.get(step.block, ()) if isinstance(step, Call) else ())
+    yield f"return {', '.join(f'{_name(key)}={_ref(name)}' for key, name in sorted(graph.outputs.items()))}".rstrip()
+
+
+def _ordered(args: Iterable[str], order: Sequence[str]) -> list[str]:
+    """The names in `order` that are given, then the others, sorted: equal steps read the same."""
+    given = set(args)
+    return [*(name for name in order if name in given), *sorted(given.difference(order))]
+
+
+def _name(name: str) -> str:
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+
+
+def _ref(name: str) -> str:
+    return "%" + _name(name)
+
+
+def _sizes(shape: Sequence[Expr]) -> str:
+    return f"[{', '.join(map(symbols.text, shape))}]"
+
+
+def _arg(arg: Arg) -> str:
+    match arg:
+        case Ref(name):
+            return _ref(name)
+        case Const(value):
+            return _literal(value)
+        case Dim(expr):
+            bare = isinstance(expr, Apply) or (
+                isinstance(expr, str) and expr not in RESERVED and _PLAIN.fullmatch(expr) is not None
+            )
+            return symbols.text(expr) if bare else f"dim({symbols.text(expr)})"
+        case DtypeArg(dtype):
+            return dtype
+        case Items(items):
+            return f"[{', '.join(map(_arg, items))}]"
+
+
+def _literal(value: bool | int | float | str | None) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value) if isinstance(value, str) else repr(value)

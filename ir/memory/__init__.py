@@ -1,0 +1,1 @@
+"""What a graph needs of memory: cache plans, and activations from liveness."""

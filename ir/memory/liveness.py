@@ -1,0 +1,286 @@
+"""What is alive in a graph while it runs: op by op the memory that values hold, without running it.
+
+The graph is walked as the loader runs it (`precast.loader.program.restore`): a value lives until its last use, a
+block's inputs are held by the block alone from its call on, a view keeps the memory that it looks into. Inputs, params,
+constants and caches are no activations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from precast.ir.graph import symbols
+from precast.ir.graph.infer import references
+from precast.ir.graph.schema import (
+    Block,
+    Call,
+    Const,
+    Dim,
+    DtypeArg,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Ref,
+    TensorType,
+    Value,
+)
+from precast.ir.memory import caches, strides
+from precast.ir.memory.strides import Layout
+from precast.ir.memory.workspace import Operand, workspace
+from precast.ir.weights.tensorfile import element_bytes
+
+ROUNDING = 512
+"""Bytes of which the blocks of torch's CUDA allocator are multiples."""
+
+_GENERIC = (1009, 757, 1213, 881, 1103, 613, 929, 1151)
+"""Sizes without common factors: what is a view for these is one for all sizes, but for some that are 1."""
+
+
+class Moment(NamedTuple):
+    """One op as it runs: in bytes what is alive, what the op makes, and its workspace.
+
+    `held` are sizes, each with how often it occurs. `path` is the call of the op's block, empty in `main`.
+    """
+
+    path: str
+    node: Node
+    held: frozenset[tuple[Expr, int]]
+    made: frozenset[tuple[Expr, int]]
+    workspace: Expr
+
+
+class Run(NamedTuple):
+    """The ops in the order in which they run, and what the outputs keep, as sizes with how often each occurs."""
+
+    moments: list[Moment]
+    kept: frozenset[tuple[Expr, int]]
+
+
+class _Storage:
+    """Memory that one op made; views of it share it."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: Expr) -> None:
+        self.size = size
+
+
+class _Held(NamedTuple):
+    """A value: its type, where its elements lie, in which memory; None: in memory that is no activation."""
+
+    type: TensorType
+    layout: Layout
+    storage: _Storage | None
+
+
+_Workspaces = dict[tuple[int, tuple[bool, ...]], Expr]
+"""By a node's identity, and which of its arguments lie in row-major order."""
+
+
+def runs(graph: Graph, device: str) -> list[Run]:
+    """Two runs of a verified graph on a `device` of this kind, "cpu" or "cuda".
+
+    One for sizes without common factors, one for the smallest: with a dimension of 1, copies can become views.
+    """
+    workspaces: _Workspaces = {}
+    found = []
+    for sizes in _sample_sizes(graph):
+        found.append(_Walk(graph, device, sizes, workspaces).run())
+    return found
+
+
+def block_bytes(kind: TensorType) -> Expr:
+    """The bytes of the allocator's block for a tensor."""
+    exact = symbols.mul(element_bytes(kind.dtype), *kind.shape)
+    if all(factor % ROUNDING == 0 for factor in symbols.terms(exact).values()):
+        return exact
+    if isinstance(exact, int):
+        return -(-exact // ROUNDING) * ROUNDING
+    return symbols.add(exact, ROUNDING)
+
+
+def _sample_sizes(graph: Graph) -> list[dict[str, int]]:
+    generic = {
+        symbol.name: _GENERIC[i % len(_GENERIC)] + 2 * len(_GENERIC) * (i // len(_GENERIC))
+        for i, symbol in enumerate(graph.symbols)
+    }
+    smallest = {symbol.name: 1 for symbol in graph.symbols}
+    return [generic | {"tp": 1, "rank": 0}, smallest | {"tp": 1, "rank": 0}]
+
+
+class _Walk:
+    """One walk over the program, for sizes that say which results are views."""
+
+    def __init__(self, graph: Graph, device: str, sizes: Mapping[str, int], workspaces: _Workspaces) -> None:
+        self._graph = graph
+        self._device = device
+        self._sizes = sizes
+        self._blocks = {block.name: block for block in graph.blocks}
+        self._alive: Counter[_Storage] = Counter()  # by how many registers hold it
+        self._sum: Counter[Expr] = Counter()  # the sizes of what is alive
+        self._block_bytes: dict[TensorType, Expr] = {}
+        self._workspaces = workspaces
+        self._path = ""
+        self._moments: list[Moment] = []
+
+    def run(self) -> Run:
+        """The whole program."""
+        params = [Value(param.name, param.type) for param in self._graph.params]
+        given = (*self._graph.inputs, *params, *self._graph.constants, *caches.tensors(self._graph.caches))
+        frame = {value.name: self._outside(value) for value in given}
+        self._steps(self._graph.main, frame, kept={*frame, *self._graph.outputs.values()})
+        return Run(self._moments, frozenset(self._sum.items()))
+
+    def _steps(self, steps: Sequence[Node | Call], frame: dict[str, _Held], kept: set[str]) -> None:
+        for step, dead in zip(steps, _deaths(steps, kept), strict=True):
+            if isinstance(step, Call):
+                self._call(step, frame, dead)
+                continue
+            made = self._node(step, frame)
+            for value, held in zip(step.outputs, made, strict=True):
+                self._hold(held)
+                frame[value.name] = held
+            self._release(frame, dead)
+
+    def _call(self, call: Call, frame: dict[str, _Held], dead: Sequence[str]) -> None:
+        block = self._blocks[call.block]
+        local = {name: frame[bound] for name, bound in call.args.items()}
+        for held in local.values():
+            self._hold(held)
+        outputs = {value.name for value in call.outputs}
+        self._release(frame, [name for name in dead if name not in outputs])
+        self._path = f"{call.block} that makes {', '.join(value.name for value in call.outputs)}"
+        self._steps(block.nodes, local, _immortal(block))
+        self._path = ""
+        for value, name in zip(call.outputs, block.outputs, strict=True):
+            if value.name not in dead:
+                frame[value.name] = local[name]
+                self._hold(local[name])
+        self._release(local, list(local))
+
+    def _node(self, node: Node, frame: Mapping[str, _Held]) -> list[_Held]:
+        """The results; their making is a moment."""
+        made = [self._result(node, value, frame) for value in node.outputs]
+        new = Counter(held.storage.size for held in made if held.storage and held.storage not in self._alive)
+        alive, own = frozenset(self._sum.items()), frozenset(new.items())
+        self._moments.append(Moment(self._path, node, alive, own, self._workspace(node, frame)))
+        return made
+
+    def _workspace(self, node: Node, frame: Mapping[str, _Held]) -> Expr:
+        """Of a block's node, the same in all its calls if its arguments lie alike."""
+        held = {name: frame[arg.name] for name, arg in node.args.items() if isinstance(arg, Ref)}
+        key = (id(node), tuple(each.layout.is_contiguous for each in held.values()))
+        if key not in self._workspaces:
+            operands = {name: Operand(each.type, each.layout.is_contiguous) for name, each in held.items()}
+            self._workspaces[key] = workspace(node, operands, self._device)
+        return self._workspaces[key]
+
+    def _result(self, node: Node, value: Value, frame: Mapping[str, _Held]) -> _Held:
+        shape = self._numbers(value.type.shape)
+        names = list(references(node.args))
+        source = frame[names[0]] if names else None
+        if source is not None:
+            if node.op == "aten.to.dtype" and source.type.dtype == value.type.dtype:
+                return source
+            view = self._view(node, source.layout, shape)
+            if view is not None:
+                return _Held(value.type, view, source.storage)
+        layout = strides.contiguous(shape)
+        if node.op.startswith("aten.") and not node.op.startswith(_ROW_MAJOR):
+            layout = _elementwise(shape, [frame[name].layout for name in names]) or layout
+        if value.type not in self._block_bytes:
+            self._block_bytes[value.type] = block_bytes(value.type)
+        return _Held(value.type, layout, _Storage(self._block_bytes[value.type]))
+
+    def _view(self, node: Node, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+        """Where a view of a tensor with this layout has its elements; None for an op whose result is new memory."""
+        name = node.op.removeprefix("aten.")
+        if name == "reshape.default":
+            return strides.reshaped(layout, shape)
+        if name == "transpose.int":
+            return strides.transposed(layout, self._integer(node, "dim0"), self._integer(node, "dim1"))
+        if name == "permute.default":
+            return strides.permuted(layout, self._integers(node, "dims"))
+        if name == "unsqueeze.default":
+            return strides.unsqueezed(layout, self._integer(node, "dim"))
+        if name == "squeeze.dim":
+            dim = self._integer(node, "dim")
+            return layout if len(shape) == len(layout.shape) else strides.without(layout, dim)
+        if name == "select.int":
+            return strides.without(layout, self._integer(node, "dim"))
+        if name == "expand.default":
+            return strides.expanded(layout, shape)
+        if name == "slice.Tensor":
+            step = self._integer(node, "step") if "step" in node.args else 1
+            return strides.sliced(layout, shape, self._integer(node, "dim"), step)
+        return None
+
+    def _integer(self, node: Node, name: str) -> int:
+        return self._number(node.args[name])
+
+    def _integers(self, node: Node, name: str) -> list[int]:
+        arg = node.args[name]
+        assert isinstance(arg, Items), f"{node.op}: {name} is a list"
+        return [self._number(item) for item in arg.items]
+
+    def _number(self, arg: Ref | Const | Dim | DtypeArg | Items) -> int:
+        if isinstance(arg, Dim):
+            return symbols.evaluate(arg.expr, self._sizes)
+        assert isinstance(arg, Const), "verified: an integer"
+        assert isinstance(arg.value, int), "verified: an integer"
+        return arg.value
+
+    def _numbers(self, shape: Sequence[Expr]) -> tuple[int, ...]:
+        return tuple(size if isinstance(size, int) else symbols.evaluate(size, self._sizes) for size in shape)
+
+    def _outside(self, value: Value) -> _Held:
+        return _Held(value.type, strides.contiguous(self._numbers(value.type.shape)), None)
+
+    def _hold(self, held: _Held) -> None:
+        if held.storage is not None:
+            if not self._alive[held.storage]:
+                self._sum[held.storage.size] += 1
+            self._alive[held.storage] += 1
+
+    def _release(self, frame: dict[str, _Held], names: Iterable[str]) -> None:
+        for name in names:
+            storage = frame.pop(name).storage
+            if storage is None:
+                continue
+            self._alive[storage] -= 1
+            if not self._alive[storage]:
+                del self._alive[storage]
+                self._sum[storage.size] -= 1
+                if not self._sum[storage.size]:
+                    del self._sum[storage.size]
+
+
+_ROW_MAJOR = ("aten.linear", "aten.addmm", "aten.matmul", "aten.cat", "aten.one_hot")
+"""Ops whose results lie in row-major order, whatever the order of their arguments' dimensions."""
+
+
+def _elementwise(shape: tuple[int, ...], layouts: Sequence[Layout]) -> Layout | None:
+    """The layout of a result whose dimensions are ordered as those of the first argument of its shape."""
+    for layout in layouts:
+        if layout.shape == shape:
+            return strides.like(layout)
+    return None
+
+
+def _immortal(block: Block) -> set[str]:
+    return {*(value.name for value in (*block.params, *block.caches)), *block.outputs}
+
+
+def _deaths(steps: Sequence[Node | Call], kept: set[str]) -> list[list[str]]:
+    """For each step, the names that nobody touches after it."""
+    seen = set(kept)
+    found: list[list[str]] = []
+    for step in reversed(steps):
+        reads = list(step.args.values()) if isinstance(step, Call) else list(references(step.args))
+        touched = dict.fromkeys([*reads, *(value.name for value in step.outputs)])
+        found.append([name for name in touched if name not in seen])
+        seen.update(name for name in touched if name in reads)
+    return found[::-1]

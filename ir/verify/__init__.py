@@ -1,0 +1,1 @@
+"""The rules that a graph obeys, each with an id that stays."""

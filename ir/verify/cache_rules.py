@@ -1,0 +1,274 @@
+"""The verifier's rules about the cache plan, and about the ops that write and read what it plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeGuard
+
+from precast.ir import limits
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Call, Const, Expr, Group, LatentSpec, Node, PagedSpec, Pool, Ref, StateGroup
+from precast.ir.graph.text import format_type
+from precast.ir.memory import caches
+from precast.ir.ops import table as ops
+from precast.ir.verify.facts import Facts, Fault, Rule, duplicates, same_type
+
+_WRITES, _READS = ("slot_mapping",), ("page_indices", "page_indptr", "page_start")
+_METADATA = {
+    "precast.write_kv": (("k_cache", "v_cache"), _WRITES),
+    "precast.paged_attention": (("k_cache", "v_cache"), _READS),
+    "precast.write_latent": (("cache",), _WRITES),
+    "precast.paged_latent_attention": (("cache",), _READS),
+}
+"""The ops on pages: as what they take a slot's tensors, and which inputs of the slot's group they take."""
+
+MAX_CACHE_OPS = 100_000
+"""Ops on caches, each counted once a call: the one check whose time is not linear in the graph's size."""
+
+Resolve = Callable[[str], str | None]
+"""From a name of a block to what a call binds it to in `main`; None: a value of the block's own."""
+
+
+def _plan_names(facts: Facts) -> Iterator[Fault]:
+    plan = facts.graph.caches
+    yield from duplicates("pool", (pool.name for pool in plan.pools))
+    yield from duplicates("group", (group.name for group in caches.groups(plan)))
+    yield from duplicates("slot", (slot.name for _, slot in caches.slots(plan)))
+
+
+def _plan_references(facts: Facts) -> Iterator[Fault]:
+    plan = facts.graph.caches
+    pools = {pool.name for pool in plan.pools}
+    for group in caches.groups(plan):
+        if group.pool not in pools:
+            yield f"group {group.name}", f"there is no pool {group.pool}"
+        if not group.slots:
+            yield f"group {group.name}", "expected at least one slot"
+    for unused in sorted(pools - {group.pool for group in caches.groups(plan)}):
+        yield f"pool {unused}", "no group uses it"
+
+
+def _page_counts(facts: Facts) -> Iterator[Fault]:
+    pools = facts.graph.caches.pools
+    declared = {symbol.name for symbol in facts.graph.symbols}
+    fed = {size for value in facts.graph.inputs for size in value.type.shape}
+    for pool in pools:
+        if pool.pages not in declared:
+            yield f"pool {pool.name}", f"its pages are counted by {pool.pages}, which is no declared symbol"
+        if pool.pages in fed:
+            yield f"pool {pool.name}", f"its pages are counted by {pool.pages}, which is a size of an input"
+    yield from duplicates("symbol", (pool.pages for pool in pools), "counts the pages of two pools")
+
+
+def _specs(facts: Facts) -> Iterator[Fault]:
+    for group in facts.graph.caches.groups:
+        for name, size in _spec_sizes(group.spec).items():
+            if isinstance(size, int) and size < 1:
+                yield f"group {group.name}", f"{name}: expected at least 1, found {size}"
+        if group.spec.window is not None and isinstance(group.spec, PagedSpec) and group.spec.chunk is not None:
+            found = f"window {group.spec.window} and chunk {group.spec.chunk}"
+            yield f"group {group.name}", f"expected a window or chunks, found {found}"
+    for states in facts.graph.caches.states:
+        for size in states.spec.shape:
+            if isinstance(size, int) and size < 1:
+                yield f"group {states.name}", f"shape: expected sizes of at least 1, found {size}"
+
+
+def _spec_sizes(spec: PagedSpec | LatentSpec) -> dict[str, Expr]:
+    sizes: dict[str, Expr] = {"page_size": spec.page_size, "window": 1 if spec.window is None else spec.window}
+    if isinstance(spec, LatentSpec):
+        return sizes | {"latent_size": spec.latent_size, "rope_size": spec.rope_size}
+    sizes["chunk"] = 1 if spec.chunk is None else spec.chunk
+    return sizes | {"num_kv_heads": spec.num_kv_heads, "head_size": spec.head_size, "value_size": spec.value_size}
+
+
+def _slots(facts: Facts) -> Iterator[Fault]:
+    pages = {pool.name: pool.pages for pool in facts.graph.caches.pools}
+    for group in caches.groups(facts.graph.caches):
+        if group.pool not in pages:
+            continue
+        expected = caches.slot_types(group.spec, pages[group.pool])
+        for slot in group.slots:
+            types = [value.type for value in slot.tensors]
+            if len(types) != len(expected) or not all(map(same_type, types, expected)):
+                found = ", ".join(map(format_type, types))
+                wanted = ", ".join(map(format_type, expected))
+                yield f"slot {slot.name}", f"expected tensors {wanted} by the spec of its group, found {found}"
+
+
+def _geometries(facts: Facts) -> Iterator[Fault]:
+    first: dict[str, Group | StateGroup] = {}
+    for group in caches.groups(facts.graph.caches):
+        other = first.setdefault(group.pool, group)
+        types, others = caches.slot_types(group.spec, "pages"), caches.slot_types(other.spec, "pages")
+        if len(types) != len(others) or not all(map(same_type, types, others)):
+            yield f"group {group.name}", f"its pages have another geometry than those of {other.name} in the same pool"
+
+
+def _slabs(facts: Facts) -> Iterator[Fault]:
+    plan = facts.graph.caches
+    if not plan.slab_bytes:
+        for pool in plan.pools:
+            if pool.pages_per_slab != 1:
+                yield f"pool {pool.name}", f"{pool.pages_per_slab} pages a slab, in a plan without slabs"
+        return
+    if plan.slab_bytes not in range(2**63):
+        yield "caches", f"slab_bytes: expected 0 to {2**63 - 1}, found {plan.slab_bytes}"
+        return
+    yield from duplicates("pool", (group.pool for group in caches.groups(plan)), "serves two groups despite slabs")
+    owners = {group.pool: group for group in caches.groups(plan)}
+    for pool in plan.pools:
+        faults = _slab_faults(plan.slab_bytes, pool, owners.get(pool.name))
+        yield from ((f"pool {pool.name}", fault) for fault in faults)
+
+
+def _slab_faults(slab_bytes: int, pool: Pool, group: Group | StateGroup | None) -> Iterator[str]:
+    """What is wrong with how the pages of the pool's group stand in a slab."""
+    if pool.pages_per_slab < 1:
+        yield f"pages_per_slab: expected at least 1, found {pool.pages_per_slab}"
+        return
+    stride, rest = divmod(slab_bytes, pool.pages_per_slab)
+    if rest or stride % caches.PAGE_ALIGNMENT:
+        wanted = f"expected a multiple of {caches.PAGE_ALIGNMENT} bytes a page"
+        yield f"{wanted}, found {pool.pages_per_slab} pages in a slab of {slab_bytes} bytes"
+    if group is None:
+        return
+    needed = _page_bytes(group)
+    if needed is not None and needed > stride:
+        yield f"a page of group {group.name} takes {needed} bytes, and has {stride}"
+
+
+def _page_sizes(facts: Facts) -> Iterator[Fault]:
+    """A plan without slabs too gets some when it is loaded: by this arithmetic, in a time that these sizes bound."""
+    plan = facts.graph.caches
+    count = len(plan.groups) + len(plan.states)
+    if count > limits.MAX_GROUPS:
+        yield "caches", f"expected at most {limits.MAX_GROUPS} groups, found {count}"
+    for paged in plan.groups:
+        if paged.spec.page_size > limits.MAX_PAGE_TOKENS:
+            found = f"page_size: expected at most {limits.MAX_PAGE_TOKENS}, found {paged.spec.page_size}"
+            yield f"group {paged.name}", found
+    for group in caches.groups(plan):
+        needed = _page_bytes(group)
+        if needed is None:
+            yield f"group {group.name}", "sizes: expected integers and expressions of tp and rank, of at least 1 each"
+        elif needed > limits.MAX_PAGE_BYTES:
+            yield f"group {group.name}", f"a page takes {needed} bytes, expected at most {limits.MAX_PAGE_BYTES}"
+
+
+def _page_bytes(group: Group | StateGroup) -> int | None:
+    """The bytes of the group's page; None where a size of it isn't known, or is below 1."""
+    shapes = [kind.shape[1:] for slot in group.slots for kind in (value.type for value in slot.tensors)]
+    try:
+        sizes = [symbols.evaluate(size, caches.UNSHARDED) for shape in shapes for size in shape]
+    except (KeyError, ZeroDivisionError):
+        return None
+    return caches.page_bytes(group) if min(sizes, default=1) >= 1 else None
+
+
+def _group_inputs(facts: Facts) -> Iterator[Fault]:
+    inputs = {value.name: value.type for value in facts.graph.inputs}
+    for group in facts.graph.caches.groups:
+        names = group.inputs
+        start = inputs.get(names.page_start)
+        # One more bound than sequences, which `page_start` counts.
+        bounds: Expr | None = symbols.add(start.shape[0], 1) if start and len(start.shape) == 1 else None
+        wanted: dict[str, tuple[str, Expr | None]] = {
+            names.page_indices: ("int32", None),
+            names.page_indptr: ("int32", bounds),
+            names.page_start: ("int32", None),
+            names.slot_mapping: ("int64", None),
+        }
+        for name, (dtype, size) in wanted.items():
+            found = inputs.get(name)
+            if found is None:
+                yield f"group {group.name}", f"%{name} is no input of the graph"
+            elif not (
+                found.dtype == dtype and len(found.shape) == 1 and (size is None or symbols.equal(found.shape[0], size))
+            ):
+                shape = f"[{'any' if size is None else symbols.text(size)}]"
+                yield f"group {group.name}", f"%{name}: expected {dtype}{shape}, found {format_type(found)}"
+    for states in facts.graph.caches.states:
+        found = inputs.get(states.slot_ids)
+        if found is None:
+            yield f"group {states.name}", f"%{states.slot_ids} is no input of the graph"
+        elif found.dtype != "int32" or len(found.shape) != 1:
+            yield f"group {states.name}", f"%{states.slot_ids}: expected int32[any], found {format_type(found)}"
+    fed = (name for group in caches.groups(facts.graph.caches) for name in caches.input_names(group))
+    yield from duplicates("input", fed, "is the metadata of two groups, or twice of one")
+
+
+def _cache_ops(facts: Facts) -> Iterator[Fault]:
+    ops_of = {
+        name: [(scope.at(i), node) for i, node in enumerate(scope.steps) if _is_cache_op(node)]
+        for name, scope in facts.block_scopes.items()
+    }
+    checks = 0
+    for index, step in enumerate(facts.graph.main):
+        if not isinstance(step, Call):
+            if _is_cache_op(step):
+                yield from _cache_op(facts, facts.main.at(index), step, lambda name: name)
+            continue
+        inner = ops_of.get(step.block, [])
+        checks += len(inner)
+        if checks > MAX_CACHE_OPS:
+            yield facts.main.at(index), f"more than {MAX_CACHE_OPS} ops on caches, over all calls"
+            return
+        for where, node in inner:
+            yield from _cache_op(facts, f"{facts.main.at(index)}, {where}", node, step.args.get)
+
+
+def _is_cache_op(step: Node | Call) -> TypeGuard[Node]:
+    return isinstance(step, Node) and (step.op in _METADATA or _is_stateful(step))
+
+
+def _cache_op(facts: Facts, where: str, node: Node, resolve: Resolve) -> Iterator[Fault]:
+    """The tensors of one slot, the metadata of its group, and the window or chunk of its group."""
+    bound = {name: resolve(arg.name) for name, arg in node.args.items() if isinstance(arg, Ref)}
+    if _is_stateful(node):
+        yield from _stateful_op(facts, where, bound)
+        return
+    names, metadata = _METADATA[node.op]
+    group, slot = facts.slots.get(bound.get(names[0]) or "", (None, None))
+    if slot is None or not isinstance(group, Group):
+        yield where, f"{names[0]}: expected a tensor of a cache slot"
+        return
+    expected = {name: getattr(group.inputs, name) for name in metadata}
+    expected |= {name: tensor.name for name, tensor in zip(names, slot.tensors, strict=False)}
+    for name, tensor in expected.items():
+        if bound.get(name) != tensor:
+            yield where, f"{name}: expected %{tensor} of slot {slot.name}, group {group.name}, found %{bound.get(name)}"
+    for name in ("window", "chunk") if metadata is _READS else ():
+        size = getattr(group.spec, name, None)  # latents have no chunks
+        if size is not None and node.args.get(name) != Const(size):
+            yield where, f"{name}: expected {size}, that of group {group.name}, whose pages end there"
+
+
+def _is_stateful(node: Node) -> bool:
+    """Whether the op takes a slot's one tensor as `state`, and the slot ids of its group as `slots`."""
+    op = ops.lookup(node.op, node.version)
+    return op is not None and op.mutated == ("state",)
+
+
+def _stateful_op(facts: Facts, where: str, bound: dict[str, str | None]) -> Iterator[Fault]:
+    """The state of one slot, and the slot ids of its group."""
+    group, slot = facts.slots.get(bound.get("state") or "", (None, None))
+    if slot is None or not isinstance(group, StateGroup):
+        yield where, "state: expected the tensor of a state's slot"
+    elif bound.get("slots") != group.slot_ids:
+        wanted = f"%{group.slot_ids} of slot {slot.name}, group {group.name}"
+        yield where, f"slots: expected {wanted}, found %{bound.get('slots')}"
+
+
+CACHE_RULES = (
+    Rule("IR040", "pools, groups and slots have names of their own", _plan_names),
+    Rule("IR041", "each group has a pool and a slot, each pool a group", _plan_references),
+    Rule("IR042", "each pool's pages are counted by a declared symbol of its own", _page_counts),
+    Rule("IR043", "sizes, windows and chunks of a spec are at least 1, and a window excludes chunks", _specs),
+    Rule("IR044", "a slot's tensors are those of its group's spec", _slots),
+    Rule("IR045", "groups of one pool have pages of one geometry", _geometries),
+    Rule("IR046", "a group's metadata are graph inputs of the right types, and its own", _group_inputs),
+    Rule("IR047", "an op on a cache takes the tensors of one slot, its group's metadata, window and chunk", _cache_ops),
+    Rule("IR048", "in a plan with slabs each group has a pool of its own, whose pages fit and fill a slab", _slabs),
+    Rule("IR049", "a plan has few groups, whose pages' sizes are known, at least 1, and limited", _page_sizes),
+)

@@ -1,0 +1,353 @@
+"""Recipes: what they read, what comes out, and whether a checkpoint can honour them.
+
+`check` compares all recipes of a graph with the headers of a checkpoint and reports everything that is wrong at
+once, before a byte of any tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from precast.ir import limits
+from precast.ir.errors import RecipeError, WeightsError
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import (
+    Cast,
+    Checkpoint,
+    Concat,
+    Dequantise,
+    Dtype,
+    Each,
+    Expr,
+    Graph,
+    Read,
+    Recipe,
+    Reshape,
+    Slice,
+    Stack,
+    Tie,
+    Transpose,
+)
+from precast.ir.weights import quantised
+from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
+
+ANY_FLOAT: tuple[Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
+"""The stored dtypes that a `Read` without a dtype accepts."""
+
+Kind = Literal["missing", "shape", "dtype", "untied", "unexpected"]
+
+
+_TITLES: dict[Kind, str] = {
+    # in the order of the report
+    "missing": "missing",
+    "shape": "of a wrong shape",
+    "dtype": "of a wrong dtype",
+    "untied": "tied by the config and not equal",
+    "unexpected": "unexpected",
+}
+_COMPARED_BYTES = 1 << 24
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One way in which a checkpoint doesn't fit the recipes; `tensor` is the name in the recipe or the checkpoint."""
+
+    kind: Kind
+    tensor: str
+    message: str
+
+
+# --- what a recipe is ------------------------------------------------------------------------------------------
+
+
+def parts(recipe: Recipe) -> tuple[Recipe, ...]:
+    """The recipes that this one is made of, in order; those of an `Each` as they are written, once."""
+    if isinstance(recipe, (Read, Tie)):
+        return ()
+    if isinstance(recipe, (Concat, Stack)):
+        return recipe.parts
+    if isinstance(recipe, Dequantise):
+        return tuple(part for part in (recipe.of, recipe.scales, recipe.zeros, recipe.groups) if part is not None)
+    return (recipe.of,)
+
+
+def leaves(recipe: Recipe) -> tuple[Read, ...]:
+    """What the recipe reads, in order, that of an `Each` for each number; nothing for `Tie`."""
+    return tuple(_leaves(recipe))
+
+
+def nth(each: Each, index: int) -> Recipe:
+    """Part `index` of those that `each` stands for, counted from 0."""
+    number = str(each.start + index)
+    return map_reads(each.of, lambda read: Read(read.tensor.replace("*", number), read.shape, read.dtype))
+
+
+def map_reads(recipe: Recipe, made: Callable[[Read], Recipe]) -> Recipe:
+    """The recipe with what `made` gives in place of each `Read`."""
+    if isinstance(recipe, Read):
+        return made(recipe)
+    if isinstance(recipe, Tie):
+        return recipe
+    changes: dict[str, object] = {}
+    for name in ("of", "scales", "zeros", "groups"):
+        part = getattr(recipe, name, None)
+        if part is not None:
+            changes[name] = map_reads(part, made)
+    if isinstance(recipe, (Concat, Stack)):
+        changes["parts"] = tuple(map_reads(part, made) for part in recipe.parts)
+    return msgspec.structs.replace(recipe, **changes)
+
+
+def shape(recipe: Recipe) -> tuple[Expr, ...]:
+    """The sizes of what the recipe makes.
+
+    Raises RecipeError where parts don't fit each other, and for a `Tie`, which has the shape of its param.
+    """
+    if isinstance(recipe, Read):
+        _expect(all(size >= 0 for size in recipe.shape), f"read of {recipe.tensor}: a negative size")
+        return recipe.shape
+    if isinstance(recipe, Tie):
+        raise RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
+    if isinstance(recipe, (Concat, Stack)):
+        return _joined(recipe)
+    if isinstance(recipe, Dequantise):
+        return quantised.shape(recipe, *map(shape, parts(recipe)))
+    found = shape(recipe.of)
+    if isinstance(recipe, Each):
+        return _repeated(recipe, found)
+    if isinstance(recipe, Slice):
+        return _sliced(recipe, found)
+    if isinstance(recipe, Transpose):
+        _axis("transpose", recipe.dim0, len(found))
+        _axis("transpose", recipe.dim1, len(found))
+        sizes = list(found)
+        sizes[recipe.dim0], sizes[recipe.dim1] = sizes[recipe.dim1], sizes[recipe.dim0]
+        return tuple(sizes)
+    if isinstance(recipe, Reshape):
+        same = symbols.equal(symbols.numel(found), symbols.numel(recipe.shape))
+        _expect(same, f"reshape: {_text(found)} has other elements than {_text(recipe.shape)}")
+        return recipe.shape
+    return found
+
+
+def dtype(recipe: Recipe) -> Dtype | None:
+    """The element type of what the recipe makes; None: the one that the checkpoint has.
+
+    Raises RecipeError for parts of different types, and for a `Tie`, which has the type of its param.
+    """
+    if isinstance(recipe, (Read, Cast)):
+        return recipe.dtype
+    if isinstance(recipe, Tie):
+        raise RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
+    if isinstance(recipe, (Concat, Stack)):
+        found: set[Dtype | None] = {dtype(part) for part in recipe.parts}
+        _expect(len(found) == 1, f"parts of different dtypes: {', '.join(sorted(map(str, found)))}")
+        return found.pop()
+    if isinstance(recipe, Dequantise):
+        return quantised.dtype(recipe, *map(dtype, parts(recipe)))
+    return dtype(recipe.of)
+
+
+def _leaves(recipe: Recipe) -> Iterator[Read]:
+    if isinstance(recipe, Read):
+        yield recipe
+    elif isinstance(recipe, Each):
+        written = tuple(_leaves(recipe.of))
+        for number in map(str, range(recipe.start, recipe.start + recipe.count)):
+            yield from (Read(read.tensor.replace("*", number), read.shape, read.dtype) for read in written)
+    else:
+        for part in parts(recipe):
+            yield from _leaves(part)
+
+
+def _joined(recipe: Concat | Stack) -> tuple[Expr, ...]:
+    kind = type(recipe).__name__.lower()
+    _expect(len(recipe.parts) > 0, f"{kind}: no parts")
+    shapes = [shape(part) for part in recipe.parts]
+    first, dim = shapes[0], recipe.dim
+    stacked = isinstance(recipe, Stack)
+    _axis(kind, dim, len(first) + stacked)
+    for other in shapes[1:]:
+        fits = len(other) == len(first) and all(
+            symbols.equal(a, b) for i, (a, b) in enumerate(zip(first, other, strict=True)) if stacked or i != dim
+        )
+        _expect(fits, f"{kind} along {dim}: {_text(first)} and {_text(other)} don't fit")
+    if stacked:
+        return (*first[:dim], len(shapes), *first[dim:])
+    return (*first[:dim], symbols.add(*(sizes[dim] for sizes in shapes)), *first[dim + 1 :])
+
+
+def _repeated(recipe: Each, found: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    _axis("each", recipe.dim, len(found) + 1)
+    in_bounds = 0 < recipe.count <= limits.MAX_EACH and recipe.start >= 0
+    _expect(in_bounds, f"each: {recipe.count} parts from {recipe.start} on, expected 1 to {limits.MAX_EACH}")
+    _expect(not _repeats(recipe.of), "each: another each inside of it")
+    return (*found[: recipe.dim], recipe.count, *found[recipe.dim :])
+
+
+def _repeats(recipe: Recipe) -> bool:
+    return isinstance(recipe, Each) or any(map(_repeats, parts(recipe)))
+
+
+def _sliced(recipe: Slice, found: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    _axis("slice", recipe.dim, len(found))
+    start, length, size = recipe.start, recipe.length, found[recipe.dim]
+    for bound in (start, length):
+        _expect(not isinstance(bound, int) or bound >= 0, f"slice: {bound} is negative")
+    if isinstance(start, int) and isinstance(length, int) and isinstance(size, int):
+        _expect(
+            start + length <= size, f"slice: {start} and {length} more are past the {size} of dimension {recipe.dim}"
+        )
+    return (*found[: recipe.dim], length, *found[recipe.dim + 1 :])
+
+
+def _axis(kind: str, dim: int, rank: int) -> None:
+    _expect(0 <= dim < rank, f"{kind}: dimension {dim} is not one of {rank}")
+
+
+def _expect(ok: bool, message: str) -> None:
+    if not ok:
+        raise RecipeError(message)
+
+
+def _text(sizes: Sequence[Expr]) -> str:
+    return "[" + ", ".join(symbols.text(size) for size in sizes) + "]"
+
+
+# --- recipes and a checkpoint ----------------------------------------------------------------------------------
+
+
+def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
+    """The checkpoint's name for what a recipe calls `name`, or None where it has none.
+
+    The name itself, the name with one of the optional prefixes put before it or taken off, or with another prefix in
+    place of its own; or, likewise, another name that is tied to it.
+    """
+    names = (name, *(second for second, first in rules.tied.items() if first == name))
+    spelled = (candidate for one in names for candidate in _spellings(one, rules))
+    return next((candidate for candidate in spelled if candidate in stored), None)
+
+
+def problems(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Problem]:
+    """Everything that keeps `files` from being loaded by the graph's recipes: missing tensors, then those of a wrong
+    shape or dtype, in the order of the params, then tied ones that differ, and unexpected ones in the order of the
+    files. Empty: it fits. Only headers are read, but for tied tensors that are stored twice.
+    """
+    found: list[Problem] = []
+    expected: set[str] = set()
+    for param in graph.params:
+        if isinstance(param.recipe, Tie):
+            # The same tensor under its second name; some writers store it, and no reader needs it.
+            expected.update(_spellings(param.name, rules))
+        for read in leaves(param.recipe):
+            name = resolve(read.tensor, files.tensors, rules)
+            if name is None:
+                found.append(Problem("missing", read.tensor, f"expected {_wanted(read)}"))
+            else:
+                expected.add(name)
+                found += _mismatches(read, name, files.tensors[name])
+    for second, first in rules.tied.items():
+        names = [resolve(name, files.tensors, msgspec.structs.replace(rules, tied={})) for name in (second, first)]
+        expected.update(name for name in names if name is not None)
+        if None not in names and not _equal(*(files.tensors[name] for name in names if name is not None)):
+            found.append(Problem("untied", str(names[0]), f"expected the content of {names[1]}, to which it is tied"))
+    passed_over = (*rules.ignored, *rules.unused)
+    for name, tensor in files.tensors.items():
+        if name not in expected and not any(matches(pattern, name) for pattern in passed_over):
+            found.append(Problem("unexpected", name, f"{tensor.dtype} {_text(tensor.shape)} in {tensor.file.name}"))
+    return sorted(dict.fromkeys(found), key=lambda problem: list(_TITLES).index(problem.kind))
+
+
+def check(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> None:
+    """Raise WeightsError (`weights-mismatch`), with all problems in one message, unless there are none."""
+    found = problems(graph, rules, files)
+    if found:
+        raise mismatch(found, str(files.path))
+
+
+def require(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> dict[str, StoredTensor]:
+    """The stored tensor of every name that the graph's recipes read. Raises what `check` raises."""
+    check(graph, rules, files)
+    names = {read.tensor for param in graph.params for read in leaves(param.recipe)}
+    found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
+    return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
+
+
+def mismatch(found: Sequence[Problem], where: str) -> WeightsError:
+    """One error for all problems; of each kind the first are listed and the rest counted."""
+    by_kind: dict[Kind, list[Problem]] = {}
+    for problem in found:
+        by_kind.setdefault(problem.kind, []).append(problem)
+    lines = ["the checkpoint doesn't fit the bundle's recipes"]
+    for kind, group in by_kind.items():
+        lines.append(f"  {len(group)} {'tensor' if len(group) == 1 else 'tensors'} {_TITLES[kind]}:")
+        lines += [f"    {problem.tensor}: {problem.message}" for problem in group[: limits.MAX_LISTED]]
+        if len(group) > limits.MAX_LISTED:
+            lines.append(f"    and {len(group) - limits.MAX_LISTED} more")
+    fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"
+    return WeightsError("weights-mismatch", "\n".join(lines), where=where, fix=fix)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether the pattern describes the name: `*` stands for any run of characters, all else for itself.
+
+    One pass over the name, unlike a regular expression, whatever the pattern is: patterns come from bundles.
+    """
+    first, *rest = pattern.split("*")
+    if not rest:
+        return name == pattern
+    *middle, last = rest
+    if not name.startswith(first) or len(name) < len(first) + len(last) or not name.endswith(last):
+        return False
+    position, end = len(first), len(name) - len(last)
+    for part in middle:
+        found = name.find(part, position, end)
+        if found < 0:
+            return False
+        position = found + len(part)
+    return True
+
+
+def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
+    yield name
+    for prefix in rules.optional_prefixes:
+        yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+    for prefix, other in rules.prefixes.items():
+        if name.startswith(prefix):
+            yield other + name.removeprefix(prefix)
+
+
+def _mismatches(read: Read, name: str, stored: StoredTensor) -> Iterator[Problem]:
+    if stored.shape != read.shape:
+        yield Problem("shape", name, f"expected {_text(read.shape)}, found {_text(stored.shape)}")
+    if stored.dtype not in (ANY_FLOAT if read.dtype is None else (read.dtype,)):
+        yield Problem("dtype", name, f"expected {read.dtype or ' or '.join(ANY_FLOAT)}, found {stored.dtype}")
+
+
+def _wanted(read: Read) -> str:
+    return f"{read.dtype or 'floating point'} {_text(read.shape)}"
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two stored tensors have the same type and bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    try:
+        return _equal_bytes(one, other)
+    except OSError as error:
+        raise WeightsError("checkpoint-read", f"{one.file.name} or {other.file.name} can't be read: {error}") from error
+
+
+def _equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    with one.file.open("rb") as left, other.file.open("rb") as right:
+        left.seek(one.offset)
+        right.seek(other.offset)
+        rest = one.nbytes
+        while rest:
+            size = min(rest, _COMPARED_BYTES)
+            if left.read(size) != right.read(size):
+                return False
+            rest -= size
+    return True

@@ -1,0 +1,288 @@
+"""Page tables: which pages each sequence holds, by group, over pools that share one arena.
+
+A sequence grows by the pages that its next tokens need and gives back, in groups with a window or chunk, those that no
+later token can see. In a group of states it holds one page, whatever its length. No page is set aside for padding:
+tokens that must not be cached have slot -1.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import numpy as np
+
+from precast.ir.graph.schema import CachePlan, Group, LatentSpec, PagedSpec, StateGroup
+from precast.ir.memory import caches
+from precast.loader.cache.arena import Arena
+from precast.loader.cache.pages import PagePool
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+NEVER = sys.maxsize
+Positions = TypeVar("Positions", int, "npt.NDArray[np.int64]")
+
+
+class PoolUsage(msgspec.Struct, frozen=True):
+    """One pool at a moment. `pages` could be in use: those in its slabs, and those that the free slabs hold.
+
+    Of `pages_in_use` up to `pages_reclaimable` are only kept for reuse, and are given up when they are needed.
+    `pages_free` are in the pool's own slabs, `pages_evicted` were given back behind windows since the start.
+    `waste_bytes` of the pool's slabs belong to no page in use, or are its padding.
+    """
+
+    pages: int
+    pages_in_use: int
+    pages_free: int = 0
+    pages_evicted: int = 0
+    waste_bytes: int = 0
+    pages_reclaimable: int = 0
+
+
+class SequenceTable:
+    """The pages of one sequence. Only `PageTables` changes it.
+
+    `pages[group]` are in the order of their positions, `first[group]` were evicted in front of them: the page of
+    position `p` is `pages[group][p // page_size - first[group]]`. A group of states has one page, its slot.
+    `length` tokens fit, as `grow` was told; up to `capacity` it grows without another page. From position `evictable`
+    on, `evict` has something to do.
+    """
+
+    __slots__ = ("capacity", "evictable", "first", "length", "pages")
+
+    def __init__(self, groups: Iterable[str]) -> None:
+        self.pages: dict[str, array[int]] = {name: array("i") for name in groups}
+        self.first = dict.fromkeys(self.pages, 0)
+        self.length = 0
+        self.capacity = 0
+        self.evictable = NEVER
+
+
+class PageTables:
+    """The tables of all sequences, and the pools behind them.
+
+    `pools` by name, and `pool_of` by group, are for those who share pages between sequences.
+    """
+
+    def __init__(self, plan: CachePlan, arena: Arena) -> None:
+        """Slabs are those of the plan, or for a plan without them those of `caches.with_slabs`."""
+        self.plan = caches.with_slabs(plan)
+        self.arena = arena
+        self.groups = caches.groups(self.plan)
+        self.pools = {pool.name: PagePool(arena, pool.pages_per_slab) for pool in self.plan.pools}
+        self.pool_of = {group.name: self.pools[group.pool] for group in self.groups}
+        self._paged = tuple((group.name, group.spec, group.spec.page_size) for group in self.plan.groups)
+        self._windowed = tuple(entry for entry in self._paged if forgets(entry[1]))
+        self._lasting = {name for name, spec, _ in self._paged if not forgets(spec)}
+        self._filled_bytes = {group.pool: caches.filled_bytes(group) for group in self.groups}
+        self._evicted = dict.fromkeys(self.pools, 0)
+        self._pool_names = {group.name: group.pool for group in self.groups}
+
+    def new_table(self) -> SequenceTable:
+        """A sequence without pages."""
+        return SequenceTable(group.name for group in self.groups)
+
+    # --- what fits ---------------------------------------------------------------------------------------------
+
+    def missing(self, table: SequenceTable, length: int) -> dict[str, int]:
+        """Pages by group that the sequence must get to grow to `length` tokens; groups that need none are left out."""
+        found = {}
+        for group in self.groups:
+            held = table.first[group.name] + len(table.pages[group.name])
+            count = caches.sequence_pages(group, length) - held
+            if count > 0:
+                found[group.name] = count
+        return found
+
+    def can_take(self, pages: Mapping[str, int]) -> bool:
+        """Whether so many pages by group can be had now, all of them: free slabs are counted once for all pools."""
+        return self._slabs_for(pages) <= self.arena.num_free
+
+    def could_take(self, pages: Mapping[str, int], freed: Mapping[str, int]) -> bool:
+        """Whether so many pages by group could be had if `freed` ones by pool were given back first.
+
+        At best: those given back may lie on slabs of which other pages stay.
+        """
+        slabs, wanted = self.arena.num_free, self.by_pool(pages)
+        for name, pool in self.pools.items():
+            left = pool.num_room + freed[name] - wanted[name]
+            slabs += min(left // pool.pages_per_slab, freed[name])  # below 0: so many it draws
+        return slabs >= 0
+
+    def by_pool(self, pages: Mapping[str, int]) -> dict[str, int]:
+        """Pages by pool, from those by group."""
+        found = dict.fromkeys(self.pools, 0)
+        for group in self.groups:
+            found[group.pool] += pages.get(group.name, 0)
+        return found
+
+    def with_growth(
+        self, table: SequenceTable, length: int, step: int, num_running: int, growth: int
+    ) -> dict[str, int]:
+        """Pages by group that a sequence needs to grow to `length` tokens, and by which all that run can grow then.
+
+        Up to `step` tokens are computed at a time. Each of `num_running` grows by a page, or `growth` tokens if pages
+        are larger; where pages are given back, one page more is enough for all.
+        """
+        found = {}
+        for group in self.groups:
+            held = len(table.pages[group.name])
+            missing = max(caches.sequence_pages(group, length) - table.first[group.name] - held, 0)
+            if group.name in self._lasting:
+                assert isinstance(group, Group)
+                size = group.spec.page_size
+                missing += -(-num_running * min(growth, size) // size)
+            elif isinstance(group, Group):
+                missing = max(min(missing + 1, caches.peak_pages(group, length, step) + 1 - held), 0)
+            found[group.name] = missing
+        return found
+
+    def can_grow(self, table: SequenceTable, length: int) -> bool:
+        """Whether the pages that are missing can be had now."""
+        return length <= table.capacity or self.can_take(self.missing(table, length))
+
+    def can_hold(self, length: int, step: int) -> bool:
+        """Whether the empty cache holds a sequence that grows to `length` tokens, up to `step` of them at a time."""
+        return caches.slabs_for(self.plan, 1, length, step) <= self.arena.num_slabs
+
+    def step_for(self, length: int, most: int) -> int:
+        """Tokens to compute at a time, so that the empty cache holds the sequence: `most`, or so often half of it.
+
+        The caller knows that it does at one token at a time.
+        """
+        step = most
+        while step > 1 and not self.can_hold(length, step):
+            step //= 2
+        return step
+
+    def arithmetic(self, length: int) -> str:
+        """How a sequence of `length` tokens, computed one by one, compares with the empty cache, for messages."""
+        clauses = []
+        for group in self.groups:
+            count, per_slab = caches.peak_pages(group, length, 1), self.pool_of[group.name].pages_per_slab
+            kind = "a state" if isinstance(group, StateGroup) else f"{count} pages of {group.spec.page_size} tokens"
+            clauses.append(f"group {group.name}: {kind}, {per_slab} a slab")
+        needed = caches.slabs_for(self.plan, 1, length, 1)
+        return (
+            f"{'; '.join(clauses)}: {needed} slabs of {self.plan.slab_bytes} bytes needed, {self.arena.num_slabs} there"
+        )
+
+    def _slabs_for(self, pages: Mapping[str, int]) -> int:
+        wanted: dict[str, int] = {}
+        for group in self.groups:
+            if group.name in pages:
+                wanted[group.pool] = wanted.get(group.pool, 0) + pages[group.name]
+        slabs = 0
+        for name, count in wanted.items():
+            pool = self.pools[name]
+            slabs += max(0, -(-(count - pool.num_room) // pool.pages_per_slab))
+        return slabs
+
+    # --- one sequence ------------------------------------------------------------------------------------------
+
+    def grow(self, table: SequenceTable, length: int) -> None:
+        """Take the missing pages. The caller has asked `can_grow`."""
+        if length > table.capacity:
+            missing = self.missing(table, length)
+            assert self.can_take(missing), f"pages {missing} wanted, {self.arena.num_free} slabs are free"
+            # Pages that stay until the sequence ends are given back together: they get slabs of their own, as long as
+            # that leaves the others half of the free ones.
+            spare = max(0, self.arena.num_free - self._slabs_for(missing)) // 2 // max(1, len(self._lasting))
+            for name, count in missing.items():
+                pool = self.pool_of[name]
+                table.pages[name].extend(pool.allocate_many(count, spare=spare if name in self._lasting else 0))
+            self._note(table)
+        table.length = max(table.length, length)
+
+    def adopt(
+        self, table: SequenceTable, length: int, pages: Mapping[str, Iterable[int]], first: Mapping[str, int]
+    ) -> None:
+        """Share held pages with an empty table, for its first `length` tokens: pages and evicted counts by group."""
+        assert not any(table.pages.values()), "the table has pages"
+        table.first.update(first)
+        for name, shared in pages.items():
+            table.pages[name].extend(shared)
+            for page in table.pages[name]:
+                self.pool_of[name].retain(page)
+        table.length = length
+        self._note(table)
+
+    def evict(self, table: SequenceTable, position: int) -> None:
+        """Give back the pages that the token at `position`, and those behind it, can't see any more."""
+        if position < table.evictable:
+            return
+        for group in self.plan.groups:
+            name = group.name
+            seen = caches.first_visible(group.spec, position) // group.spec.page_size
+            count = min(seen - table.first[name], len(table.pages[name]))
+            if count > 0:
+                self.pool_of[name].free_many(table.pages[name][:count])
+                del table.pages[name][:count]
+                table.first[name] += count
+                self._evicted[group.pool] += count
+        self._note(table)
+
+    def append_page(self, group: str, tables: Sequence[SequenceTable]) -> array[int]:
+        """One page more of the group for each of the sequences, which is the pages' order. The caller has asked.
+
+        What the tables note of themselves stays as it was, which is less than what holds; so with `drop_first_page`.
+        """
+        taken = self.pool_of[group].allocate_many(len(tables))
+        for table, page in zip(tables, taken, strict=True):
+            table.pages[group].append(page)
+        return taken
+
+    def drop_first_page(self, group: str, tables: Sequence[SequenceTable]) -> None:
+        """Give back the first page of the group in each of the sequences, whose next tokens don't see it."""
+        self.pool_of[group].free_many([table.pages[group].pop(0) for table in tables])
+        for table in tables:
+            table.first[group] += 1
+        self._evicted[self._pool_names[group]] += len(tables)
+
+    def release(self, table: SequenceTable) -> None:
+        """Give back all pages; the table is as new."""
+        for name, pages in table.pages.items():
+            self.pool_of[name].free_many(pages)
+            del pages[:]
+            table.first[name] = 0
+        table.length = table.capacity = 0
+        table.evictable = NEVER
+
+    def usage(self, reclaimable: Mapping[str, int] | None = None) -> dict[str, PoolUsage]:
+        """All pools, by name. `reclaimable`: pages by group that are only kept for reuse, at most."""
+        found, kept = {}, self.by_pool(reclaimable or {})
+        for name, pool in self.pools.items():
+            held = pool.num_held
+            waste = pool.num_slabs * self.plan.slab_bytes - held * self._filled_bytes[name]
+            found[name] = PoolUsage(
+                held + pool.num_available, held, pool.num_room, self._evicted[name], waste, min(kept[name], held)
+            )
+        return found
+
+    def _note(self, table: SequenceTable) -> None:
+        """Note up to where the table needs no page, and from where on it can give one back."""
+        first, pages = table.first, table.pages
+        table.capacity = min(((first[name] + len(pages[name])) * size for name, _, size in self._paged), default=NEVER)
+        if any(not pages[states.name] for states in self.plan.states):
+            table.capacity = 0
+        table.evictable = min(
+            (unseen_from(spec, (first[name] + 1) * size) for name, spec, size in self._windowed), default=NEVER
+        )
+
+
+def forgets(spec: PagedSpec | LatentSpec) -> bool:
+    """Whether tokens become invisible."""
+    return spec.window is not None or (isinstance(spec, PagedSpec) and spec.chunk is not None)
+
+
+def unseen_from(spec: PagedSpec | LatentSpec, end: Positions) -> Positions:
+    """The first position whose token sees none of the tokens before `end`; of an array, for each."""
+    if spec.window is not None:
+        return end + (spec.window - 1)
+    assert isinstance(spec, PagedSpec)
+    assert spec.chunk is not None
+    return -(-end // spec.chunk) * spec.chunk

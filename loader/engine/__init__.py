@@ -1,0 +1,1 @@
+"""What a user of a loaded model meets: prompts, answers, events, counters."""

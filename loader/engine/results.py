@@ -1,0 +1,69 @@
+"""What the engine gives back: events while an answer grows, outputs when it has ended, and counters."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from precast.loader.cache.tables import PoolUsage
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Event(msgspec.Struct, frozen=True):
+    """News of one request: the tokens that a step added, and the text that can be given out now.
+
+    `text` is empty while a character is unfinished or the text may become a stop string; joined, the texts of all
+    events are the answer's text. `finish_reason` is set on the last event only: "stop" (an end-of-sequence token or a
+    stop string), "length" (`max_tokens` or the model's sequence limit), "cancelled".
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+class Output(msgspec.Struct, frozen=True):
+    """A whole answer.
+
+    `token_ids` holds every generated token, a final end-of-sequence token included. `text` leaves special tokens out
+    and ends before the stop string; without a tokenizer in the bundle it is empty.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Counters since the engine was loaded, and what it holds now.
+
+    `tokens_prefilled` and `tokens_decoded` are computed tokens: of prompts, and of answers as they are fed back; what
+    is computed again after a preemption counts as prefilled. `tokens_reused` were not computed when a request began or
+    was resumed, since pages and states that were kept hold them. `prefix_blocks` are known for reuse. `eager_steps` ran
+    op by op and not from a captured graph. `pools` share `slabs` of memory.
+    """
+
+    steps: int = 0
+    eager_steps: int = 0
+    tokens_prefilled: int = 0
+    tokens_decoded: int = 0
+    tokens_sampled: int = 0
+    requests_waiting: int = 0
+    requests_running: int = 0
+    requests_finished: int = 0
+    requests_cancelled: int = 0
+    preemptions: int = 0
+    tokens_reused: int = 0
+    prefix_blocks: int = 0
+    slabs: int = 0
+    slabs_free: int = 0
+    pools: dict[str, PoolUsage] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain dictionaries and integers."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found

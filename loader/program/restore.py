@@ -1,0 +1,270 @@
+"""The graph as a callable: the only way from the IR to something that runs.
+
+A function of the graph (`main` or a block) becomes a list of steps over a frame, a list of registers. All names are
+resolved here; a run touches none. A block is compiled once, and each of its calls runs the same steps over a frame of
+its own, which begins as a copy of that call's template: parameters, constants and cache tensors stand in it from
+`Program.bind` on. What depends on nothing but the sizes is computed once a run, before the first step. A register is
+emptied after its last use, so the memory of a value is free as soon as the value is dead.
+
+Nothing is traced, generated or evaluated from text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from precast.ir.errors import BundleError, RequestError
+from precast.ir.graph import symbols as exprs
+from precast.ir.graph.schema import Arg, Block, Call, Const, Dim, DtypeArg, Expr, Graph, Items, Node, Ref, Value
+from precast.ir.memory import caches
+from precast.kernels import dtypes
+from precast.kernels.registry import resolve
+from precast.loader.program.binding import Binding, Sizes
+from precast.loader.program.steps import Action, Frame, Function, Steps, call_action, list_action, op_action
+
+Resolve = Callable[[str, int], Function]
+Choose = Callable[[str, int, torch.device], Function]
+
+
+def restore(graph: Graph, *, device: torch.device, choose: Choose = resolve) -> Program:
+    """The program of a verified graph on `device`; its params, constants and cache tensors are bound afterwards.
+
+    `choose` gives the implementation of each op, by name, version and device; another one can watch what it runs.
+
+    Raises BundleError (op-unknown) for an op that this release does not have, and (symbol-unbound) for a symbol to
+    which no tensor's shape gives a value.
+    """
+    return Program(graph, device, choose)
+
+
+class Program:
+    """A graph that runs: bound to tensors once, called with the inputs of each step."""
+
+    def __init__(self, graph: Graph, device: torch.device, choose: Choose = resolve) -> None:
+        # With its index: "cuda" is not equal to the "cuda:0" that tensors say they are on.
+        self.device = device = torch.empty(0, device=device).device
+        self.inputs: tuple[Value, ...] = graph.inputs
+        self._symbols = graph.symbols
+        self._statics = {value.name: value for value in _static_values(graph)}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._static_sizes: Sizes = {}
+        self._inputs = Binding(graph.inputs, graph.symbols, device)
+        self._main = _Main(graph, tuple(self._statics), _resolver(device, choose))
+        self._check_symbols()
+
+    @property
+    def unbound(self) -> tuple[str, ...]:
+        """The params, constants and cache tensors that `bind` has not been given yet."""
+        return tuple(name for name in self._statics if name not in self._tensors)
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put params, constants and cache tensors in their places: all, or some now and others later; or others anew.
+
+        Raises RequestError (input-mismatch) for names that the graph does not have, and for other dtypes, shapes or
+        devices than it states; the program is then bound as it was before.
+        """
+        merged = self._tensors | dict(tensors)
+        given = [self._statics[name] for name in merged if name in self._statics]
+        self._static_sizes = Binding(given, self._symbols, self.device).bind(merged, {})
+        self._tensors = merged
+        for name, tensor in tensors.items():
+            for template, register in self._main.places[name]:
+                template[register] = tensor
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Run one step: the graph's inputs by name in, its outputs by name out. Cache tensors are written in place.
+
+        The outputs are inference tensors: they take no part in autograd. Raises RequestError (input-mismatch) with
+        all inputs that do not fit, or with all that is not bound yet.
+        """
+        if len(self._tensors) != len(self._statics):
+            raise RequestError("input-mismatch", f"called before these were bound: {', '.join(self.unbound)}")
+        sizes = self._inputs.bind(inputs, self._static_sizes)
+        with torch.inference_mode():
+            return self._main.run(inputs, sizes)
+
+    def _check_symbols(self) -> None:
+        statics = Binding(tuple(self._statics.values()), self._symbols, self.device)
+        sizes = [size for value in (*self.inputs, *self._statics.values()) for size in value.type.shape]
+        used = set().union(*(exprs.free_symbols(size) for size in (*sizes, *self._main.expressions())))
+        missing = sorted(used - statics.symbols - self._inputs.symbols)
+        if missing:
+            raise BundleError(
+                "symbol-unbound",
+                f"no shape of an input, param, constant or cache tensor gives a value to {', '.join(missing)}",
+                where="graph symbols",
+            )
+
+
+class _Layout:
+    """The registers of one function: which name lives where."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.size = 0
+        self.integers: dict[Dim | Items, int] = {}
+        self._registers: dict[str, int] = {}
+        for name in names:
+            self.define(name)
+
+    def __getitem__(self, name: str) -> int:
+        return self._registers[name]
+
+    def reserve(self) -> int:
+        """A register without a name."""
+        self.size += 1
+        return self.size - 1
+
+    def define(self, name: str) -> int:
+        """A register for a new name."""
+        self._registers[name] = register = self.reserve()
+        return register
+
+    def integer(self, arg: Dim | Items) -> int:
+        """The register of an integer, or list of integers, that is computed once a run; one for equal arguments."""
+        if arg not in self.integers:
+            self.integers[arg] = self.reserve()
+        return self.integers[arg]
+
+
+class _Block:
+    """A block, compiled once: its steps, and where its arguments, integers and outputs live."""
+
+    def __init__(self, block: Block, resolve_op: Resolve) -> None:
+        names = [value.name for value in (*block.inputs, *block.params, *block.caches)]
+        layout = _Layout(names)
+        actions = [action for node in block.nodes for action in _node_actions(node, layout, resolve_op)]
+        self.arguments = {name: layout[name] for name in names}
+        self.integers = layout.integers
+        self.outputs = tuple(layout[name] for name in block.outputs)
+        self.size = layout.size
+        # Params and caches are held elsewhere anyway; inputs die after their last use, like any value.
+        held = range(len(block.inputs), len(names))
+        self.steps = Steps(actions, {*held, *layout.integers.values(), *self.outputs})
+
+
+class _Main:
+    """`main` with the blocks that it calls. `places` says in which frames, and where, each static tensor stands."""
+
+    def __init__(self, graph: Graph, statics: tuple[str, ...], resolve_op: Resolve) -> None:
+        layout = _Layout((*statics, *(value.name for value in graph.inputs)))
+        self.places: dict[str, list[tuple[Frame, int]]] = {name: [] for name in statics}
+        blocks = {block.name: _Block(block, resolve_op) for block in graph.blocks}
+        actions: list[Action] = []
+        for item in graph.main:
+            if isinstance(item, Call):
+                actions.append(self._call_action(item, blocks[item.block], layout))
+            else:
+                actions += _node_actions(item, layout, resolve_op)
+        self._inputs = tuple((value.name, layout[value.name]) for value in graph.inputs)
+        self._outputs = tuple((name, layout[value]) for name, value in graph.outputs.items())
+        self._integers = tuple((register, _evaluator(arg)) for arg, register in layout.integers.items())
+        self._integer_args = tuple(layout.integers)
+        outputs = (register for _, register in self._outputs)
+        self._steps = Steps(actions, {*range(len(statics)), *layout.integers.values(), *outputs})
+        self._template: Frame = [None] * layout.size
+        for name in statics:
+            self.places[name].append((self._template, layout[name]))
+
+    def expressions(self) -> list[Expr]:
+        """Every expression that a run evaluates."""
+        return [expr for arg in self._integer_args for expr in _expressions(arg)]
+
+    def run(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
+        frame = self._template.copy()
+        for name, register in self._inputs:
+            frame[register] = inputs[name]
+        for register, value in self._integers:
+            frame[register] = value(sizes)
+        self._steps.run(frame)
+        return {name: frame[register] for name, register in self._outputs}
+
+    def _call_action(self, call: Call, block: _Block, layout: _Layout) -> Action:
+        """Static arguments go into the call's template; the others are moved into its frame when it runs."""
+        template: Frame = [None] * block.size
+        moves = [(register, layout.integer(arg)) for arg, register in block.integers.items()]
+        for name, register in block.arguments.items():
+            bound = call.args[name]
+            if bound in self.places:
+                self.places[bound].append((template, register))
+            else:
+                moves.append((register, layout[bound]))
+        outputs = tuple(layout.define(value.name) for value in call.outputs)
+        label = f"the call of block {call.block} that makes {_names(call.outputs)}"
+        returns = tuple(zip(block.outputs, outputs, strict=True))
+        return call_action(label, block.steps, template, tuple(moves), returns)
+
+
+def _node_actions(node: Node, layout: _Layout, resolve_op: Resolve) -> list[Action]:
+    """The node as an action; before it, one for each argument that is a list of tensors."""
+    actions: list[Action] = []
+    constants: dict[str, Any] = {}
+    reads: list[tuple[str, int]] = []
+    for name, arg in node.args.items():
+        if isinstance(arg, Ref):
+            reads.append((name, layout[arg.name]))
+        elif isinstance(arg, Items) and any(isinstance(item, Ref) for item in arg.items):
+            tensors = tuple(layout[item.name] for item in arg.items if isinstance(item, Ref))
+            reads.append((name, layout.reserve()))
+            actions.append(list_action(f"{node.op}, argument {name}", tensors, reads[-1][1]))
+        elif isinstance(arg, (Dim, Items)) and not all(isinstance(expr, int) for expr in _expressions(arg)):
+            reads.append((name, layout.integer(arg)))
+        else:
+            constants[name] = _constant(arg)
+    writes = tuple(layout.define(value.name) for value in node.outputs)
+    label = f"{node.op} that makes {_names(node.outputs)}"
+    actions.append(op_action(label, resolve_op(node.op, node.version), constants, tuple(reads), writes))
+    return actions
+
+
+def _static_values(graph: Graph) -> list[Value]:
+    """What `bind` is given, in the graph's order."""
+    params = [Value(param.name, param.type) for param in graph.params]
+    return [*params, *graph.constants, *caches.tensors(graph.caches)]
+
+
+def _resolver(device: torch.device, choose: Choose) -> Resolve:
+    """Looks each op up once."""
+    found: dict[tuple[str, int], Function] = {}
+
+    def resolve_op(name: str, version: int) -> Function:
+        if (name, version) not in found:
+            found[name, version] = choose(name, version, device)
+        return found[name, version]
+
+    return resolve_op
+
+
+def _expressions(arg: Dim | Items) -> tuple[Expr, ...]:
+    """The integers that the argument is made of."""
+    items = (arg,) if isinstance(arg, Dim) else arg.items
+    return tuple(exprs.normal(item.expr) if isinstance(item, Dim) else _literal(item) for item in items)
+
+
+def _literal(item: Ref | Const) -> int:
+    assert isinstance(item, Const), "lists of tensors are made by a step"
+    assert isinstance(item.value, int), "verified: a list holds tensors or integers"
+    return item.value
+
+
+def _evaluator(arg: Dim | Items) -> Callable[[Sizes], int | tuple[int, ...]]:
+    values = _expressions(arg)
+    if isinstance(arg, Dim):
+        return lambda sizes: exprs.evaluate(values[0], sizes)
+    return lambda sizes: tuple([exprs.evaluate(value, sizes) for value in values])
+
+
+def _constant(arg: Arg) -> Any:
+    """The value of an argument without names and symbols."""
+    if isinstance(arg, Const):
+        return arg.value
+    if isinstance(arg, DtypeArg):
+        return dtypes.BY_NAME[arg.dtype]
+    assert isinstance(arg, (Dim, Items)), "a name is read from its register"
+    return _evaluator(arg)({})
+
+
+def _names(values: Iterable[Value]) -> str:
+    return ", ".join(value.name for value in values) or "nothing"

@@ -1,0 +1,172 @@
+"""The sequences that decode, as arrays with a place for each: what a step changes costs no work a sequence.
+
+In decode each sequence has one token a step. Positions, last tokens, last pages and page counts are numpy arrays that
+are advanced for all at once; only a sequence that needs a page, or has one to give back, is looked at by itself.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import numpy as np
+
+from precast.ir.graph.schema import CachePlan
+from precast.loader.cache.tables import NEVER, PageTables, SequenceTable, forgets, unseen_from
+from precast.loader.schedule.requests import Request
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Ints: TypeAlias = "npt.NDArray[np.int64]"
+
+
+class DecodeRows:
+    """Row `i` of each array belongs to `requests[i]`. The last row takes the place of one that leaves."""
+
+    def __init__(self, plan: CachePlan, capacity: int) -> None:
+        """Room for `capacity` sequences."""
+        self.requests: list[Request] = []
+        self._paged = [group.name for group in plan.groups]
+        self._states = [group.name for group in plan.states]
+        sizes = [group.spec.page_size for group in plan.groups]
+        self._sizes: Ints = np.array(sizes, np.int64).reshape(-1, 1)
+        self._token_ids: Ints = np.zeros(capacity, np.int64)
+        self._positions: Ints = np.zeros(capacity, np.int64)  # of the tokens that the next step computes
+        self._last_pages: Ints = np.zeros((len(sizes), capacity), np.int64)
+        self._first: Ints = np.zeros((len(sizes), capacity), np.int64)  # pages evicted
+        self._counts: Ints = np.zeros((len(sizes), capacity), np.int64)  # pages held
+        # From this position on there is no place, and from this one on the first page is not seen.
+        self._ends: Ints = np.zeros((len(sizes), capacity), np.int64)
+        self._unseen: Ints = np.full((len(sizes), capacity), NEVER, np.int64)
+        self._forgetting = [(i, group.spec) for i, group in enumerate(plan.groups) if forgets(group.spec)]
+        self._slots = np.zeros((len(self._states), capacity), np.int32)
+        self._pages: list[list[array[int]]] = [[] for _ in sizes]
+        self._bounds = np.arange(capacity + 1, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request) -> None:
+        """A request with one token to compute."""
+        row = len(self.requests)
+        assert request.table is not None
+        assert request.num_pending == 1
+        self._token_ids[row] = request.token_ids[-1]
+        self._positions[row] = len(request.token_ids) - 1
+        self.requests.append(request)
+        request.row = row
+        for lists, name in zip(self._pages, self._paged, strict=True):
+            lists.append(request.table.pages[name])
+        for i, name in enumerate(self._states):
+            self._slots[i, row] = request.table.pages[name][0]
+        self.refresh(row)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request; it knows its length by itself again."""
+        request.num_computed = request.num_cached
+        row, last = request.row, len(self.requests) - 1
+        request.row = -1
+        moved = self.requests.pop()
+        if row != last:
+            self.requests[row] = moved
+            moved.row = row
+            self._token_ids[row], self._positions[row] = self._token_ids[last], self._positions[last]
+            for table in (self._last_pages, self._first, self._counts, self._ends, self._unseen, self._slots):
+                table[:, row] = table[:, last]
+        for lists in self._pages:
+            pages = lists.pop()
+            if row != last:
+                lists[row] = pages
+
+    def refresh(self, row: int) -> None:
+        """Look again at the table of the row's request, which has changed."""
+        table = self.requests[row].table
+        assert table is not None
+        for i, name in enumerate(self._paged):
+            pages, first = table.pages[name], table.first[name]
+            self._first[i, row] = first
+            self._counts[i, row] = len(pages)
+            self._last_pages[i, row] = pages[-1] if pages else 0
+            self._ends[i, row] = (first + len(pages)) * int(self._sizes[i, 0])
+        for i, spec in self._forgetting:
+            self._unseen[i, row] = unseen_from(spec, (int(self._first[i, row]) + 1) * spec.page_size)
+
+    def evict(self, tables: PageTables) -> None:
+        """Give back the pages that the rows' next tokens don't see."""
+        count = len(self.requests)
+        for i, spec in self._forgetting:
+            # More than once where a whole chunk of attention ends.
+            while len(rows := np.flatnonzero(self._positions[:count] >= self._unseen[i, :count])):
+                tables.drop_first_page(self._paged[i], self._tables_of(rows))
+                first = self._first[i]
+                first[rows] += 1
+                self._counts[i, rows] -= 1
+                ends = (first[rows] + 1) * spec.page_size
+                self._unseen[i, rows] = unseen_from(spec, ends)
+
+    def short(self) -> dict[str, Ints]:
+        """By group, the rows whose next token has no place; groups where all have one are left out."""
+        count = len(self.requests)
+        lacking = self._positions[:count] >= self._ends[:, :count]
+        if not lacking.any():
+            return {}
+        found = {name: np.flatnonzero(lacking[i]) for i, name in enumerate(self._paged)}
+        return {name: rows for name, rows in found.items() if len(rows)}
+
+    def grow(self, tables: PageTables, short: Mapping[str, Ints]) -> None:
+        """One page more for the rows of `short`. The caller has asked whether there are so many."""
+        for i, name in enumerate(self._paged):
+            if name in short:
+                rows = short[name]
+                self._last_pages[i, rows] = tables.append_page(name, self._tables_of(rows))
+                self._counts[i, rows] += 1
+                self._ends[i, rows] += self._sizes[i, 0]
+
+    def _tables_of(self, rows: Ints) -> list[SequenceTable]:
+        requests = self.requests
+        return [cast(SequenceTable, requests[row].table) for row in rows.tolist()]
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Each row has been computed, and its next token is known. The rows are those of `requests`, in order."""
+        count = len(self.requests)
+        assert len(token_ids) == count
+        self._token_ids[:count] = token_ids
+        self._positions[:count] += 1
+        for request, token_id in zip(self.requests, token_ids, strict=True):
+            request.token_ids.append(token_id)
+
+    def of_length(self, length: int) -> list[Request]:
+        """The requests that have `length` tokens, the one to compute included."""
+        return [self.requests[i] for i in np.flatnonzero(self._positions[: len(self.requests)] == length - 1)]
+
+    # --- what a step takes -------------------------------------------------------------------------------------
+
+    def token_ids(self) -> Ints:
+        """`[B]`, a view: the rows' next tokens."""
+        return self._token_ids[: len(self.requests)]
+
+    def positions(self) -> Ints:
+        """`[B]`, a view."""
+        return self._positions[: len(self.requests)]
+
+    def bounds(self) -> npt.NDArray[np.int32]:
+        """`[B + 1]`, a view: `cu_seqlens`."""
+        return self._bounds[: len(self.requests) + 1]
+
+    def group_arrays(self) -> list[tuple[npt.NDArray[np.int32], Ints, Ints, Ints]]:
+        """For each group with pages: indices `[N]`, counts `[B]`, starts `[B]` in tokens, slots `[B]`."""
+        rows = len(self.requests)
+        offsets = self._positions[:rows] % self._sizes
+        slots = self._last_pages[:, :rows] * self._sizes + offsets
+        starts = self._first[:, :rows] * self._sizes
+        counts = self._counts[:, :rows]
+        return [
+            (np.frombuffer(b"".join(pages), np.int32), counts[i], starts[i], slots[i])
+            for i, pages in enumerate(self._pages)
+        ]
+
+    def slot_ids(self) -> list[npt.NDArray[np.int32]]:
+        """For each group of states: `[B]`, a view."""
+        return list(self._slots[:, : len(self.requests)])

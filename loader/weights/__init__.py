@@ -1,0 +1,1 @@
+"""From recipes to params on the device: byte ranges, read once, streamed into place."""

@@ -1,0 +1,243 @@
+"""`inspect` and `diff`: what they show is what the bundle holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import families
+import msgspec
+import pytest
+from recitation import Command
+
+from precast.cli import show
+from precast.ir.artifact import Bundle
+from precast.ir.graph.schema import CachePlan
+from precast.ir.graph.text import parse_graph
+
+
+def fields_of(command: Command, *arguments: str | Path) -> dict[str, Any]:
+    result = command(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def with_caches(bundle: Path, window: int | None, count: int) -> Bundle:
+    """The opened bundle with the first `count` of its cache groups, their window set."""
+    opened = Bundle.open(bundle)
+    groups = tuple(
+        msgspec.structs.replace(group, spec=msgspec.structs.replace(group.spec, window=window))
+        for group in opened.graph.caches.groups[:count]
+    )
+    plan = CachePlan(opened.graph.caches.pools, groups)
+    return msgspec.structs.replace(opened, graph=msgspec.structs.replace(opened.graph, caches=plan))
+
+
+def test_summary_in_fields(bundle: Path, command: Command) -> None:
+    fields = fields_of(command, "inspect", bundle)
+
+    opened = Bundle.open(bundle)
+    on_disk = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
+    tokenizer = sum(len(data) for data in opened.files("tokenizer").values())
+    assert set(fields) == {
+        "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "checked",
+        "canonical_share", "activation_bytes", "provenance",
+    }  # fmt: skip
+    assert [(each["tokens"], each["sequences"]) for each in fields["activation_bytes"]] == [(8192, 256), (256, 256)]
+    assert fields["activation_bytes"][0]["bytes"] > fields["activation_bytes"][1]["bytes"] > 256 * 131 * 48
+    assert fields["digest"] == opened.digest
+    assert fields["format"] == "1.0"
+    assert fields["model"]["num_parameters"] == 656_512
+    assert fields["graph"] == {"blocks": 2, "calls": 4, "nodes": 41, "params": 26}
+    assert fields["ops"] == opened.manifest.ops
+    assert (fields["checked"], fields["canonical_share"]) == (False, 1.0)
+    assert fields["cache_groups"] == {"full": 4}
+    assert fields["bytes"] == {"total": on_disk, "without_tokenizer": on_disk - tokenizer}
+    assert fields["files"] == ["graph", "constants", *sorted(opened.files("tokenizer"))]
+    assert fields["provenance"]["from_snapshot"] is False
+
+
+def test_summary_in_words(bundle: Path, command: Command) -> None:
+    text = command("inspect", bundle).stdout
+
+    assert Bundle.open(bundle).digest in text
+    assert "LlamaForCausalLM, 4 layers, 656,512 parameters, float32" in text
+    assert "1,024 tokens a sequence, vocabulary 512" in text
+    assert "full: 4 layers" in text
+
+
+def test_summary_of_one_layer(tmp_path: Path, command: Command) -> None:
+    config = families.make_config("llama")
+    config.num_hidden_layers = 1
+    config.save_pretrained(tmp_path / "model")
+
+    text = command("build", tmp_path / "model", "-o", tmp_path / "b").stdout
+
+    assert "LlamaForCausalLM, 1 layer, " in text
+    assert "full: 1 layer\n" in text
+
+
+def test_graph_is_the_text_form(bundle: Path, command: Command) -> None:
+    graph = Bundle.open(bundle).graph
+
+    assert parse_graph(command("inspect", bundle, "--graph").stdout) == graph
+    assert parse_graph(fields_of(command, "inspect", bundle, "--graph")["graph"]) == graph
+
+
+def test_passes_are_those_that_ran(bundle: Path, command: Command) -> None:
+    records = Bundle.open(bundle).manifest.passes
+
+    rows = command("inspect", bundle, "--passes").stdout.splitlines()[1:]
+    assert [row.split()[:2] for row in rows] == [[record.stage, record.name] for record in records]
+    assert any("precast.rms_norm +9" in row for row in rows)
+    fields = fields_of(command, "inspect", bundle, "--passes")
+    assert msgspec.convert(fields["passes"], tuple[type(records[0]), ...]) == records  # type: ignore[misc]
+
+
+def test_weights_have_their_recipes(bundle: Path, command: Command) -> None:
+    fields = fields_of(command, "inspect", bundle, "--weights")
+
+    params = {param["name"]: param for param in fields["params"]}
+    assert len(params) == 26
+    assert params["model.embed_tokens.weight"] == {
+        "name": "model.embed_tokens.weight",
+        "type": "float32[512, 128]",
+        "recipe": 'cast(read("model.embed_tokens.weight", [512, 128]), float32)',
+    }
+    fused = params["model.layers.3.mlp.gate_proj_up_proj.weight"]["recipe"]
+    assert fused.startswith("concat([")
+    assert "layers.3.mlp.up_proj.weight" in fused
+    assert fields["unused"] == []
+    assert fields["ignored"] == ["*rotary_emb.inv_freq"]
+    assert fields["optional_prefixes"] == ["model."]
+    text = command("inspect", bundle, "--weights").stdout
+    assert all(name in text for name in params)
+
+
+def test_cache_costs_whole_pages(bundle: Path, other_bundle: Path, command: Command) -> None:
+    one, other = (fields_of(command, "inspect", path, "--cache") for path in (bundle, other_bundle))
+
+    token = 4 * 2 * (32 + 32)  # layers, kv heads, key and value size
+    assert one["groups"] == [
+        {
+            "name": "full", "pool": "pool0", "layers": 4, "bytes_per_token": 4 * token, "bytes_per_sequence": 0,
+            "page_bytes": 16 * 4 * token, "page_stride": 16 * 4 * token, "pages_per_slab": 1,
+            "spec": {
+                "kind": "paged", "num_kv_heads": 2, "head_size": 32, "value_size": 32, "dtype": "float32",
+                "page_size": 16, "window": None, "chunk": None,
+            },
+        }
+    ]  # fmt: skip
+    assert one["slab_bytes"] == 16 * 4 * token
+    assert one["bytes_per_sequence"] == {"128": 128 * 4 * token, "1024": 1024 * 4 * token}
+    assert other["bytes_per_sequence"] == {"128": 144 * 2 * token, "200": 240 * 2 * token}
+
+
+def test_cache_says_how_much_a_window_leaves_visible(bundle: Path) -> None:
+    text = show.cache(with_caches(bundle, window=64, count=1)).text
+
+    # 63 tokens before the next one, in pages of 16 tokens of 2048 bytes each: the rest was given back
+    assert [line.split()[1:] for line in text.splitlines()[-2:]] == [["131,072", "100.0", "%"]] * 2
+
+
+STATES = """
+pool pool0(pages=P0)
+pool pool1(pages=P1)
+pool pool2(pages=P2)
+pool pool3(pages=P3)
+group conv_6x3(pool=pool0, spec=conv(shape=[6, 3], dtype=bfloat16), slot_ids=%c) {
+  slot layers.0(%layers.0.conv: bfloat16[P0, 6, 3])
+  slot layers.1(%layers.1.conv: bfloat16[P0, 6, 3])
+}
+group state_4x5(pool=pool1, spec=state(shape=[4, 5], dtype=float32), slot_ids=%s) {
+  slot layers.0.s(%layers.0.state: float32[P1, 4, 5])
+}
+group latent(pool=pool2, spec=latent(latent_size=16, rope_size=4, dtype=bfloat16, page_size=8, window=none),
+    page_indices=%a, page_indptr=%b, page_start=%d, slot_mapping=%e) {
+  slot layers.2(%layers.2.latent: bfloat16[P2, 8, 20])
+}
+group chunks(pool=pool3,
+    spec=paged(num_kv_heads=2, head_size=4, value_size=6, dtype=bfloat16, page_size=8, window=none, chunk=64),
+    page_indices=%f, page_indptr=%g, page_start=%h, slot_mapping=%i) {
+  slot layers.3(%layers.3.k: bfloat16[P3, 8, 2, 4], %layers.3.v: bfloat16[P3, 8, 2, 6])
+}
+main { return }
+"""
+
+
+def test_caches_of_every_kind(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    plan = parse_graph(STATES).caches
+    report = show.cache(msgspec.structs.replace(opened, graph=msgspec.structs.replace(opened.graph, caches=plan)))
+
+    latent, chunks, conv, state = report.fields["groups"]
+    assert conv["spec"] == {"kind": "conv", "shape": (6, 3), "dtype": "bfloat16"}
+    assert (conv["layers"], conv["bytes_per_token"], conv["bytes_per_sequence"]) == (2, 0, 2 * 6 * 3 * 2)
+    assert (state["spec"]["kind"], state["bytes_per_sequence"]) == ("state", 4 * 5 * 4)
+    assert latent["spec"] == {
+        "kind": "latent", "latent_size": 16, "rope_size": 4, "dtype": "bfloat16", "page_size": 8, "window": None,
+    }  # fmt: skip
+    assert (latent["bytes_per_token"], latent["bytes_per_sequence"]) == (20 * 2, 0)
+    assert chunks["spec"]["chunk"] == 64
+    # Tensors begin at multiples of 256 bytes: a page of the latents takes 512, of the keys and values 256 each.
+    assert [(group["page_bytes"], group["page_stride"]) for group in report.fields["groups"]] == [
+        (320, 512), (320, 512), (72, 512), (80, 256),
+    ]  # fmt: skip
+    assert (report.fields["slab_bytes"], [group["pages_per_slab"] for group in report.fields["groups"]]) == (
+        512, [1, 1, 1, 2],
+    )  # fmt: skip
+    # At 128 and at 1024 a chunk begins: of those before it no page is kept.
+    assert report.fields["bytes_per_sequence"] == {n: 512 + 256 + n // 8 * 512 for n in (128, 1024)}
+    rows = [line.split() for line in report.text.splitlines()]
+    assert rows[1] == ["latent", "pool2", "1", "latent", "16", "+", "4", "bfloat16", "8", "-", "40", "-"]
+    assert rows[2][3:] == ["kv", "2", "x", "(4", "+", "6)", "bfloat16", "8", "chunks", "of", "64", "40", "-"]
+    assert rows[3] == ["conv_6x3", "pool0", "2", "conv", "6x3", "bfloat16", "-", "-", "-", "72"]
+    assert rows[8] == ["latent", "320", "512", "1", "37.5", "%"]
+    # The token at 1024 sees all states and latents, and nothing of the chunk before its own.
+    assert rows[-1][-2] == f"{100 * (72 + 80 + 1024 * 40) / (512 + 256 + 128 * 512):.1f}"
+
+
+def test_model_without_caches(bundle: Path) -> None:
+    report = show.cache(with_caches(bundle, window=None, count=0))
+
+    assert report.text == "no caches"
+    assert report.fields["bytes_per_sequence"] == {128: 0, 1024: 0}
+
+
+def test_equal_bundles(bundle: Path, command: Command) -> None:
+    result = command("diff", bundle, bundle)
+
+    assert result.exit_code == 0
+    assert result.stdout == f"equal: {Bundle.open(bundle).digest}\n"
+    assert fields_of(command, "diff", bundle, bundle) == {"equal": True, "differences": []}
+
+
+def test_bundles_that_differ(bundle: Path, other_bundle: Path, command: Command) -> None:
+    result = command("diff", bundle, other_bundle, "--json")
+
+    assert result.exit_code == 1
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    assert found["equal"] is False
+    lines = found["differences"]
+    assert 'manifest model.dtype: "float32" -> "bfloat16"' in lines
+    assert "manifest model.max_seq_len: 1024 -> 200" in lines
+    assert any(line.startswith("param model.norm.weight: float32[128] = ") for line in lines)
+    assert any(line.startswith("cache group full: 4 layers") and '"page_size":48' in line for line in lines)
+    assert "block layer1: 18 nodes -> 18 nodes" in lines
+    assert {line.split()[1] for line in lines if line.startswith("file ")} == {"graph:"}
+    assert command("diff", bundle, other_bundle).stdout.splitlines() == lines
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_only_one_bundle_has(swapped: bool, bundle: Path, bare_bundle: Path, command: Command) -> None:
+    paths = (bare_bundle, bundle) if swapped else (bundle, bare_bundle)
+
+    lines = command("diff", *paths).stdout.splitlines()
+
+    (line,) = [line for line in lines if line.startswith("file tokenizer.json: ")]
+    assert line.endswith(" -> absent") is not swapped
+    assert line.startswith("file tokenizer.json: absent -> ") is swapped

@@ -1,0 +1,207 @@
+"""Modules whose code is replaced while they are traced: the graphs compute what transformers' own code computes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from reference import evaluate, hf_logits, relative_error
+from torch import fx
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+
+from precast.builder import pipeline
+from precast.builder.capture import modules
+from precast.builder.capture.capture import Captured, capture
+from precast.builder.capture.mixtures import drop_unread_rows, has_unread_rows
+from precast.builder.capture.modules import routed_modules
+from precast.builder.graph.context import Options, tensor
+from precast.builder.graph.fx_types import FxNode
+from precast.builder.lower.lower import lower
+from precast.builder.source.shrink import random_model, shrink
+from precast.builder.source.source import open_source
+from precast.check.coverage import COMPLETIONS
+from precast.ir.errors import BuildError
+from precast.ir.verify.verifier import verify
+from precast.kernels.registry import register
+
+ops = torch.ops.precast
+
+PROMPTS = ([5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11], [17], [99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14])
+MULTIPLIERS = [0.5, 1.5, 0.25, 2.0, 0.75]
+
+MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
+    # type, what differs from its small default config, the ops that it must come to
+    ("minimax", {"block_size": 4}, {"precast.linear_attention", "precast.attention"}),
+    ("recurrent_gemma", {}, {"precast.linear_recurrence", "precast.causal_conv", "precast.attention"}),
+    ("zaya", {}, {"precast.causal_conv", "precast.attention"}),
+    ("doge", {}, {"precast.attention"}),
+    ("rwkv", {"num_hidden_layers": 3, "rescale_every": 1}, {"precast.wkv", "precast.causal_conv"}),
+    ("xlstm", {"eps": 0.1}, {"precast.linear_attention", "precast.linear_recurrence"}),
+    ("lfm3", {}, {"precast.causal_conv", "precast.attention"}),
+    ("falcon_h1", {"ssm_multipliers": MULTIPLIERS}, {"precast.state_space_scan", "precast.attention"}),
+    ("llama4_text", {}, {"precast.experts", "precast.route", "precast.attention"}),
+    ("llama4_text", {"num_experts_per_tok": 3}, {"precast.experts", "precast.route", "precast.attention"}),
+    ("llama4_text", {"hidden_act": "tanh"}, {"precast.grouped_linear", "precast.route", "precast.attention"}),
+    ("dbrx", {}, {"precast.experts", "precast.route", "precast.attention"}),
+    ("longcat_flash", {}, {"precast.experts", "precast.route", "precast.latent_attention"}),
+    ("longcat_flash", {"zero_expert_num": 0}, {"precast.experts", "precast.route", "precast.latent_attention"}),
+    ("longcat_flash", {"n_routed_experts": 0}, {"precast.latent_attention"}),
+    ("jetmoe", {}, {"precast.experts", "precast.grouped_linear", "precast.route", "precast.attention"}),
+]
+
+
+def small(name: str, **differs: Any) -> PreTrainedConfig:
+    config = shrink(CONFIG_MAPPING[name](**COMPLETIONS.get(name, {})))
+    for field, value in differs.items():
+        setattr(config, field, value)
+    return config
+
+
+def captured(config: PreTrainedConfig, max_seq_len: int = 64) -> Captured:
+    register()
+    found = capture(open_source(config), Options("float32", max_seq_len))
+    pipeline.run(found.graph, found.ctx, tuple(step for step in pipeline.passes() if pipeline.before_caches(step)))
+    return found
+
+
+def calls(found: Captured, op: Any) -> list[FxNode]:
+    return [node for node in found.graph.nodes if node.target is op.default]
+
+
+def run(found: Captured, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The logits `[T, V]` of all prompts in one batch."""
+    lengths = [len(prompt) for prompt in PROMPTS]
+    values = {
+        "input_ids": torch.tensor([list(itertools.chain(*PROMPTS))]),
+        "positions": torch.cat([torch.arange(length) for length in lengths])[None],
+        "rope_lengths": torch.tensor([[length for length in lengths for _ in range(length)]]),
+        "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+    }
+    values |= {place: info.value for place, info in found.ctx.constants.items()}
+    values |= {place: evaluate(info.recipe, state) for place, info in found.ctx.params.items()}
+    places = [node.name for node in found.graph.nodes if node.op == "placeholder"]
+    with torch.no_grad():
+        out = fx.Interpreter(fx.GraphModule({}, found.graph)).run(*[values[place] for place in places])
+    return out["logits"][0]
+
+
+@pytest.mark.parametrize(("name", "differs", "ops"), MODELS)
+def test_graphs_compute_what_transformers_computes(name: str, differs: dict[str, Any], ops: set[str]) -> None:
+    config = small(name, **differs)
+    model = random_model(config)
+    state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
+    expected = torch.cat(hf_logits(model, PROMPTS))
+
+    found = captured(config)
+
+    assert relative_error(run(found, state), expected) < 1e-5
+    assert ops <= pipeline.op_counts(found.graph).keys()
+
+
+@pytest.mark.parametrize("name", ["minimax", "recurrent_gemma", "rwkv", "xlstm"])
+def test_what_a_sequence_keeps_is_planned_as_states(name: str) -> None:
+    found = captured(small(name))
+    pipeline.run(found.graph, found.ctx, tuple(step for step in pipeline.passes() if not pipeline.before_caches(step)))
+
+    assert {group.spec.kind for group in found.ctx.caches.states} >= {"state"}
+    verify(lower(found.graph, found.ctx))
+
+
+def test_keys_that_are_chosen_by_their_bias_are_refused() -> None:
+    config = small("doge", keep_window_size=48)
+
+    captured(config, max_seq_len=48)
+    with pytest.raises(BuildError, match="beyond 48 tokens") as refused:
+        captured(config, max_seq_len=64)
+    assert refused.value.code == "feature-unsupported"
+    assert "max_seq_len of at most 48" in str(refused.value)
+
+
+@pytest.mark.parametrize("cap", [0.0, 40.0])
+def test_exponential_gates_without_a_bound_are_refused(cap: float) -> None:
+    with pytest.raises(BuildError, match=r"gate_soft_cap is .*, expected a number up to 30\.0") as refused:
+        captured(small("xlstm", gate_soft_cap=cap))
+    assert refused.value.code == "feature-unsupported"
+
+
+class _Lightning(torch.nn.Module):
+    """Of the same name as one of transformers', and another forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+_Lightning.__name__ = "MiniMaxLightningAttention"
+
+
+EXPERTS = [
+    ("llama4_text", "num_local_experts"),
+    ("longcat_flash", "n_routed_experts"),
+    ("jetmoe", "num_local_experts"),
+]
+
+
+@pytest.mark.parametrize(("name", "field"), EXPERTS)
+def test_graphs_are_as_large_for_many_experts_as_for_few(name: str, field: str) -> None:
+    few, many = (len(captured(small(name, **{field: count})).graph.nodes) for count in (4, 64))
+
+    assert few == many
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "dbrx", "longcat_flash", "jetmoe"])
+def test_weights_of_experts_are_read_as_they_are_used(name: str) -> None:
+    found = captured(small(name))
+    weights = [each for node in calls(found, ops.experts) for each in node.args[3:5]]
+    weights += [node.args[1] for node in calls(found, ops.grouped_linear)]
+
+    assert weights
+    assert all(found.ctx.is_param(weight) for weight in weights)
+
+
+def test_keys_are_kept_once_however_many_experts_attend() -> None:
+    config = small("jetmoe", num_experts_per_tok=3, num_attention_heads=6)
+
+    (keys,) = {tensor(node.args[1]).shape[2] for node in calls(captured(config), ops.attention)}
+
+    assert keys == config.num_key_value_heads == 2
+
+
+class _LongcatExperts(torch.nn.Module):
+    """Of the same name as transformers', and with rows that are read."""
+
+    zero_expert_num, num_routed_experts = 2, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.ones(5, 2, 2))
+
+
+_LongcatExperts.__name__ = "LongcatFlashExperts"
+
+
+def test_rows_of_other_files_classes_stay() -> None:
+    other = torch.nn.Sequential(_LongcatExperts())
+
+    drop_unread_rows(other)
+
+    assert not has_unread_rows(other)
+    assert len(other[0].gate_up_proj) == 5
+
+
+def test_classes_of_other_files_are_traced_as_they_are() -> None:
+    with routed_modules(torch.nn.Sequential(_Lightning())):
+        torch.testing.assert_close(_Lightning()(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_classes_get_their_own_methods_back() -> None:
+    own = vars(MiniMaxLightningAttention)["forward"]
+    model = random_model(small("minimax"))
+
+    with routed_modules(model):
+        assert vars(MiniMaxLightningAttention)["forward"] is modules._lightning_attention
+
+    assert vars(MiniMaxLightningAttention)["forward"] is own

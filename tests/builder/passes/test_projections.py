@@ -1,0 +1,140 @@
+"""Products of one input, and the exchanges of dimensions around them."""
+
+from __future__ import annotations
+
+import pytest
+from fx_text import apply, assert_leaves, assert_rewrites
+
+from precast.builder.passes.match.cancel_transposes import cancel_transposes
+from precast.builder.passes.match.fuse_projections import fuse_projections
+
+# --- projections -------------------------------------------------------------------------------------------------
+
+PROJECTIONS = """
+x: input(float32, 1, T, 8)
+z: input(float32, 1, T, 8)
+q: param(float32, 6, 8)
+k: {kind}(float32, 2, 8)
+qb: param(float32, 6)
+kb: param(float32, 2)
+with layer("layers.0"):
+    a = aten.linear({first})
+with layer("{layer}"):
+    b = aten.linear({second})
+return a, b{results}
+"""
+ATTENTION = {"kind": "param", "first": "x, q", "second": "x, k", "layer": "layers.0", "results": ""}
+
+
+def test_products_of_one_input_become_one() -> None:
+    assert_rewrites(
+        fuse_projections,
+        PROJECTIONS.format(**ATTENTION),
+        """
+        q_k = concat([read("q", [6, 8], float32), read("k", [2, 8], float32)], dim=0)
+        v0 = aten.linear.default(x, q_k, None)
+        v1 = aten.slice.Tensor(v0, 2, 0, 6, 1)
+        v2 = aten.slice.Tensor(v0, 2, 6, 8, 1)
+        return v1, v2
+        """,
+    )
+
+
+def test_biases_are_fused_likewise() -> None:
+    applied = apply(fuse_projections, PROJECTIONS.format(**{**ATTENTION, "first": "x, q, qb", "second": "x, k, kb"}))
+
+    assert 'qb_kb = concat([read("qb", [6], float32), read("kb", [2], float32)], dim=0)' in applied.text
+    assert "v0 = aten.linear.default(x, q_k, qb_kb)" in applied.text
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        pytest.param({"second": "x, k, kb"}, id="one bias of two"),
+        pytest.param({"second": "z, k"}, id="two inputs"),
+        pytest.param({"second": "x, q"}, id="one weight twice"),
+        pytest.param({"kind": "input"}, id="a weight that is no param"),
+        pytest.param({"layer": "layers.1"}, id="two layers"),
+        pytest.param({"results": ", k"}, id="a weight that is used elsewhere"),
+    ],
+)
+def test_near_fused_projections(differs: dict[str, str]) -> None:
+    assert_leaves(fuse_projections, PROJECTIONS.format(**{**ATTENTION, **differs}))
+
+
+def test_products_outside_of_layers_stay() -> None:
+    assert_leaves(fuse_projections, PROJECTIONS.format(**ATTENTION).replace("layers.0", "head"))
+
+
+# --- transposes --------------------------------------------------------------------------------------------------
+
+TRANSPOSES = """
+x: input(float32, 1, 3, T, 8)
+w: param(float32, 8)
+a = aten.transpose.int(x, 1, 2)
+b = {between}
+c = aten.transpose.int(b, {dims})
+return c
+"""
+
+
+@pytest.mark.parametrize("dims", ["1, 2", "2, 1"])
+def test_two_exchanges_are_none(dims: str) -> None:
+    text = TRANSPOSES.replace("b = {between}\n", "").replace("(b,", "(a,").format(dims=dims)
+
+    assert_rewrites(
+        cancel_transposes, text.replace("return c", "d = aten.neg(c)\nreturn d"), "v0 = aten.neg.default(x)\nreturn v0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        ("aten.slice.Tensor(a, 3, 0, 4, 1)", "aten.slice.Tensor(x, 3, 0, 4, 1)"),
+        (
+            "precast.rms_norm(a, w, eps=1e-06, cast_before_scale=True)",
+            "precast.rms_norm(x, w, eps=1e-06, cast_before_scale=True)",
+        ),
+    ],
+)
+def test_also_around_an_op_on_another_dimension(between: str, expected: str) -> None:
+    assert_rewrites(cancel_transposes, TRANSPOSES.format(between=between, dims="1, 2"), f"v0 = {expected}\nreturn v0")
+
+
+@pytest.mark.parametrize(
+    ("between", "dims"),
+    [
+        pytest.param("aten.neg(a)", "2, 3", id="other dimensions"),
+        pytest.param("aten.slice.Tensor(a, 2, 0, 2, 1)", "1, 2", id="around an op on one of them"),
+        pytest.param("aten.reshape(a, [1, -1, 8, 3])", "1, 2", id="around a reshape"),
+    ],
+)
+def test_near_cancelled_transposes(between: str, dims: str) -> None:
+    assert_leaves(cancel_transposes, TRANSPOSES.format(between=between, dims=dims))
+
+
+def test_exchanges_of_other_dimensions_stay() -> None:
+    assert_leaves(
+        cancel_transposes,
+        """
+        x: input(float32, 1, 3, T, 8)
+        a = aten.transpose.int(x, 1, 2)
+        b = aten.transpose.int(a, 2, 3)
+        return b
+        """,
+    )
+
+
+def test_a_norm_over_an_exchanged_dimension_stays() -> None:
+    assert_leaves(
+        cancel_transposes,
+        """
+        x: input(float32, 1, T, 8)
+        w: param(float32, 7)
+        a = aten.slice.Tensor(x, 1, 0, 7, 1)
+        b = aten.transpose.int(a, 1, 2)
+        c = precast.rms_norm(b, w, eps=1e-06, cast_before_scale=True)
+        d = aten.transpose.int(c, 1, 2)
+        return d
+        """,
+    )

@@ -1,0 +1,285 @@
+"""Quantised checkpoints: the params are those that transformers loads from the same values in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised
+import torch
+from quantised import Stored
+from reference import evaluate
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from precast.builder.capture.factory import make_module
+from precast.builder.source.shrink import random_model, shrink
+from precast.builder.weights.quantisation import quantisation_of, unquantised
+from precast.builder.weights.recipes import ModelCheckpoint
+from precast.ir.errors import BuildError
+from precast.ir.graph.schema import Cast, Graph, Param, TensorType, Tie
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.loader.weights.stream import load_weights
+
+Tensors = dict[str, torch.Tensor]
+Quantise = Callable[[str, torch.Tensor], Stored | None]
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+def config_of(model_type: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(model_type, **{**SIZES, **changes})
+
+
+def check(config: Any, entries: dict[str, Any], quantise: Quantise, folder: Path, *, dtype: str = "float32") -> None:
+    """Quantises a random model's checkpoint, tensor by tensor, and compares what becomes of it with transformers."""
+    plain, stored = folder / "plain", folder / "stored"
+    random_model(config).save_pretrained(plain)
+    dense = load_file(plain / "model.safetensors")
+    files: Tensors = {}
+    for name, tensor in dense.items():
+        made = quantise(name, tensor)
+        files |= {name: tensor} if made is None else made[0]
+        dense[name] = tensor if made is None else made[1].contiguous()
+    assert files.keys() != dense.keys(), "nothing was quantised"
+    save_file(dense, plain / "model.safetensors", metadata={"format": "pt"})
+    stored.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in files.items()}, stored / "model.safetensors")
+    expected = AutoModelForCausalLM.from_pretrained(plain, dtype=getattr(torch, dtype)).state_dict()
+    meta = make_module(config, dtype)
+
+    checkpoint = ModelCheckpoint(meta, entries)
+    recipes, rules = checkpoint.recipes(expected), checkpoint.rules(expected)
+
+    types = {name: TensorType(str(tensor.dtype)[6:], tuple(tensor.shape)) for name, tensor in expected.items()}  # type: ignore[arg-type]
+    params = tuple(Param(name, types[name], made) for name, made in recipes.items())
+    graph = Graph((), (), params, (), (), (), {})
+    loaded = load_weights(graph, rules, CheckpointFiles.open(stored), device=torch.device("cpu"))
+    for name, recipe in recipes.items():
+        assert torch.equal(loaded.tensors[name], expected[name]), name
+        if not isinstance(recipe, Tie):
+            assert torch.equal(evaluate(recipe, files), expected[name]), name
+
+
+def linear(name: str) -> bool:
+    """Projections inside of layers."""
+    return ".layers." in name and name.endswith("_proj.weight")
+
+
+# --- FP8 ---------------------------------------------------------------------------------------------------------
+
+
+def fp8(suffix: str, block: tuple[int, int] | None, shape: Callable[[torch.Tensor], tuple[int, ...]]) -> Quantise:
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        return quantised.float8(name, tensor, block, suffix, shape(tensor)) if linear(name) else None
+
+    return quantise
+
+
+def blocks(tensor: torch.Tensor) -> tuple[int, ...]:
+    return -(-tensor.shape[0] // 32), -(-tensor.shape[1] // 32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_in_blocks(tmp_path: Path, dtype: str) -> None:
+    """DeepSeek's way, with matrices that don't end with a block; the experts are stored one by one."""
+    config = shrink(AutoConfig.for_model("deepseek_v3"))
+    entries = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        known = ".layers." in name and ("_proj" in name and name.endswith(".weight"))
+        return quantised.float8(name, tensor, (32, 32), "_scale_inv", blocks(tensor)) if known else None
+
+    check(config, entries, quantise, tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("entries", "quantise"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": None}, fp8("_scale_inv", None, lambda _: ())),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, fp8("_scale", None, lambda _: ())),
+        ({"quant_method": "fbgemm_fp8"}, fp8("_scale", (1, 1 << 20), lambda tensor: (tensor.shape[0], 1))),
+    ],
+    ids=["a scale a tensor", "AutoFP8", "FBGEMM"],
+)
+def test_fp8_by_tensor_or_channel(entries: dict[str, Any], quantise: Quantise, tmp_path: Path) -> None:
+    check(config_of("llama"), entries, quantise, tmp_path)
+
+
+def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
+    args = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": args, "input_activations": {"num_bits": 8, "dynamic": True}}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*down_proj"], "quantization_status": "compressed", "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("entries", "block", "shape"),
+    [
+        (compressed("tensor"), None, lambda _: (1,)),
+        (compressed("channel"), (1, 1 << 20), lambda tensor: (tensor.shape[0], 1)),
+        (compressed("block", block_structure=[32, 32]), (32, 32), blocks),
+    ],
+    ids=["tensor", "channel", "block"],
+)
+def test_compressed_tensors(model_type: str, entries: dict[str, Any], block: Any, shape: Any, tmp_path: Path) -> None:
+    """Names are those of the checkpoint, where each expert is a layer of its own."""
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        chosen = linear(name) and "down_proj" not in name
+        return quantised.float8(name, tensor, block, "_scale", shape(tensor)) if chosen else None
+
+    check(config_of(model_type, num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
+
+
+def test_modules_that_are_left_as_they_are(tmp_path: Path) -> None:
+    """By the names of the checkpoint, which transformers renames: Mixtral's `block_sparse_moe`."""
+    config = config_of("mixtral", num_local_experts=4)
+    skipped = ["lm_head", "model.layers.0.block_sparse_moe", "model.layers.1.self_attn.q_proj"]
+    entries = {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": skipped}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        experts = name.startswith("model.layers.1.block_sparse_moe.experts")
+        projections = "self_attn" in name and not name.startswith("model.layers.1.self_attn.q_proj")
+        return (
+            quantised.float8(name, tensor, (32, 32), "_scale_inv", blocks(tensor)) if experts or projections else None
+        )
+
+    check(config, entries, quantise, tmp_path)
+
+
+def test_an_expert_that_is_left_as_it_is(tmp_path: Path) -> None:
+    skipped = ["lm_head", "model.layers.0.mlp.experts.2.up_proj"]
+    entries = {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": skipped}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        chosen = linear(name) and name.removesuffix(".weight") not in skipped
+        return quantised.float8(name, tensor, (32, 32), "_scale_inv", blocks(tensor)) if chosen else None
+
+    check(config_of("qwen3_moe", num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
+
+
+# --- four bits ---------------------------------------------------------------------------------------------------
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    config = config_of("gpt_oss", num_local_experts=4, intermediate_size=32)
+    entries = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        return quantised.mxfp4(name, tensor) if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else None
+
+    check(config, entries, quantise, tmp_path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("group_size", [32, -1])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_awq(model_type: str, group_size: int, tmp_path: Path) -> None:
+    entries = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        size = tensor.shape[-1] if group_size == -1 else group_size
+        return quantised.awq(name.removesuffix(".weight"), tensor, size) if linear(name) else None
+
+    check(config_of(model_type, num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
+
+
+@pytest.mark.parametrize("order", [False, True], ids=["in order", "by activation"])
+@pytest.mark.parametrize(("format", "offset"), [("gptq", 1), ("gptq_v2", 0)])
+def test_gptq(order: bool, format: str, offset: int, tmp_path: Path) -> None:
+    entries = {
+        "quant_method": "gptq", "bits": 4, "group_size": 48, "desc_act": order, "sym": False,
+        "checkpoint_format": format, "damp_percent": 0.01, "dynamic": {"-:.*o_proj": {}},
+    }  # fmt: skip
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if not linear(name) or "o_proj" in name:
+            return None
+        return quantised.gptq(name.removesuffix(".weight"), tensor, 48, order=order, offset=offset)
+
+    check(config_of("llama", attention_bias=True), entries, quantise, tmp_path)
+
+
+def test_biases_of_zeros_that_autogptq_stores_are_ignored() -> None:
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config_of("qwen2"))
+
+    ignored = ModelCheckpoint(meta, {"quant_method": "gptq", "bits": 4}).rules().ignored
+
+    assert "model.layers.*.self_attn.o_proj.bias" in ignored
+    assert "model.layers.*.self_attn.q_proj.bias" not in ignored
+
+
+def test_gptq_of_some_modules(tmp_path: Path) -> None:
+    kept = [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]]
+    entries = {"quant_method": "gptq", "bits": 4, "group_size": 32, "modules_in_block_to_quantize": kept}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        chosen = name.endswith(("q_proj.weight", "k_proj.weight", "down_proj.weight"))
+        return quantised.gptq(name.removesuffix(".weight"), tensor, 32, order=False) if chosen else None
+
+    check(config_of("llama"), entries, quantise, tmp_path)
+
+
+# --- what isn't known --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes; known are fp8, .*, gptq"),
+        ({"bits": 4}, "quantised by None"),
+        ({"quant_method": "awq", "bits": 3}, "bits = 3"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv'"),
+        ({"quant_method": "gptq", "bits": 8}, "bits = 8"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 8}}}, "dynamic = "),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+        ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation = 'hadamard'"),
+        ({**compressed("group"), "format": "float-quantized"}, "config_groups = "),
+        ({**compressed("channel", num_bits=4)}, "config_groups = "),
+        ({**compressed("channel"), "format": "pack-quantized"}, "format = 'pack-quantized'"),
+        ({**compressed("channel"), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config = "),
+        ({"quant_method": "mxfp4"}, "model type llama"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 48}, "64 inputs in groups of 48"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(entries: dict[str, Any], message: str) -> None:
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config_of("llama"))
+
+    with pytest.raises(BuildError, match=message) as error:
+        ModelCheckpoint(meta, entries).recipes(meta.state_dict())
+
+    assert error.value.code == "feature-unsupported"
+
+
+def test_a_config_without_its_quantisation() -> None:
+    entries = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = config_of("llama")
+    config.quantization_config = entries
+
+    plain = unquantised(config)
+
+    assert quantisation_of(config) == entries
+    assert quantisation_of(plain) is None
+    assert config.quantization_config == entries
+
+
+def test_what_is_not_quantised_is_cast() -> None:
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config_of("llama"), dtype=torch.bfloat16)
+
+    recipe = ModelCheckpoint(meta, {"quant_method": "fp8"}).recipes(["model.norm.weight"])["model.norm.weight"]
+
+    assert isinstance(recipe, Cast)
+    assert recipe.dtype == "bfloat16"

@@ -1,0 +1,613 @@
+"""The shape rules against torch's own answers, on the meta device and on the CPU, over odd sizes and all dtypes.
+
+A rule may refuse what torch accepts (a bundle writes sizes out, and stores float8 without computing in it); it never
+accepts what torch refuses, nor gives another shape or dtype.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Apply, Dtype, Expr, TensorType
+from precast.ir.ops import rules
+from precast.ir.ops import table as ops
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "bool": torch.bool,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+NAMES = {value: name for name, value in DTYPES.items()}
+COMPUTED = [name for name in DTYPES if name != "float8_e4m3fn"]
+
+T1 = Apply("add", ("T", 1))
+Args = dict[str, Any]
+
+
+def t(dtype: Dtype, *shape: Expr) -> TensorType:
+    return TensorType(dtype, shape)
+
+
+def f32(*shape: Expr) -> TensorType:
+    return TensorType("float32", shape)
+
+
+def infer(op: str, args: Args) -> tuple[TensorType, ...]:
+    definition = ops.lookup(op)
+    assert definition is not None, op
+    return definition.rule(args)
+
+
+def run(op: str, args: Args, device: str) -> TensorType | None:
+    """What torch returns for tensors of these types, or None when it raises."""
+    function: Any = torch.ops.aten
+    for part in op.removeprefix("aten.").split("."):
+        function = getattr(function, part)
+    try:
+        result = function(**{name: _real(name, value, device) for name, value in args.items()})
+    except (RuntimeError, IndexError, NotImplementedError):
+        return None
+    return TensorType(NAMES.get(result.dtype, str(result.dtype)), tuple(result.shape))  # type: ignore[arg-type]
+
+
+def _real(name: str, value: Any, device: str) -> Any:
+    if isinstance(value, TensorType):
+        return torch.zeros(value.shape, dtype=DTYPES[value.dtype], device=device)  # type: ignore[arg-type]
+    if isinstance(value, tuple):
+        return [_real(name, item, device) for item in value]
+    return DTYPES[value] if name == "dtype" else value  # type: ignore[index]
+
+
+def at(value: Any, sizes: Mapping[str, int]) -> Any:
+    """`value` with each symbol replaced by its size."""
+    if isinstance(value, TensorType):
+        return TensorType(value.dtype, tuple(symbols.evaluate(size, sizes) for size in value.shape))
+    if isinstance(value, tuple):
+        return tuple(at(item, sizes) for item in value)
+    if isinstance(value, Apply) or (isinstance(value, str) and value in sizes):
+        return symbols.evaluate(value, sizes)
+    return value
+
+
+UNARY = [
+    "neg", "abs", "relu", "exp", "expm1", "log", "log1p", "softplus", "floor", "rsqrt", "sqrt", "tanh", "sigmoid",
+    "silu", "gelu", "cos", "sin",
+]  # fmt: skip
+BINARY = ["add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "minimum.default", "maximum.default"]
+COMPARISONS = ["eq.Tensor", "ne.Tensor", "ge.Tensor", "gt.Tensor", "le.Tensor", "lt.Tensor"]
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("shape", [(), (3,), (1, 3, 0, 5)])
+def test_unary_ops_agree_with_torch_for_every_dtype(name: str, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        _agree(f"aten.{name}.default", {"self": t(dtype, *shape)})
+
+
+@pytest.mark.parametrize("name", [*BINARY, *COMPARISONS])
+@pytest.mark.parametrize("left", [(), (3, 1)])
+@pytest.mark.parametrize("right", [(), (1, 5)])
+def test_binary_ops_promote_as_torch_does(name: str, left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    for a, b in itertools.product(DTYPES, DTYPES):
+        _agree(f"aten.{name}", {"self": t(a, *left), "other": t(b, *right)})
+
+
+@pytest.mark.parametrize("op", ["add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "rsub.Scalar"])
+@pytest.mark.parametrize("number", [2, 2.5, True])
+@pytest.mark.parametrize("shape", [(), (3, 5)])
+def test_numbers_promote_as_torch_does(op: str, number: float, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        _agree(f"aten.{op}", {"self": t(dtype, *shape), "other": number})
+
+
+@pytest.mark.parametrize("shape", [(), (3, 1)])
+def test_a_choice_of_two_promotes_as_torch_does(shape: tuple[int, ...]) -> None:
+    for a, b in itertools.product(DTYPES, DTYPES):
+        _agree("aten.where.self", {"condition": t("bool", 1, 5), "self": t(a, *shape), "other": t(b, 3, 1)})
+
+
+@pytest.mark.parametrize("exponent", [2, 0.5])
+def test_powers_promote_as_torch_does(exponent: float) -> None:
+    for dtype in DTYPES:
+        _agree("aten.pow.Tensor_Scalar", {"self": t(dtype, 3), "exponent": exponent})
+
+
+@pytest.mark.parametrize(("low", "high"), [(None, 1), (0, None), (0.5, 1.5), (-1, 2.5)])
+def test_clamp_promotes_as_torch_does(low: float | None, high: float | None) -> None:
+    for dtype in DTYPES:
+        _agree("aten.clamp.default", {"self": t(dtype, 3), "min": low, "max": high})
+
+
+def _agree(op: str, args: Args) -> None:
+    real = run(op, args, "cpu")
+    result = _accepted(op, args)
+    if result is None:
+        assert _may_refuse(op, args, real), f"{op} {args}: torch gives {real}"
+    else:
+        assert real == result == run(op, args, "meta"), f"{op} {args}"
+
+
+def _accepted(op: str, args: Args) -> TensorType | None:
+    try:
+        (result,) = infer(op, args)
+    except rules.RuleError:
+        return None
+    return result
+
+
+def _may_refuse(op: str, args: Args, real: TensorType | None) -> bool:
+    dtypes = {value.dtype for value in args.values() if isinstance(value, TensorType)}
+    dtypes |= {"bool"} if any(isinstance(value, bool) for value in args.values()) else set()
+    return (
+        real is None
+        or "float8_e4m3fn" in dtypes
+        or {"int8", "uint8"} <= dtypes
+        # torch takes `x - True` and clamps a bool to integers; no model means it.
+        or (op in ("aten.sub.Tensor", "aten.rsub.Scalar", "aten.clamp.default") and "bool" in dtypes)
+    )
+
+
+ACCEPTED: list[tuple[str, Args]] = [
+    ("aten.linear.default", {"input": f32(1, "T", 5), "weight": f32(7, 5)}),
+    ("aten.linear.default", {"input": f32(5), "weight": f32(7, 5), "bias": f32(7)}),
+    ("aten.linear.default", {"input": t("bfloat16", "T", 5), "weight": t("bfloat16", 0, 5)}),
+    ("aten.addmm.default", {"self": f32(7), "mat1": f32("T", 5), "mat2": f32(5, 7)}),
+    ("aten.addmm.default", {"self": f32("T", 1), "mat1": f32("T", 5), "mat2": f32(5, 7)}),
+    ("aten.matmul.default", {"self": f32("T", 3), "other": f32(3, 5)}),
+    ("aten.matmul.default", {"self": f32(2, 1, "T", 3), "other": f32(7, 3, "T")}),
+    ("aten.add.Tensor", {"self": f32(1, "T", 1), "other": f32(3, 1, 5)}),
+    ("aten.mul.Tensor", {"self": f32("T", T1), "other": f32(T1)}),
+    ("aten.mul.Tensor", {"self": t("int64", "T"), "other": 0.5}),
+    ("aten.sub.Tensor", {"self": f32(0, 3), "other": f32(1, 1)}),
+    ("aten.div.Tensor", {"self": t("int32", "T"), "other": t("int32")}),
+    ("aten.rsub.Scalar", {"self": f32("T"), "other": 1}),
+    ("aten.pow.Tensor_Scalar", {"self": f32("T"), "exponent": 2}),
+    ("aten.gelu.default", {"self": f32("T", 3), "approximate": "tanh"}),
+    ("aten.softplus.default", {"self": t("bfloat16", "T"), "beta": 2.0, "threshold": 5}),
+    ("aten.minimum.default", {"self": t("bool", "T", T1), "other": t("bool", "T", 1)}),
+    ("aten.maximum.default", {"self": t("int32", 1, "T"), "other": f32()}),
+    ("aten.clamp.default", {"self": f32("T"), "min": None, "max": 3}),
+    *((f"aten.{name}.default", {"self": f32(1, "T", 3)}) for name in UNARY),
+    ("aten.mean.dim", {"self": f32(3, "T", 5), "dim": (1,)}),
+    ("aten.mean.dim", {"self": t("float16", 3, "T", 5), "dim": (-1, 0), "keepdim": True}),
+    ("aten.sum.dim_IntList", {"self": t("bool", 3, "T"), "dim": (-1,), "keepdim": True}),
+    ("aten.sum.dim_IntList", {"self": t("int32", 3, "T"), "dim": (0,)}),
+    ("aten.sum.dim_IntList", {"self": f32(3, "T"), "dim": (0, 1)}),
+    ("aten.softmax.int", {"self": t("bfloat16", 3, "T"), "dim": -1}),
+    ("aten.softmax.int", {"self": t("bfloat16", 3, "T"), "dim": 0, "dtype": "float32"}),
+    ("aten.softmax.int", {"self": t("int64", 3), "dim": 0, "dtype": "float64"}),
+    *(("aten.to.dtype", {"self": t("float32", 1, "T"), "dtype": dtype}) for dtype in DTYPES),
+    *(("aten.to.dtype", {"self": t(dtype, 3), "dtype": "bfloat16"}) for dtype in DTYPES),
+    ("aten.reshape.default", {"self": f32(1, "T", 15), "shape": (1, "T", 3, 5)}),
+    ("aten.reshape.default", {"self": f32("T", 4, 3), "shape": (Apply("mul", (4, "T")), 3)}),
+    ("aten.reshape.default", {"self": f32(), "shape": (1, 1)}),
+    ("aten.reshape.default", {"self": f32(1), "shape": ()}),
+    ("aten.reshape.default", {"self": f32(0, 3), "shape": (5, 0)}),
+    ("aten.transpose.int", {"self": f32(1, "T", 3, 5), "dim0": 1, "dim1": -2}),
+    ("aten.transpose.int", {"self": f32(3), "dim0": 0, "dim1": -1}),
+    ("aten.permute.default", {"self": f32(1, "T", 3), "dims": (2, 0, -2)}),
+    ("aten.permute.default", {"self": f32(), "dims": ()}),
+    ("aten.unsqueeze.default", {"self": f32(3, "T"), "dim": -1}),
+    ("aten.unsqueeze.default", {"self": f32(3, "T"), "dim": -3}),
+    ("aten.unsqueeze.default", {"self": f32(), "dim": 0}),
+    ("aten.squeeze.dim", {"self": f32("T", 1, 3), "dim": -2}),
+    ("aten.expand.default", {"self": f32(1, 3, 1), "size": (7, "T", 3, 5)}),
+    ("aten.expand.default", {"self": f32(), "size": ("T",)}),
+    ("aten.expand.default", {"self": f32(1), "size": (0,)}),
+    ("aten.slice.Tensor", {"self": f32(1, "T", 9), "dim": -1, "start": 2, "end": 9, "step": 3}),
+    ("aten.slice.Tensor", {"self": f32(1, "T", 9), "dim": 1, "start": 1, "end": "T"}),
+    ("aten.slice.Tensor", {"self": f32(T1), "dim": 0, "start": 0, "end": "T", "step": 2}),
+    ("aten.slice.Tensor", {"self": f32(5), "dim": 0, "start": 5, "end": 5}),
+    ("aten.select.int", {"self": f32(3, "T"), "dim": 0, "index": -3}),
+    ("aten.select.int", {"self": f32(3, "T"), "dim": 1, "index": 0}),
+    ("aten.cat.default", {"tensors": (f32(1, "T", 3), f32(1, "T", 4)), "dim": -1}),
+    ("aten.cat.default", {"tensors": (f32("T", 2), f32("T", 2), f32(3, 2))}),
+    ("aten.cat.default", {"tensors": (t("int8", 0),), "dim": 0}),
+]
+
+
+@pytest.mark.parametrize(("op", "args"), ACCEPTED)
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_symbolic_result_is_torch_s_at_every_size(op: str, args: Args, size: int) -> None:
+    (result,) = infer(op, args)
+    sizes = {"T": size}
+    if size == 1 and op == "aten.slice.Tensor" and args["start"] == 1 and args["end"] == "T":
+        sizes = {"T": 3}
+    real = at_args(args, sizes)
+    assert at(result, sizes) == run(op, real, "meta") == run(op, real, "cpu")
+
+
+def at_args(args: Args, sizes: Mapping[str, int]) -> Args:
+    return {name: value if name == "dtype" else at(value, sizes) for name, value in args.items()}
+
+
+Q, K, PAGES = t("bfloat16", 1, "T", 8, 16), t("bfloat16", 1, "T", 2, 16), t("bfloat16", "P", 4, 2, 16)
+PAGES8 = t("float8_e4m3fn", "P", 4, 2, 16)
+B1 = Apply("add", ("B", 1))
+PAGED: Args = {
+    "q": Q, "k_cache": PAGES, "v_cache": PAGES, "sinks": None, "cu_seqlens": t("int32", B1), "kv_lens": t("int32", "B"),
+    "page_indices": t("int32", "N"), "page_indptr": t("int32", B1), "page_start": t("int32", "B"), "window": None,
+}  # fmt: skip
+PACKED: Args = {"q": Q, "k": K, "v": K, "sinks": None, "cu_seqlens": t("int32", B1), "window": None}
+WRITE: Args = {"k": K, "v": K, "k_cache": PAGES, "v_cache": PAGES, "slot_mapping": t("int64", "T")}
+LATENT: Args = {"latent": f32(1, "T", 16), "k_rope": f32(1, "T", 3)}
+LATENT_HEADS: Args = {"q": f32(1, "T", 4, 10), "weight": f32(60, 16), "cu_seqlens": t("int32", B1), "value_size": 8}
+LATENT_PAGES: Args = {
+    **LATENT_HEADS, "cache": f32("P", 4, 19), "kv_lens": t("int32", "B"), "page_indices": t("int32", "N"),
+    "page_indptr": t("int32", B1), "page_start": t("int32", "B"),
+}  # fmt: skip
+WRITE_LATENT: Args = {**LATENT, "cache": f32("P", 4, 19), "slot_mapping": t("int64", "T")}
+SCAN_CHANNELS: Args = {
+    "x": f32(1, "T", 6), "dt": f32(1, "T", 6), "a": f32(6, 5), "b": f32(1, "T", 5), "c": f32(1, "T", 5), "d": f32(6),
+    "dt_bias": f32(6), "softplus": True,
+}  # fmt: skip
+SCAN_HEADS: Args = {
+    "x": f32(1, "T", 6, 4), "dt": f32(1, "T", 6), "a": f32(6), "b": f32(1, "T", 2, 5), "c": f32(1, "T", 2, 5),
+    "d": f32(6), "dt_bias": f32(6), "softplus": True, "dt_min": 0.0, "dt_max": float("inf"),
+}  # fmt: skip
+DELTA: Args = {
+    "q": f32(1, "T", 2, 5), "k": f32(1, "T", 2, 5), "v": f32(1, "T", 6, 4), "decay": f32(1, "T", 6),
+    "beta": f32(1, "T", 6), "scale": 1.0, "normalise": True,
+}  # fmt: skip
+# op, its arguments but for states and metadata, a sequence's state, the result
+STATES: list[tuple[str, Args, TensorType, TensorType]] = [
+    (
+        "causal_conv",
+        {"x": f32(1, "T", 6), "weight": f32(6, 4), "bias": f32(6), "activation": "silu"},
+        f32("P", 6, 3),
+        f32(1, "T", 6),
+    ),
+    ("selective_scan", SCAN_CHANNELS, f32("P", 6, 5), f32(1, "T", 6)),
+    ("state_space_scan", SCAN_HEADS, f32("P", 6, 4, 5), f32(1, "T", 6, 4)),
+    ("delta_rule", DELTA, f32("P", 6, 5, 4), f32(1, "T", 6, 4)),
+    (
+        "linear_attention",
+        {"q": f32(1, "T", 6, 5), "k": f32(1, "T", 6, 5), "v": f32(1, "T", 6, 4), "decay": f32(6), "scale": 1.0},
+        f32("P", 6, 5, 4),
+        f32(1, "T", 6, 4),
+    ),
+    ("linear_recurrence", {"x": f32(1, "T", 6), "factor": f32(1, "T", 6)}, f32("P", 6), f32(1, "T", 6)),
+    (
+        "wkv",
+        {"k": f32(1, "T", 6), "v": f32(1, "T", 6), "decay": f32(6), "first": f32(6)},
+        f32("P", 3, 6),
+        f32(1, "T", 6),
+    ),
+]
+BOUNDS: Args = {"cu_seqlens": t("int32", B1)}
+SLOTS: Args = {**BOUNDS, "slots": t("int32", "B"), "kv_lens": t("int32", "B")}
+ROUTE: Args = {"logits": f32("T", 12), "bias": f32(12), "scoring": "sigmoid", "top_k": 4, "dtype": "float16"}
+GROUPED: Args = {
+    "x": f32("T", 6), "weight": f32(3, 8, 6), "bias": f32(3, 8), "expert_ids": t("int64", "T"),
+}  # fmt: skip
+EXPERTS: Args = {
+    "x": f32("T", 6), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": f32(3, 8, 6),
+    "down": f32(3, 6, 4), "up_bias": f32(3, 8), "down_bias": f32(3, 6), "activation": "silu", "gated": True,
+}  # fmt: skip
+ROPE: Args = {"lengths": t("int64", 1, "T"), "short": f32(8), "long": f32(8), "kind": "longrope"}
+TABLES: Args = {"positions": t("int64", 1, "T"), "inv_freq": f32(8), "dtype": "bfloat16"}
+ROTARY: Args = {"x": Q, "cos": f32(1, "T", 8), "sin": f32(1, "T", 8)}
+SAMPLE: Args = {
+    "logits": f32("B", 99), "temperature": f32("B"), "top_k": t("int32", "B"), "top_p": f32("B"), "min_p": f32("B"),
+    "seeds": t("int64", "B"), "steps": t("int64", "B"),
+}  # fmt: skip
+NORM: Args = {"x": f32(1, "T", 8), "weight": f32(8)}
+STREAM: Args = {**NORM, "residual": f32(1, "T", 8)}
+
+OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
+    ("embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8)}, (f32(1, "T", 8),)),
+    ("rms_norm", NORM, (f32(1, "T", 8),)),
+    ("rms_norm", {**NORM, "weight": None}, (f32(1, "T", 8),)),
+    ("residual_rms_norm", STREAM, (f32(1, "T", 8), f32(1, "T", 8))),
+    ("layer_norm", {**NORM, "bias": f32(8)}, (f32(1, "T", 8),)),
+    ("layer_norm", {**NORM, "weight": None, "bias": None}, (f32(1, "T", 8),)),
+    ("rope_frequencies", ROPE, (f32(1, "T", 8),)),
+    ("rope_frequencies", {**ROPE, "long": None, "kind": "dynamic"}, (f32(1, "T", 8),)),
+    ("rotary_tables", TABLES, (t("bfloat16", 1, "T", 8),) * 2),
+    ("rotary_tables", {**TABLES, "inv_freq": f32(1, "T", 8)}, (t("bfloat16", 1, "T", 8),) * 2),
+    ("rotary", ROTARY, (Q,)),
+    ("rotary", {**ROTARY, "cos": f32(1, "T", 3), "sin": f32(1, "T", 3)}, (Q,)),
+    ("rotary", {**ROTARY, "cos": f32(1, "T", "D"), "sin": f32(1, "T", "D")}, (Q,)),
+    ("gated_activation", {"x": f32(1, "T", 6), "kind": "silu"}, (f32(1, "T", 3),)),
+    ("gated_activation", {"x": f32("T", Apply("mul", ("H", 2))), "kind": "gelu"}, (f32("T", "H"),)),
+    ("attention", PACKED, (Q,)),
+    ("attention", {**PACKED, "v": t("bfloat16", 1, "T", 2, 24), "window": 7}, (t("bfloat16", 1, "T", 8, 24),)),
+    ("attention", {**PACKED, "q": t("bfloat16", 1, "T", "H", 16)}, (t("bfloat16", 1, "T", "H", 16),)),
+    ("attention", {**PACKED, "slopes": f32(8), "chunk": 7}, (Q,)),
+    (
+        "attention",
+        {**PACKED, "q": t("bfloat16", 1, "T", "H", 16), "slopes": f32("H"), "window": 3},
+        (t("bfloat16", 1, "T", "H", 16),),
+    ),
+    ("write_kv", WRITE, ()),
+    ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8}, ()),
+    ("write_latent", {**WRITE_LATENT, "cache": t("float8_e4m3fn", "P", 4, 19)}, ()),
+    ("paged_attention", {**PAGED, "k_cache": PAGES8, "v_cache": PAGES8}, (Q,)),
+    ("paged_latent_attention", {**LATENT_PAGES, "cache": t("float8_e4m3fn", "P", 4, 19)}, (f32(1, "T", 4, 8),)),
+    ("paged_attention", PAGED, (Q,)),
+    ("paged_attention", {**PAGED, "sinks": f32(8), "window": 1}, (Q,)),
+    ("paged_attention", {**PAGED, "slopes": f32(8), "chunk": 1}, (Q,)),
+    ("paged_attention", {**PAGED, "v_cache": t("bfloat16", "P", 4, 2, 3)}, (t("bfloat16", 1, "T", 8, 3),)),
+    *((name, {**args, **BOUNDS}, (result,)) for name, args, _, result in STATES),
+    *((f"stateful_{name}", {**args, **SLOTS, "state": state}, (result,)) for name, args, state, result in STATES),
+    ("route", ROUTE, (t("float16", "T", 4), t("int64", "T", 4))),
+    ("grouped_linear", GROUPED, (f32("T", 8),)),
+    ("experts", EXPERTS, (f32("T", 6),)),
+    ("latent_attention", {**LATENT, **LATENT_HEADS}, (f32(1, "T", 4, 8),)),
+    ("write_latent", WRITE_LATENT, ()),
+    ("paged_latent_attention", LATENT_PAGES, (f32(1, "T", 4, 8),)),
+    ("gather_rows", {"x": f32(1, "T", 8), "rows": t("int64", "R")}, (f32(1, "R", 8),)),
+    ("sample", SAMPLE, (t("int64", "B"),)),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "expected"), OURS)
+def test_our_ops_give_these_types(op: str, args: Args, expected: tuple[TensorType, ...]) -> None:
+    assert infer(f"precast.{op}", args) == expected
+
+
+def both(first: str, second: str, value: TensorType) -> Args:
+    return {first: value, second: value}
+
+
+# op, arguments, what the message must say
+REJECTED: list[tuple[str, Args, str]] = [
+    ("aten.linear.default", {"input": f32("T", 5), "weight": f32(7, 6)}, "input's last dimension.*6.*5"),
+    ("aten.linear.default", {"input": f32("T", 5), "weight": f32(7)}, "weight: expected 2 dimensions"),
+    ("aten.linear.default", {"input": f32(), "weight": f32(7, 5)}, "at least one dimension"),
+    ("aten.linear.default", {"input": f32(5), "weight": t("float16", 7, 5)}, "weight: expected dtype float32"),
+    ("aten.linear.default", {"input": f32(5), "weight": f32(7, 5), "bias": f32(5)}, "bias"),
+    ("aten.addmm.default", {"self": f32(7), "mat1": f32("T", 5), "mat2": f32(4, 7)}, "mat2's first dimension"),
+    ("aten.addmm.default", {"self": f32(7), "mat1": f32("T", 5), "mat2": f32(5, 7, 1)}, "mat2: expected 2"),
+    ("aten.addmm.default", {"self": f32(5), "mat1": f32("T", 5), "mat2": f32(5, 7)}, "don't broadcast"),
+    ("aten.addmm.default", {"self": f32(2, 2, 7), "mat1": f32(2, 5), "mat2": f32(5, 7)}, "self, broadcast"),
+    ("aten.addmm.default", {"self": f32(7), "mat1": f32(2, 5), "mat2": t("float64", 5, 7)}, "mat2: expected dtype"),
+    ("aten.matmul.default", {"self": f32(3), "other": f32(3, 5)}, "two matrices"),
+    ("aten.matmul.default", {"self": f32("T", 3), "other": f32(T1, 5)}, "second to last"),
+    ("aten.matmul.default", {"self": f32(2, 2, 3), "other": f32(3, 3, 5)}, "don't broadcast"),
+    *(
+        (f"aten.{name}.Tensor", {"self": f32("T"), "other": f32(T1)}, r"\[T\], \[\(T \+ 1\)\] don't broadcast")
+        for name in ("add", "sub", "mul", "div")
+    ),
+    ("aten.add.Tensor", {"self": f32("T"), "other": f32("B")}, "don't broadcast"),
+    ("aten.sub.Tensor", {"self": t("bool", 3), "other": t("bool", 3)}, "expected numbers"),
+    ("aten.mul.Tensor", {"self": t("int8", 3), "other": t("uint8", 3)}, "int16"),
+    ("aten.rsub.Scalar", {"self": t("bool", 3), "other": 1}, "expected numbers"),
+    ("aten.pow.Tensor_Scalar", {"self": t("float8_e4m3fn", 3), "exponent": 2}, "for storage"),
+    *((f"aten.{name}.default", {"self": t("bool", 3)}, "numbers") for name in ("neg", "abs", "relu", "floor")),
+    *((f"aten.{name}.default", {"self": t("int64", 3)}, "expected dtype") for name in ("silu", "gelu", "softplus")),
+    *((f"aten.{name}.default", {"self": f32(3), "other": f32("T")}, "don't") for name in ("minimum", "maximum")),
+    *(
+        (f"aten.{name}.default", {"self": t("float8_e4m3fn", 3)}, "for storage")
+        for name in ("exp", "expm1", "log", "log1p", "rsqrt", "sqrt", "tanh", "sigmoid", "cos", "sin")
+    ),
+    ("aten.gelu.default", {"self": f32(3), "approximate": "erf"}, "approximate: expected none or tanh"),
+    ("aten.clamp.default", {"self": f32(3), "min": None, "max": None}, "one of them"),
+    ("aten.mean.dim", {"self": t("int64", 3), "dim": (0,)}, "self: expected dtype"),
+    ("aten.mean.dim", {"self": f32(3, 5), "dim": (0, -2)}, "different dimensions"),
+    ("aten.mean.dim", {"self": f32(3, 5), "dim": (2,)}, "2 is outside of 2 dimensions"),
+    ("aten.sum.dim_IntList", {"self": f32(3, 5), "dim": ()}, "at least one"),
+    ("aten.sum.dim_IntList", {"self": t("float8_e4m3fn", 3), "dim": (0,)}, "expected dtype"),
+    ("aten.softmax.int", {"self": t("int64", 3), "dim": 0}, "expected dtype"),
+    ("aten.softmax.int", {"self": f32(3), "dim": 1}, "outside"),
+    ("aten.softmax.int", {"self": f32(), "dim": 0}, "outside of 0 dimensions"),
+    ("aten.reshape.default", {"self": f32("T", 6), "shape": ("T", 5)}, "another number of elements"),
+    ("aten.reshape.default", {"self": f32("T", 6), "shape": ("T", -1)}, "never -1"),
+    ("aten.reshape.default", {"self": f32(6), "shape": (-2, -3)}, "never -3"),
+    ("aten.transpose.int", {"self": f32(3, 5), "dim0": 0, "dim1": 2}, "dim1: 2 is outside"),
+    ("aten.transpose.int", {"self": f32(3, 5), "dim0": -3, "dim1": 1}, "dim0: -3 is outside"),
+    ("aten.transpose.int", {"self": f32(), "dim0": 0, "dim1": 0}, "outside of 0 dimensions"),
+    ("aten.transpose.int", {"self": f32(3, 5), "dim0": "T", "dim1": 1}, "dim0: T"),
+    ("aten.permute.default", {"self": f32(3, 5), "dims": (0, -2)}, "no permutation"),
+    ("aten.permute.default", {"self": f32(3, 5), "dims": (0,)}, "no permutation"),
+    ("aten.unsqueeze.default", {"self": f32(3), "dim": 2}, "outside"),
+    ("aten.squeeze.dim", {"self": f32(3, 5), "dim": 0}, r"dim 0 of \[3, 5\] is not 1"),
+    ("aten.squeeze.dim", {"self": f32("T"), "dim": 0}, "is not 1"),
+    ("aten.squeeze.dim", {"self": f32(), "dim": 0}, "outside"),
+    ("aten.expand.default", {"self": f32(3), "size": (5,)}, "don't broadcast"),
+    ("aten.expand.default", {"self": f32("T"), "size": (1,)}, "self, broadcast"),
+    ("aten.expand.default", {"self": f32(2, 3), "size": (3,)}, "self, broadcast"),
+    ("aten.expand.default", {"self": f32(3), "size": (2, -1)}, "never -1"),
+    ("aten.slice.Tensor", {"self": f32(5), "dim": 0, "start": 2, "end": 6}, "isn't known to lie"),
+    ("aten.slice.Tensor", {"self": f32(5), "dim": 0, "start": 3, "end": 2}, "isn't known to lie"),
+    ("aten.slice.Tensor", {"self": f32("T"), "dim": 0, "start": -1, "end": "T"}, "isn't known to lie"),
+    ("aten.slice.Tensor", {"self": f32("T"), "dim": 0, "start": 0, "end": 2**63 - 1}, "isn't known to lie"),
+    ("aten.slice.Tensor", {"self": f32("T"), "dim": 0, "start": 0, "end": T1}, "isn't known to lie"),
+    ("aten.slice.Tensor", {"self": f32(5), "dim": 0, "start": 0, "end": 5, "step": 0}, "step"),
+    ("aten.slice.Tensor", {"self": f32(), "dim": 0, "start": 0, "end": 0}, "outside"),
+    ("aten.select.int", {"self": f32(3), "dim": 0, "index": 3}, "index: 3 is outside"),
+    ("aten.select.int", {"self": f32(3), "dim": 0, "index": -4}, "index: -4 is outside"),
+    ("aten.select.int", {"self": f32(), "dim": 0, "index": 0}, "outside"),
+    ("aten.cat.default", {"tensors": ()}, "at least one"),
+    ("aten.cat.default", {"tensors": (f32(), f32())}, "outside"),
+    ("aten.cat.default", {"tensors": (f32(2, 3), f32(3)), "dim": 0}, "expected 2 dimensions"),
+    ("aten.cat.default", {"tensors": (f32(2, 3), f32(2, 4)), "dim": 0}, "behind dim"),
+    ("aten.cat.default", {"tensors": (f32(2, 3), f32(3, 3)), "dim": 1}, "before dim"),
+    ("aten.cat.default", {"tensors": (f32(3), t("int64", 3))}, "expected dtype float32, found int64"),
+    ("precast.embedding", {"ids": f32("T"), "weight": f32(9, 8)}, "ids: expected dtype"),
+    ("precast.embedding", {"ids": t("int64", "T"), "weight": f32(8)}, "weight: expected 2"),
+    ("precast.rms_norm", {**NORM, "weight": f32(7)}, "weight: expected shape"),
+    ("precast.rms_norm", {**NORM, "x": t("int64", 8)}, "x: expected dtype"),
+    ("precast.rms_norm", {"x": f32(), "weight": f32()}, "at least one dimension"),
+    ("precast.residual_rms_norm", {**STREAM, "residual": f32(1, "T", 1)}, "residual: expected shape"),
+    ("precast.residual_rms_norm", {**STREAM, "residual": t("float64", 1, "T", 8)}, "residual: expected dtype"),
+    ("precast.layer_norm", {**NORM, "bias": f32(1)}, "bias: expected shape"),
+    ("precast.rope_frequencies", {**ROPE, "kind": "yarn"}, "kind: expected longrope or dynamic"),
+    ("precast.rope_frequencies", {**ROPE, "long": None}, "two sets"),
+    ("precast.rope_frequencies", {**ROPE, "kind": "dynamic"}, "one set"),
+    ("precast.rope_frequencies", {**ROPE, "long": f32(9)}, "long: expected shape"),
+    ("precast.rope_frequencies", {**ROPE, "lengths": t("int32", 1, "T")}, "lengths: expected dtype"),
+    ("precast.rotary_tables", {**TABLES, "inv_freq": f32("T", 8)}, "inv_freq"),
+    ("precast.rotary_tables", {**TABLES, "inv_freq": f32()}, "inv_freq"),
+    ("precast.rotary_tables", {**TABLES, "dtype": "int64"}, "dtype: expected dtype"),
+    ("precast.rotary_tables", {**TABLES, "positions": f32(1, "T")}, "positions: expected dtype"),
+    ("precast.rotary", {**ROTARY, "x": f32("T", 8, 16)}, "x: expected 4 dimensions"),
+    ("precast.rotary", {**ROTARY, **both("cos", "sin", t("int64", 1, "T", 8))}, "cos: expected dtype"),
+    ("precast.rotary", {**ROTARY, **both("cos", "sin", f32(1, "T", 8, 1))}, "cos: expected 3 dimensions"),
+    ("precast.rotary", {**ROTARY, "sin": f32(1, "T", 7)}, "sin: expected shape"),
+    ("precast.rotary", {**ROTARY, "sin": t("float64", 1, "T", 8)}, "sin: expected dtype"),
+    ("precast.rotary", {**ROTARY, "cos": f32(1, "T", 9), "sin": f32(1, "T", 9)}, "9 pairs don't fit"),
+    ("precast.rotary", {**ROTARY, "cos": f32(1, T1, 8), "sin": f32(1, T1, 8)}, "cos, but for its last"),
+    ("precast.gated_activation", {"x": f32(1, "T", 7), "kind": "silu"}, "halved twice"),
+    ("precast.gated_activation", {"x": f32("T", "H"), "kind": "silu"}, "halved twice"),
+    ("precast.gated_activation", {"x": f32(1, "T", 8), "kind": "swish"}, "kind: expected one of silu"),
+    ("precast.gated_activation", {"x": f32(), "kind": "silu"}, "at least one dimension"),
+    ("precast.attention", {**PACKED, "k": t("bfloat16", 1, "T", 3, 16), "v": t("bfloat16", 1, "T", 3, 16)}, "multiple"),
+    ("precast.attention", {**PACKED, "k": t("bfloat16", 1, "T", 2, 8)}, "key's head size"),
+    ("precast.attention", {**PACKED, "v": t("bfloat16", 1, "T", 4, 16)}, "v's tokens and heads"),
+    ("precast.attention", {**PACKED, "q": t("bfloat16", 2, "T", 8, 16)}, "k's tokens"),
+    (
+        "precast.attention",
+        {**PACKED, **dict.fromkeys(("q", "k", "v"), t("bfloat16", 2, "T", 2, 16))},
+        "first dimension",
+    ),
+    ("precast.attention", {**PACKED, "k": t("float16", 1, "T", 2, 16)}, "k: expected dtype"),
+    ("precast.attention", {**PACKED, "sinks": f32(2)}, "sinks: expected shape"),
+    ("precast.attention", {**PACKED, **both("k", "v", t("bfloat16", 1, "T", 2, 2, 16))}, "k: expected 4"),
+    ("precast.attention", {**PACKED, "window": 0}, "window: expected None or at least 1"),
+    ("precast.attention", {**PACKED, "chunk": 0}, "chunk: expected None or at least 1"),
+    (
+        "precast.attention",
+        {**PACKED, "window": 3, "chunk": 3},
+        "window, chunk: expected one of them at most, found both",
+    ),
+    ("precast.attention", {**PACKED, "slopes": f32(2)}, "slopes: expected shape"),
+    ("precast.attention", {**PACKED, "slopes": t("bfloat16", 8)}, "slopes: expected dtype float32"),
+    ("precast.attention", {**PACKED, "cu_seqlens": t("int64", B1)}, "cu_seqlens: expected dtype int32"),
+    ("precast.write_kv", {**WRITE, "slot_mapping": t("int64", "B")}, "slot_mapping: expected shape"),
+    ("precast.write_kv", {**WRITE, "slot_mapping": t("int32", "T")}, "slot_mapping: expected dtype"),
+    ("precast.write_kv", {**WRITE, "k": t("bfloat16", 1, "T", 4, 16)}, "k_cache's heads"),
+    ("precast.write_kv", {**WRITE, "k": t("bfloat16", 2, "T", 2, 16)}, "k's first dimension"),
+    ("precast.write_kv", {**WRITE, "v_cache": t("bfloat16", "P", 8, 2, 16)}, "v_cache's pages"),
+    ("precast.write_kv", {**WRITE, **both("k", "k_cache", t("bfloat16", 1, "T", 2, 16, 1))}, "k: expected 4"),
+    ("precast.write_kv", {**WRITE, "v_cache": t("float16", "P", 4, 2, 16)}, "v_cache: expected dtype"),
+    ("precast.write_kv", {**WRITE, "v_cache": PAGES8}, "v_cache: expected dtype bfloat16, found float8_e4m3fn"),
+    ("precast.write_kv", {**WRITE, **both("k", "v", t("float8_e4m3fn", 1, "T", 2, 16))}, "k: expected dtype"),
+    ("precast.write_kv", {**WRITE, **both("k_cache", "v_cache", t("int8", "P", 4, 2, 16))}, "k_cache: expected dtype"),
+    ("precast.write_latent", {**WRITE_LATENT, "latent": t("float8_e4m3fn", 1, "T", 16)}, "latent: expected dtype"),
+    ("precast.write_latent", {**WRITE_LATENT, "cache": t("uint8", "P", 4, 19)}, "cache: expected dtype"),
+    *(
+        (f"precast.{name}", {**args, "cu_seqlens": t("int64", B1)}, "cu_seqlens: expected dtype int32")
+        for name, args, _, _ in STATES
+    ),
+    *((f"precast.stateful_{name}", {**args, **SLOTS, "state": f32("P", 7, 7)}, "state") for name, args, _, _ in STATES),
+    ("precast.route", {**ROUTE, "top_k": 13}, "top_k: expected 1 to 12"),
+    ("precast.grouped_linear", {**GROUPED, "expert_ids": t("int64", "B")}, "expert_ids: expected shape"),
+    ("precast.experts", {**EXPERTS, "gated": False}, "down: expected shape"),
+    ("precast.latent_attention", {**LATENT, **LATENT_HEADS, "value_size": 7}, "weight: expected shape"),
+    ("precast.write_latent", {**WRITE_LATENT, "cache": f32("P", 4, 18)}, "cache's last dimension"),
+    ("precast.paged_latent_attention", {**LATENT_PAGES, "cache": f32("P", 4, 20)}, "weight: expected shape"),
+    ("precast.paged_attention", {**PAGED, "page_start": t("int32", B1)}, "page_start: expected shape"),
+    ("precast.paged_attention", {**PAGED, "page_indptr": t("int32", "B")}, "page_indptr: expected shape"),
+    ("precast.paged_attention", {**PAGED, "cu_seqlens": t("int32", "B")}, "cu_seqlens: expected shape"),
+    ("precast.paged_attention", {**PAGED, "page_indices": t("int64", "N")}, "page_indices: expected dtype"),
+    ("precast.paged_attention", {**PAGED, "v_cache": t("bfloat16", "P", 4, 4, 16)}, "v_cache's pages and heads"),
+    ("precast.paged_attention", {**PAGED, "q": t("bfloat16", "T", 8, 16)}, "q: expected 4"),
+    (
+        "precast.paged_attention",
+        {**PAGED, **both("k_cache", "v_cache", t("bfloat16", "P", 4, 2, 2, 16))},
+        "k_cache: expected 4",
+    ),
+    ("precast.paged_attention", {**PAGED, **both("k_cache", "v_cache", t("int8", "P", 4, 2, 16))}, "k_cache: expected"),
+    ("precast.paged_attention", {**PAGED, "k_cache": PAGES8}, "v_cache: expected dtype float8_e4m3fn, found bfloat16"),
+    ("precast.paged_attention", {**PAGED, "q": t("float8_e4m3fn", 1, "T", 8, 16)}, "q: expected dtype"),
+    ("precast.paged_latent_attention", {**LATENT_PAGES, "cache": t("int32", "P", 4, 19)}, "cache: expected dtype"),
+    ("precast.paged_attention", {**PAGED, "window": -1}, "window"),
+    ("precast.paged_attention", {**PAGED, "chunk": -1}, "chunk: expected None or at least 1"),
+    ("precast.paged_attention", {**PAGED, "slopes": f32(8, 1)}, "slopes: expected shape"),
+    ("precast.gather_rows", {"x": f32("T", 8), "rows": t("int64", "R")}, "x: expected 3"),
+    ("precast.gather_rows", {"x": f32(1, "T", 8), "rows": t("int32", "R")}, "rows: expected dtype"),
+    ("precast.sample", {**SAMPLE, "logits": f32(1, "B", 99)}, "logits: expected 2"),
+    ("precast.sample", {**SAMPLE, "top_k": t("int64", "B")}, "top_k: expected dtype int32"),
+    ("precast.sample", {**SAMPLE, "top_p": f32()}, "top_p: expected shape"),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "message"), REJECTED)
+def test_a_rule_says_what_it_expected(op: str, args: Args, message: str) -> None:
+    with pytest.raises(rules.RuleError, match=message):
+        infer(op, args)
+
+
+PRODUCTS = [
+    case for case in ACCEPTED if case[0] in ("aten.linear.default", "aten.addmm.default", "aten.matmul.default")
+]
+STRICT = [*((f"precast.{op}", args) for op, args, _ in OURS), *PRODUCTS]
+ANY_DTYPE = {("precast.gather_rows", "x")}
+MAY_BE_FLOAT8 = {
+    *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "paged_attention") for name in "kv"),
+    *((f"precast.{op}", "cache") for op in ("write_latent", "paged_latent_attention")),
+}
+ANY_RANK = {
+    ("precast.embedding", "ids"),
+    ("precast.rms_norm", "x"),
+    ("precast.layer_norm", "x"),
+    ("precast.gated_activation", "x"),
+    ("aten.linear.default", "input"),
+    ("aten.addmm.default", "self"),
+    ("aten.matmul.default", "self"),
+    ("aten.matmul.default", "other"),
+}
+
+
+@pytest.mark.parametrize(("op", "args"), STRICT)
+@pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn"])
+def test_every_tensor_has_a_dtype_that_is_checked(op: str, args: Args, dtype: Dtype) -> None:
+    for name, value in args.items():
+        is_stored = dtype == "float8_e4m3fn" and (op, name) in MAY_BE_FLOAT8
+        if isinstance(value, TensorType) and (op, name) not in ANY_DTYPE and not is_stored:
+            with pytest.raises(rules.RuleError, match="expected dtype"):
+                infer(op, {**args, name: TensorType(dtype, value.shape)})
+
+
+@pytest.mark.parametrize(("op", "args"), STRICT)
+def test_every_tensor_has_a_rank_that_is_checked(op: str, args: Args) -> None:
+    for name, value in args.items():
+        if isinstance(value, TensorType) and (op, name) not in ANY_RANK:
+            for shape in ((1, *value.shape), value.shape[1:]):
+                with pytest.raises(rules.RuleError):
+                    infer(op, {**args, name: TensorType(value.dtype, shape)})
+
+
+@pytest.mark.parametrize(("op", "args"), PRODUCTS)
+def test_products_are_of_floats_only(op: str, args: Args) -> None:
+    with pytest.raises(rules.RuleError, match="expected dtype"):
+        infer(op, {name: TensorType("int64", value.shape) for name, value in args.items()})
+
+
+def test_every_op_is_accepted_once_and_rejected_once() -> None:
+    """But for the aten ops that routers are written in: `test_rules_experts.py` has theirs."""
+    table = {name for name, _ in ops.names() if not (name.startswith("aten.") and _is_of_experts(name))}
+    always_fits = {"aten.to.dtype"}
+    assert {op for op, _ in ACCEPTED} | {f"precast.{op}" for op, _, _ in OURS} == table
+    assert {op for op, _, _ in REJECTED} == table - always_fits
+
+
+def _is_of_experts(name: str) -> bool:
+    definition = ops.lookup(name)
+    assert definition is not None
+    return definition.rule.__module__ == "precast.ir.ops.rules_experts"
+
+
+def test_argument_names_are_torch_s() -> None:
+    for name, version in ops.names():
+        if name.startswith("aten."):
+            operator, overload = name.removeprefix("aten.").split(".")
+            schema = getattr(getattr(torch.ops.aten, operator), overload)._schema
+            definition = ops.lookup(name, version)
+            assert definition is not None
+            assert {arg.name for arg in definition.args} <= {arg.name for arg in schema.arguments}, name
+            assert len(schema.returns) == definition.num_outputs

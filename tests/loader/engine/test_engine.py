@@ -1,0 +1,840 @@
+"""The engine against the model in plain torch: however requests are batched, chunked or late, equal tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import VOCAB, Groups, random_weights, reference_answer, reference_logits, tiny_graph, tiny_model
+from tokenizers_by_hand import letters
+
+from precast.ir.errors import BundleError, RequestError
+from precast.ir.graph.schema import CachePlan, Graph
+from precast.loader.cache.memory import CacheMemory
+from precast.loader.engine.engine import Engine
+from precast.loader.engine.results import Event, Output
+from precast.loader.engine.sampling import SamplingParams
+from precast.loader.program.restore import restore
+from precast.loader.timeline import Timeline
+
+CPU = torch.device("cpu")
+WEIGHTS = random_weights()
+PROMPTS = [[5], list(range(3, 30)), [7, 8, 9, 10, 11, 12, 13, 14, 15], [40, 1, 40], [9] * 17]
+
+
+@cache
+def expected(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    return reference_answer(WEIGHTS, prompt, max_tokens)
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **more)
+
+
+def build(
+    *,
+    slabs: int = 75,
+    seqs: int = 8,
+    tokens: int = 64,
+    max_seq_len: int = 64,
+    eos: tuple[int, ...] = (),
+    text: bool = False,
+    graph: Graph | None = None,
+    device: torch.device = CPU,
+    wrap: Callable[[Any], Any] = lambda program: program,
+    reuses: bool = True,
+) -> Engine:
+    graph = tiny_graph() if graph is None else graph
+    program = restore(graph, device=device)
+    names = [*(param.name for param in graph.params), *(value.name for value in graph.constants)]
+    program.bind({name: WEIGHTS[name].to(device) for name in names})
+    memory = CacheMemory(graph.caches, slabs, device)
+    memory.arena.fill_(0xFF)  # NaN: whoever reads what no token wrote is found out
+    program.bind(memory.tensors)
+    return Engine(
+        wrap(program),
+        graph,
+        tiny_model(max_seq_len, eos),
+        device=device,
+        memory=memory,
+        max_num_seqs=seqs,
+        max_num_tokens=tokens,
+        tokenizer_files={"tokenizer.json": letters(VOCAB)} if text else {},
+        timeline=Timeline(),
+        reuses_prefixes=reuses,
+    )
+
+
+def pages_in_use(engine: Engine) -> int:
+    return sum(usage.pages_in_use for usage in engine.stats.pools.values())
+
+
+def is_idle(engine: Engine) -> bool:
+    """Nothing to do, and no page held but those of known prefixes, which are given up."""
+    engine.forget_prefixes()
+    stats = engine.stats
+    return not engine.has_work and pages_in_use(engine) == stats.requests_running == stats.requests_waiting == 0
+
+
+def drained(engine: Engine) -> dict[int, list[Event]]:
+    found: dict[int, list[Event]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            found.setdefault(event.request_id, []).append(event)
+    return found
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+# --- the same tokens as the model in plain torch ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+def test_logits(tokens: int, prompt: list[int]) -> None:
+    engine = build(tokens=tokens)
+    logits = engine.logits(prompt)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, reference_logits(WEIGHTS, prompt), rtol=1e-4, atol=1e-4)
+    assert is_idle(engine)
+    logits += 1  # an ordinary tensor: it can be changed
+
+
+@pytest.mark.parametrize(("seqs", "tokens", "most"), [(3, 64, 3), (64, 7, 7)])
+def test_no_step_gives_more_logits_than_memory_is_set_aside_for(seqs: int, tokens: int, most: int) -> None:
+    rows: list[int] = []
+
+    def noting(program: Any) -> Any:
+        def run(**inputs: torch.Tensor) -> Any:
+            rows.append(len(inputs["logit_rows"]))
+            return program(**inputs)
+
+        return run
+
+    logits = build(seqs=seqs, tokens=tokens, wrap=noting).logits(PROMPTS[1])
+    torch.testing.assert_close(logits, reference_logits(WEIGHTS, PROMPTS[1]), rtol=1e-4, atol=1e-4)
+    assert max(rows) == most
+
+
+def test_logits_of_what_fits_in_small_chunks() -> None:
+    engine = build(slabs=5, seqs=64)  # for 32 tokens at once the window alone would take eight
+    prompt = list(range(3, 35))
+    torch.testing.assert_close(engine.logits(prompt), reference_logits(WEIGHTS, prompt), rtol=1e-4, atol=1e-4)
+    assert is_idle(engine)
+
+
+def test_logits_leave_the_states_that_others_go_on_from() -> None:
+    """The state behind a prompt is copied before the next step; its page is free by then, and logits take it."""
+    engine = build(graph=tiny_graph(state=True))
+    prompt = list(range(3, 19))
+    engine.generate([prompt], greedy(1))
+    engine.logits([9] * 17)
+    (output,) = engine.generate([[*prompt, 7]], greedy(12))
+    assert engine.stats.tokens_reused == 16
+    assert output.token_ids == reference_answer(WEIGHTS, [*prompt, 7], 12, state=True)
+
+
+def test_pages_kept_for_reuse_are_told_apart() -> None:
+    engine = build()
+    engine.generate([PROMPTS[1]], greedy(7))
+    for usage in engine.stats.pools.values():
+        assert usage.pages_reclaimable == usage.pages_in_use > 0
+    assert 'precast_pool_pages_reclaimable{pool="large"} 4\n' in engine.metrics()
+    engine.submit([9] * 17, greedy(9))
+    engine.step()
+    assert all(0 < usage.pages_reclaimable < usage.pages_in_use for usage in engine.stats.pools.values())
+
+
+@pytest.mark.parametrize("tokens", [2, 7, 64])
+@pytest.mark.parametrize("seqs", [1, 3, 8])
+def test_prompts_of_unequal_lengths(tokens: int, seqs: int) -> None:
+    engine = build(tokens=tokens, seqs=seqs)
+    outputs = engine.generate(PROMPTS, greedy(20))
+    assert [output.token_ids for output in outputs] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    assert {output.finish_reason for output in outputs} == {"length"}
+    assert is_idle(engine)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_tokens() -> None:
+    for tokens in (2, 7, 64):
+        engine = build(tokens=tokens, seqs=3, device=torch.device("cuda", 0))
+        outputs = engine.generate(PROMPTS, greedy(20))
+        assert [output.token_ids for output in outputs] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
+        logits = engine.logits(PROMPTS[1])
+        torch.testing.assert_close(logits.cpu(), reference_logits(WEIGHTS, PROMPTS[1]), rtol=1e-4, atol=1e-4)
+        hot_tokens = [output.token_ids for output in engine.generate(PROMPTS, hot(3))]
+        assert hot_tokens == [output.token_ids for output in build().generate(PROMPTS, hot(3))]
+        assert is_idle(engine)
+        engine.close()
+
+
+def test_pages_are_used_again() -> None:
+    engine = build(slabs=15)  # room for one long prompt, or a few short ones
+    for _ in range(3):
+        outputs = engine.generate(PROMPTS, greedy(20))
+        assert [output.token_ids for output in outputs] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
+    assert is_idle(engine)
+
+
+def test_groups_that_share_a_pool() -> None:
+    engine = build(graph=tiny_graph({"near": (6, 4, "main"), "far": (None, 4, "main")}), slabs=40, tokens=7)
+    outputs = engine.generate(PROMPTS, greedy(20))
+    assert [output.token_ids for output in outputs] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
+
+
+def test_requests_that_arrive_at_different_times() -> None:
+    engine = build(tokens=7, seqs=3)
+    found: dict[int, list[Event]] = {}
+    ids = []
+    for prompt in PROMPTS:
+        ids.append(engine.submit(prompt, greedy(20)))
+        for _ in range(3):
+            for event in engine.step():
+                found.setdefault(event.request_id, []).append(event)
+    for request, events in drained(engine).items():
+        found.setdefault(request, []).extend(events)
+    assert [tokens_of(found[request]) for request in ids] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
+    assert all([event.finish_reason for event in found[request]] == [None] * 19 + ["length"] for request in ids)
+    assert is_idle(engine)
+    assert engine.step() == []
+
+
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
+actions = st.one_of(st.tuples(prompts, st.integers(1, 12)), st.just("step"), st.integers(1, 8))
+
+
+@settings(max_examples=30)
+@given(st.lists(actions, max_size=25), st.integers(1, 9), st.integers(1, 4), st.integers(10, 20))
+def test_any_order_of_requests_steps_and_cancellations(script: list[Any], tokens: int, seqs: int, slabs: int) -> None:
+    engine = build(tokens=tokens, seqs=seqs, slabs=slabs)
+    asked: dict[int, tuple[list[int], int]] = {}
+    found: dict[int, list[Event]] = {}
+    for action in [*script, *["step"] * 400]:
+        if action == "step":
+            for event in engine.step():
+                found.setdefault(event.request_id, []).append(event)
+        elif isinstance(action, int):
+            engine.cancel(action)
+        else:
+            asked[engine.submit(action[0], greedy(action[1]))] = action
+    assert is_idle(engine)
+    assert found.keys() == asked.keys()
+    for request, (prompt, max_tokens) in asked.items():
+        answer, last = tokens_of(found[request]), found[request][-1]
+        whole = expected(tuple(prompt), max_tokens)
+        assert answer == (whole if last.finish_reason == "length" else whole[: len(answer)])
+        assert [event.finish_reason for event in found[request][:-1]] == [None] * (len(found[request]) - 1)
+
+
+# --- pages that flow, and prefixes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("reuses", [False, True])
+def test_tokens_are_the_same_while_requests_are_preempted(state: bool, reuses: bool) -> None:
+    graph = tiny_graph(state=state)
+    engine = build(slabs=10 + state, tokens=7, graph=graph, reuses=reuses)
+    prompts = [[5], [7, 8, 9], [40], [9] * 6, [5, 6]]
+    outputs = engine.generate(prompts, greedy(40))
+    answers = [reference_answer(WEIGHTS, prompt, 40, state=state) for prompt in prompts]
+    assert [output.token_ids for output in outputs] == answers
+    stats = engine.stats
+    assert stats.preemptions > 0
+    assert stats.pools["small"].pages_evicted > 0
+    assert is_idle(engine)
+    assert engine.stats.slabs_free == engine.stats.slabs
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_prompt_seen_before_is_computed_from_its_last_whole_block(state: bool) -> None:
+    engine = build(graph=tiny_graph(state=state))
+    prompt = list(range(3, 30))  # 27 tokens: three blocks of 8
+    first, second = (engine.generate([prompt], greedy(7)) for _ in range(2))
+    assert first == second
+    assert engine.stats.tokens_reused == 24
+    (other,) = engine.generate([[*prompt, *first[0].token_ids, 7, 7]], greedy(9))  # a conversation goes on
+    # behind the answer: the last whole block of 33 computed tokens, whose state nobody kept
+    assert engine.stats.tokens_reused == 24 + (24 if state else 32)
+    whole = [*prompt, *first[0].token_ids, 7, 7]
+    assert other.token_ids == reference_answer(WEIGHTS, whole, 9, state=state)
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_where_prompts_part_is_known_after_the_second(state: bool) -> None:
+    engine = build(graph=tiny_graph(state=state), max_seq_len=128, slabs=200)
+    shared = list(range(3, 21))  # two blocks of 8 and two tokens
+    reused = []
+    for last in (30, 31, 32, 33):
+        before = engine.stats.tokens_reused
+        prompt = [*shared, *[last] * 30]
+        (output,) = engine.generate([prompt], greedy(5))
+        assert output.token_ids == reference_answer(WEIGHTS, prompt, 5, state=state)
+        reused.append(engine.stats.tokens_reused - before)
+    # The window's pages and the state at the end of block 2 are kept when the second prompt leaves the first there.
+    assert reused == [0, 0, 16, 16]
+
+
+def test_the_order_of_groups_and_pools_changes_nothing() -> None:
+    graph = tiny_graph()
+    plan = graph.caches
+    turned = msgspec.structs.replace(plan, pools=plan.pools[::-1], groups=plan.groups[::-1])
+    found = []
+    for each in (plan, turned):
+        engine = build(graph=msgspec.structs.replace(graph, caches=each), slabs=12, tokens=7)
+        outputs = engine.generate(PROMPTS, greedy(12))
+        assert [output.token_ids for output in outputs] == [expected(tuple(prompt), 12) for prompt in PROMPTS]
+        found.append(engine.stats)
+    assert found[0] == found[1]
+    assert list(found[0].pools) == list(found[1].pools)[::-1]
+
+
+@pytest.mark.parametrize(("groups", "layers"), [({}, ()), ({"near": (6, 4, "a")}, ("near", "near"))])
+def test_models_of_states_alone_and_of_windows_alone(groups: Groups, layers: tuple[str, ...]) -> None:
+    state = not groups
+    engine = build(graph=tiny_graph(groups, layers, state=state), max_seq_len=256, tokens=16, slabs=80)
+    prompts = [[9, *range(3, 45)] * 2, [5], [9, *range(3, 45)] * 2]
+    answers = [reference_answer(WEIGHTS, prompt, 9, groups, layers, state=state) for prompt in prompts]
+    for _ in range(2):
+        assert [output.token_ids for output in engine.generate(prompts, greedy(9))] == answers
+    (pool,) = engine.stats.pools.values()
+    assert engine.stats.tokens_reused >= 2 * (64 if state else 84)
+    assert (pool.pages_evicted > 0) is not state
+    assert f'precast_pool_pages_in_use{{pool="{"states" if state else "a"}"}} ' in engine.metrics()
+    assert is_idle(engine)
+
+
+def test_more_sequences_than_states_wait_for_one() -> None:
+    engine = build(graph=tiny_graph({}, (), state=True), slabs=1, seqs=64)
+    slots = engine.stats.pools["states"].pages
+    prompts = [[5 + number] for number in range(slots + 5)]
+    ids = [engine.submit(prompt, greedy(4)) for prompt in prompts]
+    engine.step()
+    assert (engine.stats.requests_running, engine.stats.requests_waiting) == (slots, 5)
+    found = drained(engine)
+    assert all(len(tokens_of(found[request])) >= 3 for request in ids)
+    assert engine.stats.preemptions == 0
+    assert is_idle(engine)
+
+
+def test_a_higher_priority_is_answered_first() -> None:
+    engine = build(seqs=1)
+    low = engine.submit([5], greedy(2))
+    high = engine.submit([7], greedy(2), priority=3)
+    order = [event.request_id for _ in range(4) for event in engine.step()]
+    assert order == [high, high, low, low]
+    with pytest.raises(RequestError, match="priority is 'high', expected an integer"):
+        engine.submit([5], priority="high")  # type: ignore[arg-type]
+
+
+class Padded:
+    """A program given more than the step: sequences of one token with slot -1 and no pages, and tokens behind them."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        sequences, tokens = 3, 5
+        last = int(inputs["cu_seqlens"][-1])
+        steps = torch.arange(last + 1, last + sequences + 1)
+        more = {"cu_seqlens": steps, "kv_lens": torch.ones(sequences), "slot_ids": torch.full((sequences,), -1)}
+        for name, tensor in inputs.items():
+            if name.startswith("page_indptr"):
+                more[name] = tensor[-1:].expand(sequences)
+            elif name.startswith("page_start"):
+                more[name] = torch.zeros(sequences)
+            elif name.startswith("slot_mapping"):
+                more[name] = torch.full((sequences + tokens,), -1)
+            elif name in ("input_ids", "positions"):
+                more[name] = torch.full((1, sequences + tokens), 7)
+        return self.program(**{
+            name: torch.cat((tensor, more[name].to(tensor.dtype)), -1) if name in more else tensor
+            for name, tensor in inputs.items()
+        })  # fmt: skip
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("tokens", [7, 64])
+def test_padding_has_no_page_and_changes_nothing(state: bool, tokens: int) -> None:
+    engine = build(graph=tiny_graph(state=state), tokens=tokens, seqs=3, wrap=Padded)
+    answers = [reference_answer(WEIGHTS, prompt, 20, state=state) for prompt in PROMPTS]
+    for _ in range(2):
+        assert [output.token_ids for output in engine.generate(PROMPTS, greedy(20))] == answers
+    assert is_idle(engine)
+
+
+# --- how answers end -------------------------------------------------------------------------------------------
+
+
+def test_an_end_of_sequence_token_ends_the_answer_and_is_no_text() -> None:
+    whole = expected((5,), 20)
+    eos = whole[3]
+    assert eos not in whole[:3]
+    engine = build(eos=(0, eos), text=True)
+    (output,) = engine.generate([[5]], greedy(20))
+    assert (output.token_ids, output.finish_reason) == (whole[:4], "stop")
+    assert output.text == engine.tokenizer.decode(whole[:3])  # type: ignore[union-attr]
+    (output,) = engine.generate([[5]], greedy(20, ignore_eos=True))
+    assert (output.token_ids, output.finish_reason) == (whole, "length")
+    assert is_idle(engine)
+
+
+def test_an_answer_ends_at_the_models_limit() -> None:
+    engine = build(max_seq_len=12)
+    (output,) = engine.generate([[5] * 9], greedy(50))
+    assert (output.token_ids, output.finish_reason) == (expected((5,) * 9, 3), "length")
+
+
+def test_a_stop_string_cuts_the_text_before_it() -> None:
+    engine = build(text=True)
+    (whole,) = engine.generate([[9] * 17], greedy(20))
+    stop = whole.text[6:9]
+    assert stop not in whole.text[:8]
+    (output,) = engine.generate([[9] * 17], greedy(20, stop=("never", stop)))
+    assert (output.text, output.finish_reason) == (whole.text[:6], "stop")
+    assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+    assert is_idle(engine)
+    events = list(engine.stream([9] * 17, greedy(20, stop=("never", stop))))
+    assert "".join(event.text for event in events) == whole.text[:6]
+    assert [event.token_ids for event in events] == [(token,) for token in output.token_ids]
+
+
+def test_a_stop_string_that_never_comes_changes_nothing() -> None:
+    engine = build(text=True)
+    (whole,) = engine.generate([[5]], greedy(20))
+    (output,) = engine.generate([[5]], greedy(20, stop=whole.text[-3:] + "?"))
+    assert output == whole
+
+
+# --- text, streams, cancellation -------------------------------------------------------------------------------
+
+
+def test_a_text_prompt_is_its_token_ids() -> None:
+    engine = build(text=True)
+    (from_text,) = engine.generate("hello there", greedy(9))
+    (from_ids,) = engine.generate([engine.tokenizer.encode("hello there")], greedy(9))  # type: ignore[union-attr]
+    assert from_text == from_ids
+    assert from_text.text == engine.tokenizer.decode(from_text.token_ids)  # type: ignore[union-attr]
+    assert torch.equal(engine.logits("hello"), engine.logits(engine.tokenizer.encode("hello")))  # type: ignore[union-attr]
+
+
+def test_without_a_tokenizer_there_are_tokens_and_no_text() -> None:
+    (output,) = build().generate([[5]], greedy(3))
+    assert output == Output([5], expected((5,), 3), "", "length")
+
+
+def test_a_stream_gives_an_event_a_token() -> None:
+    engine = build(text=True)
+    (whole,) = engine.generate([[5]], greedy(6))
+    events = list(engine.stream([5], greedy(6)))
+    assert [event.token_ids for event in events] == [(token,) for token in whole.token_ids]
+    assert "".join(event.text for event in events) == whole.text
+    assert [event.finish_reason for event in events] == [None] * 5 + ["length"]
+    assert is_idle(engine)
+
+
+def test_streams_can_be_read_in_turns() -> None:
+    engine = build()
+    streams = [engine.stream(prompt, greedy(12)) for prompt in PROMPTS]
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for _ in range(12):
+        for answer, stream in zip(found, streams, strict=True):
+            answer.extend(next(stream).token_ids)
+    assert found == [expected(tuple(prompt), 12) for prompt in PROMPTS]
+    assert [next(stream, None) for stream in streams] == [None] * len(PROMPTS)
+
+
+def test_a_closed_stream_gives_back_its_pages() -> None:
+    engine = build()
+    stream: Any = engine.stream([5], greedy(12))
+    next(stream)
+    assert pages_in_use(engine) > 0
+    stream.close()
+    assert is_idle(engine)
+    assert engine.stats.requests_cancelled == 1
+
+
+def test_a_stream_that_nobody_reads_runs_nothing() -> None:
+    engine = build()
+    stream = engine.stream([5], greedy(12))
+    assert is_idle(engine)
+    del stream
+
+
+def test_cancelled_requests_end_at_once() -> None:
+    engine = build(seqs=1)
+    running, waiting = engine.submit([5], greedy(12)), engine.submit([7], greedy(12))
+    first = engine.step()
+    assert engine.cancel(running)
+    assert engine.cancel(waiting)
+    assert pages_in_use(engine) == 0  # not even a block was whole
+    assert engine.has_work
+    assert [*first, *engine.step()] == [
+        Event(running, (expected((5,), 1)[0],), ""),
+        Event(running, (), "", "cancelled"),
+        Event(waiting, (), "", "cancelled"),
+    ]
+    assert is_idle(engine)
+    assert not engine.cancel(running)
+    assert not engine.cancel(99)
+
+
+def test_cancelling_gives_out_the_text_that_was_held_back() -> None:
+    engine = build(text=True)
+    (whole,) = engine.generate([[5]], greedy(3))
+    request = engine.submit([5], greedy(12, stop=whole.text + "?"))
+    held = [engine.step() for _ in range(3)]
+    assert "".join(event.text for events in held for event in events) == ""
+    engine.cancel(request)
+    assert engine.step() == [Event(request, (), whole.text, "cancelled")]
+
+
+def test_generate_keeps_the_events_of_submitted_requests() -> None:
+    engine = build()
+    request = engine.submit([5], greedy(4))
+    engine.generate([[7]], greedy(9))
+    (events,) = drained(engine).values()
+    assert {event.request_id for event in events} == {request}
+    assert tokens_of(events) == expected((5,), 4)
+
+
+# --- sampling --------------------------------------------------------------------------------------------------
+
+
+def hot(seed: int | None, max_tokens: int = 12) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=3.0, top_p=0.95, seed=seed)
+
+
+def test_a_seed_gives_the_same_answer_in_any_batch() -> None:
+    alone = [build().generate([prompt], hot(3))[0].token_ids for prompt in PROMPTS]
+    together = build(tokens=7, seqs=3).generate(PROMPTS, hot(3))
+    mixed = build().generate([*PROMPTS, [5]], [hot(3)] * len(PROMPTS) + [greedy(20)])
+    assert [output.token_ids for output in together] == alone
+    assert [output.token_ids for output in mixed] == [*alone, expected((5,), 20)]
+
+
+def test_seeds_matter_and_are_drawn_for_each_request() -> None:
+    engine = build()
+    assert engine.generate([[5]], hot(3)) != engine.generate([[5]], hot(4))
+    first, second = engine.generate([[5], [5]], hot(None, 20))
+    assert first.token_ids != second.token_ids
+    assert first.token_ids != build().generate([[5]], hot(None, 20))[0].token_ids
+
+
+def test_top_k_of_one_is_greedy() -> None:
+    (output,) = build().generate([[5]], SamplingParams(max_tokens=12, temperature=3.0, top_k=1))
+    assert output.token_ids == expected((5,), 12)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code", "message"),
+    [
+        ([], "prompt-empty", "the prompt has no tokens"),
+        ("", "prompt-empty", "the prompt has no tokens"),
+        ((), "prompt-empty", "the prompt has no tokens"),
+        (torch.tensor([], dtype=torch.int64), "prompt-empty", "the prompt has no tokens"),
+        ([5] * 32, "prompt-too-long", "the prompt has 32 tokens; .* must fit max_seq_len, 32"),
+        ([5, -1], "token-out-of-range", r"token 1 of the prompt is -1, expected 0 to 47 \(vocab_size 48\)"),
+        ([48], "token-out-of-range", "token 0 of the prompt is 48"),
+        ([2**70], "token-out-of-range", "token 0 of the prompt is 1180591620717411303424"),
+        ([5, True], "prompt-invalid", r"token 1 of the prompt is True \(bool\), expected an integer"),
+        ([5.0], "prompt-invalid", r"token 0 of the prompt is 5.0 \(float\)"),
+        (["5"], "prompt-invalid", r"token 0 of the prompt is '5' \(str\)"),
+        ([[5]], "prompt-invalid", r"token 0 of the prompt is \[5\] \(list\)"),
+        (torch.tensor([[5]]), "prompt-invalid", r"token 0 of the prompt is \[5\] \(list\)"),
+        (torch.tensor(5), "prompt-invalid", "the prompt is a int, expected text or a list of token ids"),
+        (torch.tensor([5.0]), "prompt-invalid", r"token 0 of the prompt is 5.0 \(float\)"),
+        (None, "prompt-invalid", "the prompt is a NoneType"),
+        (5, "prompt-invalid", "the prompt is a int"),
+        (b"ab", "prompt-invalid", "the prompt is a bytes"),
+        ({5: 6}, "prompt-invalid", "the prompt is a dict"),
+        ("a\ud800", "prompt-invalid", "a lone surrogate at character 1"),
+    ],
+)
+def test_prompts_that_are_refused(prompt: Any, code: str, message: str) -> None:
+    engine = build(text=True, max_seq_len=32)
+    for serve in (engine.submit, engine.stream, lambda prompt: engine.generate([[5], prompt])):
+        with pytest.raises(RequestError, match=message) as error:
+            serve(prompt)  # type: ignore[operator]
+        assert error.value.code == code
+    assert error.value.where == "prompt 1"
+    assert is_idle(engine)
+    assert engine.stats.steps == 0, "a prompt was started before all were checked"
+    if code != "prompt-too-long":
+        with pytest.raises(RequestError, match=message):
+            engine.logits(prompt)
+
+
+def test_the_longest_prompts() -> None:
+    engine = build(max_seq_len=32)
+    assert len(engine.generate([[5] * 31], greedy(9))[0].token_ids) == 1
+    assert engine.logits([5] * 32).shape == (32, VOCAB)
+    with pytest.raises(RequestError, match="the prompt has 33 tokens; it must fit max_seq_len, 32") as error:
+        engine.logits([5] * 33)
+    assert error.value.code == "prompt-too-long"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([1, 15, 27], r"list of integers.*(?s:.*)pass a list that holds it: \[\[1, 15, 27\]\]"),
+        (5, "prompts is a int"),
+        (None, "prompts is a NoneType"),
+        (b"ab", "prompts is a bytes"),
+        ({"a": 1}, "prompts is a dict"),
+        ([np.array([[5, 6]])], "prompt 0: token 0 of the prompt is array.* expected an integer token id"),
+    ],
+)
+def test_what_is_no_list_of_prompts_is_refused(prompts: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        build().generate(prompts)
+    assert error.value.code == "prompt-invalid"
+
+
+def test_integers_of_other_libraries_and_no_prompts_at_all() -> None:
+    engine = build()
+    answer = expected((5, 6), 3)
+    for prompt in (torch.tensor([5, 6]), np.array([5, 6]), (np.int32(5), np.array(6)), (5, 6), range(5, 7)):
+        assert engine.generate([prompt], greedy(3))[0].token_ids == answer  # type: ignore[list-item]
+    assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 3}, "params is a dict, expected SamplingParams"),
+        ([greedy(3)], "1 params for 2 prompts"),
+        ([greedy(3), 4], "prompt 1: params is a int, expected SamplingParams"),
+        (3, "params is a int"),
+    ],
+)
+def test_params_that_are_refused(params: Any, message: str) -> None:
+    engine = build()
+    with pytest.raises(RequestError, match=message) as error:
+        engine.generate([[5], [6]], params)
+    assert error.value.code == "sampling-invalid"
+    assert engine.stats.steps == 0
+
+
+def test_text_and_stop_strings_need_a_tokenizer() -> None:
+    engine = build()
+    asks: list[Callable[[], object]] = [
+        lambda: engine.submit("hello"),
+        lambda: engine.submit([5], greedy(3, stop="a")),
+        lambda: engine.logits("hello"),
+    ]
+    for ask in asks:
+        with pytest.raises(RequestError, match="the bundle has no tokenizer") as error:
+            ask()
+        assert error.value.code == "tokenizer-missing"
+
+
+def test_what_never_fits_the_cache_is_refused_with_the_arithmetic() -> None:
+    engine = build(slabs=5)
+    assert len(engine.generate([[5] * 10], greedy(7))[0].token_ids) == 7  # 16 tokens to cache: 4 slabs and 1
+    # The window of 6 lies on 3 pages at most.
+    arithmetic = (
+        r"group near: 3 pages of 4 tokens, 1 a slab; group far: 5 pages of 8 tokens, 2 a slab: "
+        r"6 slabs of 1024 bytes needed, 5 there\n"
+    )
+    with pytest.raises(RequestError, match=f"33 tokens to cache .*: {arithmetic}") as error:
+        engine.generate([[5] * 10], greedy(24))
+    assert error.value.code == "prompt-too-large-for-cache"
+    with pytest.raises(RequestError, match=f"the prompt's 33 tokens don't fit the cache: {arithmetic}") as error:
+        engine.logits([5] * 33)
+    assert error.value.code == "prompt-too-large-for-cache"
+
+
+def test_logits_need_free_pages() -> None:
+    engine = build(slabs=5)
+    request = engine.submit([5] * 5, greedy(6))
+    engine.step()
+    with pytest.raises(RequestError, match="4 slabs of 1024 bytes needed, 5 there, 0 free") as error:
+        engine.logits([5] * 9)
+    assert (error.value.code, error.value.fix) == ("cache-too-small", "let the running requests end first")
+    (events,) = drained(engine).values()
+    assert events[-1] == Event(request, (expected((5,) * 5, 6)[-1],), "", "length")
+
+
+def test_a_graph_without_a_cache_is_refused() -> None:
+    graph = tiny_graph()
+    fields = {name: getattr(graph, name) for name in graph.__struct_fields__}
+    with pytest.raises(BundleError, match="no cache or no output logits"):
+        build_engine_only(Graph(**{**fields, "caches": CachePlan()}))
+    with pytest.raises(BundleError, match="no cache or no output logits"):
+        build_engine_only(Graph(**{**fields, "outputs": {"hidden": "logits"}}))
+
+
+def build_engine_only(graph: Graph) -> Engine:
+    return Engine(
+        lambda: {},
+        graph,
+        tiny_model(),
+        device=CPU,
+        memory=CacheMemory(tiny_graph().caches, 2, CPU),
+        max_num_seqs=1,
+        max_num_tokens=1,
+        tokenizer_files={},
+        timeline=Timeline(),
+    )
+
+
+# --- failures, the end, counters -------------------------------------------------------------------------------
+
+
+class FailsOnce:
+    """A program that runs out of memory at its n-th call."""
+
+    def __init__(self, program: Any, call: int) -> None:
+        self.program, self.left = program, call
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return self.program(**inputs)
+
+
+@pytest.mark.parametrize("call", [1, 2, 6])
+def test_a_failed_step_leaves_the_engine_as_it_was(call: int) -> None:
+    engine = build(tokens=7, wrap=lambda program: FailsOnce(program, call))
+    request = engine.submit([5], greedy(12))
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(PROMPTS, greedy(20))
+    assert engine.stats.requests_cancelled == len(PROMPTS)
+    (events,) = drained(engine).values()  # the submitted request goes on
+    assert events[0].request_id == request
+    assert tokens_of(events) == expected((5,), 12)
+    assert is_idle(engine)
+
+
+def test_an_engine_is_closed_though_ending_its_requests_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(request: object) -> None:
+        raise RuntimeError("the scheduler is in a state that it should not be in")
+
+    engine = build()
+    engine.submit([5], greedy(9))
+    monkeypatch.setattr(engine._scheduler, "remove", fail)
+    with pytest.raises(RuntimeError, match="should not be in"):
+        engine.close()
+    with pytest.raises(RequestError, match="the engine is closed"):
+        engine.step()
+
+
+def test_logits_give_back_their_pages_when_the_program_fails() -> None:
+    engine = build(wrap=lambda program: FailsOnce(program, 1))
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.logits([5])
+    assert is_idle(engine)
+
+
+def test_a_closed_engine_serves_nothing() -> None:
+    with build() as engine:
+        request = engine.submit([5], greedy(9))
+        stream = engine.stream([5])
+        reading = engine.stream([7], greedy(9))
+        next(reading)
+    engine.close()
+    assert request > 0
+    assert is_idle(engine)
+    assert list(reading)[-1].finish_reason == "cancelled"
+    asks: list[Callable[[], object]] = [
+        lambda: engine.generate([[5]]),
+        lambda: engine.submit([5]),
+        lambda: engine.stream([5]),
+        lambda: engine.logits([5]),
+        lambda: next(stream),
+        engine.step,
+    ]
+    for ask in asks:
+        with pytest.raises(RequestError, match="the engine is closed") as error:
+            ask()
+        assert error.value.code == "engine-closed"
+
+
+def test_counters() -> None:
+    engine = build(tokens=7, seqs=2)
+    nothing = {
+        "steps": 0, "eager_steps": 0, "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
+        "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0,
+        "preemptions": 0, "tokens_reused": 0, "prefix_blocks": 0, "slabs": 75, "slabs_free": 75,
+    }  # fmt: skip
+
+    def pools(small: tuple[int, int], large: tuple[int, int]) -> dict[str, dict[str, int]]:
+        """What can be had beside the other pool's slabs, in use: a page of `small` fills a slab, two of `large` do.
+
+        Half of a page of `small` is padding: its parts of 128 bytes are laid out at multiples of 256.
+        """
+        found = {}
+        for name, (in_use, slabs), other, a_slab, page_bytes in (
+            ("small", small, large, 1, 512), ("large", large, small, 2, 512)
+        ):  # fmt: skip
+            found[name] = {
+                "pages": (75 - other[1]) * a_slab, "pages_in_use": in_use, "pages_free": slabs * a_slab - in_use,
+                "pages_evicted": 0, "waste_bytes": slabs * 1024 - in_use * page_bytes, "pages_reclaimable": 0,
+            }  # fmt: skip
+        return found
+
+    assert engine.stats.to_dict() == {**nothing, "pools": pools((0, 0), (0, 0))}
+    for prompt in ([5] * 10, [6], [7]):
+        engine.submit(prompt, greedy(3))
+    engine.step()  # 7 tokens of the first prompt
+    before = engine.stats
+    engine.step()  # 3 of the first, and the second
+    engine.step()  # both decode
+    assert before.to_dict() == {
+        **nothing, "steps": 1, "eager_steps": 1, "tokens_prefilled": 7, "requests_waiting": 2, "requests_running": 1,
+        "slabs_free": 72, "pools": pools((2, 2), (1, 1)),
+    }  # fmt: skip
+    after = engine.stats.to_dict()
+    found = after.pop("pools")
+    assert after == {
+        **nothing, "steps": 3, "eager_steps": 3, "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
+        "requests_waiting": 1, "requests_running": 2, "prefix_blocks": 1, "slabs_free": 69,
+    }  # fmt: skip
+    # The first has 11 tokens: its first page of 4 is behind the window, though a known block keeps it.
+    assert (found["small"]["pages_in_use"], found["small"]["pages_evicted"]) == (4, 1)
+    assert found["large"]["pages_in_use"] == 3
+    drained(engine)
+    assert engine.stats.requests_finished == 3
+    json.dumps(engine.stats.to_dict())
+
+
+def test_metrics() -> None:
+    engine = build(tokens=7, seqs=2)
+    engine.generate(PROMPTS, greedy(20))
+    lines = engine.metrics().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    stats = engine.stats
+    assert values["precast_steps_total"] == str(stats.steps)
+    assert values['precast_pool_pages_evicted_total{pool="small"}'] == str(stats.pools["small"].pages_evicted)
+    assert stats.pools["small"].pages_evicted > 0
+    for line in lines:
+        assert re.fullmatch(r"# (HELP \w+ \w.*\.|TYPE \w+ (counter|gauge))|\w+(\{pool=\"\w+\"\})? \d+", line), line
+    # every number of the statistics is there
+    numbers = [*stats.to_dict().keys() - {"pools"}, *stats.to_dict()["pools"]["small"]]
+    assert len({line.split()[2] for line in lines if line.startswith("# TYPE")}) == len(numbers)
+
+
+def test_the_timeline_ends_with_the_first_token() -> None:
+    engine = build(tokens=7)
+    assert engine.timeline.phases == []
+    engine.generate(PROMPTS, greedy(3))
+    assert [phase.name for phase in engine.timeline.phases] == ["first token"]
+    assert engine.timeline.phases[0].seconds is not None

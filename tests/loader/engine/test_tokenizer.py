@@ -1,0 +1,148 @@
+"""Text as it grows: whole characters, right spaces, nothing of a stop string."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers_by_hand import byte_level, letters, sentencepiece, with_padding_and_truncation
+
+from precast.ir.errors import BundleError, RequestError
+from precast.loader.engine.tokenizer import AnswerText, Tokenizer
+
+
+def tokenizer(data: bytes) -> Tokenizer:
+    made = Tokenizer.from_files({"tokenizer.json": data, "tokenizer_config.json": b"{}"})
+    assert made is not None
+    return made
+
+
+BYTES, PIECES, LETTERS = tokenizer(byte_level()), tokenizer(sentencepiece()), tokenizer(letters(48))
+BYTE_IDS = [i for i in range(262) if i > 2]
+
+
+def grown(made: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    """The text that each token gives out, and last what the end does; whether a stop string ended it."""
+    text, given_out = AnswerText(made, prompt, stop), []
+    for token in ids:
+        text.push(token)
+        given_out.append(text.read())
+    given_out.append(text.read(final=True))
+    return given_out, text.stopped
+
+
+def test_text_gets_the_special_tokens_of_its_tokenizer() -> None:
+    assert BYTES.encode("he")[0] == 0
+    assert BYTES.decode(BYTES.encode("hello world")) == "hello world"
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied() -> None:
+    plain = BYTES.encode("hello world")
+    assert tokenizer(with_padding_and_truncation(byte_level())).encode("hello world") == plain
+    assert tokenizer(with_padding_and_truncation(byte_level())).encode("h") == BYTES.encode("h")
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(RequestError, match="a lone surrogate at character 2") as error:
+        BYTES.encode("ab\ud800")
+    assert error.value.code == "prompt-invalid"
+
+
+def test_no_tokenizer_file_is_no_tokenizer() -> None:
+    assert Tokenizer.from_files({"tokenizer_config.json": b"{}"}) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"model": 3}', b"\xff"])
+def test_a_file_that_is_no_tokenizer_is_refused(data: bytes) -> None:
+    with pytest.raises(BundleError, match=r"tokenizer\.json: the tokenizers library .* can't read it") as error:
+        Tokenizer.from_files({"tokenizer.json": data})
+    assert error.value.code == "tokenizer-invalid"
+
+
+def test_a_character_comes_out_whole() -> None:
+    ids = BYTES.encode("a€b")[1:]  # 1, 3 and 1 bytes
+    assert grown(BYTES, [], ids)[0] == ["a", "", "", "€", "b", ""]
+
+
+def test_an_unfinished_character_comes_out_at_the_end() -> None:
+    ids = BYTES.encode("a€")[1:-1]
+    assert grown(BYTES, [], ids)[0] == ["a", "", "", "\ufffd"]
+
+
+def test_spaces_between_words_are_kept() -> None:
+    he, said, dot = (PIECES._inner.token_to_id(piece) for piece in ("▁he", "▁said", "."))
+    assert grown(PIECES, [], [he, said, dot, he])[0] == ["he", " said", ".", " he", ""]
+    assert grown(PIECES, [he], [said, he])[0] == [" said", " he", ""]  # the answer goes on after the prompt
+    assert grown(PIECES, [1], [said, he])[0] == ["said", " he", ""]  # a special token is no text
+
+
+def test_a_special_token_is_no_text_and_loses_no_space() -> None:
+    he, said = (PIECES._inner.token_to_id(piece) for piece in ("▁he", "▁said"))
+    assert grown(PIECES, [], [he, 2, said])[0] == ["he", "", " said", ""]
+
+
+def test_bytes_of_a_fallback_come_out_as_a_character() -> None:
+    ids = [byte + 3 for byte in "€".encode()]
+    assert grown(PIECES, [], [*ids, PIECES._inner.token_to_id("o")])[0] == ["", "", "€", "o", ""]
+
+
+@given(st.text(min_size=1, max_size=30), st.integers(0, 12))
+def test_joined_texts_are_the_text_of_all_tokens(text: str, split: int) -> None:
+    for made in (BYTES, PIECES):
+        ids = made.encode(text)
+        prompt, answer = ids[:split], ids[split:]
+        if made.decode(prompt).endswith("\ufffd") or not made.decode(prompt).strip(" "):
+            continue  # the prompt ends within a character, or is no text at all
+        whole = made.decode(ids)[len(made.decode(prompt)) :]
+        assert "".join(grown(made, prompt, answer)[0]) == whole
+
+
+@given(st.lists(st.sampled_from(BYTE_IDS), max_size=40))
+def test_any_bytes_joined_are_the_text_of_all_tokens(ids: list[int]) -> None:
+    assert "".join(grown(BYTES, [], ids)[0]) == BYTES.decode(ids)
+
+
+@given(st.lists(st.sampled_from(BYTE_IDS), max_size=40), st.sets(st.integers(0, 40)))
+def test_when_text_is_read_makes_no_difference(ids: list[int], reads: set[int]) -> None:
+    text, joined = AnswerText(BYTES, [], ()), ""
+    for place, token in enumerate(ids):
+        text.push(token)
+        joined += text.read() if place in reads else ""
+    assert joined + text.read(final=True) == BYTES.decode(ids)
+
+
+def test_what_may_become_a_stop_string_is_held_back() -> None:
+    given_out, stopped = grown(LETTERS, [], LETTERS.encode("xabaabcy"), stop=("abc",))
+    assert given_out == ["x", "", "", "ab", "a", "", "", "", ""]  # x | a, ab -> aba | aa -> a | ab | abc
+    assert stopped
+
+
+def test_what_did_not_become_a_stop_string_comes_out_at_the_end() -> None:
+    assert grown(LETTERS, [], LETTERS.encode("xab"), stop=("abc",)) == (["x", "", "", "ab"], False)
+
+
+def test_the_first_stop_string_counts() -> None:
+    assert grown(LETTERS, [], LETTERS.encode("xbcab"), stop=("ab", "c", "bcd")) == (["x", "", "b", "", "", ""], True)
+    # one token completes both: the text ends before the one that begins first
+    assert grown(LETTERS, [], LETTERS.encode("xab"), stop=("b", "ab")) == (["x", "", "", ""], True)
+
+
+def test_a_stop_string_that_the_end_completes_is_found() -> None:
+    text = AnswerText(BYTES, [], ("\ufffd",))
+    for token in BYTES.encode("a€")[1:-1]:
+        text.push(token)
+    assert (text.read(final=True), text.stopped) == ("a", True)
+
+
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stop_strings_cut_like_a_search_of_the_whole_text(text: str, stop: list[str]) -> None:
+    given_out, stopped = grown(LETTERS, [], LETTERS.encode(text), tuple(stop))
+    found = [text.find(each) for each in stop if each in text]
+    # Read token by token, the answer ends when the first stop string is complete, and before where it begins.
+    ends = [text.find(each) + len(each) for each in stop if each in text]
+    expected = text
+    if found:
+        read = text[: min(ends)]
+        expected = read[: min(read.find(each) for each in stop if each in read)]
+    assert "".join(given_out) == expected
+    assert stopped == bool(found)

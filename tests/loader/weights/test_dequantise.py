@@ -1,0 +1,283 @@
+"""Quantised checkpoints, packed by hand in each format, loaded into params and compared with the formulas."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import quantised
+import torch
+from hypothesis import given
+from recipe_cases import Tensors, evaluate, params_graph, read, recipe_sets
+from safetensors.torch import save_file
+
+from precast.ir.errors import WeightsError
+from precast.ir.graph.schema import Cast, Checkpoint, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Transpose
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.loader.weights import stream as weights
+from precast.loader.weights.stream import Weights, load_weights
+from precast.loader.weights.views import View, split
+
+DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+on_each_device = pytest.mark.parametrize("device", DEVICES, ids=str)
+
+
+def load(directory: Path, recipes: Mapping[str, Recipe], tensors: Tensors, device: torch.device) -> Weights:
+    """The params that `recipes` make of a checkpoint with `tensors`."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    graph = params_graph(recipes, tensors)
+    return load_weights(graph, Checkpoint(), CheckpointFiles.open(directory), device=device)
+
+
+def assert_made(made: Weights, recipes: Mapping[str, Recipe], tensors: Tensors) -> None:
+    """Each param is, to the bit, what its recipe says."""
+    for name, recipe in recipes.items():
+        expected = evaluate(recipe, tensors)
+        assert made.tensors[name].dtype == expected.dtype
+        assert torch.equal(made.tensors[name].cpu(), expected), f"{name}: {recipe}"
+
+
+def four_bits(rows: int, columns: int) -> torch.Tensor:
+    return torch.randint(0, 16, (rows, columns))
+
+
+def float8(*shape: int) -> torch.Tensor:
+    return (torch.randn(shape) * 40).to(torch.float8_e4m3fn)
+
+
+# --- formulas ----------------------------------------------------------------------------------------------------
+
+
+@on_each_device
+def test_awq(tmp_path: Path, device: torch.device) -> None:
+    """40 inputs in groups of 8, 24 outputs."""
+    values, zeros, scales = four_bits(40, 24), four_bits(5, 24), torch.rand(5, 24).half()
+    tensors = {
+        "qweight": quantised.pack(values, quantised.AWQ_ORDER),
+        "qzeros": quantised.pack(zeros, quantised.AWQ_ORDER),
+        "scales": scales,
+    }
+    recipe = Dequantise(read("qweight", tensors), read("scales", tensors), "awq", zeros=read("qzeros", tensors))
+
+    made = load(tmp_path, {"w": Transpose(recipe, 0, 1)}, tensors, device)
+
+    groups = torch.arange(40) // 8
+    expected = ((values - zeros[groups]).float() * scales.float()[groups]).t()
+    assert torch.equal(made.tensors["w"].cpu(), expected)
+
+
+@on_each_device
+@pytest.mark.parametrize(("offset", "format"), [(1, "gptq"), (0, "gptq_v2")], ids=str)
+def test_gptq_in_the_order_of_activations(tmp_path: Path, device: torch.device, offset: int, format: str) -> None:
+    """40 inputs in groups of 16, the last one shorter, in any order; 16 outputs."""
+    values, zeros, scales = four_bits(40, 16), four_bits(3, 16), torch.rand(3, 16).half()
+    groups = (torch.randperm(40) // 16).int()
+    tensors = {
+        "qweight": quantised.pack(values.t(), quantised.IN_ORDER).t(),
+        "qzeros": quantised.pack(zeros, quantised.IN_ORDER),
+        "scales": scales,
+        "g_idx": groups,
+    }
+    recipe = Dequantise(
+        read("qweight", tensors),
+        read("scales", tensors),
+        "gptq",
+        zeros=read("qzeros", tensors),
+        groups=read("g_idx", tensors),
+        zero_offset=offset,
+    )
+
+    made = load(tmp_path, {"w": Transpose(recipe, 0, 1)}, tensors, device)
+
+    expected = ((values - zeros[groups] - offset).float() * scales.float()[groups]).t()
+    assert torch.equal(made.tensors["w"].cpu(), expected)
+
+
+def test_groups_that_have_no_scales_are_refused(tmp_path: Path) -> None:
+    tensors = {
+        "qweight": torch.zeros(1, 8, dtype=torch.int32),
+        "qzeros": torch.zeros(1, 1, dtype=torch.int32),
+        "scales": torch.ones(1, 8),
+        "g_idx": torch.tensor([0, 0, 0, 1, 0, 0, 0, 0], dtype=torch.int32),
+    }
+    qweight, scales, qzeros, g_idx = (read(name, tensors) for name in ("qweight", "scales", "qzeros", "g_idx"))
+    recipe = Dequantise(qweight, scales, "gptq", zeros=qzeros, groups=g_idx)
+    save_file(tensors, tmp_path / "model.safetensors")
+    fitting = params_graph({"w": recipe}, tensors | {"g_idx": tensors["g_idx"] * 0})
+
+    with pytest.raises(WeightsError, match="g_idx has 0 to 1, expected 0 to 0"):
+        load_weights(fitting, Checkpoint(), CheckpointFiles.open(tmp_path), device=torch.device("cpu"))
+
+
+@on_each_device
+def test_mxfp4(tmp_path: Path, device: torch.device) -> None:
+    """Every byte, with exponents from the smallest to the largest: what transformers makes of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = {
+        "blocks": torch.arange(2 * 4 * 2 * 16).reshape(2, 4, 2, 16).to(torch.uint8),
+        "scales": torch.tensor([0, 1, 60, 100, 126, 127, 128, 129, 140, 200, 240, 250, 252, 125, 124, 123])
+        .reshape(2, 4, 2)
+        .to(torch.uint8),
+    }
+    recipe = Transpose(Dequantise(read("blocks", tensors), read("scales", tensors), "mxfp4"), 1, 2)
+    recipes = {"w": recipe, "low": Cast(recipe, "bfloat16")}
+
+    made = load(tmp_path, recipes, tensors, device)
+
+    expected = convert_moe_packed_tensors(tensors["blocks"], tensors["scales"], dtype=torch.float32)
+    assert torch.equal(made.tensors["w"].cpu(), expected)
+    assert torch.equal(made.tensors["low"].cpu(), expected.bfloat16())
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    ("shape", "block", "scales"),
+    [
+        ((10, 7), (10, 7), (1, 1)),
+        ((10, 7), (1, 7), (10, 1)),
+        ((10, 7), (4, 3), (3, 3)),
+        ((3, 10, 7), (4, 4), (3, 3, 2)),
+        ((3, 10, 7), (10, 7), (3, 1, 1)),
+    ],
+    ids=["tensor", "channel", "block", "stacked blocks", "stacked tensors"],
+)
+def test_float8(
+    tmp_path: Path, device: torch.device, shape: tuple[int, ...], block: tuple[int, int], scales: tuple[int, ...]
+) -> None:
+    tensors = {"w": float8(*shape), "s": torch.rand(scales)}
+    recipes = {"w": Dequantise(read("w", tensors), read("s", tensors), "fp8", block)}
+
+    made = load(tmp_path, recipes, tensors, device)
+
+    each = tensors["s"].repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)[..., : shape[-2], : shape[-1]]
+    assert torch.equal(made.tensors["w"].cpu(), tensors["w"].float() * each)
+
+
+# --- within other recipes ----------------------------------------------------------------------------------------
+
+
+def experts() -> tuple[dict[str, Recipe], Tensors]:
+    """Experts in float8, stored one by one, stacked into gate and up, beside a bfloat16 router."""
+    tensors: Tensors = {"router": torch.randn(5, 6).bfloat16()}
+    for name in ("gate", "up"):
+        for i in range(5):
+            tensors[f"experts.{i}.{name}"] = float8(8, 6)
+            tensors[f"experts.{i}.{name}.scale"] = torch.rand(2, 2)
+    parts = [
+        Each(
+            Cast(
+                Dequantise(
+                    Read(f"experts.*.{name}", (8, 6), "float8_e4m3fn"),
+                    Read(f"experts.*.{name}.scale", (2, 2)),
+                    "fp8",
+                    (4, 4),
+                ),
+                "bfloat16",
+            ),
+            0,
+            5,
+        )
+        for name in ("gate", "up")
+    ]
+    gate_up = Concat(tuple(parts), 1)
+    interleaved = Reshape(Transpose(Reshape(gate_up, (5, 2, 8, 6)), 1, 2), (5, 16, 6))
+    recipes: dict[str, Recipe] = {
+        "router": read("router", tensors),
+        "gate_up": gate_up,
+        "some": Slice(gate_up, 0, 1, 3),
+        "transposed": Transpose(gate_up, 1, 2),
+        "interleaved": interleaved,
+        "flat": Reshape(Transpose(parts[0], 0, 2), (240,)),
+    }  # fmt: skip
+    return recipes, tensors
+
+
+@on_each_device
+@pytest.mark.parametrize("round_bytes", [1, 200, weights.ROUND_BYTES])
+def test_experts_of_few_bits(
+    tmp_path: Path, device: torch.device, round_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "ROUND_BYTES", round_bytes)
+    recipes, tensors = experts()
+
+    made = load(tmp_path, recipes, tensors, device)
+
+    assert_made(made, recipes, tensors)
+
+
+@on_each_device
+def test_interleaved_experts_of_stacked_tensors(tmp_path: Path, device: torch.device) -> None:
+    """GPT-OSS: rows of gate and up take turns; each expert is made for itself."""
+    tensors = {
+        "blocks": torch.randint(0, 256, (3, 8, 2, 16)).to(torch.uint8),
+        "scales": torch.randint(120, 135, (3, 8, 2)).to(torch.uint8),
+    }
+    stored = Transpose(Dequantise(read("blocks", tensors), read("scales", tensors), "mxfp4"), 1, 2)
+    rows = Transpose(stored, 1, 2)
+    recipes = {"w": Cast(Reshape(Transpose(Reshape(rows, (3, 4, 2, 64)), 1, 2), (3, 8, 64)), "bfloat16")}
+
+    made = load(tmp_path, recipes, tensors, device)
+
+    assert_made(made, recipes, tensors)
+
+
+@on_each_device
+def test_a_slice_of_stacked_experts(tmp_path: Path, device: torch.device) -> None:
+    tensors = {"w": float8(5, 10, 8), "s": torch.rand(5, 3, 2)}
+    part = Slice(Dequantise(read("w", tensors), read("s", tensors), "fp8", (4, 4)), 0, 2, 3)
+
+    made = load(tmp_path, {"w": part}, tensors, device)
+
+    assert_made(made, {"w": part}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("view", "size", "blocks"),
+    [
+        (View(0, (3, 4), (4, 1)), 4, [(0, View(0, (4,), (1,))), (1, View(0, (4,), (1,))), (2, View(0, (4,), (1,)))]),
+        (View(9, (2, 2), (1, 8)), 8, [(1, View(1, (2,), (1,))), (2, View(1, (2,), (1,)))]),
+        (View(9, (2, 2), (1, 2)), 8, [(1, View(1, (2, 2), (1, 2)))]),
+        (View(4, (1, 2), (100, 1)), 4, [(1, View(0, (1, 2), (100, 1)))]),
+        (View(3, (2, 2), (4, 1)), 4, None),
+        (View(0, (2, 2), (6, 1)), 4, None),
+        (View(0, (2, 2), (8, 4)), 4, None),
+    ],
+)
+def test_views_by_block(view: View, size: int, blocks: list[tuple[int, View]] | None) -> None:
+    """Where a view of stacked matrices is in; the other view goes along."""
+    found = split(view, View(0, view.shape, view.strides), size)
+
+    assert (found and [(block, inside) for block, inside, _ in found]) == blocks
+    if found and len(found) > 1:
+        step = max(view.strides)
+        assert [there.offset for _, _, there in found] == [index * step for index in range(len(found))]
+
+
+def test_experts_that_a_slice_leaves_out_are_not_read(tmp_path: Path) -> None:
+    tensors = {"w": float8(4, 10, 8), "s": torch.rand(4, 1, 1)}
+    whole = Dequantise(read("w", tensors), read("s", tensors), "fp8", (10, 8))
+
+    made = load(tmp_path, {"w": Slice(whole, 0, 2, 1)}, tensors, torch.device("cpu"))
+
+    assert_made(made, {"w": Slice(whole, 0, 2, 1)}, tensors)
+    assert made.bytes_needed == 80 + 4
+
+
+def check(case: tuple[dict[str, Recipe], Tensors], device: torch.device) -> None:
+    recipes, tensors = case
+    with tempfile.TemporaryDirectory() as directory:
+        assert_made(load(Path(directory), recipes, tensors, device), recipes, tensors)
+
+
+@given(recipe_sets(quantised=True))
+def test_any_recipes(case: tuple[dict[str, Recipe], Tensors]) -> None:
+    check(case, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@given(recipe_sets(quantised=True))
+def test_any_recipes_on_a_gpu(case: tuple[dict[str, Recipe], Tensors]) -> None:
+    check(case, torch.device("cuda"))
