@@ -15,9 +15,9 @@ from precast.builder.capture.rope import long_frequencies
 from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import eliminate_dead_code
+from precast.builder.graph.nodes import eliminate_dead_code
+from precast.builder.source.quantised_options import quantisation_of
 from precast.builder.source.source import Source
-from precast.builder.weights.quantisation import quantisation_of
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols

@@ -25,10 +25,8 @@ from precast.builder.capture.marks import routed_functions
 from precast.builder.capture.modules import routed_modules
 from precast.builder.capture.routing import Trace, routed_attention, tracing
 from precast.builder.graph.fx_types import FxGraph
+from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.ir.errors import BuildError, PrecastError
-
-MAX_TOKENS = 1 << 20
-MAX_SEQUENCES = 1 << 16
 
 
 @dataclasses.dataclass
@@ -155,7 +153,8 @@ def _trace(
 ) -> torch.export.ExportedProgram:
     """Traces for any number of tokens in `low .. high`; with `asserts`, what can't be shown for all of them is asserted
     in the graph, instead of refused."""
-    tokens, sequences = torch.export.Dim("T", min=low, max=high), torch.export.Dim("B1", min=2, max=MAX_SEQUENCES)
+    tokens = torch.export.Dim("T", min=low, max=high)
+    sequences = torch.export.Dim("B1", min=2, max=MAX_SEQUENCES + 1)
     shapes = {name: {1: tokens} for name in ("input_ids", "positions", "rope_lengths")} | {"cu_seqlens": {0: sequences}}
     return torch.export.export(
         module, (), kwargs=inputs, dynamic_shapes=shapes, strict=False,

@@ -82,7 +82,7 @@ def routed_attention() -> Iterator[None]:
     """
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
-    _trace_ops()
+    trace_ops()
     find_packed, eager = masking_utils.find_packed_sequence_indices, ALL_MASK_ATTENTION_FUNCTIONS["eager"]
     chunked, no_padding = masking_utils.chunked_causal_mask_function, torch.zeros(1, dtype=torch.int64)
     blocks, masking_utils.blockwise_overlay = masking_utils.blockwise_overlay, _no_blocks
@@ -131,7 +131,7 @@ def causal_mask(
 
 
 @cache
-def _trace_ops() -> torch.library.Library:
+def trace_ops() -> torch.library.Library:
     """`torch.ops.precast_trace`, defined once; kept by this function."""
     library = torch.library.Library("precast_trace", "DEF")
     library.define(

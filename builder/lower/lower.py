@@ -15,9 +15,10 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.layers import layer_of, module_path
+from precast.builder.graph.nodes import given_arguments, op_name
 from precast.builder.graph.sizes import expr_of, shape_of
+from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.builder.lower.outline import Flat, outline
-from precast.builder.pipeline import op_name
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
@@ -39,21 +40,15 @@ from precast.ir.ops import table as ops
 from precast.ir.ops.table import ArgDef, OpDef
 
 aten = torch.ops.aten
-MAX_TOKENS = 1 << 20
-MAX_SEQUENCES = 1 << 16
 
 
 def lower(graph: FxGraph, ctx: PassContext) -> Graph:
-    """The bundle's graph, layers outlined into blocks.
-
-    Raises BuildError("op-unsupported") naming every op outside the table.
-    """
+    """The bundle's graph, layers outlined into blocks. `refuse_unknown_ops` has let it through."""
     return outline(lower_flat(graph, ctx))
 
 
 def lower_flat(graph: FxGraph, ctx: PassContext) -> Flat:
     """All nodes in order, each with its layer, beside the graph's inputs, params and constants."""
-    _refuse_unknown(graph)
     names = _Names(ctx)
     inputs: list[Value] = []
     params: list[Param] = []
@@ -128,11 +123,11 @@ def _is_tensor_op(node: FxNode) -> bool:
 
 
 def _definition(target: Any) -> OpDef | None:
-    name = op_name(target)
-    return ops.lookup(name)
+    return ops.lookup(op_name(target))
 
 
-def _refuse_unknown(graph: FxGraph) -> None:
+def refuse_unknown_ops(graph: FxGraph) -> None:
+    """Raises BuildError("op-unsupported") naming every op outside the table, and the modules that use it."""
     unknown: dict[str, set[str]] = {}
     for node in graph.nodes:
         call = _unknown(node) if _is_tensor_op(node) else None
@@ -155,7 +150,9 @@ def _unknown(node: FxNode) -> str | None:
     known = {arg.name for arg in definition.args}
     defaults = {arg.name: arg.default_value for arg in node.target._schema.arguments}
     others = [
-        f"{name}={value}" for name, value in _given(node).items() if name not in known and value != defaults[name]
+        f"{name}={value}"
+        for name, value in given_arguments(node).items()
+        if name not in known and value != defaults[name]
     ]
     return f"{definition.name} with {', '.join(others)}" if others else None
 
@@ -179,7 +176,7 @@ def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
         results.append(Value(names.of(node), _type(value, ctx)))
     elif value is not None:
         results += [Value(f"{names.of(node)}_{i}", _type(part, ctx)) for i, part in enumerate(value)]
-    given = _given(node)
+    given = given_arguments(node)
     given.update(_written_out(node, ctx))
     args = {}
     for arg in definition.args:
@@ -187,17 +184,6 @@ def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
         if lowered is not None:
             args[arg.name] = lowered
     return Node(definition.name, args, tuple(results), definition.version)
-
-
-def _given(node: FxNode) -> dict[str, Any]:
-    """The call's arguments by name."""
-    given: dict[str, Any] = {}
-    for position, arg in enumerate(node.target._schema.arguments):
-        if position < len(node.args) and not arg.kwarg_only:
-            given[arg.name] = node.args[position]
-        elif arg.name in node.kwargs:
-            given[arg.name] = node.kwargs[arg.name]
-    return given
 
 
 def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.layers import module_path
+from precast.builder.graph.nodes import op_name
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import op_name
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr

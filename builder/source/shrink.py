@@ -12,10 +12,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from precast.builder.capture.factory import from_config
+from precast.builder.source.model_class import from_config, own_code
 from precast.builder.source.shrink_layers import COUNTS, cut_layers
 from precast.builder.source.shrink_sizes import Known, shrink_sizes
-from precast.builder.source.source import own_code
 from precast.ir.errors import BuildError
 
 VOCABULARY = 131

@@ -9,20 +9,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from precast.builder.limits import MAX_SEQ_LEN
 from precast.builder.source import tokenizer_files
-from precast.builder.source.quantised_options import check_options
-from precast.builder.weights.quantisation import quantisation_of
+from precast.builder.source.model_class import CAUSAL, model_class, needs_code, own_code
+from precast.builder.source.quantised_options import check_options, quantisation_of
 from precast.ir.errors import BuildError
 
 CONFIG_ERRORS = (
@@ -38,9 +36,6 @@ CONFIG_ERRORS = (
 )
 """What transformers raises for configs that its own checks refuse."""
 
-MAX_SEQ_LEN = 1 << 24
-"""Tokens; the longest config in use says 10 Mi. The masks' rules are evaluated over as many positions."""
-
 _LEAST = {
     "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1, "linear_conv_kernel_dim": 2, "conv_kernel": 2, "conv_L_cache": 2, "conv1d_width": 2,
@@ -48,9 +43,6 @@ _LEAST = {
 }  # fmt: skip
 """Entries of configs and what they are at least, in every model that has them. A convolution of one token has no state
 to keep. The dimensions of heads are not among them: models without rotary embeddings have some of 0."""
-
-_CAUSAL = "AutoModelForCausalLM"
-"""The entry of a config's `auto_map` that names the model's own causal language model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,28 +89,6 @@ def open_source(source: str | Path | PreTrainedConfig, *, allow_code: bool = Fal
     config = _read_config(folder, name, allow_code)
     _check_supported(config, name)
     return Source(name, config, tokenizer_files.read_files(folder, name))
-
-
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of the decoder, or of a model with a decoder in it, that a config stands for; None: there is none.
-
-    It comes from the model's own code where that is needed (`own_code`), else from transformers, or from whoever
-    registered it with `AutoModelForCausalLM`.
-    """
-    code = own_code(config)
-    if code is not None:
-        found: type[PreTrainedModel] = get_class_from_dynamic_module(code, str(config.name_or_path))
-        found.register_for_auto_class(_CAUSAL)  # its checkpoints take the code along
-        return found
-    known = _known_classes(type(config))
-    return known[0] if known else _class_for_part(config)
-
-
-def own_code(config: PreTrainedConfig) -> str | None:
-    """The causal language model that comes with the model's files, `file.Class`; None where transformers has it."""
-    code = getattr(config, "auto_map", None) or {}
-    needed = _needs_code(code, type(config), config.architectures)
-    return code.get(_CAUSAL) if needed else None
 
 
 def limit(config: PreTrainedConfig, wanted: int | None) -> int:
@@ -198,10 +168,10 @@ def _read_config(folder: Path, name: str, allow_code: bool) -> PreTrainedConfig:
     raw = _read_entries(folder, name)
     model_type, code = raw["model_type"], raw.get("auto_map") or {}
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` is lazier
-    needs_code = _needs_code(code, known, raw.get("architectures"))
-    if needs_code and not allow_code:
+    is_own = needs_code(code, known, raw.get("architectures"))
+    if is_own and not allow_code:
         raise _refused_code(name, code, model_type, raw.get("architectures"))
-    if needs_code and _CAUSAL not in code:
+    if is_own and CAUSAL not in code:
         raise BuildError(
             "model-unsupported",
             f"{name}: its own code has no causal language model (auto_map: {', '.join(code)}), expected a decoder",
@@ -213,9 +183,9 @@ def _read_config(folder: Path, name: str, allow_code: bool) -> PreTrainedConfig:
             fix="check the model_type; if the model is newer than that, update transformers",
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=needs_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
     except CONFIG_ERRORS as error:
-        whose = "its own code" if needs_code else "transformers"
+        whose = "its own code" if is_own else "transformers"
         raise BuildError("config-invalid", f"{name}: {whose} refuses the config: {reason(error)}") from error
 
 
@@ -233,38 +203,6 @@ def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(raw.get("auto_map") or {}, dict):
         raise BuildError("config-invalid", f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object")
     return raw
-
-
-# --- which model it is -------------------------------------------------------------------------------------------
-
-
-def _needs_code(code: Any, config_class: type | None, architectures: Iterable[str] | None) -> bool:
-    """Whether a config with this `auto_map` needs code from its repository.
-
-    Models that transformers took over often still name the code that they came with: what counts is whether
-    transformers has the architecture itself.
-    """
-    if not code:
-        return False
-    known = {each.__name__ for each in _known_classes(config_class)}
-    named = set(architectures or ())
-    return not named or not named <= known
-
-
-def _known_classes(config_class: Any) -> tuple[type[PreTrainedModel], ...]:
-    """What transformers' factories have for configs of this class, the default first; nothing for None."""
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        if config_class in mapping:
-            known: Any = mapping[config_class]
-            return tuple(known) if isinstance(known, (list, tuple)) else (known,)
-    return ()
-
-
-def _class_for_part(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The causal language model that is made of this part of a config alone, and so saves it as its own."""
-    whole = model_type_to_module_name(config.model_type)
-    known = _known_classes(CONFIG_MAPPING[whole]) if whole in CONFIG_MAPPING else ()
-    return next((each for each in known if each.config_class is type(config)), None)
 
 
 def _refused_code(name: str, code: Any, model_type: str, architectures: Any) -> BuildError:

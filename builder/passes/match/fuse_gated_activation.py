@@ -9,8 +9,8 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Bindings, Capture, Mul, Number, Op, match
+from precast.builder.passes.graph_pass import graph_pass
 from precast.builder.passes.match.fuse_projections import fuse, fusible
-from precast.builder.pipeline import graph_pass
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ import torch
 from precast.builder.graph.context import ConstantInfo, PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 from precast.kernels.attention.attend import visible_keys
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.sizes import expr_of, shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph import symbols
 from precast.ir.ops.rules_experts import GROUP_SCORES, SCORINGS
 from precast.kernels.route.route import route

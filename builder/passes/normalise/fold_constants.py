@@ -7,7 +7,7 @@ import torch
 from precast.builder.graph.context import ConstantInfo, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 
 MAX_ELEMENTS = 1 << 16
 """Larger results stay computations: a bundle is small."""

@@ -9,7 +9,7 @@ import torch
 from precast.builder.graph.context import PassContext
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.layers import layer_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 
 
 @graph_pass(stage="normalise", version=1)
