@@ -129,10 +129,11 @@ def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int
     if not isinstance(dtype, str) or dtype not in DTYPES:
         whose = "the config's dtype" if auto else "dtype"
         expected = f"{'' if auto else 'auto or '}one of {', '.join(DTYPES)}"
-        fix = "name one of them as dtype" if auto else None
+        fix = "name one of them as dtype" if auto else "leave dtype out, for the config's"
         raise BuildError("option-invalid", f"{whose} is {dtype!s}, expected {expected}", fix=fix)
     if page_size is not None and (type(page_size) is not int or not 1 <= page_size <= 1024):
-        raise BuildError("option-invalid", f"page_size is {page_size!r}, expected 1 to 1024 tokens")
+        fix = "leave page_size out, to have it chosen for each group of layers"
+        raise BuildError("option-invalid", f"page_size is {page_size!r}, expected 1 to 1024 tokens", fix=fix)
     if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         found = f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}"
         raise BuildError("option-invalid", found, fix="leave kv_dtype out, for caches of the model's dtype")
@@ -145,7 +146,8 @@ def _dump_dir(dump: str | Path | None) -> Path | None:
     try:
         Path(dump).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BuildError("option-invalid", f"dump is no directory: {error.strerror}", where=str(dump)) from error
+        message, fix = f"dump is no directory: {error.strerror}", "name a directory that can be made and written to"
+        raise BuildError("option-invalid", message, where=str(dump), fix=fix) from error
     return Path(dump)
 
 

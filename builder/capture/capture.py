@@ -150,5 +150,8 @@ def _eos_token_ids(source: Source) -> tuple[int, ...]:
     eos = source.generation_config().get("eos_token_id", getattr(config, "eos_token_id", None))
     ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
     if not all(type(token_id) is int for token_id in ids):
-        raise BuildError("config-invalid", f"{source.name}: eos_token_id is {eos!r}, expected token ids")
+        message, fix = f"{source.name}: eos_token_id is {eos!r}, expected token ids", "correct eos_token_id"
+        raise BuildError(
+            "config-invalid", message, fix=f"{fix} in generation_config.json, or in the config without one"
+        )
     return ids

@@ -38,6 +38,7 @@ def make_module(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
             raise BuildError(
                 "config-invalid",
                 f"transformers can't make a {config.model_type} model from this config: {reason(error)}",
+                fix=f"correct the config: compare it with that of a published {config.model_type} model",
             ) from error
     _keep_in_float32(model, DTYPES[dtype])
     route_dynamic_rope(model)

@@ -102,7 +102,8 @@ def routed_attention() -> Iterator[None]:
 
 def _refused_chunks(*_: Any) -> torch.Tensor:
     """The rule of chunks of no size: transformers' own would take some, such as -1, for another."""
-    raise BuildError("config-invalid", "the config's chunks have no size, expected a number of tokens of at least 1")
+    message = "the config's chunks have no size, expected a number of tokens of at least 1"
+    raise BuildError("config-invalid", message, fix="correct attention_chunk_size in the config")
 
 
 def _no_blocks(block_sequence_ids: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -177,7 +178,8 @@ def _reach(mask_function: Callable[..., Any], config: Any) -> Reach:
             size = getattr(config, name, None)
             if size is not None and not _is_size(size):
                 expected = f"expected a number of tokens from 1 to {_SIZES[-1]}"
-                raise BuildError("config-invalid", f"the config's {name} is {size!r}, {expected}") from error
+                message, fix = f"the config's {name} is {size!r}, {expected}", f"correct {name} in the config"
+                raise BuildError("config-invalid", message, fix=fix) from error
         raise
 
 

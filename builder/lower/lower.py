@@ -41,6 +41,8 @@ from precast.ir.ops.table import ArgDef, OpDef
 
 aten = torch.ops.aten
 
+_ADD_AN_OP = "docs/adding_an_op.md says how an operation is added"
+
 
 def lower(graph: FxGraph, ctx: PassContext) -> Graph:
     """The bundle's graph, layers outlined into blocks. `refuse_unknown_ops` has let it through."""
@@ -138,7 +140,7 @@ def refuse_unknown_ops(graph: FxGraph) -> None:
         raise BuildError(
             "op-unsupported",
             "the model uses operations outside the op table: " + "; ".join(lines),
-            fix="docs/adding_an_op.md says how an operation is added",
+            fix=_ADD_AN_OP,
         )
 
 
@@ -227,7 +229,8 @@ def _item(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Any:
         return Const(float(value))
     if isinstance(value, (bool, int, float, str)):
         return Const(value)
-    raise BuildError("op-unsupported", f"argument {arg.name} is a {type(value).__name__}, which a bundle can't hold")
+    message = f"argument {arg.name} is a {type(value).__name__}, which a bundle can't hold"
+    raise BuildError("op-unsupported", message, fix=_ADD_AN_OP)
 
 
 def _integer(expr: Expr) -> Const | Dim:

@@ -51,6 +51,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     raise BuildError(
         "config-invalid",
         f"no small {config.model_type} model could be made of this config: {type(reason).__name__}: {reason}",
+        fix="check that the config's sizes fit each other; a build without --check makes no small model",
     ) from reason
 
 

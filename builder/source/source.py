@@ -60,13 +60,7 @@ class Source:
 
     def generation_config(self) -> dict[str, Any]:
         """The generation config's entries; empty without one. Raises BuildError when it is no JSON object."""
-        try:
-            entries = json.loads(self.files.get("generation_config.json", b"{}"))
-        except ValueError as error:
-            raise BuildError("config-invalid", f"{self.name}: generation_config.json is no JSON: {error}") from error
-        if not isinstance(entries, dict):
-            raise BuildError("config-invalid", f"{self.name}: generation_config.json is no JSON object")
-        return entries
+        return _json_object(self.files.get("generation_config.json", b"{}"), f"{self.name}: generation_config.json")
 
 
 def open_source(source: str | Path | PreTrainedConfig, *, allow_code: bool = False) -> Source:
@@ -97,9 +91,11 @@ def limit(config: PreTrainedConfig, wanted: int | None) -> int:
     known = getattr(config, "max_position_embeddings", None)
     entry = "the config's " + config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if wanted is not None and (type(wanted) is not int or wanted < 1):
-        raise BuildError("option-invalid", f"max_seq_len is {wanted!r}, expected a number of at least 1")
+        fix = "leave max_seq_len out, for the config's limit"
+        raise BuildError("option-invalid", f"max_seq_len is {wanted!r}, expected a number of at least 1", fix=fix)
     if known is not None and (type(known) is not int or known < 1):
-        raise BuildError("config-invalid", f"{entry} is {known!r}, expected a number of at least 1")
+        message, fix = f"{entry} is {known!r}, expected a number of at least 1", "correct it in the config"
+        raise BuildError("config-invalid", message, fix=fix)
     rope = getattr(config, "rope_parameters", None) or {}
     if known is not None and rope.get("rope_type") == "dynamic":
         known = int(known * rope["factor"])  # this rope stretches what the model was trained on
@@ -135,7 +131,8 @@ def _folder(name: str, allow_code: bool) -> Path:
     path = Path(name)
     if path.is_file():
         if path.name != "config.json":
-            raise BuildError("config-missing", f"{name} is a file, expected a config.json or a directory with one")
+            message = f"{name} is a file, expected a config.json or a directory with one"
+            raise BuildError("config-missing", message, fix="name the model's directory")
         return path.parent
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -185,24 +182,35 @@ def _read_config(folder: Path, name: str, allow_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
     except CONFIG_ERRORS as error:
-        whose = "its own code" if is_own else "transformers"
-        raise BuildError("config-invalid", f"{name}: {whose} refuses the config: {reason(error)}") from error
+        message = f"{name}: {'its own code' if is_own else 'transformers'} refuses the config: {reason(error)}"
+        fix = f"correct the config: compare it with that of a published {model_type} model"
+        raise BuildError("config-invalid", message, fix=fix) from error
 
 
 def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     try:
-        raw = json.loads((folder / "config.json").read_bytes())
+        raw = _json_object((folder / "config.json").read_bytes(), f"{name}: config.json")
     except OSError as error:
-        raise BuildError("config-invalid", f"{name}: config.json can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise BuildError("config-invalid", f"{name}: config.json is no JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise BuildError("config-invalid", f"{name}: config.json is no JSON object")
+        message = f"{name}: config.json can't be read: {error.strerror}"
+        raise BuildError("config-invalid", message, fix="check the file's permissions") from error
     if not isinstance(raw.get("model_type"), str):
-        raise BuildError("config-invalid", f"{name}: config.json names no model_type")
+        fix = "add the model_type of the model's kind, such as llama"
+        raise BuildError("config-invalid", f"{name}: config.json names no model_type", fix=fix)
     if not isinstance(raw.get("auto_map") or {}, dict):
-        raise BuildError("config-invalid", f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object")
+        message = f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object"
+        raise BuildError("config-invalid", message, fix="correct auto_map, or remove it")
     return raw
+
+
+def _json_object(data: bytes, what: str) -> dict[str, Any]:
+    fix = "correct the file, or download it again"
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise BuildError("config-invalid", f"{what} is no JSON: {error}", fix=fix) from error
+    if not isinstance(found, dict):
+        raise BuildError("config-invalid", f"{what} is no JSON object", fix=fix)
+    return found
 
 
 def _refused_code(name: str, code: Any, model_type: str, architectures: Any) -> BuildError:
@@ -222,7 +230,8 @@ def _check_supported(config: PreTrainedConfig, name: str) -> None:
     try:
         found = model_class(config)
     except Exception as error:  # whatever that code raises
-        raise BuildError("config-invalid", f"{name}: its own code can't be used: {reason(error)}") from error
+        message = f"{name}: its own code can't be used: {reason(error)}"
+        raise BuildError("config-invalid", message, fix="correct that code, or install what it imports") from error
     if found is None:
         raise BuildError(
             "model-unsupported",

@@ -21,7 +21,6 @@ from precast.builder.graph.context import Options
 from precast.builder.graph.layers import layer_of
 from precast.builder.graph.stored import load, store
 from precast.builder.passes.graph_pass import Pass
-from precast.builder.pipeline import SNAPSHOT_STAGES
 from precast.builder.snapshot import Store
 from precast.builder.source.source import Source, open_source
 from precast.ir.errors import BuildError
@@ -172,9 +171,11 @@ def test_another_page_size_starts_from_the_snapshot(copied: Stored, source: Sour
     assert quick.digest != copied.digest
 
 
-@pytest.mark.parametrize("stage", SNAPSHOT_STAGES)
-@pytest.mark.parametrize("variant", ["gemma3", "deepseek_v2", "jamba"])
-def test_a_snapshot_after_any_stage(variant: str, stage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "variant"),
+    [("export", "gemma3"), ("normalise", "jamba"), ("match", "deepseek_v2"), ("cache", "jamba"), ("plan", "gemma3")],
+)
+def test_a_snapshot_after_any_stage(stage: str, variant: str, tmp_path: Path) -> None:
     """Caches of several kinds, sizes that only passes know, layers of experts."""
     options: dict[str, Any] = {"dtype": "bfloat16", "snapshots": tmp_path / "snapshots", "snapshot_after": stage}
     config = families.make_config(variant)
@@ -193,9 +194,7 @@ def test_a_stage_without_snapshots_is_refused(tmp_path: Path, source: Source) ->
     assert error.value.fix == "name one of export, normalise, match, shard, cache, plan"
 
 
-@pytest.mark.parametrize(
-    "options", [Options("float32", 64, page_size=8), Options("float32", 64, None, "float8_e4m3fn")]
-)
+@pytest.mark.parametrize("options", [Options("float32", 64, 8), Options("float32", 64, None, "float8_e4m3fn")])
 def test_options_of_caches_are_in_the_key_of_a_graph_with_caches(options: Options, source: Source) -> None:
     assert key(source, options, pipeline.PASSES) != key(source, OPTIONS, pipeline.PASSES)
     assert key(source, options) == key(source)
