@@ -15,7 +15,8 @@ from precast.builder import pipeline
 from precast.builder.build import build
 from precast.builder.graph.context import PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
-from precast.builder.passes.graph_pass import STAGES, Pass, graph_pass
+from precast.builder.passes.graph_pass import STAGES, Invariant, Pass, graph_pass
+from precast.builder.passes.invariants import all_have_caches, one_spelling_of_views
 from precast.builder.passes.match.match_activations import match_activations
 from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
 from precast.ir.errors import BuildError
@@ -157,6 +158,22 @@ def test_what_a_pass_relies_on_is_checked(small: SmallGraph) -> None:
         pipeline.run(small.graph, small.ctx, (relying,))
     with pytest.raises(AssertionError, match=r"after <lambda>: Nothing is negated. But there is aten.neg.default"):
         pipeline.run(small.graph, small.ctx, (promising,))
+
+
+@pytest.mark.parametrize(
+    ("text", "invariant", "found"),
+    [
+        ("y = aten.view(x, [1, -1, 8])", one_spelling_of_views, {"aten.view.default"}),
+        ("y = aten.type_as(x, x)", one_spelling_of_views, {"aten.type_as.default"}),
+        ("y = aten.reshape(x, [1, -1, 8])", one_spelling_of_views, set()),
+        ("y = precast.wkv(x, x, w, w, cu)", all_have_caches, {"precast.wkv"}),
+        ("y = precast.rms_norm(x, w, eps=1e-6, cast_before_scale=True)", all_have_caches, set()),
+    ],
+)
+def test_what_passes_rely_on(text: str, invariant: Invariant, found: set[str]) -> None:
+    inputs = "x: input(float32, 1, T, 8)\nw: param(float32, 8)\ncu: input(int32, B1)"
+
+    assert invariant(read_graph(f"{inputs}\n{text}\nreturn y").graph) == found
 
 
 # --- the truth ---------------------------------------------------------------------------------------------------

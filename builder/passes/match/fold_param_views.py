@@ -10,6 +10,7 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import one_spelling_of_views
 from precast.builder.passes.match.fuse_projections import joined
 from precast.ir.graph.schema import Cast, Concat, Recipe, Reshape, Slice, Transpose
 
@@ -19,7 +20,7 @@ _SMALL = 1 << 20
 """Elements of a param that is worth having twice, as it is and otherwise."""
 
 
-@graph_pass(stage="match", version=1, requires=("normalise_views", "match_norms"))
+@graph_pass(stage="match", version=1, requires=("normalise_views", "match_norms"), before=(one_spelling_of_views,))
 def fold_param_views(graph: FxGraph, ctx: PassContext) -> bool:
     """p.transpose(...), p.reshape(...), p[a:b], p.to(dtype), cat([p, q]) of params p, q -> a param with that recipe.
 

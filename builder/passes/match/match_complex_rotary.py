@@ -11,6 +11,7 @@ from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Bindings, Capture, Cast, Either, Mul, Number, Op, match
 from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import one_spelling_of_views
 
 aten = torch.ops.aten
 
@@ -37,7 +38,7 @@ _ROTATION = Op(
 )
 
 
-@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"))
+@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
 def match_complex_rotary(graph: FxGraph, ctx: PassContext) -> bool:
     """real(complex(x) * polar(1, positions * inv_freq)) -> rotary(x, rotary_tables(positions, inv_freq), interleaved).
 

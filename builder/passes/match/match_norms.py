@@ -11,6 +11,7 @@ from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Add, Bindings, Capture, Cast, Either, Mul, Number, Op, match
 from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import one_spelling_of_views
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ _RMS_NORMS: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"))
+@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
 def match_norms(graph: FxGraph, ctx: PassContext) -> bool:
     """x * rsqrt(mean(x^2) + eps) * w -> rms_norm; (x - mean) * rsqrt(var + eps) * w -> layer_norm."""
     changed = _match_layer_norms(graph, ctx)

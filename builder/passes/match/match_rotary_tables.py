@@ -9,6 +9,7 @@ from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Bindings, Capture, Cast, Either, Mul, Op, match
 from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import one_spelling_of_views
 
 aten = torch.ops.aten
 
@@ -18,7 +19,7 @@ _HALVES = Op(aten.cat.default, [Capture("angles"), Capture("angles")], 2)
 _PAIRS = Op(aten.repeat_interleave.self_int, Capture("angles"), 2, Either(-1, 2))
 
 
-@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"))
+@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
 def match_rotary_tables(graph: FxGraph, ctx: PassContext) -> bool:
     """cos(widen(positions * inv_freq)) * scale, and sin likewise -> widen(rotary_tables(positions, inv_freq))."""
     changed = False

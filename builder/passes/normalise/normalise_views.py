@@ -10,14 +10,12 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import CONVERSIONS, VIEWS, one_spelling_of_views
 
 aten = torch.ops.aten
 
-_RESHAPES = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.view_as.default, aten.reshape_as.default,
-}  # fmt: skip
-_CONVERSIONS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default}
+_RESHAPES = VIEWS | {aten.reshape.default}
+_CONVERSIONS = CONVERSIONS | {aten.to.dtype}
 _SPLITS = {
     aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
 }  # fmt: skip
@@ -28,7 +26,7 @@ _DIMS = {
 }  # fmt: skip
 
 
-@graph_pass(stage="normalise", version=1)
+@graph_pass(stage="normalise", version=1, after=(one_spelling_of_views,))
 def normalise_views(graph: FxGraph, ctx: PassContext) -> bool:
     """view, flatten, ... -> reshape; type_as, ... -> to; split, chunk, unbind -> slice, select; dims not negative."""
     changed = False

@@ -8,14 +8,14 @@ from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import CONVERSIONS
 
 aten = torch.ops.aten
 
-_SAME_ELEMENTS = {
+_SAME_ELEMENTS = CONVERSIONS | {
     aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.detach_.default,
     aten.dropout.default, aten.lift_fresh_copy.default, aten.slice.Tensor, aten.expand.default, aten.to.dtype,
-    aten.to.device, aten.to.dtype_layout, aten.view.default, aten.reshape.default, aten._to_copy.default,
-    aten.type_as.default,
+    aten.view.default, aten.reshape.default,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import all_have_caches
 
 aten = torch.ops.aten
 
@@ -19,7 +20,7 @@ _ROW_BY_ROW = {
 }  # fmt: skip
 
 
-@graph_pass(stage="plan", version=1, requires=("insert_caches",))
+@graph_pass(stage="plan", version=1, requires=("insert_caches",), before=(all_have_caches,))
 def gather_logits(graph: FxGraph, ctx: PassContext) -> bool:
     """head(x) -> head(gather_rows(x, logit_rows)), also through soft caps and scales behind the head."""
     (output,) = [node for node in graph.nodes if node.op == "output"]
