@@ -9,6 +9,7 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.nodes import argument, placeholder
 from precast.builder.passes.graph_pass import graph_pass
 from precast.builder.passes.invariants import one_spelling_of_views
 from precast.builder.passes.match.fuse_projections import joined
@@ -53,7 +54,7 @@ def _are_joinable(node: FxNode, ctx: PassContext) -> bool:
 
 def _joined(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
     parts: Sequence[FxNode] = node.args[0]
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % tensor(node).dim()
+    dim = argument(node, "dim") % tensor(node).dim()
     infos = [ctx.params[part.name] for part in parts]
     name = f"{joined([info.name for info in infos])}.joined_{dim}"
     return _param(graph, ctx, parts[-1], node, Concat(tuple(info.recipe for info in infos), dim), name)
@@ -74,7 +75,7 @@ def _param(graph: FxGraph, ctx: PassContext, source: FxNode, node: FxNode, recip
     for place, info in ctx.params.items():
         if info.name == name:
             assert info.recipe == recipe, f"two params named {name}"
-            return next(other for other in graph.nodes if other.name == place)
+            return placeholder(graph, place)
     new = ctx.new_param(graph, source, name, recipe, tuple(tensor(node).shape))
     new.meta["val"] = ctx.empty(tuple(tensor(node).shape), tensor(node).dtype)
     return new

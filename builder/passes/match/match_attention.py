@@ -15,6 +15,7 @@ import torch
 from precast.builder.graph.context import ConstantInfo, PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.nodes import placeholder
 from precast.builder.passes.graph_pass import graph_pass
 from precast.kernels.attention.attend import visible_keys
 
@@ -214,8 +215,7 @@ def _rounded(scale: float) -> float:
 
 
 def _replace(graph: FxGraph, ctx: PassContext, site: _Site, rule: _Rule) -> None:
-    places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    cu_seqlens = places["cu_seqlens"]
+    cu_seqlens = placeholder(graph, "cu_seqlens")
     slopes = _slopes(graph, ctx, cu_seqlens, rule.slopes)
     dtype = tensor(site.out).dtype
     with ctx.before(site.out):
@@ -251,7 +251,7 @@ def _slopes(graph: FxGraph, ctx: PassContext, after: FxNode, slopes: torch.Tenso
         return None
     for name, info in ctx.constants.items():
         if info.value.shape == slopes.shape and torch.equal(info.value, slopes):
-            return next(node for node in graph.nodes if node.op == "placeholder" and node.name == name)
+            return placeholder(graph, name)
     node = ctx.new_input(graph, after, f"alibi_slopes_{len(ctx.constants)}", ctx.empty(slopes.shape, slopes.dtype))
     ctx.constants[node.name] = ConstantInfo(node.name, slopes)
     return node

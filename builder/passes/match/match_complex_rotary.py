@@ -12,6 +12,7 @@ from precast.builder.graph.match import Bindings, Capture, Cast, Either, Mul, Nu
 from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import graph_pass
 from precast.builder.passes.invariants import one_spelling_of_views
+from precast.builder.passes.match.match_rotary import rotated
 
 aten = torch.ops.aten
 
@@ -98,9 +99,4 @@ def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, ta
         if user.target is aten.to.dtype and tensor(user).dtype == tensor(x.args[0]).dtype:
             x, end = x.args[0], user
     with ctx.before(end):
-        if found["heads_dim"] == 1:
-            x = ctx.call(graph, aten.transpose.int, x, 1, 2)
-        new = ctx.call(graph, torch.ops.precast.rotary.default, x, *tables, interleaved=True)
-        if found["heads_dim"] == 1:
-            new = ctx.call(graph, aten.transpose.int, new, 1, 2)
-    ctx.replace(end, new)
+        ctx.replace(end, rotated(graph, ctx, x, *tables, heads_dim=found["heads_dim"], interleaved=True))

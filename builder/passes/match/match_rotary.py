@@ -30,13 +30,10 @@ def match_rotary(graph: FxGraph, ctx: PassContext) -> bool:
     for node in list(graph.nodes):
         found = match(_PARTIAL, node) if node.target is aten.cat.default else None
         if found is not None and found["end"] == tensor(found["x"]).shape[3]:
+            interleaved = found["rotation"].kwargs["interleaved"]
             with ctx.before(node):
-                heads_last = ctx.call(graph, aten.transpose.int, found["x"], 1, 2)
-                whole = ctx.call(
-                    graph, torch.ops.precast.rotary.default, heads_last, found["cos"], found["sin"],
-                    interleaved=found["rotation"].kwargs["interleaved"],
-                )  # fmt: skip
-                ctx.replace(node, ctx.call(graph, aten.transpose.int, whole, 1, 2))
+                x, cos, sin = found["x"], found["cos"], found["sin"]
+                ctx.replace(node, rotated(graph, ctx, x, cos, sin, heads_dim=1, interleaved=interleaved))
             changed = True
     return changed
 
@@ -59,13 +56,20 @@ def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, in
     if tensor(end).dtype != tensor(x).dtype:
         return False  # wider tables make a wider result, which the op does not
     with ctx.before(end):
-        if found["heads_dim"] == 1:
-            x = ctx.call(graph, aten.transpose.int, x, 1, 2)
-        new = ctx.call(graph, torch.ops.precast.rotary.default, x, found["cos"], found["sin"], interleaved=interleaved)
-        if found["heads_dim"] == 1:
-            new = ctx.call(graph, aten.transpose.int, new, 1, 2)
+        heads_dim = found["heads_dim"]
+        new = rotated(graph, ctx, x, found["cos"], found["sin"], heads_dim=heads_dim, interleaved=interleaved)
     ctx.replace(end, new)
     return True
+
+
+def rotated(
+    graph: FxGraph, ctx: PassContext, x: FxNode, cos: FxNode, sin: FxNode, *, heads_dim: int, interleaved: bool
+) -> FxNode:
+    """The heads `x` `[1, T, H, D]`, or with heads before tokens (`heads_dim` 1), turned by the tables."""
+    if heads_dim == 1:
+        x = ctx.call(graph, aten.transpose.int, x, 1, 2)
+    new = ctx.call(graph, torch.ops.precast.rotary.default, x, cos, sin, interleaved=interleaved)
+    return ctx.call(graph, aten.transpose.int, new, 1, 2) if heads_dim == 1 else new
 
 
 def _table(name: str, interleaved: bool) -> Any:

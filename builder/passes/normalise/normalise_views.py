@@ -9,6 +9,7 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.nodes import argument
 from precast.builder.passes.graph_pass import graph_pass
 from precast.builder.passes.invariants import CONVERSIONS, VIEWS, one_spelling_of_views
 
@@ -106,16 +107,13 @@ def _bounds(args: list[Any], size: Any) -> tuple[Any, Any]:
 
 def _replace_item(graph: FxGraph, item: FxNode, ctx: PassContext) -> None:
     split, index = item.args
-    source = split.args[0]
-    parts = split.meta["val"]
-    if split.target is aten.unbind.int:
-        dim = (split.args[1] if len(split.args) > 1 else 0) % tensor(source).dim()
-        with ctx.before(item):
+    source, parts = split.args[0], split.meta["val"]
+    dim = argument(split, "dim") % tensor(source).dim()
+    with ctx.before(item):
+        if split.target is aten.unbind.int:
             new = ctx.call(graph, aten.select.int, source, dim, index)
-    else:
-        dim = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % tensor(source).dim()
-        start = sum(part.shape[dim] for part in parts[:index])
-        with ctx.before(item):
+        else:
+            start = sum(part.shape[dim] for part in parts[:index])
             new = ctx.call(graph, aten.slice.Tensor, source, dim, start, start + parts[index].shape[dim], 1)
     ctx.replace(item, new)
     graph.erase_node(item)

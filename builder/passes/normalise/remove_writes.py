@@ -9,6 +9,7 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.nodes import argument, is_write
 from precast.builder.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
@@ -53,9 +54,7 @@ def _write_part(graph: FxGraph, ctx: PassContext, node: FxNode, pure: Any) -> bo
     part: FxNode = node.args[0]
     if part.target is not aten.slice.Tensor or not _owns(part.args[0], node, but=part):
         return False
-    args: tuple[Any, ...] = tuple(part.args)
-    missing: tuple[Any, ...] = (0, None, None, 1)
-    base, dim, start, end, step = args + missing[len(args) - 1 :]
+    base, dim, start, end, step = (argument(part, name) for name in ("self", "dim", "start", "end", "step"))
     size = tensor(base).shape[dim]
     if step != 1 or not isinstance(size, int):
         return False
@@ -75,9 +74,9 @@ def _write_part(graph: FxGraph, ctx: PassContext, node: FxNode, pure: Any) -> bo
 
 def _pure(node: FxNode) -> Any:
     """The op that computes what this one writes into its first argument, if it is such an op."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
+    if node.op != "call_function" or not is_write(node):
         return None
+    schema = node.target._schema
     space, _, name = schema.name.partition("::")
     written = [arg.name for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
     if space != "aten" or not name.endswith("_") or written != [schema.arguments[0].name]:
