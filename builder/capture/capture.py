@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import PreTrainedModel
 
 from precast.builder.capture.export import Exported, export
@@ -15,12 +14,11 @@ from precast.builder.capture.rope import long_frequencies
 from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.graph.nodes import eliminate_dead_code
+from precast.builder.graph.nodes import eliminate_dead_code, placeholder
 from precast.builder.source.quantised_options import quantisation_of
 from precast.builder.source.source import Source
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
-from precast.ir.graph import symbols
 from precast.ir.graph.schema import Checkpoint, ModelInfo, Recipe, Tie
 
 
@@ -46,8 +44,8 @@ def capture(source: Source, options: Options) -> Captured:
         options=options,
         params=params,
         constants=_constants(module, exported),
-        symbols={symbol: symbols.add("B", 1) if name == "B1" else name for symbol, name in exported.symbols.items()},
-        fake_mode=_fake_mode(exported.graph),
+        symbols=exported.symbols,
+        fake_mode=placeholder(exported.graph, "input_ids").meta["val"].fake_mode,
     )
     _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
     eliminate_dead_code(exported.graph, ctx)
@@ -118,14 +116,6 @@ def _constants(module: PreTrainedModel, exported: Exported) -> dict[str, Constan
         place: ConstantInfo(f"literal_{index}", value.detach().clone())
         for index, (place, value) in enumerate(exported.literals.items())
     }
-
-
-def _fake_mode(graph: FxGraph) -> FakeTensorMode:
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
-    raise AssertionError("the exporter left no fake tensors")
 
 
 def _model_info(source: Source, module: PreTrainedModel, options: Options) -> ModelInfo:

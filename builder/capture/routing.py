@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from precast.builder.capture.reach import Reach, find_reach
+from precast.builder.capture.replaced import replaced
 from precast.ir.errors import BuildError
 from precast.kernels.attention.attend import visible_keys
 
@@ -83,20 +84,21 @@ def routed_attention() -> Iterator[None]:
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     trace_ops()
-    find_packed, eager = masking_utils.find_packed_sequence_indices, ALL_MASK_ATTENTION_FUNCTIONS["eager"]
     chunked, no_padding = masking_utils.chunked_causal_mask_function, torch.zeros(1, dtype=torch.int64)
-    blocks, masking_utils.blockwise_overlay = masking_utils.blockwise_overlay, _no_blocks
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    masking_utils.chunked_causal_mask_function = lambda chunk_size, left_padding: (
-        chunked(chunk_size, no_padding) if _is_size(chunk_size) else _refused_chunks
-    )
+
+    def chunked_from_start(chunk_size: Any, left_padding: Any) -> Callable[..., torch.Tensor]:
+        return chunked(chunk_size, no_padding) if _is_size(chunk_size) else _refused_chunks
+
+    eager = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _mask
     try:
-        yield
+        with replaced(
+            (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+            (masking_utils, "chunked_causal_mask_function", chunked_from_start),
+            (masking_utils, "blockwise_overlay", _no_blocks),
+        ):
+            yield
     finally:
-        masking_utils.find_packed_sequence_indices = find_packed
-        masking_utils.blockwise_overlay = blocks
-        masking_utils.chunked_causal_mask_function = chunked
         ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager
 
 

@@ -20,22 +20,8 @@ from precast.builder.graph.sizes import expr_of, shape_of
 from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.builder.lower.outline import Flat, outline
 from precast.ir.errors import BuildError
+from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import (
-    Arg,
-    Const,
-    Dim,
-    DtypeArg,
-    Expr,
-    Graph,
-    Items,
-    Node,
-    Param,
-    Ref,
-    Symbol,
-    TensorType,
-    Value,
-)  # fmt: skip
 from precast.ir.ops import table as ops
 from precast.ir.ops.table import ArgDef, OpDef
 
@@ -44,7 +30,7 @@ aten = torch.ops.aten
 _ADD_AN_OP = "docs/adding_an_op.md says how an operation is added"
 
 
-def lower(graph: FxGraph, ctx: PassContext) -> Graph:
+def lower(graph: FxGraph, ctx: PassContext) -> ir.Graph:
     """The bundle's graph, layers outlined into blocks. `refuse_unknown_ops` has let it through."""
     return outline(lower_flat(graph, ctx))
 
@@ -52,18 +38,18 @@ def lower(graph: FxGraph, ctx: PassContext) -> Graph:
 def lower_flat(graph: FxGraph, ctx: PassContext) -> Flat:
     """All nodes in order, each with its layer, beside the graph's inputs, params and constants."""
     names = _Names(ctx)
-    inputs: list[Value] = []
-    params: list[Param] = []
-    constants: list[Value] = []
-    nodes: list[tuple[Node, str | None]] = []
+    inputs: list[ir.Value] = []
+    params: list[ir.Param] = []
+    constants: list[ir.Value] = []
+    nodes: list[tuple[ir.Node, str | None]] = []
     outputs: dict[str, str] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             if not isinstance(node.meta["val"], torch.Tensor):
                 continue
-            value = Value(names.of(node), _type(tensor(node), ctx))
+            value = ir.Value(names.of(node), _type(tensor(node), ctx))
             if node.name in ctx.params:
-                params.append(Param(value.name, value.type, ctx.params[node.name].recipe))
+                params.append(ir.Param(value.name, value.type, ctx.params[node.name].recipe))
             elif node.name in ctx.constants:
                 constants.append(value)
             elif node.name not in ctx.cache_tensors and _is_read(node):
@@ -164,20 +150,20 @@ def _some(paths: set[str]) -> str:
     return ", ".join(listed) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _type(value: torch.Tensor, ctx: PassContext) -> TensorType:
+def _type(value: torch.Tensor, ctx: PassContext) -> ir.TensorType:
     dtype = str(value.dtype).removeprefix("torch.")
-    return TensorType(dtype, shape_of(value, ctx.symbols))  # type: ignore[arg-type]
+    return ir.TensorType(dtype, shape_of(value, ctx.symbols))  # type: ignore[arg-type]
 
 
-def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
+def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> ir.Node:
     definition = _definition(node.target)
     assert definition is not None
     value = node.meta["val"]
-    results: list[Value] = []
+    results: list[ir.Value] = []
     if isinstance(value, torch.Tensor):
-        results.append(Value(names.of(node), _type(value, ctx)))
+        results.append(ir.Value(names.of(node), _type(value, ctx)))
     elif value is not None:
-        results += [Value(f"{names.of(node)}_{i}", _type(part, ctx)) for i, part in enumerate(value)]
+        results += [ir.Value(f"{names.of(node)}_{i}", _type(part, ctx)) for i, part in enumerate(value)]
     given = given_arguments(node)
     given.update(_written_out(node, ctx))
     args = {}
@@ -185,7 +171,7 @@ def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
         lowered = _argument(arg, given.get(arg.name, arg.default if arg.has_default else None), ctx, names)
         if lowered is not None:
             args[arg.name] = lowered
-    return Node(definition.name, args, tuple(results), definition.version)
+    return ir.Node(definition.name, args, tuple(results), definition.version)
 
 
 def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:
@@ -202,14 +188,14 @@ def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:
     return {}
 
 
-def _argument(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Arg | None:
+def _argument(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> ir.Arg | None:
     """The argument as the bundle writes it; None: it has its default, and is left out."""
     if arg.has_default and type(value) is type(arg.default) and value == arg.default:
         return None
     if value is None:
-        return None if arg.has_default and arg.default is None else Const(None)
+        return None if arg.has_default and arg.default is None else ir.Const(None)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return Items(tuple(_item(arg, item, ctx, names) for item in value))
+        return ir.Items(tuple(_item(arg, item, ctx, names) for item in value))
     return _item(arg, value, ctx, names)
 
 
@@ -217,29 +203,29 @@ def _item(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Any:
     if isinstance(value, FxNode):
         meta = value.meta["val"]
         if isinstance(meta, torch.Tensor):
-            return Ref(names.of(value))
+            return ir.Ref(names.of(value))
         return _integer(expr_of(meta, ctx.symbols))
     if isinstance(value, torch.dtype):
-        return DtypeArg(str(value).removeprefix("torch."))  # type: ignore[arg-type]
+        return ir.DtypeArg(str(value).removeprefix("torch."))  # type: ignore[arg-type]
     if isinstance(value, torch.SymInt):
         return _integer(expr_of(value, ctx.symbols))
     if arg.kind in ("int[]", "int") and not isinstance(value, (bool, int)):
         return _integer(value)
     if arg.kind in ("float", "float?"):
-        return Const(float(value))
+        return ir.Const(float(value))
     if isinstance(value, (bool, int, float, str)):
-        return Const(value)
+        return ir.Const(value)
     message = f"argument {arg.name} is a {type(value).__name__}, which a bundle can't hold"
     raise BuildError("op-unsupported", message, fix=_ADD_AN_OP)
 
 
-def _integer(expr: Expr) -> Const | Dim:
-    return Const(expr) if isinstance(expr, int) else Dim(expr)
+def _integer(expr: ir.Expr) -> ir.Const | ir.Dim:
+    return ir.Const(expr) if isinstance(expr, int) else ir.Dim(expr)
 
 
-def _symbols(ctx: PassContext) -> tuple[Symbol, ...]:
-    known = {"T": Symbol("T", 1, MAX_TOKENS), "B": Symbol("B", 1, MAX_SEQUENCES)}
+def _symbols(ctx: PassContext) -> tuple[ir.Symbol, ...]:
+    known = {"T": ir.Symbol("T", 1, MAX_TOKENS), "B": ir.Symbol("B", 1, MAX_SEQUENCES)}
     for expr in ctx.symbols.values():
         for name in symbols.free_symbols(expr):
-            known.setdefault(name, Symbol(name, 0))
+            known.setdefault(name, ir.Symbol(name, 0))
     return tuple(known[name] for name in sorted(known))

@@ -79,10 +79,6 @@ def refuse(method: str, what: str, where: str | None = None) -> BuildError:
 Check = Callable[[Any], bool]
 
 
-def _anything(value: Any) -> bool:
-    return True
-
-
 def _one_of(*values: Any) -> Check:
     return lambda value: value in values
 

@@ -24,16 +24,9 @@ from precast.builder.source.quantised_options import check_options, quantisation
 from precast.ir.errors import BuildError
 
 CONFIG_ERRORS = (
-    ValueError,
-    KeyError,
-    AttributeError,
-    TypeError,
-    ImportError,
-    RuntimeError,
-    ArithmeticError,
-    OSError,
+    ValueError, KeyError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError, OSError,
     StrictDataclassError,
-)
+)  # fmt: skip
 """What transformers raises for configs that its own checks refuse."""
 
 _LEAST = {
