@@ -10,4 +10,4 @@ MAX_SEQUENCES = 1 << 16
 
 MAX_SEQ_LEN = 1 << 24
 """Tokens of a sequence, prompt and answer; the longest config in use says 10 Mi. More than a step holds: a sequence
-grows over many. The masks' rules are evaluated over as many positions."""
+grows over many. Mask functions are evaluated over as many positions."""

@@ -99,7 +99,7 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
 
     Raises BuildError("option-invalid") for a name that is no pass's, and for a pass that can't be left out.
     """
-    known = {step.name: step for step in PASSES}
+    known = {each.name: each for each in PASSES}
     for name in disabled:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3) or sorted(known)
@@ -107,9 +107,9 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
         if known[name].stage in _NEEDED:
             message = f"the pass {name} can't be disabled: no target runs a graph without what it makes"
             raise BuildError("option-invalid", message, fix=f"disable passes before the stage {_NEEDED[0]} only")
-    left = tuple(step for step in PASSES if step.name not in disabled)
+    left = tuple(each for each in PASSES if each.name not in disabled)
     for name in disabled:
-        needing = [step.name for step in left if name in step.requires]
+        needing = [each.name for each in left if name in each.requires]
         if needing:
             message = f"the pass {name} can't be disabled: {', '.join(needing)} can't run without it"
             raise BuildError("option-invalid", message, fix="disable these, too, or leave it in")
@@ -121,19 +121,14 @@ def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[P
     if stage not in SNAPSHOT_STAGES:
         message = f"snapshot_after is {stage}, a stage of which no snapshot is taken"
         raise BuildError("option-invalid", message, fix=f"name one of {', '.join(SNAPSHOT_STAGES)}")
-    count = sum(STAGES.index(step.stage) <= STAGES.index(stage) for step in todo)
+    count = sum(STAGES.index(each.stage) <= STAGES.index(stage) for each in todo)
     return todo[:count], todo[count:]
 
 
 def run(
-    graph: FxGraph,
-    ctx: PassContext,
-    todo: tuple[Pass, ...],
-    *,
-    history: tuple[PassRecord, ...] = (),
-    dump: Path | None = None,
-    observe: Callable[[Pass, FxGraph], None] | None = None,
-) -> tuple[PassRecord, ...]:
+    graph: FxGraph, ctx: PassContext, todo: tuple[Pass, ...], *, history: tuple[PassRecord, ...] = (),
+    dump: Path | None = None, observe: Callable[[Pass, FxGraph], None] | None = None,
+) -> tuple[PassRecord, ...]:  # fmt: skip
     """Runs the passes in order, after those in `history`; returns the history with them.
 
     `dump`: a directory that gets the graph after each as text, numbered. `observe` is called after each (the tests
@@ -142,24 +137,24 @@ def run(
     Raises BuildError("write-failed") when a dump can't be written.
     """
     eliminate_dead_code(graph, ctx)
-    for step in todo:
-        missing = set(step.requires) - {record.name for record in history}
-        assert not missing, f"{step.name} runs before {missing}"
-        _check(step.before, graph, f"before {step.name}")
+    for each in todo:
+        missing = set(each.requires) - {record.name for record in history}
+        assert not missing, f"{each.name} runs before {missing}"
+        _check(each.before, graph, f"before {each.name}")
         counts, content = op_counts(graph), (_content(graph), ctx.caches)
-        changed = step.run(graph, ctx)
+        changed = each.run(graph, ctx)
         eliminate_dead_code(graph, ctx)
         graph.lint()
         delta = _difference(op_counts(graph), counts)
         differs = (_content(graph), ctx.caches) != content
-        assert changed or not differs, f"{step.name} changed the graph and said that it didn't: {delta}"
-        assert differs or not changed, f"{step.name} said that it changed the graph, and didn't"
-        _check(step.after, graph, f"after {step.name}")
+        assert changed or not differs, f"{each.name} changed the graph and said that it didn't: {delta}"
+        assert differs or not changed, f"{each.name} said that it changed the graph, and didn't"
+        _check(each.after, graph, f"after {each.name}")
         if dump is not None:
-            _write_dump(dump / f"{len(history):02d}_{step.name}.txt", graph)
-        history = (*history, PassRecord(step.name, step.stage, step.version, changed, delta))
+            _write_dump(dump / f"{len(history):02d}_{each.name}.txt", graph)
+        history = (*history, PassRecord(each.name, each.stage, each.version, changed, delta))
         if observe is not None:
-            observe(step, graph)
+            observe(each, graph)
     return history
 
 

@@ -66,7 +66,7 @@ def _real_gated_recurrence(
 def _compressed_convolutional_attention(
     module: Any, hidden_states: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys go through two convolutions, one behind the other; half of each value is the token before's.
+    """Queries and keys go through two convolutions, one after the other; half of each value is the token before's.
 
     The second convolution mixes the channels of a head: a product for each tap. What it sees before a sequence's first
     token is what the first one makes of zeros, its bias.
@@ -174,7 +174,7 @@ def _rwkv_feed_forward(module: Any, hidden: torch.Tensor, *_: Any, **__: Any) ->
 
 
 def _rescaled(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """What the weight behind `x` would be divided by, `x` is."""
+    """`x`, divided by what its weight would be divided by."""
     every = module.config.rescale_every
     halvings = module.layer_id // every if every > 0 else 0
     return x / 2**halvings if halvings else x

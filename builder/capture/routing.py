@@ -1,7 +1,7 @@
 """Routes a Hugging Face model's attention to `precast.attention` while the model is traced.
 
 transformers lets an attention implementation be registered by name, together with the function that makes its
-masks. Ours finds out which keys the model's mask rule lets a query see. What `find_reach` doesn't know
+masks. Ours finds out which keys the model's mask function lets a query see. What `find_reach` doesn't know
 is refused; else the mask is the result of `precast_trace.causal_mask`, an op that exists in traces alone: a routed
 attention knows it again, and the pass `match_attention` finds it where a model writes its attention out. A mask that
 a model makes for itself never passes for one of ours.
@@ -78,8 +78,8 @@ def routed_attention() -> Iterator[None]:
     """Registers the implementation, and keeps transformers from looking for packed sequences in the positions, for
     padding before the first chunk, and for blocks of other input than text, whose tokens see each other.
 
-    Sequences are told apart by `cu_seqlens`; the mask rule that we look at must be the layer's own, of no tensor of
-    the trace.
+    Sequences are told apart by `cu_seqlens`; the mask function that we look at must be the layer's own, made of
+    no tensor of the trace.
     """
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
@@ -103,13 +103,13 @@ def routed_attention() -> Iterator[None]:
 
 
 def _refused_chunks(*_: Any) -> torch.Tensor:
-    """The rule of chunks of no size: transformers' own would take some, such as -1, for another."""
+    """The mask of chunks of no size: transformers' own would take some, such as -1, for another."""
     message = "the config's chunks have no size, expected a number of tokens of at least 1"
     raise BuildError("config-invalid", message, fix="correct attention_chunk_size in the config")
 
 
 def _no_blocks(block_sequence_ids: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The rule of blocks where there are none: in text, whose ids are negative."""
+    """The mask of blocks where there are none: in text, whose ids are negative."""
     current_trace().paddings.append(block_sequence_ids < 0)
     return lambda batch, head, query, key: torch.zeros((), dtype=torch.bool)
 
@@ -172,7 +172,7 @@ def _mask(
 
 
 def _reach(mask_function: Callable[..., Any], config: Any) -> Reach:
-    """`find_reach`; for a rule that is none because of a size in the config, the error names that."""
+    """`find_reach`; where that fails because of a size in the config, the error names it."""
     try:
         return find_reach(mask_function, current_trace().max_seq_len)
     except (BuildError, OverflowError, RuntimeError, ZeroDivisionError) as error:
@@ -190,17 +190,10 @@ def _is_size(size: Any) -> bool:
 
 
 def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, indices: torch.Tensor | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`."""
     where = type(module).__name__
     found = [reach for mask, reach in current_trace().masks if _is_whole(attention_mask, mask)]
@@ -219,16 +212,10 @@ def _attention(
     if unknown:
         raise BuildError("feature-unsupported", f"{where} passes {', '.join(sorted(unknown))} to its attention")
     out = torch.ops.precast.attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        s_aux,
-        current_trace().cu_seqlens,
+        *(heads.transpose(1, 2) for heads in (query, key, value)), s_aux, current_trace().cu_seqlens,
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        window=found[0].window,
-        soft_cap=softcap,
-        chunk=found[0].chunk,
-    )
+        window=found[0].window, soft_cap=softcap, chunk=found[0].chunk,
+    )  # fmt: skip
     return out, None
 
 

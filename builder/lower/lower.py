@@ -176,10 +176,9 @@ def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> ir.Node:
 
 def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:
     """Sizes that FX leaves implicit (-1, missing ends), as expressions."""
-    if node.target is aten.reshape.default:
-        return {"shape": list(shape_of(tensor(node), ctx.symbols))}
-    if node.target is aten.expand.default:
-        return {"size": list(shape_of(tensor(node), ctx.symbols))}
+    shape = {aten.reshape.default: "shape", aten.expand.default: "size"}.get(node.target)
+    if shape is not None:
+        return {shape: list(shape_of(tensor(node), ctx.symbols))}
     if node.target is aten.slice.Tensor:
         _, dim, start, end, *_ = node.args
         size = expr_of(tensor(node.args[0]).shape[dim], ctx.symbols)

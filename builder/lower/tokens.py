@@ -116,7 +116,7 @@ def _contracted(node: FxNode, ctx: PassContext) -> bool:
 
 
 def _moved(node: FxNode, ctx: PassContext) -> bool:
-    """A reshape behind which another number of elements stands between one token and the next."""
+    """A reshape after which tokens are another number of elements apart."""
     return _stride(tensor(node.args[0]), ctx) != _stride(tensor(node), ctx)
 
 

@@ -37,13 +37,9 @@ class Pass:
 
 
 def graph_pass(
-    *,
-    stage: str,
-    version: int,
-    requires: tuple[str, ...] = (),
-    before: tuple[Invariant, ...] = (),
+    *, stage: str, version: int, requires: tuple[str, ...] = (), before: tuple[Invariant, ...] = (),
     after: tuple[Invariant, ...] = (),
-) -> Callable[[PassFunction], Pass]:
+) -> Callable[[PassFunction], Pass]:  # fmt: skip
     """Makes a `Pass` of a function; its name is the function's."""
     assert stage in STAGES
     return lambda function: Pass(function.__name__, stage, version, function, requires, before, after)

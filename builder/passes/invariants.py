@@ -1,4 +1,4 @@
-"""What passes rely on, and what they leave behind: each function gives the ops that contradict its docstring."""
+"""What passes rely on, and what they promise: each function gives the ops that contradict its docstring."""
 
 from __future__ import annotations
 

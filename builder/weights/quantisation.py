@@ -171,7 +171,7 @@ def _targets(targets: list[str], weight: Weight) -> bool:
 
 
 def _matches(pattern: str, *names: str) -> bool:
-    """compressed-tensors' patterns: a name, or a regular expression for its beginning behind `re:`."""
+    """compressed-tensors' patterns: a name, or after `re:` a regular expression for its beginning."""
     if pattern.startswith("re:"):
         return any(re.match(pattern.removeprefix("re:"), name) for name in names)
     return pattern in names

@@ -36,11 +36,9 @@ class ModelCheckpoint:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        quantisation: Mapping[str, Any] | None = None,
+        self, model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None,
         whole: PreTrainedModel | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._model = model
         self._whole = whole
         self._tied = _tied(model)

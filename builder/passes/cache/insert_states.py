@@ -90,15 +90,9 @@ def insert_states(graph: FxGraph, ctx: PassContext) -> bool:
 
 
 def _insert(
-    graph: FxGraph,
-    ctx: PassContext,
-    node: FxNode,
-    value: Value,
-    states: Any,
-    op: str,
-    slot_ids: FxNode,
+    graph: FxGraph, ctx: PassContext, node: FxNode, value: Value, states: Any, op: str, slot_ids: FxNode,
     kv_lens: FxNode,
-) -> Slot:
+) -> Slot:  # fmt: skip
     shape = (states, *value.type.shape[1:])
     state = ctx.new_cache(graph, kv_lens, value, ctx.empty(shape, getattr(torch, value.type.dtype)))
     *tensors, cu_seqlens = node.args

@@ -1,4 +1,4 @@
-"""Products of one input with several params become one product with the params one behind the other.
+"""Products of one input with several params become one product with the params one below the other.
 
 The fused param is a recipe: the parts are read straight into their places, and nothing is copied afterwards.
 """

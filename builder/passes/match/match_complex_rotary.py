@@ -43,7 +43,7 @@ _ROTATION = Op(
 def match_complex_rotary(graph: FxGraph, ctx: PassContext) -> bool:
     """real(complex(x) * polar(1, positions * inv_freq)) -> rotary(x, rotary_tables(positions, inv_freq), interleaved).
 
-    The heads of a rotary stand behind the tokens: heads before tokens are exchanged on both sides.
+    `rotary` takes heads after tokens: heads before tokens are exchanged on both sides.
     """
     tables: dict[FxNode, tuple[FxNode, FxNode]] = {}
     changed = False

@@ -1,4 +1,4 @@
-"""Finds token embeddings, with the scale that Gemma's models put behind them."""
+"""Finds token embeddings, with the scale that Gemma's models multiply them by."""
 
 from __future__ import annotations
 

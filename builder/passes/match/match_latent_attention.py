@@ -58,7 +58,7 @@ def match_latent_attention(graph: FxGraph, ctx: PassContext, node: FxNode) -> Fx
 
 
 def _fits(q: FxNode, keys: _Keys, values: _Part) -> bool:
-    """Whether each query head has a key head of its own, and its product is the key and behind it the value."""
+    """Whether each query head has a key head of its own, and its product is the key, then the value."""
     own = keys.own
     one_product = own.linear is values.linear and own.heads == values.heads == tensor(q).shape[2]
     in_order = own.start == 0 and own.end == values.start and values.end == own.size == values.size
@@ -78,7 +78,7 @@ def _keys(k: FxNode, ctx: PassContext) -> _Keys | None:
 
 
 def _part(node: FxNode, heads_first: bool, ctx: PassContext) -> _Part | None:
-    """What of a product's heads the node is, heads before tokens or behind them; None where it is something else."""
+    """What of a product's heads the node is, heads before tokens or after them; None where it is something else."""
     bounds = None
     while node.target is aten.transpose.int or node.target is aten.slice.Tensor:
         if node.target is aten.transpose.int:

@@ -36,7 +36,7 @@ _ROTATION = Op(
 
 @node_pass(stage="match", version=1, requires=("match_rotary_tables",))
 def match_paired_rotary(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-    """cat(a * cos - b * sin, b * cos + a * sin) -> rotary(cat(a, b), cos, sin), with the heads behind the tokens.
+    """cat(a * cos - b * sin, b * cos + a * sin) -> rotary(cat(a, b), cos, sin), with the heads after the tokens.
 
     `a` and `b` are the even and the odd elements of a head, or any others: their halves are not put back in pairs.
     """

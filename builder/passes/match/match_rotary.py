@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @graph_pass(stage="match", version=1, requires=("match_rotary_tables",))
 def match_rotary(graph: FxGraph, ctx: PassContext) -> bool:
-    """x * cos + rotate_half(x) * sin -> rotary(x, cos, sin), with the heads behind the tokens.
+    """x * cos + rotate_half(x) * sin -> rotary(x, cos, sin), with the heads after the tokens.
 
     Heads before tokens (`[1, H, T, D]`) are exchanged on both sides; later passes cancel that against the
     exchanges around the attention. A part of the head that passes through unrotated is taken into the op.
@@ -73,7 +73,7 @@ def rotated(
 
 
 def _table(name: str, interleaved: bool) -> Any:
-    """A table as wide as a head, with a dimension for the heads: before the tokens (1) or behind them (2)."""
+    """A table as wide as a head, with a dimension for the heads: before the tokens (1) or after them (2)."""
     half = Capture(name)
     wide = Op(aten.repeat_interleave.self_int, half, 2, 2) if interleaved else Op(aten.cat.default, [half, half], 2)
     return Op(aten.unsqueeze.default, wide, Number("heads_dim"))

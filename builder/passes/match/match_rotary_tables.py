@@ -62,9 +62,9 @@ def _angles(wide: FxNode, ctx: PassContext) -> Bindings | None:
 
 
 def _scaled(node: FxNode) -> tuple[FxNode, float]:
-    """The end of the chain `* number`, `.to(dtype)` behind the node, and the product of the numbers.
+    """The end of the chain `* number`, `.to(dtype)` after the node, and the product of the numbers.
 
-    The chain ends with the first conversion: behind it, products are rounded to another type.
+    The chain ends with the first conversion: after it, products are rounded to another type.
     """
     scale = 1.0
     while len(node.users) == 1:

@@ -30,7 +30,7 @@ def _stack(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
 
 
 def _repeat(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-    """Whole copies one behind the other: a new dimension before each repeated one, merged into it."""
+    """Whole copies, one after another: a new dimension before each repeated one, merged into it."""
     x, repeats = node.args
     while tensor(x).dim() < len(repeats):
         x = ctx.call(graph, aten.unsqueeze.default, x, 0)
@@ -45,7 +45,7 @@ def _repeat(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
 
 
 def _repeat_interleave(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-    """Each element several times in a row: a new dimension behind it, merged into it."""
+    """Each element several times in a row: a new dimension after it, merged into it."""
     (x, count), dim = node.args[:2], argument(node, "dim")
     return None if dim is None else _copies(graph, ctx, x, dim % tensor(x).dim(), count, before=False)
 

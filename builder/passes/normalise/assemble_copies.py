@@ -62,7 +62,7 @@ def _copies(node: FxNode, ctx: PassContext) -> list[FxNode] | None:
 
 
 def _cover(node: FxNode, copies: list[FxNode]) -> bool:
-    """Whether the parts are one behind the other along one dimension, from its start to its end."""
+    """Whether the parts follow each other along one dimension, from its start to its end."""
     parts = sorted(_part(copy.args[0]) for copy in copies)
     dim, end = parts[0][0], 0
     for other, start, stop, step in parts:

@@ -34,7 +34,7 @@ def match_positions(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | 
     The model sees one sequence from its start, and counts its tokens; a batch has several, and parts of them: there
     each token has its own position, and what a token's number says of that token alone, its position says. Numbers
     that tell of anything else, such as which rows of the tokens to take, how far two tokens are apart, or how many
-    are to come, are left, and refused behind the passes.
+    are to come, are left, and refused after the passes.
     """
     if node.target not in _COUNTS or not _is_count_of_tokens(node, ctx):
         return None

@@ -15,7 +15,7 @@ from precast.builder.passes.invariants import all_have_caches
 aten = torch.ops.aten
 
 _ROW_BY_ROW = {
-    # ops behind the head that treat each row by itself: soft caps, scales, conversions
+    # ops after the head that treat each row by itself: soft caps, scales, conversions
     aten.mul.Tensor, aten.div.Tensor, aten.tanh.default, aten.to.dtype, aten.add.Tensor, aten.sub.Tensor,
     aten.linear.default,
 }  # fmt: skip
@@ -23,7 +23,7 @@ _ROW_BY_ROW = {
 
 @graph_pass(stage="plan", version=1, requires=("insert_caches",), before=(all_have_caches,))
 def gather_logits(graph: FxGraph, ctx: PassContext) -> bool:
-    """head(x) -> head(gather_rows(x, logit_rows)), also through soft caps and scales behind the head."""
+    """head(x) -> head(gather_rows(x, logit_rows)), also through soft caps and scales after the head."""
     (output,) = [node for node in graph.nodes if node.op == "output"]
     logits = output.args[0]["logits"]
     path = _path(logits)

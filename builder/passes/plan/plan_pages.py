@@ -41,7 +41,7 @@ def plan_pages(graph: FxGraph, ctx: PassContext) -> bool:
 def choose_page_sizes(plan: CachePlan) -> CachePlan:
     """The plan with 8 to 64 tokens a page in each group: the most whose unfilled part is small enough.
 
-    A page at the end of a sequence is filled by half on average, and so is one at the begin of a window. What that
+    A page at the end of a sequence is half full on average, and so is one at the beginning of a window. What that
     costs is compared with all that a sequence of 1024 tokens keeps: where states, or other groups, are most of it,
     pages may be larger.
     """
