@@ -18,10 +18,12 @@ from precast.ir.artifact import Bundle
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols as exprs
 from precast.ir.graph.schema import CachePlan, Graph
-from precast.ir.memory import activations, caches
+from precast.ir.memory import caches
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
+from precast.kernels import activations
 from precast.kernels.dtypes import BY_NAME
+from precast.kernels.registry import target_of
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine, on_device
 from precast.loader.program.restore import restore
@@ -232,8 +234,8 @@ def step_bytes(
     graph: Graph, plan: CachePlan, device: torch.device, max_num_seqs: int, max_num_tokens: int, max_seq_len: int
 ) -> Callable[[int], int]:
     """Bytes of activations that a step holds at most with a cache of so many slabs
-    (`precast.ir.memory.activations`)."""
-    peak = activations.step_peak(graph, device.type)
+    (`precast.kernels.activations`)."""
+    peak = activations.step_peak(graph, target_of(device))
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
     most = {group.name: caches.peak_pages(group, max_seq_len, max_num_tokens) for group in plan.groups}
     num_seqs = min(max_num_seqs, max_num_tokens)

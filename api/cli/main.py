@@ -98,14 +98,23 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--passes", "part", flag_value="passes", help="The passes as they ran.")
 @click.option("--weights", "part", flag_value="weights", help="Each param and how it is made.")
 @click.option("--cache", "part", flag_value="cache", help="Cache groups, pools, and what sequences cost.")
+@click.option("--kernels", "part", flag_value="kernels", help="What computes each op on a target, and why.")
+@click.option("--target", help="Of --kernels: cpu, or a GPU's compute capability.  [default: sm_90]")
 @AS_JSON
-def inspect(bundle: Path, part: str | None, as_json: bool) -> None:
+def inspect(bundle: Path, part: str | None, target: str | None, as_json: bool) -> None:
     """Show what is in BUNDLE: a summary, or one part of it."""
-    from precast.cli import show
+    from precast.cli import kernels_view, show
     from precast.ir.artifact import Bundle
 
+    if target is not None and part != "kernels":
+        raise click.UsageError("--target goes with --kernels")
+    try:
+        kernels = kernels_view.view(target or "sm_90")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
     views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
+    views["kernels"] = kernels
     view = show.summary if part is None else views[part]
     _report(view(opened), as_json)
 

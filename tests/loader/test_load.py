@@ -17,7 +17,9 @@ from precast.ir.artifact import Bundle, ops_of, write_bundle
 from precast.ir.errors import BundleError, RequestError, TargetError, WeightsError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Checkpoint, Graph, Manifest
-from precast.ir.memory import activations, caches
+from precast.ir.memory import caches
+from precast.kernels import activations
+from precast.kernels.use import Target
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.load import CUDA_FRACTION, CUDA_RESERVE, free_memory, load, open_device, size_arena, step_bytes
 from precast.loader.timeline import Phase, Timeline
@@ -238,7 +240,7 @@ def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:
     # 30 sequences of 600 tokens that begin with the same 592: 74 pages that all have, and one of each one's own
     lists = {group.name: 30 * 75 if group.name == "far" else 30 * 3 for group in plan.groups}
     longest = activations.step_sizes(GRAPH, max_num_tokens=30, max_num_seqs=30, max_seq_len=600, num_pages=lists)
-    assert needed(74 + 30) >= symbols.evaluate(activations.step_peak(GRAPH, "cpu"), longest)
+    assert needed(74 + 30) >= symbols.evaluate(activations.step_peak(GRAPH, Target("cpu")), longest)
     assert needed(1) < needed(20) < needed(40) == needed(4000)  # 80 pages of a slab's two are 640 tokens
 
 
