@@ -8,7 +8,7 @@ from types import MappingProxyType
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
 from precast.ir.ops import table as ops
-from precast.ir.ops.rules import COMPUTED
+from precast.ir.ops.checks import COMPUTED
 from precast.kernels.records import Record, nothing
 from precast.kernels.use import Use, numbers, size, type_bytes, width
 

@@ -94,19 +94,19 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 
 @main.command()
 @BUNDLE
-@click.option("--graph", "part", flag_value="graph", help="The graph as text.")
-@click.option("--passes", "part", flag_value="passes", help="The passes as they ran.")
-@click.option("--weights", "part", flag_value="weights", help="Each param and how it is made.")
-@click.option("--cache", "part", flag_value="cache", help="Cache groups, pools, and what sequences cost.")
-@click.option("--kernels", "part", flag_value="kernels", help="What computes each op on a target, and why.")
+@click.option("--graph", is_flag=True, help="The graph as text.")
+@click.option("--passes", is_flag=True, help="The passes as they ran.")
+@click.option("--weights", is_flag=True, help="Each param and how it is made, and the config that was built from.")
+@click.option("--cache", is_flag=True, help="Cache groups, pools, and what sequences cost.")
+@click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
 @click.option("--target", help="Of --kernels: cpu, or a GPU's compute capability.  [default: sm_90]")
 @AS_JSON
-def inspect(bundle: Path, part: str | None, target: str | None, as_json: bool) -> None:
-    """Show what is in BUNDLE: a summary, or one part of it."""
+def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> None:
+    """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
     from precast.cli import kernels_view, show
     from precast.ir.artifact import Bundle
 
-    if target is not None and part != "kernels":
+    if target is not None and not parts["kernels"]:
         raise click.UsageError("--target goes with --kernels")
     try:
         kernels = kernels_view.view(target or "sm_90")
@@ -115,8 +115,8 @@ def inspect(bundle: Path, part: str | None, target: str | None, as_json: bool) -
     opened = Bundle.open(bundle)
     views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
     views["kernels"] = kernels
-    view = show.summary if part is None else views[part]
-    _report(view(opened), as_json)
+    reports = [view(opened) for name, view in views.items() if parts[name]]
+    _report(show.together(reports or [show.summary(opened)]), as_json)
 
 
 @main.command()
@@ -124,7 +124,7 @@ def inspect(bundle: Path, part: str | None, target: str | None, as_json: bool) -
 @click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files.")
 @AS_JSON
 def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
-    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights each recipe against a checkpoint."""
+    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint."""
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
 
@@ -132,11 +132,12 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
     fields: dict[str, Any] = {"digest": opened.digest}
     lines = [opened.digest, "bundle: whole, canonical, and valid by every rule"]
     if weights is not None:
+        from precast.ir.weights import config_facts, recipes
         from precast.ir.weights.checkpoint import CheckpointFiles
-        from precast.ir.weights.recipes import check
 
         files = CheckpointFiles.open(weights)
-        check(opened.graph, opened.manifest.checkpoint, files)
+        config_facts.check(opened.manifest.config, weights)
+        recipes.check(opened.graph, opened.manifest.checkpoint, files)
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
     _report(Report(fields, "\n".join(lines)), as_json)

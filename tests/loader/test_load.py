@@ -14,9 +14,11 @@ from tiny import random_weights, reference_answer, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
 from precast.ir.artifact import Bundle, ops_of, write_bundle
+from precast.ir.bundle.versions import FORMAT
 from precast.ir.errors import BundleError, RequestError, TargetError, WeightsError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Checkpoint, Graph, Manifest
+from precast.ir.graph.schema import Graph
+from precast.ir.manifest import Checkpoint, Manifest
 from precast.ir.memory import caches
 from precast.kernels import activations
 from precast.kernels.use import Target
@@ -41,7 +43,7 @@ def write(path: Path, graph: Graph) -> Path:
     inv_freq = WEIGHTS["inv_freq"]
     write_bundle(
         path,
-        manifest_without_blobs=Manifest((1, 0), tiny_model(), ops_of(graph), Checkpoint(), (), {}, ()),
+        manifest_without_blobs=Manifest(FORMAT, tiny_model(), ops_of(graph), Checkpoint(), (), {}, ()),
         graph=graph,
         constants={"inv_freq": ("float32", tuple(inv_freq.shape), inv_freq.numpy().tobytes())},
         files={"tokenizer.json": letters(48)},
