@@ -84,6 +84,15 @@ def test_command_line_starts_without_torch(root: Path, package_dirs: dict[str, s
     assert inside(loaded, "precast.kernels", "precast.builder", "precast.loader") == []
 
 
+def test_records_are_read_without_torch(root: Path) -> None:
+    files = sorted((root / "kernels").glob("*/records.py"))
+    names = [f"precast.kernels.{file.parent.name}.records" for file in files]
+    loaded = loaded_by("precast.kernels.records", "precast.kernels.choices", "precast.kernels.activations", *names)
+
+    assert len(names) > 10
+    assert tops(loaded) <= LIGHT
+
+
 # Whole for the loader, which must stay light in each of its modules. Of the kernels only the package: a module that
 # holds Triton kernels imports triton, and is itself imported when the kernel is first wanted.
 @pytest.mark.parametrize(("package", "whole"), [("precast.kernels", False), ("precast.loader", True)])
