@@ -19,11 +19,9 @@ from precast.ir.ops import table as ops
 from precast.kernels.attention.attention import ATTENTION
 from precast.kernels.attention.paged import PAGED_ATTENTION
 from precast.kernels.attention.write_kv import WRITE_KV
-from precast.kernels.causal_conv.causal_conv import CAUSAL_CONV
-from precast.kernels.causal_conv.stateful import STATEFUL_CAUSAL_CONV
+from precast.kernels.causal_conv.causal_conv import CAUSAL_CONV, STATEFUL_CAUSAL_CONV
 from precast.kernels.choices import cases, fastest
-from precast.kernels.delta_rule.delta_rule import DELTA_RULE
-from precast.kernels.delta_rule.stateful import STATEFUL_DELTA_RULE
+from precast.kernels.delta_rule.delta_rule import DELTA_RULE, STATEFUL_DELTA_RULE
 from precast.kernels.embedding.embedding import EMBEDDING
 from precast.kernels.experts.experts import EXPERTS
 from precast.kernels.experts.grouped_linear import GROUPED_LINEAR
@@ -33,10 +31,8 @@ from precast.kernels.latent_attention.latent_attention import LATENT_ATTENTION
 from precast.kernels.latent_attention.paged import PAGED_LATENT_ATTENTION
 from precast.kernels.latent_attention.write_latent import WRITE_LATENT
 from precast.kernels.layer_norm.layer_norm import LAYER_NORM
-from precast.kernels.linear_attention.linear_attention import LINEAR_ATTENTION
-from precast.kernels.linear_attention.stateful import STATEFUL_LINEAR_ATTENTION
-from precast.kernels.linear_recurrence.linear_recurrence import LINEAR_RECURRENCE
-from precast.kernels.linear_recurrence.stateful import STATEFUL_LINEAR_RECURRENCE
+from precast.kernels.linear_attention.linear_attention import LINEAR_ATTENTION, STATEFUL_LINEAR_ATTENTION
+from precast.kernels.linear_recurrence.linear_recurrence import LINEAR_RECURRENCE, STATEFUL_LINEAR_RECURRENCE
 from precast.kernels.records import Ranges, Record
 from precast.kernels.rms_norm.residual_rms_norm import RESIDUAL_RMS_NORM
 from precast.kernels.rms_norm.rms_norm import RMS_NORM
@@ -45,14 +41,11 @@ from precast.kernels.rotary.rotary import ROTARY
 from precast.kernels.rotary.rotary_tables import ROTARY_TABLES
 from precast.kernels.route.route import ROUTE
 from precast.kernels.sampling.sample import SAMPLE
-from precast.kernels.selective_scan.selective_scan import SELECTIVE_SCAN
-from precast.kernels.selective_scan.stateful import STATEFUL_SELECTIVE_SCAN
+from precast.kernels.selective_scan.selective_scan import SELECTIVE_SCAN, STATEFUL_SELECTIVE_SCAN
 from precast.kernels.spec import OpSpec
-from precast.kernels.state_space_scan.state_space_scan import STATE_SPACE_SCAN
-from precast.kernels.state_space_scan.stateful import STATEFUL_STATE_SPACE_SCAN
+from precast.kernels.state_space_scan.state_space_scan import STATE_SPACE_SCAN, STATEFUL_STATE_SPACE_SCAN
 from precast.kernels.use import GPU, Target, Use
-from precast.kernels.wkv.stateful import STATEFUL_WKV
-from precast.kernels.wkv.wkv import WKV
+from precast.kernels.wkv.wkv import STATEFUL_WKV, WKV
 
 _NAMESPACE = "precast"
 
