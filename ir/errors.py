@@ -45,7 +45,6 @@ CODES: dict[str, str] = {
     "graph-invalid": "the graph breaks rules of the verifier",
     "constants-invalid": "the constants are not a canonical safetensors file",
     "constants-mismatch": "the constants are not those that the graph declares",
-    "text-syntax": "a graph in text form that does not parse",
     # --- build ------------------------------------------------------------------------------------------------
     "build-in-progress": "another build is writing to the same path",
     "disk-full": "the file system has no room for the bundle, or a quota or size limit is reached",

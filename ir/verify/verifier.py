@@ -17,12 +17,12 @@ import msgspec
 from precast.ir import limits
 from precast.ir.errors import BundleError, RecipeError
 from precast.ir.graph import symbols
-from precast.ir.graph.infer import apply_rule, misfits, references
+from precast.ir.graph.infer import apply_shape_rule, misfits, references
 from precast.ir.graph.schema import Block, Call, Const, Graph, Items, Node, Param, Ref, TensorType, Tie
 from precast.ir.graph.text import format_type
 from precast.ir.memory import caches
 from precast.ir.ops import table as ops
-from precast.ir.ops.rules import RuleError
+from precast.ir.ops.op import OpDef, ShapeError
 from precast.ir.verify.cache_rules import CACHE_RULES
 from precast.ir.verify.facts import Facts, Fault, Rule, Scope, duplicates, recipe_expressions, same_type
 from precast.ir.weights import recipes
@@ -184,7 +184,7 @@ def _returns(facts: Facts) -> Iterator[Fault]:
 # --- nodes -----------------------------------------------------------------------------------------------------
 
 
-def _nodes(facts: Facts) -> Iterator[tuple[Scope, int, Node, ops.OpDef]]:
+def _nodes(facts: Facts) -> Iterator[tuple[Scope, int, Node, OpDef]]:
     """All nodes whose op is known."""
     for scope in facts.scopes:
         for index, step in enumerate(scope.steps):
@@ -213,8 +213,8 @@ def _results(facts: Facts) -> Iterator[Fault]:
         if any(misfits(op, node.args)) or not all(name in scope.types for name in references(node.args)):
             continue
         try:
-            expected = apply_rule(op, node.args, scope.types)
-        except RuleError as error:
+            expected = apply_shape_rule(op, node.args, scope.types)
+        except ShapeError as error:
             yield scope.at(index), str(error)
             continue
         found = [value.type for value in node.outputs]

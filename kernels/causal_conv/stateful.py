@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from precast.ir.ops.rules_states import CONV_ACTIVATIONS
+from precast.ir.ops.rows_states import CONV_ACTIVATIONS
 from precast.kernels.causal_conv import gathered
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from precast.ir.ops.rules_experts import EXPERT_ACTIVATIONS
+from precast.ir.ops.rows_experts import EXPERT_ACTIVATIONS
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 

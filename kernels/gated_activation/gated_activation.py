@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from precast.ir.ops.rules import ACTIVATIONS
+from precast.ir.ops.rows_tokens import ACTIVATIONS
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.spec import ELEMENTWISE, Draw, OpSpec, Sample
 

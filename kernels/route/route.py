@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from precast.ir.ops.rules_experts import CHOICES, GROUP_SCORES, SCORINGS
+from precast.ir.ops.rows_experts import CHOICES, GROUP_SCORES, SCORINGS
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.spec import ELEMENTWISE, Draw, OpSpec, Sample
 

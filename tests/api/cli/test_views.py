@@ -9,12 +9,12 @@ from typing import Any
 import families
 import msgspec
 import pytest
+from graph_text import parse_graph
 from recitation import Command
 
 from precast.cli import show
 from precast.ir.artifact import Bundle
 from precast.ir.graph.schema import CachePlan
-from precast.ir.graph.text import parse_graph
 
 
 def fields_of(command: Command, *arguments: str | Path) -> dict[str, Any]:

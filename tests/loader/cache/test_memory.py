@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from graph_text import parse_graph
 from tiny import HEAD, KV_HEADS, tiny_graph
 
 from precast.ir.graph.schema import CachePlan
-from precast.ir.graph.text import parse_graph
 from precast.ir.memory import caches
 from precast.loader.cache.memory import CacheMemory
 
