@@ -22,7 +22,8 @@ from typing import Any
 import harness
 import torch
 
-from precast.ir.graph.schema import Checkpoint, Concat, Graph, Param, Read, Recipe, TensorType
+from precast.ir.graph.schema import Concat, Graph, Param, Read, Recipe, TensorType
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights

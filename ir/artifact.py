@@ -18,7 +18,8 @@ from precast.ir import limits
 from precast.ir.bundle import codec, oci, versions
 from precast.ir.bundle.layout import Contents, Layer, check_file_name, is_bundle, read_layout
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import Blob, Graph, Manifest, Node
+from precast.ir.graph.schema import Graph, Node
+from precast.ir.manifest import Blob, Manifest
 from precast.ir.ops import table as ops
 from precast.ir.verify.verifier import check
 from precast.ir.weights import tensorfile

@@ -70,7 +70,9 @@ CODES: dict[str, str] = {
     "checkpoint-shard-missing": "the checkpoint's index names files that are not there",
     "checkpoint-header": "the header of a checkpoint file is not a valid safetensors header",
     "checkpoint-duplicate": "a tensor is in two files of the checkpoint",
+    "checkpoint-config": "the checkpoint's config.json cannot be read",
     "checkpoint-read": "a checkpoint file could not be read",
+    "config-mismatch": "the checkpoint's config says other numbers than the one that the bundle was built from",
     "weights-mismatch": "tensors are missing, unexpected, or of another shape or dtype than the recipes read",
     # --- requests and engine options --------------------------------------------------------------------------
     "prompt-empty": "a prompt without tokens",

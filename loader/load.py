@@ -15,6 +15,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
+from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
@@ -40,13 +41,15 @@ def load(
     max_num_tokens: int = 8192,
     cache_bytes: int | None = None,
     reuse_prefixes: bool = True,
+    allow_config_mismatch: bool = False,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint directory.
 
     `device`: "cpu", "cuda", "cuda:1"; None: the GPU if there is one. At most `max_num_seqs` sequences run at once, and
     a step computes at most `max_num_tokens` tokens. `cache_bytes` for keys, values and states; None: as many as
-    `precast.loader.sizing` says. `reuse_prefixes` False: every prompt is computed from its first token. `timeline` is
+    `precast.loader.sizing` says. `reuse_prefixes` False: every prompt is computed from its first token.
+    `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
 
     On a GPU torch's allocator is configured for the whole process (`precast.loader.run.allocator`).
@@ -66,6 +69,8 @@ def load(
             graph = rank_graph(opened, placement)
             limits = Limits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
             sizing.check_limits(graph, limits)
+            if not allow_config_mismatch:
+                config_facts.check(opened.manifest.config, weights)
             program = restore(graph, device=torch.device(target.name))
             files = CheckpointFiles.open(weights)
         with timeline.phase("weights") as phase:

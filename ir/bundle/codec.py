@@ -17,7 +17,8 @@ from precast.ir import limits
 from precast.ir.bundle import versions
 from precast.ir.bundle.scan import scan
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import CachePlan, Graph, Manifest
+from precast.ir.graph.schema import CachePlan, Graph
+from precast.ir.manifest import Manifest
 
 T = TypeVar("T")
 

@@ -21,10 +21,11 @@ import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import Graph, Manifest, Wire
+from precast.ir.graph.schema import Graph, Wire
+from precast.ir.manifest import Manifest
 from precast.ir.ops import table as ops
 
-FORMAT: tuple[int, int] = (1, 0)
+FORMAT: tuple[int, int] = (1, 1)
 """The version that is written."""
 
 Bump = Literal["none", "op", "minor", "major"]
@@ -32,6 +33,7 @@ Bump = Literal["none", "op", "minor", "major"]
 # Not of the format: what messages list, and what a checkpoint may hold.
 _LIMITS = frozenset(name for name in vars(limits) if name.startswith("MAX_")) - {
     "MAX_LISTED",
+    "MAX_CONFIG_BYTES",
     "MAX_CHECKPOINT_INDEX_BYTES",
 }
 

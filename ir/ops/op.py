@@ -66,6 +66,7 @@ class ArgDef(msgspec.Struct, frozen=True):
     name: str
     kind: Kind
     mutated: bool = False
+    keyword_only: bool = False
     has_default: bool = False
     default: bool | int | float | str | tuple[int, ...] | None = None
 
@@ -92,8 +93,10 @@ def row(text: str, shape_rule: ShapeRule, tokens: Tokens, work: Work = elements,
     """A row from `name(arguments) -> results`. `tokens` has no default: an op that doesn't say is not in the table."""
     name, _, rest = text.partition("(")
     params, _, returns = rest.partition(") -> ")
-    args = tuple(_argument(name, part) for part in params.replace("*, ", "").split(", "))
-    return OpDef(name, version, "(" + rest, args, returns.count("Tensor"), shape_rule, tokens, work)
+    positional, star, keywords = params.partition(", *, ")
+    args = [_argument(name, part) for part in positional.split(", ")]
+    args += [_argument(name, part, keyword_only=True) for part in keywords.split(", ") if star]
+    return OpDef(name, version, "(" + rest, tuple(args), returns.count("Tensor"), shape_rule, tokens, work)
 
 
 _PARAM = re.compile(
@@ -102,7 +105,7 @@ _PARAM = re.compile(
 )
 
 
-def _argument(op: str, text: str) -> ArgDef:
+def _argument(op: str, text: str, keyword_only: bool = False) -> ArgDef:
     match = _PARAM.fullmatch(text)
     assert match, f"{op}: cannot parse {text!r}"
     kind, default = match["kind"], match["default"]
@@ -110,6 +113,7 @@ def _argument(op: str, text: str) -> ArgDef:
         name=match["name"],
         kind="Tensor" if kind.endswith("!)") else kind,  # type: ignore[arg-type]
         mutated=kind.endswith("!)"),
+        keyword_only=keyword_only,
         has_default=default is not None,
         default=None if default is None else _literal(default),
     )

@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Checkpoint, Graph
+from precast.ir.graph.schema import Graph
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.kernels import dtypes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from tiny import random_weights, reference_answer, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
 from precast.ir.artifact import Bundle, ops_of, write_bundle
+from precast.ir.bundle.versions import FORMAT
 from precast.ir.errors import BundleError, PrecastError, RequestError, WeightsError
-from precast.ir.graph.schema import Checkpoint, Graph, Manifest
+from precast.ir.graph.schema import Graph
+from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.load import collector_held, load
 from precast.loader.timeline import Timeline
 
 WEIGHTS = random_weights()
 GRAPH = tiny_graph()
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 SLAB = 1024  # one page of pool small, two of pool large
 SLABS_OF_64 = 64 // 4 + 64 // 8 // 2  # for a sequence of 64 tokens
 
@@ -33,12 +36,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("bundle") / "tiny.bundle", GRAPH)
 
 
-def write(path: Path, graph: Graph) -> Path:
+def write(path: Path, graph: Graph, config: ConfigFacts | None = None) -> Path:
     """The bundle of the tiny model with this graph."""
     inv_freq = WEIGHTS["inv_freq"]
     write_bundle(
         path,
-        manifest_without_blobs=Manifest((1, 0), tiny_model(), ops_of(graph), Checkpoint(), (), {}, ()),
+        manifest_without_blobs=Manifest(FORMAT, tiny_model(), ops_of(graph), Checkpoint(), (), {}, (), config=config),
         graph=graph,
         constants={"inv_freq": ("float32", tuple(inv_freq.shape), inv_freq.numpy().tobytes())},
         files={"tokenizer.json": letters(48)},
@@ -105,6 +108,21 @@ def test_what_can_be_known_is_refused_before_a_tensor_is_read(
         load(limited, weights=checkpoint, device="cpu", timeline=timeline, **options)
     assert error.value.code == code
     assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+
+
+def test_a_checkpoint_with_another_config_is_served_on_request_alone(tmp_path: Path, checkpoint: Path) -> None:
+    traced = write(tmp_path / "traced.bundle", GRAPH, ConfigFacts({"rope_theta": 1e4, "rms_norm_eps": 1e-6}))
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    (other / "config.json").write_text('{"rope_theta": 10000.0, "rms_norm_eps": 1e-05}')
+    timeline = Timeline()
+    with pytest.raises(WeightsError, match="rms_norm_eps: 1e-06 in the bundle, 1e-05 here") as error:
+        load(traced, weights=other, device="cpu", timeline=timeline)
+    assert error.value.code == "config-mismatch"
+    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+
+    with load(traced, weights=other, device="cpu", allow_config_mismatch=True) as engine:
+        (output,) = engine.generate([[5]], SamplingParams(max_tokens=3))
+    assert output.token_ids == reference_answer(WEIGHTS, [5], 3)
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

@@ -16,7 +16,8 @@ from precast.builder.capture.factory import make_module, make_whole
 from precast.builder.source.shrink import random_model, shrink
 from precast.builder.weights.recipes import ModelCheckpoint, checkpoint_rules, param_recipes
 from precast.builder.weights.unused import unused_patterns
-from precast.ir.graph.schema import Cast, Checkpoint, Concat, Each, Graph, Param, Read, Recipe, TensorType, Tie
+from precast.ir.graph.schema import Cast, Concat, Each, Graph, Param, Read, Recipe, TensorType, Tie
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes as ir_recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.loader.torch_device import open_device

@@ -53,9 +53,9 @@ def test_row_is_read_from_its_text() -> None:
     assert op.args == (
         ArgDef("s", "Tensor", mutated=True),
         ArgDef("t", "Tensor?"),
-        ArgDef("k", "int", has_default=True, default=-1),
-        ArgDef("m", "str", has_default=True, default="a"),
-        ArgDef("f", "float?", has_default=True),
+        ArgDef("k", "int", keyword_only=True, has_default=True, default=-1),
+        ArgDef("m", "str", keyword_only=True, has_default=True, default="a"),
+        ArgDef("f", "float?", keyword_only=True, has_default=True),
     )
 
 

@@ -14,7 +14,8 @@ from recipe_cases import Tensors, evaluate, params_graph, read, recipe_sets
 from safetensors.torch import save_file
 
 from precast.ir.errors import WeightsError
-from precast.ir.graph.schema import Cast, Checkpoint, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Transpose
+from precast.ir.graph.schema import Cast, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Transpose
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.loader.torch_device import open_device
 from precast.loader.weights import stream as weights

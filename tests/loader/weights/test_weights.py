@@ -21,7 +21,6 @@ from precast.ir.errors import TargetError, WeightsError
 from precast.ir.graph.schema import (
     Apply,
     Cast,
-    Checkpoint,
     Concat,
     Param,
     Recipe,
@@ -31,6 +30,7 @@ from precast.ir.graph.schema import (
     Tie,
     Transpose,
 )
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes as ir_recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels import dtypes
@@ -330,7 +330,8 @@ import os, resource, sys
 from pathlib import Path
 import msgspec, torch
 from precast.ir.weights.checkpoint import CheckpointFiles
-from precast.ir.graph.schema import Checkpoint, Graph
+from precast.ir.graph.schema import Graph
+from precast.ir.manifest import Checkpoint
 from precast.loader.torch_device import CpuDevice
 from precast.loader.weights.stream import load_weights
 
