@@ -95,16 +95,18 @@ def specs() -> tuple[OpSpec, ...]:
 
 @cache
 def register() -> torch.library.Library:
-    """Define `torch.ops.precast.*` from the op table, with each op's reference and fake; once, however often called.
+    """Define `torch.ops.precast.*` from the op table: each op's reference, and its fake; once, however often called.
 
     The ops live as long as the library that is returned, which this function keeps.
     """
+    from precast.kernels.fakes import fake_of
+
     library = torch.library.Library(_NAMESPACE, "DEF")
     for spec in _SPECS:
         name = spec.name.removeprefix("precast.")
         library.define(ops.signature(spec.name, spec.version).replace("Dtype ", "ScalarType "))
         library.impl(name, spec.reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", spec.fake, lib=library)
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake_of(spec.definition), lib=library)
     return library
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast.ir.graph.infer import apply_rule, misfits, references
+from precast.ir.graph.infer import apply_shape_rule, misfits, references
 from precast.ir.graph.schema import Block, Call, Node, Ref
 from precast.ir.graph.text import format_type
 from precast.ir.ops import table as ops
-from precast.ir.ops.rules import RuleError
+from precast.ir.ops.op import OpDef, ShapeError
 from precast.ir.verify.facts import Facts, Fault, Rule, Scope, same_type
 
 # --- nodes -----------------------------------------------------------------------------------------------------
 
 
-def _nodes(facts: Facts) -> Iterator[tuple[Scope, int, Node, ops.OpDef]]:
+def _nodes(facts: Facts) -> Iterator[tuple[Scope, int, Node, OpDef]]:
     """All nodes whose op is known."""
     for scope in facts.scopes:
         for index, step in enumerate(scope.steps):
@@ -43,8 +43,8 @@ def _results(facts: Facts) -> Iterator[Fault]:
         if any(misfits(op, node.args)) or not all(name in scope.types for name in references(node.args)):
             continue
         try:
-            expected = apply_rule(op, node.args, scope.types)
-        except RuleError as error:
+            expected = apply_shape_rule(op, node.args, scope.types)
+        except ShapeError as error:
             yield scope.at(index), str(error)
             continue
         found = [value.type for value in node.outputs]
@@ -132,7 +132,7 @@ def _call_results(facts: Facts) -> Iterator[Fault]:
 STEP_RULES = (
     Rule("IR020", "ops and their versions are in the table", _known_ops),
     Rule("IR021", "arguments fit the op's signature", _arguments),
-    Rule("IR022", "results have the types of the op's rule", _results),
+    Rule("IR022", "results have the types that the op's shape rule gives", _results),
     Rule("IR023", "ops write caches only, each once", _mutations),
     Rule("IR030", "calls name a block, and each block is called", _called_blocks),
     Rule("IR031", "calls bind each input, param and cache of the block, and nothing else", _bindings),

@@ -94,18 +94,6 @@ def pick(x: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor) -> torch.Ten
     return (x + gumbel(seeds, steps, x.shape[1])).argmax(-1)
 
 
-def _fake(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> torch.Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
-
-
 def _on_cpu() -> Callable[..., Any]:
     from precast.kernels.sampling import on_host
 
@@ -152,7 +140,6 @@ SAMPLE = OpSpec(
     results={"tokens": "R"},
     dtypes={"logits": FLOAT} | {name: (dtype,) for name, dtype in _ROW.items()},
     reference=sample,
-    fake=_fake,
     samples=_samples,
     implementations={"cpu": _on_cpu},
 )

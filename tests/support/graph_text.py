@@ -54,7 +54,7 @@ from precast.ir.graph.schema import (
 )
 from precast.ir.graph.text import RESERVED
 from precast.ir.ops import table as ops
-from precast.ir.ops.rules import RuleError
+from precast.ir.ops.op import ShapeError
 
 _DTYPES: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
 _EXPR_OPS: dict[str, ExprOp] = {name: name for name in get_args(ExprOp)}
@@ -250,7 +250,7 @@ class _Steps:
                 at.refuse(f"a result has no type, and there is no op {op}@{version} to give it")
             try:
                 return infer(definition, args, self._types)
-            except RuleError as error:
+            except ShapeError as error:
                 at.refuse(f"a result has no type, and {op} does not give it: {error}")
 
         return Node(op, args, self._typed(results, at, infer_types), version)
