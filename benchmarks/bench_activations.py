@@ -36,6 +36,7 @@ from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.run.allocator import cut_blocks_to_size
 from precast.loader.timeline import Timeline
+from precast.loader.torch_device import open_device
 
 MAX_TOKENS, MAX_SEQS, MAX_SEQ_LEN = 8192, 64, 16384
 DRAWN = 12
@@ -137,7 +138,7 @@ class _Family:
         self._name = name
         self._graph, self._model, self._device = opened.graph, opened.manifest.model, device
         plan = caches.with_slabs(self._graph.caches)
-        self._memory = CacheMemory(plan, caches.slabs_for(plan, MAX_SEQS, 2048, MAX_TOKENS), device)
+        self._memory = CacheMemory(plan, caches.slabs_for(plan, MAX_SEQS, 2048, MAX_TOKENS), open_device(device))
         self._tensors = {**_random_tensors(self._graph, device), **self._memory.tensors}
         self._program = restore(self._graph, device=device)
         self._program.bind(self._tensors)

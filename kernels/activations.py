@@ -59,7 +59,7 @@ def step_sizes(
     """
     sequences = min(max_num_seqs, max_num_tokens)
     sizes = {symbol.name: symbol.max or 0 for symbol in graph.symbols}
-    sizes |= {"tp": 1, "rank": 0, "T": max_num_tokens, "B": sequences, "R": sequences, LONGEST: max_seq_len}
+    sizes |= {"T": max_num_tokens, "B": sequences, "R": sequences, LONGEST: max_seq_len}
     types = {value.name: value.type for value in graph.inputs}
     for group in graph.caches.groups:
         count = types[group.inputs.page_indices].shape[0]

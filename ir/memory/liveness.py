@@ -93,7 +93,7 @@ _Workspaces = dict[tuple[int, tuple[tuple[bool, bool], ...]], Expr]
 
 
 def runs(graph: Graph, workspace: Workspace) -> list[Run]:
-    """Two runs of a verified graph, with what each of its nodes holds beside its results.
+    """Two runs of a verified graph that is bound to its world, with what each of its nodes holds beside its results.
 
     One for sizes without common factors, one for the smallest: with a dimension of 1, copies can become views.
     """
@@ -117,7 +117,7 @@ def _sample_sizes(graph: Graph) -> list[dict[str, int]]:
         for i, symbol in enumerate(graph.symbols)
     }
     smallest = {symbol.name: 1 for symbol in graph.symbols}
-    return [generic | {"tp": 1, "rank": 0}, smallest | {"tp": 1, "rank": 0}]
+    return [generic, smallest]
 
 
 class _Walk:
