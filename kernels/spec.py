@@ -103,6 +103,12 @@ class OpSpec:
     reads_metadata: bool = False
 
     @property
+    def torch_name(self) -> str:
+        """The name in `torch.ops.precast`: that of the op, for later versions with the version."""
+        name = self.name.removeprefix("precast.")
+        return name if self.version == 1 else f"{name}_{self.version}"
+
+    @property
     def definition(self) -> ops.OpDef:
         """The op's row of the op table: its signature, its shape rule, what it mutates."""
         definition = ops.lookup(self.name, self.version)
