@@ -40,7 +40,7 @@ from precast.kernels.rotary.rope_frequencies import ROPE_FREQUENCIES
 from precast.kernels.rotary.rotary import ROTARY
 from precast.kernels.rotary.rotary_tables import ROTARY_TABLES
 from precast.kernels.route.route import ROUTE
-from precast.kernels.sampling.sample import SAMPLE
+from precast.kernels.sampling.sample import SAMPLE, SAMPLE_2
 from precast.kernels.selective_scan.selective_scan import SELECTIVE_SCAN, STATEFUL_SELECTIVE_SCAN
 from precast.kernels.spec import OpSpec
 from precast.kernels.state_space_scan.state_space_scan import STATE_SPACE_SCAN, STATEFUL_STATE_SPACE_SCAN
@@ -71,6 +71,7 @@ _SPECS = (
     ROTARY_TABLES,
     ROUTE,
     SAMPLE,
+    SAMPLE_2,
     SELECTIVE_SCAN,
     STATE_SPACE_SCAN,
     STATEFUL_CAUSAL_CONV,
@@ -87,7 +88,7 @@ _SPECS = (
 
 
 def specs() -> tuple[OpSpec, ...]:
-    """The spec of every `precast.*` op, sorted by name."""
+    """The spec of every `precast.*` op, sorted by name and version."""
     return _SPECS
 
 
@@ -101,8 +102,8 @@ def register() -> torch.library.Library:
 
     library = torch.library.Library(_NAMESPACE, "DEF")
     for spec in _SPECS:
-        name = spec.name.removeprefix("precast.")
-        library.define(ops.signature(spec.name, spec.version).replace("Dtype ", "ScalarType "))
+        name, signature = spec.torch_name, ops.signature(spec.name, spec.version)
+        library.define(name + signature[signature.index("(") :].replace("Dtype ", "ScalarType "))
         library.impl(name, spec.reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{name}", fake_of(spec.definition), lib=library)
     return library

@@ -23,9 +23,13 @@ def _drawing(use: Use) -> Expr:
 
 
 RECORDS = (
-    Record(
-        name="torch.sample", op="precast.sample", devices=("cpu",), capture="host", workspace=_drawing,
-        runs="precast.kernels.sampling.on_host:sample",
+    *(
+        Record(
+            name=f"torch.{function}", op="precast.sample", op_versions=(version,), devices=("cpu",), capture="host",
+            workspace=_drawing, runs=f"precast.kernels.sampling.on_host:{function}",
+        )
+        for version, function in enumerate(("sample", "sample_2"), 1)
     ),
     reference("precast.sample", "sampling.sample", _drawing),
+    reference("precast.sample", "sampling.sample", _drawing, version=2),
 )  # fmt: skip
