@@ -45,9 +45,7 @@ def form_specs(
     state: str,
     result: str,
     reference: Forms,
-    fast: Forms,
     samples: Callable[[Draw], Iterator[Sample]],
-    reads_metadata: bool = True,
 ) -> tuple[OpSpec, OpSpec]:
     """The specs of both forms. `axes` are those of the tensors but state and metadata; `samples` are of the stateful
     form; a state that isn't float32 may have any type that ops compute in."""
@@ -70,8 +68,6 @@ def form_specs(
             reference=reference[form],
             samples=draw,
             tolerances=PRODUCT,
-            implementations=dict.fromkeys(("cpu", "cuda"), lambda: fast[form]),
-            reads_metadata=reads_metadata,
         )
 
     return (

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from precast.kernels.attention import batched, cuda
 from precast.kernels.attention.attend import Scoring, attend, check_window
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
@@ -79,5 +78,4 @@ ATTENTION = OpSpec(
     reference=attention,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": lambda: batched.attention, "cuda": cuda.attention},
 )

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from precast.kernels.attention import batched, cuda
 from precast.kernels.attention.attend import Pages, Scoring, attend, check_window, first_seen
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
@@ -165,5 +164,4 @@ PAGED_ATTENTION = OpSpec(
     reference=paged_attention,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": lambda: batched.paged_attention, "cuda": cuda.paged_attention},
 )

@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional
 
 from precast.ir.ops.rows_states import CONV_ACTIVATIONS
-from precast.kernels.causal_conv import gathered
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.spec import Draw, Sample
 from precast.kernels.states import Slots, bounds_of, computed_in, one_by_one, sequence_samples, spoiled, state_sample
@@ -76,7 +75,5 @@ CAUSAL_CONV, STATEFUL_CAUSAL_CONV = form_specs(
     state="C J",
     result="1 T C",
     reference=(causal_conv, stateful_causal_conv),
-    fast=(gathered.causal_conv, gathered.stateful_causal_conv),
     samples=_samples,
-    reads_metadata=False,
 )

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import torch
 
-from precast.kernels.delta_rule import chunked
 from precast.kernels.delta_rule.step import prepared, step
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.linear_attention.step import token_decays
@@ -98,6 +97,5 @@ DELTA_RULE, STATEFUL_DELTA_RULE = form_specs(
     state="H D E",
     result="1 T H E",
     reference=(delta_rule, stateful_delta_rule),
-    fast=(chunked.delta_rule, chunked.stateful_delta_rule),
     samples=_samples,
 )

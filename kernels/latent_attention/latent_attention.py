@@ -16,7 +16,6 @@ import torch
 from precast.kernels.attention.attend import Scoring, attend, check_window
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
-from precast.kernels.latent_attention import batched
 from precast.kernels.latent_attention.expand import LatentScoring, expand, sizes_of
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 
@@ -85,6 +84,4 @@ LATENT_ATTENTION = OpSpec(
     reference=latent_attention,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": lambda: batched.latent_attention, "cuda": lambda: batched.latent_attention},
-    reads_metadata=True,
 )

@@ -16,7 +16,6 @@ from precast.kernels.attention.attend import Pages, Scoring, attend, check_windo
 from precast.kernels.attention.paged import PAGES_AXES, each_sequence, paged_sample
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
-from precast.kernels.latent_attention import batched
 from precast.kernels.latent_attention.expand import LatentScoring, expand, sizes_of
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 from precast.kernels.storage import STORED, gathered
@@ -110,6 +109,4 @@ PAGED_LATENT_ATTENTION = OpSpec(
     reference=paged_latent_attention,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": lambda: batched.paged_latent_attention, "cuda": lambda: batched.paged_latent_attention},
-    reads_metadata=True,
 )

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 
 from precast.kernels.forms import form_specs, forms
-from precast.kernels.linear_attention import chunked
 from precast.kernels.linear_attention.step import step, token_decays
 from precast.kernels.spec import Draw, Sample
 from precast.kernels.states import Slots, bounds_of, one_by_one, sequence_samples, spoiled, state_sample
@@ -77,6 +76,5 @@ LINEAR_ATTENTION, STATEFUL_LINEAR_ATTENTION = form_specs(
     state="H D E",
     result="1 T H E",
     reference=(linear_attention, stateful_linear_attention),
-    fast=(chunked.linear_attention, chunked.stateful_linear_attention),
     samples=_samples,
 )

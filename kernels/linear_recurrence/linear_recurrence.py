@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import torch
 
 from precast.kernels.forms import form_specs, forms
-from precast.kernels.linear_recurrence import doubled
 from precast.kernels.linear_recurrence.joining import joining
 from precast.kernels.spec import Draw, Sample
 from precast.kernels.states import Slots, bounds_of, one_by_one, sequence_samples, spoiled, state_sample
@@ -67,6 +66,5 @@ LINEAR_RECURRENCE, STATEFUL_LINEAR_RECURRENCE = form_specs(
     state="C",
     result="1 T C",
     reference=(linear_recurrence, stateful_linear_recurrence),
-    fast=(doubled.linear_recurrence, doubled.stateful_linear_recurrence),
     samples=_samples,
 )

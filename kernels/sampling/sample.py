@@ -25,13 +25,12 @@ import torch
 
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
+from precast.kernels.sampling.limits import TOGETHER
 from precast.kernels.sampling.noise import gumbel
 from precast.kernels.spec import Draw, OpSpec, Sample
 
-# Weights are summed as integers of 2^-40, so that a sum is the same in any order; 2^22 of them fit int64.
+# Weights are summed as integers of 2^-40, so that a sum is the same in any order.
 _ONE = 2.0**40
-# Logits that are sorted at a time, as far as that is possible without less than a row: bounds what a step holds.
-_TOGETHER = 1 << 22
 
 
 class Parameters(NamedTuple):
@@ -65,7 +64,7 @@ def marked(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def _parts(logits: torch.Tensor, parameters: Parameters) -> Iterator[tuple[torch.Tensor, Parameters]]:
     """As many rows at a time as bound what a step holds; all, if there are none."""
-    rows = max(1, _TOGETHER // max(1, logits.shape[1]))
+    rows = max(1, TOGETHER // max(1, logits.shape[1]))
     for each in zip(*(x.split(rows) for x in (logits, *parameters)), strict=True):
         yield each[0], Parameters(*each[1:])
 
@@ -105,12 +104,6 @@ def passed(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: tor
 def pick(x: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """A token for each row of `x` [R, V], with probability in proportion to exp(x); [R] int64."""
     return (x + gumbel(seeds, steps, x.shape[1])).argmax(-1)
-
-
-def _on_cpu(name: str) -> Callable[..., Any]:
-    from precast.kernels.sampling import on_host
-
-    return getattr(on_host, name)
 
 
 def _samples(draw: Draw) -> Iterator[Sample]:
@@ -169,7 +162,6 @@ def _spec(version: int, reference: Callable[..., Any], samples: Callable[[Draw],
         dtypes={"logits": FLOAT} | {name: (dtype,) for name, dtype in _ROW.items()},
         reference=reference,
         samples=samples,
-        implementations={"cpu": lambda: _on_cpu("sample" if version == 1 else f"sample_{version}")},
     )
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import torch
 
 from precast.kernels.forms import form_specs, forms
-from precast.kernels.selective_scan import blocked
 from precast.kernels.spec import Draw, Sample
 from precast.kernels.state_space_scan.steps import steps
 from precast.kernels.states import Slots, bounds_of, computed_in, one_by_one, sequence_samples, spoiled, state_sample
@@ -90,6 +89,5 @@ SELECTIVE_SCAN, STATEFUL_SELECTIVE_SCAN = form_specs(
     state="C N",
     result="1 T C",
     reference=(selective_scan, stateful_selective_scan),
-    fast=(blocked.selective_scan, blocked.stateful_selective_scan),
     samples=_samples,
 )

@@ -14,7 +14,6 @@ import torch
 
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.spec import Draw, Sample
-from precast.kernels.state_space_scan import chunked
 from precast.kernels.state_space_scan.steps import steps
 from precast.kernels.states import Slots, bounds_of, computed_in, one_by_one, sequence_samples, spoiled, state_sample
 
@@ -100,6 +99,5 @@ STATE_SPACE_SCAN, STATEFUL_STATE_SPACE_SCAN = form_specs(
     state="H D N",
     result="1 T H D",
     reference=(state_space_scan, stateful_state_space_scan),
-    fast=(chunked.state_space_scan, chunked.stateful_state_space_scan),
     samples=_samples,
 )

@@ -16,7 +16,6 @@ import torch
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.spec import Draw, Sample
 from precast.kernels.states import Slots, bounds_of, one_by_one, sequence_samples, spoiled, state_sample
-from precast.kernels.wkv import doubled
 from precast.kernels.wkv.step import added, begun, kept, mean, one
 
 
@@ -71,6 +70,5 @@ WKV, STATEFUL_WKV = form_specs(
     state="3 C",
     result="1 T C",
     reference=(wkv, stateful_wkv),
-    fast=(doubled.wkv, doubled.stateful_wkv),
     samples=_samples,
 )

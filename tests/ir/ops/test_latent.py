@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from graph_text import parse_graph
 
 from precast.ir.graph.schema import Apply, Expr, Graph, LatentSpec, TensorType
-from precast.ir.graph.text import format_graph, parse_graph
+from precast.ir.graph.text import format_graph
 from precast.ir.memory import caches
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import ShapeError

@@ -1,13 +1,15 @@
-"""The text form of a graph, read back: a recursive descent over `precast.ir.lexer`'s words.
+"""`parse_graph`: the text form of `precast.ir.graph.text`, read back, by recursive descent over `graph_lexer`'s words.
 
-A result whose type is left out gets it from its op's shape rule, or from the block that is called; that needs what
-the text refers to further up. Errors are `BundleError("text-syntax")` with line and column.
+Tests write graphs in it; nothing in the product reads text. A node may leave out its version (1), and a result its
+type: the op's shape rule gives it, or the block that is called, which must stand further up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import get_args
+
+from graph_lexer import Cursor, Item, Word
 
 from precast.ir.graph.infer import infer
 from precast.ir.graph.schema import (
@@ -50,20 +52,18 @@ from precast.ir.graph.schema import (
     Transpose,
     Value,
 )
-from precast.ir.lexer import Cursor, Item, Word
+from precast.ir.graph.text import RESERVED
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import ShapeError
 
 _DTYPES: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
 _EXPR_OPS: dict[str, ExprOp] = {name: name for name in get_args(ExprOp)}
-RESERVED = frozenset((*_DTYPES, "none", "true", "false", "inf", "nan"))
-"""Bare words that an argument reads as something else than a symbol."""
 
 Typed = tuple[str, TensorType | None]
 
 
 def parse_graph(text: str) -> Graph:
-    """The graph that `text` writes down. Raises BundleError("text-syntax"); checks nothing else."""
+    """The graph that `text` writes down. Raises TextError; checks nothing else."""
     return _GraphParser(Cursor(text)).graph()
 
 
@@ -425,7 +425,7 @@ def _recipe(cursor: Cursor) -> Recipe:
         "slice": lambda: _slice(cursor),
         "concat": lambda: Concat(_parts(cursor), _dim(cursor)),
         "stack": lambda: Stack(_parts(cursor), _dim(cursor)),
-        "transpose": lambda: Transpose(_of(cursor), cursor.int(), _behind_comma(cursor, cursor.int)),
+        "transpose": lambda: Transpose(_of(cursor), cursor.int(), _after_comma(cursor, cursor.int)),
         "reshape": lambda: Reshape(_of(cursor), _shape(cursor)),
         "cast": lambda: Cast(_of(cursor), _dtype(cursor)),
         "each": lambda: _each(cursor),
@@ -438,7 +438,7 @@ def _recipe(cursor: Cursor) -> Recipe:
 
 def _read(cursor: Cursor) -> Read:
     tensor = cursor.kind("string", "the name of a checkpoint tensor, in quotes").value
-    shape = _behind_comma(cursor, lambda: cursor.list("[", cursor.int, "]"))
+    shape = _after_comma(cursor, lambda: cursor.list("[", cursor.int, "]"))
     return Read(tensor, shape, _dtype(cursor) if cursor.takes(",") else None)
 
 
@@ -473,7 +473,7 @@ def _dequantise(cursor: Cursor) -> Dequantise:
 
 
 def _pair(cursor: Cursor) -> tuple[int, int]:
-    return cursor.int(), _behind_comma(cursor, cursor.int)
+    return cursor.int(), _after_comma(cursor, cursor.int)
 
 
 def _of(cursor: Cursor) -> Recipe:
@@ -493,6 +493,6 @@ def _dim(cursor: Cursor) -> int:
     return cursor.int()
 
 
-def _behind_comma(cursor: Cursor, item: Callable[[], Item]) -> Item:
+def _after_comma(cursor: Cursor, item: Callable[[], Item]) -> Item:
     cursor.expect(",")
     return item()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, NoReturn, TypeVar
 
 from precast.ir import limits
-from precast.ir.errors import BundleError
 
 Item = TypeVar("Item")
 WordKind = Literal["name", "ref", "string", "int", "float", "mark", "end"]
@@ -28,6 +27,14 @@ _WORD = re.compile(
 )
 
 
+class TextError(ValueError):
+    """A graph in text form that does not parse; `where` says at which line and column."""
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(f"{where}: {message}")
+        self.where = where
+
+
 class Word(NamedTuple):
     """A word: `text` as it is written, `value` without quotes and mark, and its place, both counted from 1."""
 
@@ -39,11 +46,11 @@ class Word(NamedTuple):
 
     def refuse(self, message: str) -> NoReturn:
         """Raise the syntax error at this word's place."""
-        raise BundleError("text-syntax", message, where=f"line {self.line}, column {self.column}")
+        raise TextError(message, f"line {self.line}, column {self.column}")
 
 
 def words(text: str) -> Iterator[Word]:
-    """The words of `text`, then one of kind "end". Raises BundleError("text-syntax")."""
+    """The words of `text`, then one of kind "end". Raises TextError."""
     position, line, start = 0, 1, 0
     while position < len(text):
         match = _WORD.match(text, position)
@@ -89,7 +96,7 @@ class Cursor:
 
     @property
     def then(self) -> Word:
-        """The word behind the next one."""
+        """The word after the next one."""
         return self._words[min(self._next + 1, len(self._words) - 1)]
 
     def take(self) -> Word:
@@ -143,7 +150,7 @@ class Cursor:
         return int(self.kind("int", "an integer").text)
 
     def key(self, name: str, *, first: bool = False) -> None:
-        """`name=`, behind a comma unless it is the first."""
+        """`name=`, after a comma unless it is the first."""
         if not first:
             self.expect(",")
         self.expect(name)
