@@ -72,11 +72,10 @@ def nothing(use: Use) -> Expr:
     return 0
 
 
-def reference(op: str, module: str, workspace: Callable[[Use], Expr], version: int = 1) -> Record:
-    """The op's definition in `precast.kernels.<module>`, on all devices. Later versions have theirs in the name."""
-    name = op.removeprefix("precast.") + ("" if version == 1 else f"_{version}")
-    runs = f"precast.kernels.{module}:{name}"
-    return Record(name=f"reference.{name}", op=op, op_versions=(version,), runs=runs, workspace=workspace)
+def reference(op: str, module: str, workspace: Callable[[Use], Expr]) -> Record:
+    """The op's definition in `precast.kernels.<module>`, on all devices."""
+    name = op.removeprefix("precast.")
+    return Record(name=f"reference.{name}", op=op, runs=f"precast.kernels.{module}:{name}", workspace=workspace)
 
 
 def reference_on_cpu(op: str, module: str) -> Record:

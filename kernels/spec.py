@@ -1,8 +1,7 @@
 """What an op is to tests, verifier and docs: one `OpSpec`, beside the op's formula and its reference.
 
-The signature, the shape rule and what it mutates stand in `precast.ir.ops.table`; a spec adds what only torch
-can say, and takes all else from there. What computes the op
-stands in records (`precast.kernels.records`).
+The signature, the shape rule and what it mutates stand in `precast.ir.ops.table`; a spec adds what only torch can say,
+and takes all else from there. What computes the op fast stands in its family's records.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ class OpSpec:
 
     `axes` and `results` give each tensor's axes, results in order: `"1 T H D"`, with `...` for any number of leading
     axes, `2F` for a multiple and `B+1` for a sum; one letter has one size in a call. `dtypes` names the element types
-    of each tensor argument that it takes. `tolerances` are for the
-    largest of the floating results' dtypes, and for what is written; a dtype that isn't in it must be met exactly.
+    of each tensor argument that it takes. `tolerances` are for the largest of the floating results' dtypes,
+    and for what is written; a dtype that isn't in it must be met exactly.
     """
 
     name: str
