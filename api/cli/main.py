@@ -20,6 +20,8 @@ from precast import __version__
 from precast.ir.errors import BuildError, PrecastError, RequestError, TargetError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
     from precast.loader.engine.engine import Engine
@@ -113,8 +115,9 @@ def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> N
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
-    views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
-    views["kernels"] = kernels
+    views: dict[str, Callable[[Bundle], Report]] = {
+        "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
+    }  # fmt: skip
     reports = [view(opened) for name, view in views.items() if parts[name]]
     _report(show.together(reports or [show.summary(opened)]), as_json)
 
