@@ -44,6 +44,10 @@ Casts = tuple[Dtype, ...]
 """The element types that a value is converted to, one after the other, the target's last; none: it stays as it is."""
 
 
+Inputs = tuple[int, int, int | None, int | None]
+"""The targets of what a computation reads: values, scales, zeros, groups."""
+
+
 class Target(msgspec.Struct, frozen=True):
     """A tensor to be filled: a param, or a temporary one without a name. Contiguous."""
 
@@ -82,15 +86,6 @@ class Computed(msgspec.Struct, frozen=True):
     target: int
     destination: View
     casts: Casts
-
-
-class Inputs(msgspec.Struct, frozen=True):
-    """The targets of what a computation reads."""
-
-    values: int
-    scales: int
-    zeros: int | None
-    groups: int | None
 
 
 class Assembly(msgspec.Struct, frozen=True):
@@ -159,7 +154,7 @@ class _Maker:
         zeros, groups = (
             None if part is None else self._input(part, computed) for part in (recipe.zeros, recipe.groups)
         )
-        return Inputs(values, scales, zeros, groups)
+        return values, scales, zeros, groups
 
     def _input(self, part: Recipe, computed: Computed) -> int:
         window = _whole(_shape(part))
