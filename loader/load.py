@@ -76,15 +76,13 @@ def load(
         with timeline.phase("weights") as phase:
             loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
             program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))
-            phase.bytes = loaded.bytes_read
-            phase.counters |= {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
+            phase.note(loaded.bytes_read, {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed})
         with timeline.phase("pools") as phase:
             size = sizing.size_arena(graph, limits, target, free=target.free_bytes())
             memory = CacheMemory(graph.caches, size.num_slabs, target)
             program.bind(memory.tensors)
             cut_blocks_to_size(torch.device(target.name))
-            phase.bytes = size.num_bytes
-            phase.counters |= size.counters()
+            phase.note(size.num_bytes, size.counters())
     return Engine(
         program,
         graph,

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Graph
+from precast.ir.graph.schema import Graph, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
@@ -65,7 +65,8 @@ def load_weights(
         move_all(plan, memory)
     bytes_read, bytes_needed = (sum(column) for column in zip(*counts, strict=True))
     tensors = dict(zip((target.name for target in plan.targets), _typed(plan.targets, memory), strict=True))
-    made = {param.name: tensors[_made_name(param.name, assembly.ties)] for param in graph.params}
+    recipe_of = {param.name: param.recipe for param in graph.params}
+    made = {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
     return Weights(made, bytes_read, bytes_needed)
 
 
@@ -151,10 +152,10 @@ def _typed(targets: Sequence[Target], memory: Sequence[torch.Tensor]) -> list[to
     ]
 
 
-def _made_name(name: str, ties: Mapping[str, str]) -> str:
-    while name in ties:
-        name = ties[name]
-    return name
+def _made_name(name: str, recipe_of: Mapping[str, Recipe]) -> str:
+    """The param whose memory the one called `name` has: its own, or that of the one that it is tied to."""
+    recipe = recipe_of[name]
+    return _made_name(recipe.param, recipe_of) if isinstance(recipe, Tie) else name
 
 
 def _aligned(size: int) -> int:
