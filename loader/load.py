@@ -23,10 +23,12 @@ from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
 from precast.loader.cache.memory import CacheMemory
-from precast.loader.engine.engine import Engine, on_device
+from precast.loader.engine.engine import Engine
 from precast.loader.program.restore import restore
 from precast.loader.run.allocator import cut_blocks_to_size
+from precast.loader.run.runner import Runner
 from precast.loader.timeline import Phase, Timeline
+from precast.loader.torch_device import open_device as opened_device
 from precast.loader.weights.stream import load_weights
 from precast.loader.weights.workers import PinnedBuffers
 
@@ -80,9 +82,10 @@ def load(
     timeline = Timeline() if timeline is None else timeline
     with timeline.phase("context"):
         target = open_device(device)
+        used = opened_device(target)
     # The buffers are pinned while the bundle is read.
     buffers = PinnedBuffers(target) if target.type == "cuda" else None
-    with contextlib.ExitStack() as on_error, timeline.phase("bundle"), on_device(target):
+    with contextlib.ExitStack() as on_error, timeline.phase("bundle"), used.use():
         if buffers is not None:
             on_error.callback(buffers.close)
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(Path(bundle))
@@ -92,14 +95,14 @@ def load(
         program = restore(graph, device=target)
         files = CheckpointFiles.open(Path(weights))
         on_error.pop_all()  # from here on the buffers are load_weights' own
-    with timeline.phase("weights") as phase, on_device(target):
+    with timeline.phase("weights") as phase, used.use():
         loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
         program.bind(loaded.tensors)
         program.bind(constant_tensors(graph, opened.constants, target))
         phase.bytes = loaded.bytes_read
         phase.count("bytes_read", loaded.bytes_read)
         phase.count("bytes_needed", loaded.bytes_needed)
-    with timeline.phase("pools") as phase, on_device(target):
+    with timeline.phase("pools") as phase, used.use():
         num_slabs = size_arena(
             graph,
             phase,
@@ -113,18 +116,17 @@ def load(
         memory = CacheMemory(graph.caches, num_slabs, target)
         program.bind(memory.tensors)
         cut_blocks_to_size(target)
-    return Engine(
-        program,
-        graph,
-        model,
-        device=target,
-        memory=memory,
-        max_num_seqs=max_num_seqs,
-        max_num_tokens=max_num_tokens,
-        tokenizer_files=opened.files("tokenizer"),
-        timeline=timeline,
-        reuses_prefixes=reuse_prefixes,
-    )
+        runner = Runner(
+            program,
+            graph,
+            memory,
+            used,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=model.max_seq_len,
+        )
+    files_by_name = opened.files("tokenizer")
+    return Engine(runner, model, tokenizer_files=files_by_name, timeline=timeline, reuses_prefixes=reuse_prefixes)
 
 
 def open_device(device: str | torch.device | None) -> torch.device:

@@ -80,7 +80,7 @@ def test_prefixes_are_reused_unless_that_is_switched_off(bundle: Path, checkpoin
     with load(bundle, weights=checkpoint, device="cpu", reuse_prefixes=reuses) as engine:
         first, second = (engine.generate([[9] * 17], SamplingParams(max_tokens=3)) for _ in range(2))
         assert first == second
-        assert (engine.stats.tokens_reused, engine.stats.prefix_blocks) == ((16, 2) if reuses else (0, 0))
+        assert (engine.stats.tokens_reused, engine.stats.prefix_spans) == ((16, 2) if reuses else (0, 0))
 
 
 @pytest.mark.gpu
