@@ -35,7 +35,10 @@ from precast.loader.engine.engine import Engine
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.run.allocator import cut_blocks_to_size
+from precast.loader.run.runner import Runner
+from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
+from precast.loader.torch_device import open_device
 
 MAX_TOKENS, MAX_SEQS, MAX_SEQ_LEN = 8192, 64, 16384
 DRAWN = 12
@@ -137,7 +140,7 @@ class _Family:
         self._name = name
         self._graph, self._model, self._device = opened.graph, opened.manifest.model, device
         plan = caches.with_slabs(self._graph.caches)
-        self._memory = CacheMemory(plan, caches.slabs_for(plan, MAX_SEQS, 2048, MAX_TOKENS), device)
+        self._memory = CacheMemory(plan, caches.slabs_for(plan, MAX_SEQS, 2048, MAX_TOKENS), open_device(device))
         self._tensors = {**_random_tensors(self._graph, device), **self._memory.tensors}
         self._program = restore(self._graph, device=device)
         self._program.bind(self._tensors)
@@ -175,10 +178,9 @@ class _Family:
         return found
 
     def _run(self, program: Sized, name: str, drawn: bool) -> Iterator[Step]:
-        engine = Engine(
-            program, self._graph, self._model, device=self._device, memory=self._memory, max_num_seqs=MAX_SEQS,
-            max_num_tokens=MAX_TOKENS, tokenizer_files={}, timeline=Timeline(), reuses_prefixes=False,
-        )  # fmt: skip
+        limits = Limits(MAX_SEQS, MAX_TOKENS, MAX_SEQ_LEN)
+        runner = Runner(program, self._graph, self._memory, open_device(self._device), limits)
+        engine = Engine(runner, self._model, tokenizer_files={}, timeline=Timeline(), reuses_prefixes=False)
         params = SamplingParams(max_tokens=DRAWN, temperature=float(drawn), top_k=50, seed=1, ignore_eos=True)
         for lengths in PROMPTS[name]:
             for length in lengths:

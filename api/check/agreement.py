@@ -25,6 +25,7 @@ from precast.loader.load import constant_tensors, load
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
 from precast.loader.schedule.requests import Chunk, Request, Step
+from precast.loader.sizing import Limits
 from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
@@ -88,8 +89,8 @@ def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) 
 
     The caches begin as NaN: what a sequence didn't write must not matter.
     """
-    graph, device = bundle.graph, torch.device("cpu")
-    program = restore(graph, device=device)
+    graph, device = bundle.graph, open_device("cpu")
+    program = restore(graph, device=torch.device("cpu"))
     program.bind(load_weights(graph, bundle.manifest.checkpoint, CheckpointFiles.open(weights), device=device).tensors)
     program.bind(constant_tensors(graph, bundle.constants, device))
     longest = max(map(len, prompts))
@@ -105,11 +106,8 @@ def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) 
         tables.grow(request.table, len(ids))
         return Chunk(request, len(ids), "all")
 
-    runner = Runner(
-        program, graph, memory, open_device(device), max_num_seqs=len(prompts),
-        max_num_tokens=sum(map(len, prompts)), max_seq_len=longest,
-    )  # fmt: skip
-    ticket = runner.launch(Step([], [chunk_of(ids) for ids in prompts]))
+    limits = Limits(len(prompts), sum(map(len, prompts)), longest)
+    ticket = Runner(program, graph, memory, device, limits).launch(Step([], [chunk_of(ids) for ids in prompts]))
     return list(ticket.logits.float().split([len(ids) for ids in prompts]))
 
 

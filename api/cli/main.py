@@ -204,11 +204,15 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option(
     "--cache-bytes", type=int, help="Memory for keys, values and states, in whole slabs. Default: from what is free."
 )
+@click.option(
+    "--allow-config-mismatch", is_flag=True, help="Go on if the checkpoint's config says other numbers than the bundle."
+)
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], with_timeline: bool, as_json: bool,
-    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None, **sampling: Any,
+    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None,
+    allow_config_mismatch: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -224,7 +228,7 @@ def run(
         params = SamplingParams(**sampling)
         engine = load(
             bundle, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
-            cache_bytes=cache_bytes, timeline=timeline,
+            cache_bytes=cache_bytes, allow_config_mismatch=allow_config_mismatch, timeline=timeline,
         )  # fmt: skip
     with engine:
         if as_json:

@@ -68,8 +68,8 @@ class Engine:
         self._prefixes = Prefixes(self._tables, kind_of=rotations.kind_of, reuses=reuses_prefixes)
         self._scheduler = Scheduler(
             self._tables,
-            max_num_seqs=runner.max_num_seqs,
-            max_num_tokens=runner.max_num_tokens,
+            max_num_seqs=runner.limits.max_num_seqs,
+            max_num_tokens=runner.limits.max_num_tokens,
             restart_length=rotations.restart_length,
             prefixes=self._prefixes,
         )
@@ -157,7 +157,7 @@ class Engine:
             raise RequestError("prompt-too-large-for-cache", found, fix="load with more cache_bytes")
         request = Request(0, ids, len(ids) + 1)
         table = request.table = self._tables.new_table()
-        most = self._tables.step_for(len(ids), min(self._runner.max_num_seqs, self._runner.max_num_tokens))
+        most = self._tables.step_for(len(ids), min(self._runner.limits.max_num_seqs, self._runner.limits.max_num_tokens))
         result = torch.empty(0)
         try:
             while request.num_pending:

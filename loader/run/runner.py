@@ -26,6 +26,7 @@ from precast.loader.run.places import Places
 from precast.loader.run.sampling import DTYPES, Draw, draw_arrays
 from precast.loader.schedule.requests import NO_TOKEN, Step
 from precast.loader.schedule.rows import DecodeRows
+from precast.loader.sizing import Limits
 
 Program = Callable[..., dict[str, torch.Tensor]]
 
@@ -43,20 +44,11 @@ class Ticket(NamedTuple):
 class Runner:
     """A program with its caches, and a fixed place on the device for each of its inputs.
 
-    `graph` and `memory` are those that the program is bound to. A step has at most `max_num_seqs` sequences and
-    `max_num_tokens` tokens.
+    `graph` and `memory` are those that the program is bound to. No step goes beyond `limits`.
     """
 
     def __init__(
-        self,
-        program: Program,
-        graph: Graph,
-        memory: CacheMemory,
-        device: Device,
-        *,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        max_seq_len: int,
+        self, program: Program, graph: Graph, memory: CacheMemory, device: Device, limits: Limits
     ) -> None:
         """Raises BundleError for a graph without logits, or with inputs that this release doesn't feed."""
         if not caches.groups(graph.caches) or "logits" not in graph.outputs:
@@ -64,19 +56,20 @@ class Runner:
         self.graph = graph
         self.device = device
         self.num_slabs = memory.num_slabs
-        self.max_num_seqs = max_num_seqs
-        self.max_num_tokens = max_num_tokens
+        self.limits = limits
         self._program: Program | None = program
         self._memory: CacheMemory | None = memory
         self._inputs = BatchInputs(graph)
         self._dimensions = self._inputs.dimensions
         self._sample = registry.resolve("precast.sample", 1, torch.device(device.name))
         num_pages = {
-            group.name: min(memory.num_pages[group.pool], caches.peak_pages(group, max_seq_len, max_num_tokens))
+            group.name: min(
+                memory.num_pages[group.pool], caches.peak_pages(group, limits.max_seq_len, limits.max_num_tokens)
+            )
             for group in graph.caches.groups
         }
-        num_seqs = min(max_num_seqs, max_num_tokens)
-        capacities = self._inputs.capacities(num_seqs=num_seqs, num_tokens=max_num_tokens, num_pages=num_pages)
+        num_seqs, num_tokens = min(limits.max_num_seqs, limits.max_num_tokens), limits.max_num_tokens
+        capacities = self._inputs.capacities(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=num_pages)
         self._places = Places(capacities | {name: (dtype, num_seqs) for name, dtype in DTYPES.items()}, device)
 
     def launch(self, step: Step, rows: DecodeRows | None = None, draws: Sequence[Draw] = ()) -> Ticket:

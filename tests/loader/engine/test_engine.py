@@ -25,6 +25,7 @@ from precast.loader.engine.results import Event, Output
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
+from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import open_device
 
@@ -59,13 +60,11 @@ def build(
     program = restore(graph, device=device)
     names = [*(param.name for param in graph.params), *(value.name for value in graph.constants)]
     program.bind({name: WEIGHTS[name].to(device) for name in names})
-    memory = CacheMemory(graph.caches, slabs, device)
+    opened = open_device(device)
+    memory = CacheMemory(graph.caches, slabs, opened)
     memory.arena.fill_(0xFF)  # NaN: whoever reads what no token wrote is found out
     program.bind(memory.tensors)
-    runner = Runner(
-        wrap(program), graph, memory, open_device(device), max_num_seqs=seqs, max_num_tokens=tokens,
-        max_seq_len=max_seq_len,
-    )  # fmt: skip
+    runner = Runner(wrap(program), graph, memory, opened, Limits(seqs, tokens, max_seq_len))
     files = {"tokenizer.json": letters(VOCAB)} if text else {}
     model = tiny_model(max_seq_len, eos)
     return Engine(runner, model, tokenizer_files=files, timeline=Timeline(), reuses_prefixes=reuses)
@@ -679,8 +678,8 @@ def test_a_graph_without_a_cache_is_refused() -> None:
 
 
 def runner_of(graph: Graph) -> Runner:
-    memory = CacheMemory(tiny_graph().caches, 2, CPU)
-    return Runner(lambda: {}, graph, memory, open_device(CPU), max_num_seqs=1, max_num_tokens=1, max_seq_len=8)
+    device = open_device(CPU)
+    return Runner(lambda: {}, graph, CacheMemory(tiny_graph().caches, 2, device), device, Limits(1, 1, 8))
 
 
 # --- failures, the end, counters -------------------------------------------------------------------------------

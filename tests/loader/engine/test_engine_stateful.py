@@ -38,8 +38,9 @@ from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
 from precast.loader.schedule.requests import Request
+from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
-from precast.loader.torch_device import open_device
+from precast.loader.torch_device import CpuDevice
 
 CPU = torch.device("cpu")
 EXAMPLES, ACTIONS = 60, 100
@@ -147,14 +148,12 @@ class EngineMachine(RuleBasedStateMachine):
         slabs = caches.slabs_for(plan, 1, MAX_LENGTH - 1, 1) * room // 100
         self.groups, self.layers, self.state = geometry_of(number)
         self.hashes = hashes
-        self.memory = memory = MemoryThatFails(self.graph.caches, slabs, CPU)
+        self.memory = memory = MemoryThatFails(self.graph.caches, slabs, CpuDevice())
         memory.arena.fill_(0xFF)
         self.program = FailsWhenTold(self.made(memory))
         self.max_num_seqs = max_num_seqs
-        runner = Runner(
-            self.program, self.graph, memory, open_device(CPU), max_num_seqs=max_num_seqs,
-            max_num_tokens=max_num_tokens, max_seq_len=MAX_LENGTH,
-        )  # fmt: skip
+        limits = Limits(max_num_seqs, max_num_tokens, MAX_LENGTH)
+        runner = Runner(self.program, self.graph, memory, CpuDevice(), limits)
         self.engine = Engine(
             runner, tiny_model(MAX_LENGTH), tokenizer_files={}, timeline=Timeline(), reuses_prefixes=reuses
         )
