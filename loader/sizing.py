@@ -11,10 +11,14 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan, Graph
-from precast.ir.memory import activations, caches
+from precast.ir.memory import caches
+from precast.kernels import activations
+from precast.kernels.registry import target_of
 from precast.loader.device import Device
 
 CUDA_FRACTION = 0.9
@@ -98,9 +102,9 @@ def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> Ar
 
 
 def step_bytes(graph: Graph, limits: Limits, device: Device) -> Callable[[int], int]:
-    """Bytes of activations that a step holds at most, for a cache of so many slabs; see `ir.memory.activations`."""
+    """Bytes of activations that a step holds at most, for a cache of so many slabs; see `kernels.activations`."""
     plan, (max_num_seqs, max_num_tokens, max_seq_len, _) = graph.caches, limits
-    peak = activations.step_peak(graph, device.kind)
+    peak = activations.step_peak(graph, target_of(torch.device(device.name)))
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
     most = {group.name: caches.peak_pages(group, max_seq_len, max_num_tokens) for group in plan.groups}
     num_seqs = min(max_num_seqs, max_num_tokens)

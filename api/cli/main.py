@@ -98,14 +98,23 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--passes", is_flag=True, help="The passes as they ran.")
 @click.option("--weights", is_flag=True, help="Each param and how it is made, and the config that was built from.")
 @click.option("--cache", is_flag=True, help="Cache groups, pools, and what sequences cost.")
+@click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
+@click.option("--target", help="Of --kernels: cpu, or a GPU's compute capability.  [default: sm_90]")
 @AS_JSON
-def inspect(bundle: Path, as_json: bool, **parts: bool) -> None:
+def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> None:
     """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
-    from precast.cli import show
+    from precast.cli import kernels_view, show
     from precast.ir.artifact import Bundle
 
+    if target is not None and not parts["kernels"]:
+        raise click.UsageError("--target goes with --kernels")
+    try:
+        kernels = kernels_view.view(target or "sm_90")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
     views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
+    views["kernels"] = kernels
     reports = [view(opened) for name, view in views.items() if parts[name]]
     _report(show.together(reports or [show.summary(opened)]), as_json)
 

@@ -16,7 +16,7 @@ from tiny import random_weights, reference_answer, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
 from precast.ir.artifact import Bundle, ops_of, write_bundle
-from precast.ir.bundle.versions import FORMAT
+from precast.ir.encoding import FORMAT
 from precast.ir.errors import BundleError, PrecastError, RequestError, WeightsError
 from precast.ir.graph.schema import Graph
 from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
