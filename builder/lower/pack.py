@@ -8,7 +8,7 @@ from pathlib import Path
 from precast.builder.capture.capture import Captured
 from precast.builder.graph.constants import tensor_bytes
 from precast.ir.artifact import Bundle, ops_of, write_bundle
-from precast.ir.bundle.versions import FORMAT
+from precast.ir.encoding import FORMAT
 from precast.ir.errors import BuildError, BundleError
 from precast.ir.graph.schema import Graph
 from precast.ir.manifest import ConfigFacts, Manifest, PassRecord

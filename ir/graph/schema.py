@@ -1,7 +1,7 @@
 """The language of a bundle: frozen structs, nothing else.
 
 Every struct here is wire format. A field that is added, removed or renamed changes `tests/ir/schema_v*.json`
-and needs the version bump that `precast.ir.bundle.versions` computes. Behaviour (evaluation, inference, verification,
+and needs a bump of the version (`docs/versioning.md`). Behaviour (evaluation, inference, verification,
 printing) lives in the modules beside this one; nothing in this room imports torch.
 
 Words: a *graph* is the program; a *block* is a function of it, stored once and called once a layer; a *node* is

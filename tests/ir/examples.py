@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from precast.ir.artifact import Bundle, write_bundle
-from precast.ir.bundle.versions import FORMAT
+from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import (
     Apply,
     Arg,

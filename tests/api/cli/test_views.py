@@ -14,7 +14,7 @@ from recitation import Command
 
 from precast.cli import show
 from precast.ir.artifact import Bundle
-from precast.ir.bundle.versions import FORMAT
+from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import CachePlan
 
 

@@ -18,7 +18,7 @@ from examples import write_tiny
 from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.bundle import oci
-from precast.ir.bundle.versions import FORMAT
+from precast.ir.encoding import FORMAT
 from precast.ir.errors import CODES, FIXES, BundleError
 from precast.ir.weights import tensorfile
 

@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from examples import tiny_manifest
-from precast.ir import limits
+from precast.ir import encoding, limits
 from precast.ir.artifact import Bundle
-from precast.ir.bundle import codec
 from precast.ir.errors import WeightsError
 from precast.ir.manifest import ConfigFacts
 from precast.ir.weights.config_facts import Difference, check, differences, entries, read_config
@@ -119,7 +118,7 @@ def test_entries_are_flat_and_have_an_encoding() -> None:
         "huge": str(10**30),
     }
     manifest = msgspec.structs.replace(tiny_manifest(), config=ConfigFacts(entries(odd)))
-    assert codec.decode_manifest(codec.encode_manifest(manifest)) == manifest
+    assert encoding.decode_manifest(encoding.encode_manifest(manifest)) == manifest
 
 
 # --- on disk -----------------------------------------------------------------------------------------------------

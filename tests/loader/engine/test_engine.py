@@ -24,6 +24,8 @@ from precast.loader.engine.engine import Engine
 from precast.loader.engine.results import Event, Output
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
+from precast.loader.run.runner import Runner
+from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import open_device
 
@@ -58,21 +60,14 @@ def build(
     program = restore(graph, device=device)
     names = [*(param.name for param in graph.params), *(value.name for value in graph.constants)]
     program.bind({name: WEIGHTS[name].to(device) for name in names})
-    memory = CacheMemory(graph.caches, slabs, open_device(device))
+    opened = open_device(device)
+    memory = CacheMemory(graph.caches, slabs, opened)
     memory.arena.fill_(0xFF)  # NaN: whoever reads what no token wrote is found out
     program.bind(memory.tensors)
-    return Engine(
-        wrap(program),
-        graph,
-        tiny_model(max_seq_len, eos),
-        device=device,
-        memory=memory,
-        max_num_seqs=seqs,
-        max_num_tokens=tokens,
-        tokenizer_files={"tokenizer.json": letters(VOCAB)} if text else {},
-        timeline=Timeline(),
-        reuses_prefixes=reuses,
-    )
+    runner = Runner(wrap(program), graph, memory, opened, Limits(seqs, tokens, max_seq_len))
+    files = {"tokenizer.json": letters(VOCAB)} if text else {}
+    model = tiny_model(max_seq_len, eos)
+    return Engine(runner, model, tokenizer_files=files, timeline=Timeline(), reuses_prefixes=reuses)
 
 
 def pages_in_use(engine: Engine) -> int:
@@ -677,23 +672,14 @@ def test_a_graph_without_a_cache_is_refused() -> None:
     graph = tiny_graph()
     fields = {name: getattr(graph, name) for name in graph.__struct_fields__}
     with pytest.raises(BundleError, match="no cache or no output logits"):
-        build_engine_only(Graph(**{**fields, "caches": CachePlan()}))
+        runner_of(Graph(**{**fields, "caches": CachePlan()}))
     with pytest.raises(BundleError, match="no cache or no output logits"):
-        build_engine_only(Graph(**{**fields, "outputs": {"hidden": "logits"}}))
+        runner_of(Graph(**{**fields, "outputs": {"hidden": "logits"}}))
 
 
-def build_engine_only(graph: Graph) -> Engine:
-    return Engine(
-        lambda: {},
-        graph,
-        tiny_model(),
-        device=CPU,
-        memory=CacheMemory(tiny_graph().caches, 2, open_device("cpu")),
-        max_num_seqs=1,
-        max_num_tokens=1,
-        tokenizer_files={},
-        timeline=Timeline(),
-    )
+def runner_of(graph: Graph) -> Runner:
+    device = open_device(CPU)
+    return Runner(lambda: {}, graph, CacheMemory(tiny_graph().caches, 2, device), device, Limits(1, 1, 8))
 
 
 # --- failures, the end, counters -------------------------------------------------------------------------------
@@ -773,8 +759,8 @@ def test_counters() -> None:
     engine = build(tokens=7, seqs=2)
     nothing = {
         "steps": 0, "eager_steps": 0, "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
-        "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0,
-        "preemptions": 0, "tokens_reused": 0, "prefix_blocks": 0, "slabs": 75, "slabs_free": 75,
+        "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0, "requests_failed": 0,
+        "preemptions": 0, "tokens_reused": 0, "prefix_spans": 0, "slabs": 75, "slabs_free": 75,
     }  # fmt: skip
 
     def pools(small: tuple[int, int], large: tuple[int, int]) -> dict[str, dict[str, int]]:
@@ -807,7 +793,7 @@ def test_counters() -> None:
     found = after.pop("pools")
     assert after == {
         **nothing, "steps": 3, "eager_steps": 3, "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
-        "requests_waiting": 1, "requests_running": 2, "prefix_blocks": 1, "slabs_free": 69,
+        "requests_waiting": 1, "requests_running": 2, "prefix_spans": 1, "slabs_free": 69,
     }  # fmt: skip
     # The first has 11 tokens: its first page of 4 is behind the window, though a known block keeps it.
     assert (found["small"]["pages_in_use"], found["small"]["pages_evicted"]) == (4, 1)
