@@ -34,7 +34,7 @@ class Event(msgspec.Struct, frozen=True):
     error: Failure | None = None
 
 
-class Output(msgspec.Struct, frozen=True):
+class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     """A whole answer.
 
     `token_ids` holds every generated token, a final end-of-sequence token included. `text` leaves special tokens out
