@@ -87,13 +87,8 @@ def load(
             phase.bytes = size.num_bytes
             phase.counters |= size.counters()
             runner = Runner(program, graph, memory, target, limits)
-    return Engine(
-        runner,
-        opened.manifest.model,
-        tokenizer_files=opened.files("tokenizer"),
-        timeline=timeline,
-        reuses_prefixes=reuse_prefixes,
-    )
+    model, texts = opened.manifest.model, opened.files("tokenizer")
+    return Engine(runner, model, tokenizer_files=texts, timeline=timeline, reuses_prefixes=reuse_prefixes)
 
 
 def rank_graph(bundle: Bundle, placement: Placement) -> Graph:

@@ -104,7 +104,10 @@ TENSORLESS = (
 ARRAYS_ALONE = (
     *(f"precast.loader.cache.{name}" for name in ("arena", "pages", "prefixes", "rotation", "sequence", "tables")),
     *(f"precast.loader.schedule.{name}" for name in ("requests", "rows", "scheduler")),
-    *(f"precast.loader.engine.{name}" for name in ("answers", "metrics", "prompts", "results", "sampling", "tokenizer")),
+    *(
+        f"precast.loader.engine.{name}"
+        for name in ("answers", "metrics", "prompts", "results", "sampling", "tokenizer")
+    ),
     *("precast.loader.run.batch", "precast.loader.run.sampling"),
 )
 

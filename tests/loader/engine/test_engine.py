@@ -760,8 +760,8 @@ def test_counters() -> None:
     engine = build(tokens=7, seqs=2)
     nothing = {
         "steps": 0, "eager_steps": 0, "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
-        "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0, "requests_failed": 0,
-        "preemptions": 0, "tokens_reused": 0, "prefix_spans": 0, "slabs": 75, "slabs_free": 75,
+        "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0,
+        "requests_failed": 0, "preemptions": 0, "tokens_reused": 0, "prefix_spans": 0, "slabs": 75, "slabs_free": 75,
     }  # fmt: skip
 
     def pools(small: tuple[int, int], large: tuple[int, int]) -> dict[str, dict[str, int]]:
