@@ -34,7 +34,6 @@ from precast.loader.schedule.requests import Chunk, Request, Step
 from precast.loader.schedule.scheduler import Scheduler
 from precast.loader.timeline import Timeline
 
-
 _COUNTERS = {"cancelled": "requests_cancelled", "error": "requests_failed"}
 """Of the reasons for which an answer ends; the others count as finished."""
 
@@ -157,7 +156,9 @@ class Engine:
             raise RequestError("prompt-too-large-for-cache", found, fix="load with more cache_bytes")
         request = Request(0, ids, len(ids) + 1)
         table = request.table = self._tables.new_table()
-        most = self._tables.step_for(len(ids), min(self._runner.limits.max_num_seqs, self._runner.limits.max_num_tokens))
+        most = self._tables.step_for(
+            len(ids), min(self._runner.limits.max_num_seqs, self._runner.limits.max_num_tokens)
+        )
         result = torch.empty(0)
         try:
             while request.num_pending:

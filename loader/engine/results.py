@@ -34,7 +34,7 @@ class Event(msgspec.Struct, frozen=True):
     error: Failure | None = None
 
 
-class Output(msgspec.Struct, frozen=True):
+class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     """A whole answer.
 
     `token_ids` holds every generated token, a final end-of-sequence token included. `text` leaves special tokens out
@@ -54,7 +54,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     `tokens_prefilled` and `tokens_decoded` are computed tokens: of prompts, and of answers as they are fed back; what
     is computed again after a preemption counts as prefilled. `tokens_reused` were not computed when a request began or
-    was resumed, since pages and states that were kept hold them. `prefix_spans` of tokens are known for reuse. `eager_steps` ran
+    was resumed, since pages and states that were kept hold them. `prefix_spans` are known for reuse. `eager_steps` ran
     op by op and not from a captured graph. `pools` share `slabs` of memory.
     """
 

@@ -1,4 +1,4 @@
-"""A step's inputs: from the sequences that decode, and chunks of others, to flat arrays of what the graph takes, by name.
+"""A step's inputs: from the sequences that decode, and chunks of others, to the arrays that the graph takes, by name.
 
 Tokens are packed: `[1, T]`, sequences are told apart by `cu_seqlens`, those that decode come first. Positions and
 lengths are absolute; page lists are cut to the window or chunk here, and `page_start` says where they begin.
@@ -147,7 +147,9 @@ class BatchInputs:
         """How many dimensions each input of the graph has: 1, or 2 for `[1, T]`."""
         return {name: dimensions for name, (_, dimensions) in self._kinds.items()}
 
-    def capacities(self, *, num_seqs: int, num_tokens: int, num_pages: Mapping[str, int]) -> dict[str, tuple[Dtype, int]]:
+    def capacities(
+        self, *, num_seqs: int, num_tokens: int, num_pages: Mapping[str, int]
+    ) -> dict[str, tuple[Dtype, int]]:
         """The dtype of each array, and how long it can become.
 
         A step has at most `num_seqs` sequences and `num_tokens` tokens, and a sequence at most `num_pages` pages of a

@@ -47,9 +47,7 @@ class Runner:
     `graph` and `memory` are those that the program is bound to. No step goes beyond `limits`.
     """
 
-    def __init__(
-        self, program: Program, graph: Graph, memory: CacheMemory, device: Device, limits: Limits
-    ) -> None:
+    def __init__(self, program: Program, graph: Graph, memory: CacheMemory, device: Device, limits: Limits) -> None:
         """Raises BundleError for a graph without logits, or with inputs that this release doesn't feed."""
         if not caches.groups(graph.caches) or "logits" not in graph.outputs:
             raise BundleError("graph-invalid", "the graph has no cache or no output logits: the engine can't decode")
@@ -120,7 +118,6 @@ class Runner:
 
     def _draw(self, logits: torch.Tensor, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
         """One token a row. Without arguments all rows are greedy: what `precast.sample` gives, without its sort."""
-        largest, tokens = logits.max(-1)
-        if arguments:
-            tokens = self._sample(logits=logits, **arguments)
-        return tokens.masked_fill_(~(largest > float("-inf")), NO_TOKEN)
+        tokens = self._sample(logits=logits, **arguments) if arguments else logits.argmax(-1)
+        # The least magnitude of a row is NaN if any logit is, and infinite if all are.
+        return torch.where(logits.abs().amin(-1).isfinite(), tokens, NO_TOKEN)

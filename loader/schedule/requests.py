@@ -55,9 +55,7 @@ class Chunk:
 
     __slots__ = ("length", "logits", "request", "start")
 
-    def __init__(
-        self, request: Request, length: int, logits: Literal["none", "last", "all"] | None = None
-    ) -> None:
+    def __init__(self, request: Request, length: int, logits: Literal["none", "last", "all"] | None = None) -> None:
         self.request = request
         self.length = length
         self.start = request.num_computed

@@ -371,3 +371,60 @@ def test_sequences_that_are_rotated_differently_share_nothing(
     assert reuse(*short) == 8
     assert reuse(*long) == 16
     assert reuse(*other) == 0
+
+
+# --- asking changes nothing; what is wrong is withdrawn ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", [FULL, WINDOW, STATE])
+def test_a_match_holds_nothing(graph: Graph) -> None:
+    tables, prefixes = made(graph)
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(16))))
+    before = in_use(tables), prefixes.reclaimable(), tables.usage()
+
+    match = prefixes.match(Request(2, array("q", range(20)), 30))
+
+    assert match.length > 0
+    assert (in_use(tables), prefixes.reclaimable(), tables.usage()) == before
+    prefixes.clear()
+    assert in_use(tables) == 0
+
+
+def test_what_a_match_needs_is_given_up_last() -> None:
+    tables, prefixes = made(WINDOW)
+    for start in (0, 100):
+        leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(start, start + 24))))
+    match = prefixes.match(Request(2, array("q", range(24)), 30))
+    assert prefixes.reclaimable(match)["far"] == prefixes.reclaimable()["far"] - 2
+
+    prefixes.touch(match)
+    while prefixes.drop_one(match):
+        pass
+
+    assert [reused(tables, prefixes, *range(start, start + 24)) for start in (0, 100)] == [16, 0]
+    assert [span for span in match.spans if span.point is not None] == match.spans[-1:]
+
+
+def test_what_is_withdrawn_is_found_no_more_and_neither_is_what_continues_it() -> None:
+    tables, prefixes = made(FULL)
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(8)))
+    sharing = compute(tables, prefixes, started(tables, prefixes, *range(14), number=2))
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(12), 50, 51, 52, 53, number=3)))
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(60, 70), number=4)))
+    assert reused(tables, prefixes, *range(13)) == 12
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(13)) == 0
+    assert reused(tables, prefixes, *range(60, 70)) == 8
+    # One that shares what was withdrawn goes on, and leaves nothing: its pages are given back with it.
+    sharing.token_ids.extend(range(14, 20))
+    sharing.num_pending += 6
+    compute(tables, prefixes, sharing)
+    leave(tables, prefixes, sharing)
+    assert prefixes.num_spans == in_use(tables) == 2
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(9), number=5)))
+    assert reused(tables, prefixes, *range(20)) == 8, "computed anew, without what once followed it"
+    prefixes.clear()
+    assert in_use(tables) == 0

@@ -22,7 +22,14 @@ GRAPH = tiny_graph()
 
 
 def chunk(
-    start: int, tokens: list[int], *, near: list[int], far: list[int], logits: str = "last", prompt: int = 0, **states: int
+    start: int,
+    tokens: list[int],
+    *,
+    near: list[int],
+    far: list[int],
+    logits: str = "last",
+    prompt: int = 0,
+    **states: int,
 ) -> Chunk:
     """A chunk of a sequence that has these pages and states, and had `prompt` tokens when it started."""
     end = start + len(tokens)

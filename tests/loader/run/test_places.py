@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def test_ranges_are_joined_over_short_gaps(gaps: list[tuple[int, int]]) -> None:
     found = list(joined(ranges))
 
     assert all(any(first <= start and end <= last for first, last in found) for start, end in ranges)
-    assert all(after[0] - before[1] >= GAP_BYTES for before, after in zip(found, found[1:], strict=False))
+    assert all(after[0] - before[1] >= GAP_BYTES for before, after in itertools.pairwise(found))
     assert {edge for one in found for edge in one} <= {edge for one in ranges for edge in one}
 
 
