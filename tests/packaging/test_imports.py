@@ -109,12 +109,35 @@ TENSORLESS = (
     *("precast.loader.device", "precast.loader.placement", "precast.loader.timeline"),
     *(f"precast.loader.weights.{name}" for name in ("views", "parts", "cuts", "read_plan", "files")),
 )
+# The same, of what counts in arrays of numpy.
+ARRAYS_ALONE = (
+    *(f"precast.loader.cache.{name}" for name in ("arena", "pages", "prefixes", "rotation", "sequence", "tables")),
+    *(f"precast.loader.schedule.{name}" for name in ("requests", "rows", "scheduler")),
+    *(
+        f"precast.loader.engine.{name}"
+        for name in ("answers", "metrics", "prompts", "results", "sampling", "tokenizer")
+    ),
+    *("precast.loader.run.batch", "precast.loader.run.sampling"),
+)
 
 
 def test_what_needs_no_tensor_imports_no_torch() -> None:
     loaded = loaded_by(*TENSORLESS)
 
     assert inside(loaded, "torch") == []
+    assert tops(loaded) <= LIGHT
+
+
+def test_schedules_tables_and_requests_need_numpy_and_no_torch() -> None:
+    loaded = loaded_by(*ARRAYS_ALONE)
+
+    assert inside(loaded, "torch") == []
+    assert tops(loaded) <= LIGHT | {"numpy"}
+
+
+def test_prompts_and_sampling_options_need_neither() -> None:
+    loaded = loaded_by("precast.loader.engine.prompts", "precast.loader.engine.sampling")
+
     assert tops(loaded) <= LIGHT
 
 
