@@ -1,7 +1,7 @@
 """Whether a loaded bundle computes what transformers computes: the same logits, the same greedy tokens.
 
 The prompts are unequal, packed into one batch, or arrive one after another and are computed in chunks; transformers
-computes each by itself.
+computes each alone.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def arrive_one_after_another(engine: Engine, prompts: Sequence[Sequence[int]], n
 
 
 def hf_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """transformers' logits of each sequence by itself, `[T, V]`."""
+    """transformers' logits of each sequence, computed alone, `[T, V]`."""
     with torch.no_grad():
         return [model(input_ids=torch.tensor([list(prompt)]), use_cache=False).logits[0].clone() for prompt in prompts]
 
@@ -144,7 +144,7 @@ def hf_greedy(model: Any, prompt: Sequence[int], count: int, *, use_cache: bool 
 
 
 def is_greedy(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-    """Whether each token of the answer is the likeliest one behind those before it, by transformers without a cache.
+    """Whether each token of the answer is the likeliest one after those before it, by transformers without a cache.
 
     That is what `generate` gives for a model whose cache changes nothing, in one pass in place of one a token.
     """

@@ -45,7 +45,7 @@ class _Verb(click.Command):
             click.echo(_printable(f"error: {error}"), err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("\ninterrupted", err=True)  # behind the terminal's ^C
+            click.echo("\ninterrupted", err=True)  # after the terminal's ^C
             ctx.exit(130)
 
 
@@ -198,7 +198,7 @@ def digest(bundle: Path, as_json: bool) -> None:
 )
 @click.option("--seed", type=int, help="Equal seeds give equal answers.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends the answer; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-sequence token.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
 @click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Sequences that run at once.")
 @click.option("--max-num-tokens", type=int, default=8192, show_default=True, help="Tokens that one step computes.")
 @click.option(
@@ -242,7 +242,7 @@ def run(
 
 
 def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:
-    """`precast.build`, with what it raises besides Precast's errors turned into those."""
+    """`precast.build`, with other errors that it raises turned into Precast's own."""
     try:
         from precast import build as build_bundle
 

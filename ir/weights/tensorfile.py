@@ -2,7 +2,7 @@
 
 A file is 8 bytes of header length (little endian), the header as JSON, and the tensors' bytes, row-major and little
 endian. Reading is strict where safetensors is: no byte is unaccounted for, no byte belongs to two tensors. Files of
-constants are canonical besides: `decode` refuses what `encode` would not have written.
+constants are also canonical: `decode` refuses what `encode` would not have written.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _header(head: bytes, file_size: int) -> dict[str, TensorEntry]:
 
 
 def _placed(found: Mapping[str, _RawEntry], data_start: int, file_size: int) -> dict[str, TensorEntry]:
-    """The entries in file order, each byte behind the header in exactly one of them."""
+    """The entries in file order, each byte after the header in exactly one of them."""
     entries = {}
     position = 0
     for name, raw in sorted(found.items(), key=lambda item: (item[1].data_offsets, item[0])):
