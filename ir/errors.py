@@ -91,6 +91,7 @@ CODES: dict[str, str] = {
     "device-missing": "the device that was asked for is not there",
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
+    "implementation-missing": "no implementation computes a node on this target",
 }
 
 FIXES: dict[str, str] = {

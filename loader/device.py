@@ -47,6 +47,12 @@ def host_bytes(buffer: Buffer) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+Sizes = tuple[int, int, int]
+"""Of a grid or a block of threads, by dimension."""
+Arguments = Sequence[Buffer | int | float]
+"""Of a kernel; a buffer is passed as its address."""
+
+
 class Launch(NamedTuple):
     """A kernel's launch as data. Expressions are over the symbols of the step; `args` in the kernel's order.
 
@@ -55,7 +61,7 @@ class Launch(NamedTuple):
 
     kernel: str
     grid: tuple[Expr, Expr, Expr]
-    block: tuple[int, int, int]
+    block: Sizes
     shared_bytes: int = 0
     pdl: bool = False
     args: tuple[str | Expr | float, ...] = ()
@@ -64,11 +70,11 @@ class Launch(NamedTuple):
 class Event(Protocol):
     """A point in a stream's work."""
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: Stream = None) -> None:
         """Be the point that the stream has reached now."""
         ...
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: Stream = None) -> None:
         """Let the stream go on only after this point."""
         ...
 
@@ -95,7 +101,7 @@ class Device(Protocol):
         """New memory, uninitialised, as bytes: of the device, or of the host for fast copies to it (`pinned`)."""
         ...
 
-    def copy(self, target: Buffer, source: Buffer, stream: Stream | None = None) -> None:
+    def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """Copy the elements of one buffer onto another of the same shape; the host does not wait."""
         ...
 
@@ -104,19 +110,12 @@ class Device(Protocol):
         ...
 
     def launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        args: Sequence[Buffer | int | float],
-        *,
-        shared_bytes: int = 0,
-        stream: Stream | None = None,
+        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
     ) -> None:
-        """Run the kernel once for each place of the grid; the host does not wait. A buffer is passed as its address."""
+        """Run the kernel once for each place of the grid; the host does not wait."""
         ...
 
-    def capture(self, stream: Stream | None = None) -> AbstractContextManager[CapturedGraph]:
+    def capture(self, stream: Stream = None) -> AbstractContextManager[CapturedGraph]:
         """Record the copies and launches of the body in place of running them."""
         ...
 
@@ -128,7 +127,7 @@ class Device(Protocol):
         """A new stream."""
         ...
 
-    def use(self, stream: Stream | None = None) -> AbstractContextManager[object]:
+    def use(self, stream: Stream = None) -> AbstractContextManager[object]:
         """While open, this thread's work goes to this device, and to `stream` if one is given."""
         ...
 

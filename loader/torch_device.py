@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from precast.ir.errors import RequestError, TargetError
 from precast.kernels import dtypes
-from precast.loader.device import Buffer, Device, Event, Kernel, Stream
+from precast.loader.device import Arguments, Buffer, Device, Event, Kernel, Sizes, Stream
 
 
 def open_device(device: str | torch.device | None) -> Device:
@@ -71,7 +71,7 @@ class CpuDevice:
         """As the interface says; no copy from the host to itself is faster for pinned memory."""
         return _buffer_of(torch.empty(num_bytes, dtype=torch.uint8))
 
-    def copy(self, target: Buffer, source: Buffer, stream: Stream | None = None) -> None:
+    def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """As the interface says."""
         self._run(partial(tensor_of(target).copy_, tensor_of(source)))
 
@@ -80,20 +80,13 @@ class CpuDevice:
         raise TargetError("device-invalid", f"kernel {name} is for a GPU, and the device is cpu")
 
     def launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        args: Sequence[Buffer | int | float],
-        *,
-        shared_bytes: int = 0,
-        stream: Stream | None = None,
+        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
     ) -> None:
         """Call `kernel`, a function, as a GPU's kernels are called; the whole grid is one call."""
         self._run(partial(kernel, grid, block, _arguments(args), shared_bytes, stream))
 
     @contextmanager
-    def capture(self, stream: Stream | None = None) -> Iterator[_Calls]:
+    def capture(self, stream: Stream = None) -> Iterator[_Calls]:
         """As the interface says."""
         assert self._captured is None, "a capture is open"
         self._captured = calls = _Calls()
@@ -110,7 +103,7 @@ class CpuDevice:
         """None: the host has one."""
         return None
 
-    def use(self, stream: Stream | None = None) -> AbstractContextManager[object]:
+    def use(self, stream: Stream = None) -> AbstractContextManager[object]:
         """Nothing to do."""
         return nullcontext()
 
@@ -146,7 +139,7 @@ class CudaDevice:
         place = torch.device("cpu") if pinned else self._device
         return _buffer_of(torch.empty(num_bytes, dtype=torch.uint8, device=place, pin_memory=pinned))
 
-    def copy(self, target: Buffer, source: Buffer, stream: Stream | None = None) -> None:
+    def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """As the interface says."""
         with torch.cuda.stream(stream):
             tensor_of(target).copy_(tensor_of(source), non_blocking=True)
@@ -160,21 +153,14 @@ class CudaDevice:
         return kernel
 
     def launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        args: Sequence[Buffer | int | float],
-        *,
-        shared_bytes: int = 0,
-        stream: Stream | None = None,
+        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
     ) -> None:
         """As the interface says. Integers are passed as int32, floats as doubles."""
         with self.use():
             kernel(grid, block, _arguments(args), shared_bytes, stream)
 
     @contextmanager
-    def capture(self, stream: Stream | None = None) -> Iterator[torch.cuda.CUDAGraph]:
+    def capture(self, stream: Stream = None) -> Iterator[torch.cuda.CUDAGraph]:
         """As the interface says: a CUDA graph, of what torch does in the body too."""
         graph = torch.cuda.CUDAGraph()
         with self.use(), torch.cuda.graph(graph, stream=stream):
@@ -188,7 +174,7 @@ class CudaDevice:
         """As the interface says."""
         return torch.cuda.Stream(self._device)
 
-    def use(self, stream: Stream | None = None) -> AbstractContextManager[object]:
+    def use(self, stream: Stream = None) -> AbstractContextManager[object]:
         """As the interface says."""
         return torch.cuda.device(self._device) if stream is None else torch.cuda.stream(stream)
 
@@ -213,16 +199,16 @@ class _Calls(list[Callable[[], object]]):
 class _Passed:
     """The event of a device that has done its work when a call returns."""
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: Stream = None) -> None:
         pass
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: Stream = None) -> None:
         pass
 
     def synchronize(self) -> None:
         pass
 
 
-def _arguments(args: Sequence[Buffer | int | float]) -> list[torch.Tensor | int | float]:
+def _arguments(args: Arguments) -> list[torch.Tensor | int | float]:
     """Arguments as torch's kernels take them: a tensor stands for its address."""
     return [tensor_of(each) if isinstance(each, Buffer) else each for each in args]

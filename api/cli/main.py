@@ -98,14 +98,23 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--passes", is_flag=True, help="The passes as they ran.")
 @click.option("--weights", is_flag=True, help="Each param and how it is made, and the config that was built from.")
 @click.option("--cache", is_flag=True, help="Cache groups, pools, and what sequences cost.")
+@click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
+@click.option("--target", help="Of --kernels: cpu, or a GPU's compute capability.  [default: sm_90]")
 @AS_JSON
-def inspect(bundle: Path, as_json: bool, **parts: bool) -> None:
+def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> None:
     """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
-    from precast.cli import show
+    from precast.cli import kernels_view, show
     from precast.ir.artifact import Bundle
 
+    if target is not None and not parts["kernels"]:
+        raise click.UsageError("--target goes with --kernels")
+    try:
+        kernels = kernels_view.view(target or "sm_90")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
     views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
+    views["kernels"] = kernels
     reports = [view(opened) for name, view in views.items() if parts[name]]
     _report(show.together(reports or [show.summary(opened)]), as_json)
 
@@ -204,11 +213,15 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option(
     "--cache-bytes", type=int, help="Memory for keys, values and states, in whole slabs. Default: from what is free."
 )
+@click.option(
+    "--allow-config-mismatch", is_flag=True, help="Go on if the checkpoint's config says other numbers than the bundle."
+)
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], with_timeline: bool, as_json: bool,
-    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None, **sampling: Any,
+    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None,
+    allow_config_mismatch: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -224,7 +237,7 @@ def run(
         params = SamplingParams(**sampling)
         engine = load(
             bundle, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
-            cache_bytes=cache_bytes, timeline=timeline,
+            cache_bytes=cache_bytes, allow_config_mismatch=allow_config_mismatch, timeline=timeline,
         )  # fmt: skip
     with engine:
         if as_json:

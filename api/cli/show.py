@@ -12,8 +12,10 @@ from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Call, Graph, Group, LatentSpec, Node, PagedSpec, StateGroup, StateSpec
 from precast.ir.graph.text import format_graph, format_recipe, format_type
-from precast.ir.memory import activations, caches
+from precast.ir.memory import caches
 from precast.ir.ops.flops import canonical_share
+from precast.kernels import activations
+from precast.kernels.use import GPU
 
 STEPS = ((8192, 256), (256, 256))
 """The steps, as tokens and sequences, for which the summary says what activations take: prefill, and decoding."""
@@ -87,7 +89,7 @@ def summary(bundle: Bundle) -> Report:
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:
     """Bytes that steps of so many tokens and sequences hold at most on a GPU, all sequences beginning there."""
-    peak = activations.step_peak(graph, "cuda")
+    peak = activations.step_peak(graph, GPU)
     found = {}
     for tokens, sequences in STEPS:
         pages = {group.name: -(-tokens // group.spec.page_size) + sequences for group in graph.caches.groups}

@@ -138,3 +138,18 @@ def test_a_cpu_loads_no_kernels() -> None:
     with pytest.raises(TargetError, match="kernel add is for a GPU") as error:
         open_device("cpu").load(ADD, "add")
     assert error.value.code == "device-invalid"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    for device in ("cuda", "cuda:1", torch.device("cuda", 0)):
+        with pytest.raises(TargetError, match=r"device is cuda.* sees 0 CUDA devices") as error:
+            open_device(device)
+        assert (error.value.code, error.value.exit_code) == ("device-missing", 4)
+    assert open_device(None).name == "cpu"
+
+
+def test_a_device_that_is_not_supported() -> None:
+    with pytest.raises(TargetError, match="device is meta") as error:
+        open_device("meta")
+    assert error.value.code == "device-invalid"

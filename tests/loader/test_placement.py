@@ -6,11 +6,12 @@ import typing
 
 import msgspec
 import pytest
+from graph_text import parse_graph
 
 from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph import schema
 from precast.ir.graph.schema import Apply, Expr, Graph
-from precast.ir.graph.text import format_graph, parse_graph
+from precast.ir.graph.text import format_graph
 from precast.ir.verify import verifier
 from precast.loader.placement import Placement, bind_world, place
 from precast.loader.torch_device import CpuDevice

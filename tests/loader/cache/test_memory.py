@@ -12,8 +12,9 @@ from tiny import HEAD, KV_HEADS, tiny_graph
 from precast.ir.graph.schema import CachePlan
 from precast.ir.memory import caches
 from precast.loader.cache.memory import CacheMemory
+from precast.loader.torch_device import CpuDevice
 
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 MIXED = parse_graph(
     """
     slabs(bytes=6144)

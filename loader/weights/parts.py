@@ -1,22 +1,22 @@
 """Recipes taken apart: which elements of which stored tensor go where in which param.
 
 A recipe is followed from its root to what it reads, with the part of the destination that each branch fills. A
-branch without a join is a strided view of one stored tensor, so nearly all of it is arithmetic: one piece for each
+branch without a join is a strided view of one stored tensor, so nearly all of it is arithmetic: one part for each
 tensor read. Only a join under a reshape that no strides describe is made in a temporary tensor and moved afterwards.
 
 Values that a checkpoint holds in few bits are computed, matrix by matrix, from tensors that are read for it
-(`lay_out_inputs`) and gone afterwards.
+(`input_parts`) and gone afterwards. Recipes are those of a graph that is bound to its rank: all sizes are numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from precast.ir.errors import BundleError
-from precast.ir.graph import symbols as exprs
+from precast.ir.errors import BundleError, RecipeError
+from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
     Cast,
     Concat,
@@ -33,7 +33,7 @@ from precast.ir.graph.schema import (
     Tie,
     Transpose,
 )
-from precast.ir.weights import quantised, recipes
+from precast.ir.weights import recipes
 from precast.loader.weights import views
 from precast.loader.weights.views import Shape, View
 
@@ -52,7 +52,7 @@ class Target(msgspec.Struct, frozen=True):
     shape: Shape
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True):
     """Elements of a stored tensor, by its name in the recipes, for elements of a target; both views have one shape."""
 
     tensor: str
@@ -63,13 +63,12 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """Elements of a temporary target for elements of a later one, once the temporary one is filled."""
+    """Elements of a temporary target for elements of an earlier one, of its type, once the temporary one is filled."""
 
     source: int
     view: View
     target: int
     destination: View
-    casts: Casts
 
 
 class Computed(msgspec.Struct, frozen=True):
@@ -86,7 +85,7 @@ class Computed(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """What a computation reads, as targets of a layout of its own."""
+    """The targets of what a computation reads."""
 
     values: int
     scales: int
@@ -94,23 +93,23 @@ class Inputs(msgspec.Struct, frozen=True):
     groups: int | None
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """All pieces of all params; `ties` maps a param to the one whose memory it shares."""
+class Assembly(msgspec.Struct, frozen=True):
+    """All that fills the targets, and `ties`: a param to the one whose memory it shares."""
 
     targets: tuple[Target, ...]
-    pieces: tuple[Piece, ...]
+    parts: tuple[Part, ...]
     moves: tuple[Move, ...]
+    computed: tuple[Computed, ...]
     ties: dict[str, str]
-    computed: tuple[Computed, ...] = ()
 
 
-def lay_out(params: Iterable[Param], symbols: Mapping[str, int], stored_dtype: Callable[[str], str]) -> Layout:
+def param_parts(params: Iterable[Param], stored_dtype: Callable[[str], str]) -> Assembly:
     """Take the recipes of `params` apart; `stored_dtype` gives the element type of a stored tensor by its name.
 
-    Raises BundleError (symbol-unbound) for a symbol without a value, and (graph-invalid) for a slice that, with these
-    values, leaves what it slices.
+    Raises BundleError (graph-invalid) for a recipe that doesn't make what its param is, and (symbol-unbound) for a size
+    that is no number.
     """
-    maker = _Maker(symbols, stored_dtype)
+    maker = _Maker(stored_dtype)
     ties: dict[str, str] = {}
     for param in params:
         if isinstance(param.recipe, Tie):
@@ -120,29 +119,36 @@ def lay_out(params: Iterable[Param], symbols: Mapping[str, int], stored_dtype: C
             maker.add_param(param)
         except BundleError as error:
             raise error.inside(f"param {param.name}") from None
-    return Layout(tuple(maker.targets), tuple(maker.pieces), tuple(maker.moves), ties, tuple(maker.computed))
+    return maker.assembly(ties)
 
 
-def lay_out_inputs(
-    computed: Sequence[Computed], symbols: Mapping[str, int], stored_dtype: Callable[[str], str]
-) -> tuple[Layout, tuple[Inputs, ...]]:
+def input_parts(
+    computed: Sequence[Computed], stored_dtype: Callable[[str], str]
+) -> tuple[Assembly, tuple[Inputs, ...]]:
     """The tensors that these computations need, in temporary targets, and which of them each one needs."""
-    maker = _Maker(symbols, stored_dtype)
+    maker = _Maker(stored_dtype)
     inputs = tuple(maker.add_inputs(each) for each in computed)
-    return Layout(tuple(maker.targets), tuple(maker.pieces), tuple(maker.moves), {}), inputs
+    return maker.assembly({}), inputs
 
 
 class _Maker:
-    def __init__(self, symbols: Mapping[str, int], stored_dtype: Callable[[str], str]) -> None:
-        self._symbols = symbols
+    def __init__(self, stored_dtype: Callable[[str], str]) -> None:
         self._stored_dtype = stored_dtype
-        self.targets: list[Target] = []
-        self.pieces: list[Piece] = []
-        self.moves: list[Move] = []
-        self.computed: list[Computed] = []
+        self._targets: list[Target] = []
+        self._parts: list[Part] = []
+        self._moves: list[Move] = []
+        self._computed: list[Computed] = []
+
+    def assembly(self, ties: dict[str, str]) -> Assembly:
+        """What was added."""
+        return Assembly(tuple(self._targets), tuple(self._parts), tuple(self._moves), tuple(self._computed), ties)
 
     def add_param(self, param: Param) -> None:
-        shape = self._sizes(param.type.shape)
+        """A target for the param, and what fills it."""
+        shape = _shape(param.recipe)
+        if shape != param.type.shape:
+            wanted = ", ".join(map(symbols.text, param.type.shape))
+            raise BundleError("graph-invalid", f"its recipe makes {list(shape)}, expected [{wanted}]")
         target = self._add_target(Target(param.name, param.type.dtype, shape))
         self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
 
@@ -156,36 +162,36 @@ class _Maker:
         return Inputs(values, scales, zeros, groups)
 
     def _input(self, part: Recipe, computed: Computed) -> int:
-        window = _whole(self._shape(part))
+        window = _whole(_shape(part))
         if computed.index is not None:
             window = ((computed.index, 1), *window[1:])
         shape = tuple(length for _, length in window)
-        dtype = self._dtype(part)
+        dtype = recipes.dtype(part) or "float32"  # of scales, which are used in float32 whatever is stored
         target = self._add_target(Target(None, dtype, shape))
         self._place(part, views.contiguous(shape), window, target, (dtype,))
         return target
 
     def _add_target(self, target: Target) -> int:
-        self.targets.append(target)
-        return len(self.targets) - 1
+        self._targets.append(target)
+        return len(self._targets) - 1
 
     def _place(self, recipe: Recipe, destination: View, window: Window, target: int, casts: Casts) -> None:
         """Fill `destination`, of the window's shape, with the window of what the recipe makes."""
         if 0 in destination.shape:
             return
-        leaf = self._leaf(recipe)
+        leaf = _leaf(recipe)
         if leaf is not None:
             origin, source, inner = leaf
             for dim, (start, length) in enumerate(window):
                 source = views.narrow(source, dim, start, length)
-            kept = _conversions(self._dtype(origin), (*inner, *casts))
             if isinstance(origin, Read):
-                self.pieces.append(Piece(origin.tensor, source, target, destination, kept))
+                kept = _conversions(self._stored_dtype(origin.tensor), (*inner, *casts))
+                self._parts.append(Part(origin.tensor, source, target, destination, kept))
             else:
-                self._compute(origin, source, target, destination, kept)
+                self._compute(origin, source, target, destination, _conversions("float32", (*inner, *casts)))
         elif isinstance(recipe, Slice):
             start, length = window[recipe.dim]
-            moved = (start + self._slice_start(recipe), length)
+            moved = (start + _number(recipe.start), length)
             inside = (*window[: recipe.dim], moved, *window[recipe.dim + 1 :])
             self._place(recipe.of, destination, inside, target, casts)
         elif isinstance(recipe, Transpose):
@@ -197,16 +203,11 @@ class _Maker:
             self._place(recipe.of, destination, window, target, (recipe.dtype, *casts))
         elif isinstance(recipe, Concat):
             self._place_concat(recipe, destination, window, target, casts)
-        elif isinstance(recipe, Stack):
+        elif isinstance(recipe, (Stack, Each)):
             start, length = window[recipe.dim]
             inside = (*window[: recipe.dim], *window[recipe.dim + 1 :])
             for i in range(length):
-                self._place(recipe.parts[start + i], views.select(destination, recipe.dim, i), inside, target, casts)
-        elif isinstance(recipe, Each):
-            start, length = window[recipe.dim]
-            inside = (*window[: recipe.dim], *window[recipe.dim + 1 :])
-            for i in range(length):
-                part = recipes.nth(recipe, start + i)
+                part = recipe.parts[start + i] if isinstance(recipe, Stack) else recipes.nth(recipe, start + i)
                 self._place(part, views.select(destination, recipe.dim, i), inside, target, casts)
         else:
             assert isinstance(recipe, Reshape), "verified: a tie is a recipe of its own"
@@ -217,7 +218,7 @@ class _Maker:
         first, length = window[dim]
         begin = 0
         for part in recipe.parts:
-            end = begin + self._shape(part)[dim]
+            end = begin + _shape(part)[dim]
             low, high = max(begin, first), min(end, first + length)
             if low < high:
                 inside = (*window[:dim], (low - begin, high - low), *window[dim + 1 :])
@@ -226,101 +227,61 @@ class _Maker:
 
     def _compute(self, recipe: Dequantise, source: View, target: int, destination: View, casts: Casts) -> None:
         """Compute the elements that `source` views, one after the other in the first of three dimensions or more."""
-        shape = self._shape(recipe)
+        shape = _shape(recipe)
         parts = views.split(source, destination, math.prod(shape[1:])) if len(shape) > 2 else None
         if parts is None:
-            self.computed.append(Computed(recipe, None, source, target, destination, casts))
+            self._computed.append(Computed(recipe, None, source, target, destination, casts))
             return
         for index, inside, place in parts:
-            self.computed.append(Computed(recipe, index, inside, target, place, casts))
+            self._computed.append(Computed(recipe, index, inside, target, place, casts))
 
     def _place_reshape(self, recipe: Reshape, destination: View, window: Window, target: int, casts: Casts) -> None:
-        shape, inner = self._shape(recipe), self._shape(recipe.of)
+        shape, inner = _shape(recipe), _shape(recipe.of)
         fitting = views.reshape(destination, inner) if window == _whole(shape) else None
         if fitting is not None:
             self._place(recipe.of, fitting, _whole(inner), target, casts)
             return
-        temporary = self._add_target(Target(None, self._dtype(recipe.of), inner))
-        self._place(recipe.of, views.contiguous(inner), _whole(inner), temporary, (self.targets[temporary].dtype,))
+        # Converted on the way into the temporary target: casts are of each element, wherever it stands.
+        temporary = self._add_target(Target(None, casts[-1], inner))
+        self._place(recipe.of, views.contiguous(inner), _whole(inner), temporary, casts)
         view = views.contiguous(shape)
         for dim, (start, length) in enumerate(window):
             view = views.narrow(view, dim, start, length)
-        kept = _conversions(self.targets[temporary].dtype, casts)
-        self.moves.append(Move(temporary, view, target, destination, kept))
+        self._moves.append(Move(temporary, view, target, destination))
 
-    def _leaf(self, recipe: Recipe) -> tuple[Read | Dequantise, View, Casts] | None:
-        """What the recipe reads or computes, as a view of it, and its casts; None if it joins or isn't strided."""
-        if isinstance(recipe, (Read, Dequantise)):
-            return recipe, views.contiguous(self._shape(recipe)), ()
-        if isinstance(recipe, (Concat, Stack, Each, Tie)):
-            return None
-        leaf = self._leaf(recipe.of)
-        if leaf is None:
-            return None
-        origin, view, casts = leaf
-        if isinstance(recipe, Cast):
-            return origin, view, (*casts, recipe.dtype)
-        if isinstance(recipe, Transpose):
-            return origin, views.transpose(view, recipe.dim0, recipe.dim1), casts
-        if isinstance(recipe, Slice):
-            start, (length,) = self._slice_start(recipe), self._sizes((recipe.length,))
-            return origin, views.narrow(view, recipe.dim, start, length), casts
-        shape = self._sizes(recipe.shape)
-        reshaped = views.reshape(view, shape) if 0 not in shape else views.contiguous(shape)
-        return None if reshaped is None else (origin, reshaped, casts)
 
-    def _slice_start(self, recipe: Slice) -> int:
-        start, length = self._sizes((recipe.start, recipe.length))
-        size = self._shape(recipe.of)[recipe.dim]
-        if min(start, length) < 0 or start + length > size:
-            message = f"a slice of {length} elements from {start} on leaves the {size} of dimension {recipe.dim}"
-            raise BundleError("graph-invalid", message)
-        return start
+def _leaf(recipe: Recipe) -> tuple[Read | Dequantise, View, Casts] | None:
+    """What the recipe reads or computes, as a view of it, and its casts; None if it joins or isn't strided."""
+    if isinstance(recipe, (Read, Dequantise)):
+        return recipe, views.contiguous(_shape(recipe)), ()
+    if isinstance(recipe, (Concat, Stack, Each, Tie)):
+        return None
+    leaf = _leaf(recipe.of)
+    if leaf is None:
+        return None
+    origin, view, casts = leaf
+    if isinstance(recipe, Cast):
+        return origin, view, (*casts, recipe.dtype)
+    if isinstance(recipe, Transpose):
+        return origin, views.transpose(view, recipe.dim0, recipe.dim1), casts
+    if isinstance(recipe, Slice):
+        return origin, views.narrow(view, recipe.dim, _number(recipe.start), _number(recipe.length)), casts
+    shape = _shape(recipe)
+    reshaped = views.reshape(view, shape) if 0 not in shape else views.contiguous(shape)
+    return None if reshaped is None else (origin, reshaped, casts)
 
-    def _shape(self, recipe: Recipe) -> Shape:
-        if isinstance(recipe, Read):
-            return recipe.shape
-        if isinstance(recipe, Reshape):
-            return self._sizes(recipe.shape)
-        if isinstance(recipe, (Concat, Stack)):
-            return self._joined_shape(recipe)
-        assert not isinstance(recipe, Tie), "verified: a tie is a recipe of its own"
-        if isinstance(recipe, Dequantise):
-            return self._sizes(quantised.shape(recipe, *map(self._shape, recipes.parts(recipe))))
-        inner = self._shape(recipe.of)
-        if isinstance(recipe, Each):
-            return (*inner[: recipe.dim], recipe.count, *inner[recipe.dim :])
-        if isinstance(recipe, Slice):
-            return (*inner[: recipe.dim], *self._sizes((recipe.length,)), *inner[recipe.dim + 1 :])
-        return views.swap(inner, recipe.dim0, recipe.dim1) if isinstance(recipe, Transpose) else inner
 
-    def _joined_shape(self, recipe: Concat | Stack) -> Shape:
-        first, dim = self._shape(recipe.parts[0]), recipe.dim
-        if isinstance(recipe, Stack):
-            return (*first[:dim], len(recipe.parts), *first[dim:])
-        return (*first[:dim], sum(self._shape(part)[dim] for part in recipe.parts), *first[dim + 1 :])
+def _shape(recipe: Recipe) -> Shape:
+    try:
+        return tuple(map(_number, recipes.shape(recipe)))
+    except RecipeError as error:
+        raise BundleError("graph-invalid", str(error)) from None
 
-    def _dtype(self, recipe: Recipe) -> Dtype:
-        """The element type of what the recipe makes; where parts differ, one that holds them all."""
-        if isinstance(recipe, Cast):
-            return recipe.dtype
-        if isinstance(recipe, Read):
-            return msgspec.convert(self._stored_dtype(recipe.tensor), Dtype)
-        if isinstance(recipe, Dequantise):
-            return "float32"
-        if isinstance(recipe, (Concat, Stack, Each)):
-            parts = [recipes.nth(recipe, i) for i in range(recipe.count)] if isinstance(recipe, Each) else recipe.parts
-            found: set[Dtype] = {self._dtype(part) for part in parts}
-            widest: Dtype = "float64" if "float64" in found else "float32"
-            return found.pop() if len(found) == 1 else widest
-        assert not isinstance(recipe, Tie), "verified: a tie is a recipe of its own"
-        return self._dtype(recipe.of)
 
-    def _sizes(self, sizes: tuple[Expr, ...]) -> Shape:
-        try:
-            return tuple(size if isinstance(size, int) else exprs.evaluate(size, self._symbols) for size in sizes)
-        except KeyError as error:
-            raise BundleError("symbol-unbound", f"symbol {error} has no value") from None
+def _number(size: Expr) -> int:
+    if not isinstance(size, int):
+        raise BundleError("symbol-unbound", f"{symbols.text(size)} has no value in a recipe")
+    return size
 
 
 def _whole(shape: Shape) -> Window:

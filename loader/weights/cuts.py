@@ -1,6 +1,6 @@
-"""Pieces cut to the size of a job, as nested rows of elements.
+"""Parts cut to the size of a job, as nested rows of elements.
 
-A chunk says the same as a piece, in the terms of the file: where its elements lie, and in which steps they are taken.
+A cut says the same as a part, in the terms of the file: where its elements lie, and in which steps they are taken.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from precast.ir.graph.schema import Dtype
 from precast.ir.weights.checkpoint import StoredTensor
-from precast.loader.weights.pieces import Casts, Piece
+from precast.loader.weights.parts import Casts, Part
 from precast.loader.weights.views import View
 
 
@@ -26,8 +26,8 @@ class Dim(NamedTuple):
     destination: int
 
 
-class Chunk(NamedTuple):
-    """A part of a piece. Its elements lie in `start .. end` of the file; `dims` have the longest source steps first."""
+class Cut(NamedTuple):
+    """As much of a part as a job reads: elements in `start .. end` of the file; `dims` by falling source steps."""
 
     file: Path
     start: int
@@ -45,15 +45,15 @@ class Chunk(NamedTuple):
         return math.prod(dim.size for dim in self.dims) * self.itemsize
 
 
-def chunks_of(piece: Piece, stored: StoredTensor, job_bytes: int) -> Iterator[Chunk]:
-    """The piece as chunks whose elements lie within `job_bytes` bytes of the file; its tensor is not empty."""
+def cuts_of(part: Part, stored: StoredTensor, job_bytes: int) -> Iterator[Cut]:
+    """The part as cuts whose elements lie within `job_bytes` bytes of the file; its tensor is not empty."""
     itemsize = stored.nbytes // math.prod(stored.shape)
     dtype = msgspec.convert(stored.dtype, Dtype)
-    dims = _merged(piece.source, piece.destination)
-    for part, source, destination in _split(dims, piece.source.offset, piece.destination.offset, job_bytes // itemsize):
+    dims = _merged(part.source, part.destination)
+    for inner, source, destination in _split(dims, part.source.offset, part.destination.offset, job_bytes // itemsize):
         start = stored.offset + source * itemsize
-        end = start + _span(part) * itemsize
-        yield Chunk(stored.file, start, end, dtype, itemsize, part, piece.target, destination, piece.casts)
+        end = start + _span(inner) * itemsize
+        yield Cut(stored.file, start, end, dtype, itemsize, inner, part.target, destination, part.casts)
 
 
 def _merged(source: View, destination: View) -> tuple[Dim, ...]:
@@ -77,9 +77,9 @@ def _span(dims: Iterable[Dim]) -> int:
 def _split(
     dims: tuple[Dim, ...], source: int, destination: int, limit: int
 ) -> Iterator[tuple[tuple[Dim, ...], int, int]]:
-    """Parts whose elements lie within `limit` elements of the source: (dims, source offset, destination offset).
+    """What lies within `limit` elements of the source each: (dims, source offset, destination offset).
 
-    Cuts are at multiples of one number of rows, counted from the start of the stored tensor, so that several pieces
+    The rows of each are a multiple of one number, counted from the start of the stored tensor, so that several parts
     of one tensor are cut alike and can share their reads.
     """
     if _span(dims) <= limit:
