@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +114,9 @@ def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> N
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
-    views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
-    views["kernels"] = kernels
+    views: dict[str, Callable[[Bundle], Report]] = {
+        "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
+    }  # fmt: skip
     reports = [view(opened) for name, view in views.items() if parts[name]]
     _report(show.together(reports or [show.summary(opened)]), as_json)
 
