@@ -18,17 +18,9 @@ from precast.ir import limits
 
 # The file's names of the element types that the schema knows, in the schema's words.
 _FROM_FILE = {
-    "BOOL": "bool",
-    "I8": "int8",
-    "U8": "uint8",
-    "I32": "int32",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-}
+    "BOOL": "bool", "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+}  # fmt: skip
 _TO_FILE = {dtype: name for name, dtype in _FROM_FILE.items()}
 
 # Bits of an element. Types that only checkpoints have keep the file's name.
