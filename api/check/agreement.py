@@ -1,7 +1,7 @@
 """Whether a loaded bundle computes what transformers computes: the same logits, the same greedy tokens.
 
 The prompts are unequal, packed into one batch, or arrive one after another and are computed in chunks; transformers
-computes each by itself.
+computes each alone.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def arrive_one_after_another(engine: Engine, prompts: Sequence[Sequence[int]], n
 
 
 def hf_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """transformers' logits of each sequence by itself, `[T, V]`."""
+    """transformers' logits of each sequence, computed alone, `[T, V]`."""
     with torch.no_grad():
         return [model(input_ids=torch.tensor([list(prompt)]), use_cache=False).logits[0].clone() for prompt in prompts]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class _Verb(click.Command):
             click.echo(_printable(f"error: {error}"), err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("\ninterrupted", err=True)  # behind the terminal's ^C
+            click.echo("\ninterrupted", err=True)  # after the terminal's ^C
             ctx.exit(130)
 
 
@@ -270,7 +271,7 @@ def run(
 
 
 def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:
-    """`precast.build`, with what it raises besides Precast's errors turned into those."""
+    """`precast.build`, with other errors that it raises turned into Precast's own."""
     try:
         from precast import build as build_bundle
 
