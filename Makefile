@@ -20,7 +20,7 @@ help:
 	@echo "make check     lint, format, types, tests: what must pass before a change lands"
 	@echo "make format    rewrite the sources in the format that check asks for"
 	@echo "make gpu-test  the tests that need a GPU"
-	@echo "make bench     all benchmarks"
+	@echo "make bench     all benchmarks, and the pages' figures"
 	@echo "make clean     remove what make made, .venv included"
 
 install: $(STAMP)
@@ -69,6 +69,7 @@ gpu-test: $(STAMP)
 
 bench: $(STAMP)
 	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=benchmarks $(PY) "$$file"; done
+	$(PY) benchmarks/figures.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

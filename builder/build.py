@@ -23,6 +23,7 @@ from precast.builder.lower.lower import lower, refuse_unknown_ops
 from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
 from precast.builder.passes.graph_pass import Pass
+from precast.builder.source.config_facts import config_facts
 from precast.builder.source.source import Source, limit, open_source
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.errors import BuildError
@@ -31,7 +32,8 @@ from precast.kernels.registry import register
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from precast.ir.graph.schema import Dtype, PassRecord
+    from precast.ir.graph.schema import Dtype
+    from precast.ir.manifest import PassRecord
 
 KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "fp8_e4m3": "float8_e4m3fn"})
 """The dtypes of cached keys and values by the names of the option; None: the model's."""
@@ -77,6 +79,7 @@ def build(
     say("config")
     check_output(out)
     opened = open_source(source, allow_code=allow_remote_code)
+    facts = config_facts(opened)
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
     parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after)
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
@@ -92,7 +95,7 @@ def build(
     say("pack")
     return pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
-        provenance=_provenance(opened, started, from_snapshot=is_restored),
+        config=facts, provenance=_provenance(opened, started, from_snapshot=is_restored),
     )  # fmt: skip
 
 

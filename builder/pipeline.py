@@ -49,7 +49,7 @@ from precast.builder.passes.normalise.remove_writes import remove_writes
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import PassRecord
+from precast.ir.manifest import PassRecord
 
 PASSES: tuple[Pass, ...] = (
     remove_self_copies,

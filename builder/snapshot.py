@@ -25,7 +25,8 @@ from precast.builder.graph.stored import StoredGraph, load, store
 from precast.builder.passes.graph_pass import Pass
 from precast.builder.source.source import Source
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import Checkpoint, ModelInfo, PassRecord, Wire
+from precast.ir.graph.schema import Wire
+from precast.ir.manifest import Checkpoint, ModelInfo, PassRecord
 
 _MAGIC = b"precast-snapshot-2\n"
 

@@ -7,7 +7,10 @@ never one of these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
+
+from precast.ir import limits
 
 CODES: dict[str, str] = {
     # --- bundle: the container --------------------------------------------------------------------------------
@@ -45,7 +48,6 @@ CODES: dict[str, str] = {
     "graph-invalid": "the graph breaks rules of the verifier",
     "constants-invalid": "the constants are not a canonical safetensors file",
     "constants-mismatch": "the constants are not those that the graph declares",
-    "text-syntax": "a graph in text form that does not parse",
     # --- build ------------------------------------------------------------------------------------------------
     "build-in-progress": "another build is writing to the same path",
     "disk-full": "the file system has no room for the bundle, or a quota or size limit is reached",
@@ -71,7 +73,9 @@ CODES: dict[str, str] = {
     "checkpoint-shard-missing": "the checkpoint's index names files that are not there",
     "checkpoint-header": "the header of a checkpoint file is not a valid safetensors header",
     "checkpoint-duplicate": "a tensor is in two files of the checkpoint",
+    "checkpoint-config": "the checkpoint's config.json cannot be read",
     "checkpoint-read": "a checkpoint file could not be read",
+    "config-mismatch": "the checkpoint's config says other numbers than the one that the bundle was built from",
     "weights-mismatch": "tensors are missing, unexpected, or of another shape or dtype than the recipes read",
     # --- requests and engine options --------------------------------------------------------------------------
     "prompt-empty": "a prompt without tokens",
@@ -84,12 +88,14 @@ CODES: dict[str, str] = {
     "cache-too-small": "the cache cannot hold what the engine options ask for",
     "tokenizer-missing": "text was given or asked for, and the bundle has no tokenizer",
     "engine-closed": "the engine is closed",
+    "logits-not-finite": "the model gave logits that are NaN or all infinite",
     "input-mismatch": "inputs of a program are missing, unexpected, or of another shape or dtype",
     "symbol-unbound": "a symbol has no value, or two different ones",
     # --- the target machine -----------------------------------------------------------------------------------
     "device-missing": "the device that was asked for is not there",
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
+    "implementation-missing": "no implementation computes a node on this target",
 }
 
 FIXES: dict[str, str] = {
@@ -110,6 +116,12 @@ FIXES: dict[str, str] = {
     "checkpoint-read": "check the file's permissions and its disk, or download or copy it again",
 }
 """What to do about the errors of a code, where who raises one knows no better."""
+
+
+def some(items: Sequence[str]) -> list[str]:
+    """The first of the items, and in place of the others how many they are."""
+    more = len(items) - limits.MAX_LISTED
+    return [*items[: limits.MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
 
 
 class PrecastError(Exception):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,12 @@ from precast import __version__
 from precast.ir.errors import BuildError, PrecastError, RequestError, TargetError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
     from precast.loader.engine.engine import Engine
+    from precast.loader.engine.results import Event, Output
     from precast.loader.engine.sampling import SamplingParams
 
 # What can't be read is an error of Precast's own, with a code, not one of usage.
@@ -45,7 +49,7 @@ class _Verb(click.Command):
             click.echo(_printable(f"error: {error}"), err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("\ninterrupted", err=True)  # behind the terminal's ^C
+            click.echo("\ninterrupted", err=True)  # after the terminal's ^C
             ctx.exit(130)
 
 
@@ -98,20 +102,30 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 
 @main.command()
 @BUNDLE
-@click.option("--graph", "part", flag_value="graph", help="The graph as text.")
-@click.option("--passes", "part", flag_value="passes", help="The passes as they ran.")
-@click.option("--weights", "part", flag_value="weights", help="Each param and how it is made.")
-@click.option("--cache", "part", flag_value="cache", help="Cache groups, pools, and what sequences cost.")
+@click.option("--graph", is_flag=True, help="The graph as text.")
+@click.option("--passes", is_flag=True, help="The passes as they ran.")
+@click.option("--weights", is_flag=True, help="Each param and how it is made, and the config that was built from.")
+@click.option("--cache", is_flag=True, help="Cache groups, pools, and what sequences cost.")
+@click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
+@click.option("--target", help="Of --kernels: cpu, or a GPU's compute capability.  [default: sm_90]")
 @AS_JSON
-def inspect(bundle: Path, part: str | None, as_json: bool) -> None:
-    """Show what is in BUNDLE: a summary, or one part of it."""
-    from precast.cli import show
+def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> None:
+    """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
+    from precast.cli import kernels_view, show
     from precast.ir.artifact import Bundle
 
+    if target is not None and not parts["kernels"]:
+        raise click.UsageError("--target goes with --kernels")
+    try:
+        kernels = kernels_view.view(target or "sm_90")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
-    views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
-    view = show.summary if part is None else views[part]
-    _report(view(opened), as_json)
+    views: dict[str, Callable[[Bundle], Report]] = {
+        "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
+    }  # fmt: skip
+    reports = [view(opened) for name, view in views.items() if parts[name]]
+    _report(show.together(reports or [show.summary(opened)]), as_json)
 
 
 @main.command()
@@ -119,7 +133,7 @@ def inspect(bundle: Path, part: str | None, as_json: bool) -> None:
 @click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files.")
 @AS_JSON
 def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
-    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights each recipe against a checkpoint."""
+    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint."""
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
 
@@ -127,11 +141,12 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
     fields: dict[str, Any] = {"digest": opened.digest}
     lines = [opened.digest, "bundle: whole, canonical, and valid by every rule"]
     if weights is not None:
+        from precast.ir.weights import config_facts, recipes
         from precast.ir.weights.checkpoint import CheckpointFiles
-        from precast.ir.weights.recipes import check
 
         files = CheckpointFiles.open(weights)
-        check(opened.graph, opened.manifest.checkpoint, files)
+        config_facts.check(opened.manifest.config, weights)
+        recipes.check(opened.graph, opened.manifest.checkpoint, files)
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
     _report(Report(fields, "\n".join(lines)), as_json)
@@ -201,17 +216,21 @@ def digest(bundle: Path, as_json: bool) -> None:
 )
 @click.option("--seed", type=int, help="Equal seeds give equal answers.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends the answer; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-sequence token.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
 @click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Sequences that run at once.")
 @click.option("--max-num-tokens", type=int, default=8192, show_default=True, help="Tokens that one step computes.")
 @click.option(
     "--cache-bytes", type=int, help="Memory for keys, values and states, in whole slabs. Default: from what is free."
 )
+@click.option(
+    "--allow-config-mismatch", is_flag=True, help="Go on if the checkpoint's config says other numbers than the bundle."
+)
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], with_timeline: bool, as_json: bool,
-    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None, **sampling: Any,
+    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None,
+    allow_config_mismatch: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -222,30 +241,41 @@ def run(
     with stages(LOAD_PHASES, "loading") as progress:
         timeline = AnnouncedTimeline(progress)
         with timeline.phase("import"):
+            from precast.ir.artifact import Bundle
+            from precast.loader.engine.prompts import check_prompts
             from precast.loader.engine.sampling import SamplingParams
+            from precast.loader.engine.tokenizer import Tokenizer
+
+            params = SamplingParams(**sampling)
+            opened = Bundle.open(bundle)  # what is wrong with a prompt is said before torch is imported
+            tokenizer = Tokenizer.from_files(opened.files("tokenizer"))
+            check_prompts(all_prompts, params, opened.manifest.model, lambda: tokenizer)
             from precast.loader.load import load
-        params = SamplingParams(**sampling)
         engine = load(
-            bundle, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
-            cache_bytes=cache_bytes, timeline=timeline,
+            opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
+            cache_bytes=cache_bytes, allow_config_mismatch=allow_config_mismatch, timeline=timeline,
         )  # fmt: skip
+        engine.tokenizer = tokenizer
     with engine:
         if as_json:
-            outputs = [msgspec.to_builtins(output) for output in engine.generate(all_prompts, params)]
-            found = {"outputs": outputs, "stats": engine.stats.to_dict(), "timeline": json.loads(timeline.to_json())}
+            answers = [msgspec.to_builtins(output) for output in engine.generate(all_prompts, params)]
+            found = {"outputs": answers, "stats": engine.stats.to_dict(), "timeline": json.loads(timeline.to_json())}
             _echo(json.dumps(found))
         elif len(all_prompts) == 1:
             _stream(engine, all_prompts[0], params)
         else:
-            for prompt, output in zip(all_prompts, engine.generate(all_prompts, params), strict=True):
+            outputs = engine.generate(all_prompts, params)
+            for prompt, output in zip(all_prompts, outputs, strict=True):
                 answer = output.text if engine.tokenizer is not None else output.token_ids
                 _echo(f"{prompt!r} -> {answer!r}")
+            for i, output in enumerate(outputs):
+                _check_finished(output, f"prompt {i}")
         if with_timeline:
             click.echo(timeline.text(), err=True)
 
 
 def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:
-    """`precast.build`, with what it raises besides Precast's errors turned into those."""
+    """`precast.build`, with other errors that it raises turned into Precast's own."""
     try:
         from precast import build as build_bundle
 
@@ -271,7 +301,13 @@ def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams) -> 
         elif event.token_ids:
             _echo(space + " ".join(map(str, event.token_ids)), nl=False)
             space = " "
+        _check_finished(event)
     _echo("")
+
+
+def _check_finished(found: Event | Output, where: str | None = None) -> None:
+    if found.error is not None:
+        raise RequestError(found.error.code, found.error.message, where=where)
 
 
 def _token_ids(text: str) -> list[int]:

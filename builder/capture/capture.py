@@ -19,7 +19,8 @@ from precast.builder.source.quantised_options import quantisation_of
 from precast.builder.source.source import Source
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import Checkpoint, ModelInfo, Recipe, Tie
+from precast.ir.graph.schema import Recipe, Tie
+from precast.ir.manifest import Checkpoint, ModelInfo
 
 
 @dataclasses.dataclass

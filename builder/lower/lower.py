@@ -23,7 +23,7 @@ from precast.ir.errors import BuildError
 from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols
 from precast.ir.ops import table as ops
-from precast.ir.ops.table import ArgDef, OpDef
+from precast.ir.ops.op import ArgDef, OpDef
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""The text form of a graph: stable, readable, one line a node, and parsed back exactly.
+"""The text form of a graph: stable, readable, one line a node. Equal texts are equal graphs.
 
     symbols {
       T: 1..
@@ -25,16 +25,15 @@
     }
 
 A `%` marks the name of a tensor; a name that is no plain name is quoted. Integers and floats are literals, a bare
-word or an operation is a size over symbols, `dim(3)` a size that is the constant 3. `#` starts a comment. The parser,
-`precast.ir.parse`, also takes a node without its version (1) and a result without its type (the op's rule gives it).
-Nothing here checks that a graph is valid: `precast.ir.verify.verifier` does.
+word or an operation is a size over symbols, `dim(3)` a size that is the constant 3. Nothing here reads text, or checks
+that a graph is valid.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
@@ -47,6 +46,7 @@ from precast.ir.graph.schema import (
     Const,
     Dequantise,
     Dim,
+    Dtype,
     DtypeArg,
     Each,
     Expr,
@@ -71,16 +71,15 @@ from precast.ir.graph.schema import (
     Transpose,
     Value,
 )
+from precast.ir.graph.symbols import is_plain
 from precast.ir.ops import table as ops
-from precast.ir.parse import RESERVED, parse_graph
 
-__all__ = ["format_graph", "format_recipe", "format_step", "format_type", "format_value", "parse_graph"]
-
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+RESERVED = frozenset((*get_args(Dtype), "none", "true", "false", "inf", "nan"))
+"""Bare words that stand for something other than a symbol where an argument is expected."""
 
 
 def format_graph(graph: Graph) -> str:
-    """The whole graph as text, ending in a newline. `parse_graph` gives back an equal graph."""
+    """The whole graph as text, ending in a newline. No two graphs have the same text."""
     return "\n".join(_graph(graph)) + "\n"
 
 
@@ -179,14 +178,7 @@ def _param(param: Param) -> str:
 
 
 def _group(group: Group) -> str:
-    names = group.inputs
-    inputs = {
-        "page_indices": names.page_indices,
-        "page_indptr": names.page_indptr,
-        "page_start": names.page_start,
-        "slot_mapping": names.slot_mapping,
-    }
-    fields = ", ".join(f"{field}={_ref(name)}" for field, name in inputs.items())
+    fields = ", ".join(f"{field}={_ref(getattr(group.inputs, field))}" for field in group.inputs.__struct_fields__)
     return f"group {_name(group.name)}(pool={_name(group.pool)}, spec={_spec(group.spec)}, {fields})"
 
 
@@ -232,7 +224,7 @@ def _ordered(args: Iterable[str], order: Sequence[str]) -> list[str]:
 
 
 def _name(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+    return name if is_plain(name) else json.dumps(name)
 
 
 def _ref(name: str) -> str:
@@ -250,9 +242,7 @@ def _arg(arg: Arg) -> str:
         case Const(value):
             return _literal(value)
         case Dim(expr):
-            bare = isinstance(expr, Apply) or (
-                isinstance(expr, str) and expr not in RESERVED and _PLAIN.fullmatch(expr) is not None
-            )
+            bare = isinstance(expr, Apply) or (isinstance(expr, str) and expr not in RESERVED and is_plain(expr))
             return symbols.text(expr) if bare else f"dim({symbols.text(expr)})"
         case DtypeArg(dtype):
             return dtype

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from precast.kernels.attention import cuda
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import Draw, OpSpec, Sample
 from precast.kernels.storage import STORED, bits, rounded
@@ -36,12 +35,6 @@ def write_kv(
         held = bits(pages)
         rows = bits(rounded(new[0, source], pages.dtype))
         held.index_put_((page, offset), torch.where(kept.any(), rows, held[0, 0]))
-
-
-def _fake(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    return None
 
 
 def _samples(draw: Draw) -> Iterator[Sample]:
@@ -79,7 +72,5 @@ WRITE_KV = OpSpec(
     results={},
     dtypes={"k": FLOAT, "v": FLOAT, "k_cache": STORED, "v_cache": STORED, "slot_mapping": (torch.int64,)},
     reference=write_kv,
-    fake=_fake,
     samples=_samples,
-    implementations={"cuda": cuda.write_kv},
 )

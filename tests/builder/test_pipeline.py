@@ -20,7 +20,7 @@ from precast.builder.passes.invariants import all_have_caches, one_spelling_of_v
 from precast.builder.passes.match.match_activations import match_activations
 from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import PassRecord
+from precast.ir.manifest import PassRecord
 
 aten = torch.ops.aten
 

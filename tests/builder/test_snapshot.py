@@ -24,7 +24,7 @@ from precast.builder.passes.graph_pass import Pass
 from precast.builder.snapshot import Store
 from precast.builder.source.source import Source, open_source
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import Checkpoint, ModelInfo
+from precast.ir.manifest import Checkpoint, ModelInfo
 
 OPTIONS = Options("float32", 64)
 EARLY, LATE = pipeline.split(pipeline.passes(), "shard")

@@ -21,7 +21,7 @@ from precast.builder.graph.nodes import argument
 from precast.builder.graph.sizes import expr_of, shape_of
 from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph import symbols
-from precast.ir.ops.rules_experts import GROUP_SCORES, SCORINGS
+from precast.ir.ops.rows_experts import GROUP_SCORES, SCORINGS
 from precast.kernels.route.route import route
 
 aten = torch.ops.aten

@@ -1,0 +1,188 @@
+"""The figures of README.md and docs/caches.md, made from `results/*.json`: no figure is written by hand.
+
+    python benchmarks/figures.py [--check]
+
+Writes each page's figures between its two marks. `--check` writes nothing, and fails where a page says something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- begin: made by benchmarks/figures.py -->\n", "<!-- end: made by benchmarks/figures.py -->\n"
+
+SYSTEMS = ("uniform pages", "one table", "static split")
+WORKLOADS = {"short chat": "chat", "long documents": "documents", "mixed, heavy-tailed": "mixed"}
+SHAPES = {
+    "gemma-3-27b": "Gemma 3 27B", "gemma-4-26b-a4b": "Gemma 4 26B A4B", "gpt-oss-120b": "GPT-OSS 120B",
+    "qwen3-next-80b-a3b": "Qwen3-Next 80B", "nemotron-h-56b": "Nemotron-H 56B", "deepseek-v3": "DeepSeek V3",
+}  # fmt: skip
+LONG = "gemma-3-12b, sequences of 32,768 tokens in 102.48 GiB"
+BY_SEED = "precast, useful % of allocated by seed"
+
+
+def result(claim: str) -> dict[str, Any]:
+    """The figures of `results/<claim>.json`."""
+    return dict(_read(claim)["figures"])
+
+
+def place(claim: str) -> str:
+    """Where a claim was measured, in a word: the README says once what the words mean."""
+    gpu = _read(claim)["machine"].get("gpu")
+    return "CPU" if gpu is None else gpu.removeprefix("NVIDIA ")
+
+
+def readme() -> str:
+    """The table of README.md, and what its last column means."""
+    build, restored, front = result("build"), result("restore"), result("front_door")
+    gpu, weights, cached = result("gpu_llama_8b"), result("weights_cuda"), result("caches")
+    small, large = build["llama-3.1-8b"], build["llama-3.1-405b"]
+    start, half, long = gpu["start_bfloat16"], gpu["bfloat16"], cached[LONG]
+    decode = ", ".join(f"{ms:.1f}" for ms in half["decode_ms"].values())
+    commands = sorted({f"{front['seconds'][name]:.2f}" for name in ("inspect", "verify", "digest")})
+    equal = sum(gpu["float32"]["greedy_tokens_equal"])
+    at_start = long["vLLM's arithmetic at start, by tokens a step"]["16384"]
+    rows = [
+        ("build from the config, start to end of the process", _cost(small),
+         "importing torch and transformers, and `torch.export` alone: "
+         f"{small['baseline_import_and_export_seconds']:.1f} s", place("build")),
+        ("the same for the Llama-3.1-405B shape, 126 layers", _cost(large),
+         f"{large['baseline_import_and_export_seconds']:.1f} s", place("build")),
+        ("bundle opened, verified, restored to a callable", f"{restored['seconds']['total']:.3f} s",
+         f"`torch.export.load` of the same model: {restored['torch_export_load_seconds']:.1f} s", place("restore")),
+        ("`import precast.loader`, on top of `import torch`", f"{front['loader_over_torch_seconds']:.3f} s",
+         f"`import torch`: {front['seconds']['import_torch']:.2f} s", place("front_door")),
+        ("`precast inspect`, `verify`, `digest`, start to end of the process", f"{_span(commands)} s",
+         f"an empty Python: {front['seconds']['python']:.2f} s", place("front_door")),
+        ("`precast run` from its first line to its first token, weights in the page cache",
+         f"{start['first_token_seconds']:.1f} s",
+         "importing torch, the CUDA context, and a copy of as many pinned bytes: "
+         f"{start['import_context_and_pinned_copy_seconds']:.1f} s", place("gpu_llama_8b")),
+        ("weights from the page cache to the GPU",
+         f"{weights['seconds']:.2f} s, {weights['gb_per_second']:.1f} GB/s",
+         f"copies from pinned memory: {weights['pinned_gb_per_second']:.1f} GB/s; safetensors' own loader: "
+         f"{weights['safetensors_seconds']:.1f} s", place("weights_cuda")),
+        ("float32: prompts whose 32 greedy tokens are transformers'",
+         f"{equal} of {len(gpu['float32']['greedy_tokens_equal'])}", "", place("gpu_llama_8b")),
+        ("bfloat16: logits, relative to transformers' in float32", f"off by {_range(half['logit_errors'], 3)}",
+         f"transformers' own in bfloat16: {_range(gpu['transformers_bfloat16_logit_errors'], 3)}",
+         place("gpu_llama_8b")),
+        (f"decode step of {', '.join(half['decode_ms'])} sequences, bfloat16, eager", f"{decode} ms", "",
+         place("gpu_llama_8b")),
+        ("prefill of 4,096 tokens, bfloat16, eager", f"{round(half['prefill_tokens_per_s'], -2):,.0f} tokens/s", "",
+         place("gpu_llama_8b")),
+        ("useful bytes among allocated cache bytes, six geometries under three workloads, simulated",
+         f"{_useful_by_seed(cached)} % ([docs/caches.md](docs/caches.md#figures))",
+         f"uniform pages: {_useful(cached, 'uniform pages')} %; one table for all layers: "
+         f"{_useful(cached, 'one table')} %", "any"),
+        ("sequences of 32,768 tokens of the Gemma 3 12B shape at once in 102.48 GiB of cache, simulated",
+         f"{long['precast']['most at once']}",
+         f"one table for all layers: {long['one table']['most at once']}; vLLM 0.25.1's own count at start: {at_start}",
+         "any"),
+    ]  # fmt: skip
+    words = (
+        f"Llama-3.1-8B shape, random weights in bfloat16, {weights['bytes_read'] / 1e9:.2f} GB. "
+        f"*CPU*: {_machine('build')}. *{place('gpu_llama_8b')}*: one {_read('gpu_llama_8b')['machine']['gpu']} and "
+        f"{_machine('gpu_llama_8b')}.\n\n"
+    )
+    return words + _table(("what", "figure", "beside it, in the same run", "machine"), rows)
+
+
+def caches_page() -> str:
+    """The table of docs/caches.md, and its long sequences."""
+    figures = result("caches")
+    rows = []
+    for shape, name in SHAPES.items():
+        found = figures[shape]
+        for number, (workload, word) in enumerate(WORKLOADS.items()):
+            one = found[workload]
+            title = f"{name}, {found['cache_bytes'] / 1e9:.1f} GB" if number == 0 else ""
+            systems = [_at_once(one.get(system)) for system in ("precast", *SYSTEMS)]
+            rows.append((title, word, f"{_range(one[BY_SEED], 1)} %", *systems))
+    heads = ("", "workload", "useful of allocated, over five streams",
+             "sequences at once (useful of all cache memory)", *SYSTEMS)  # fmt: skip
+    return _table(heads, rows)
+
+
+PAGES: dict[str, Callable[[], str]] = {"README.md": readme, "docs/caches.md": caches_page}
+
+
+def filled(page: str) -> str:
+    """The page's text with its figures as the results have them."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if END not in rest:
+        raise ValueError(f"{page}: the marks of its figures are missing")
+    return f"{before}{BEGIN}{PAGES[page]()}{END}{after}"
+
+
+def main() -> None:
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
+    check = parser.parse_args().check
+    stale = [page for page in PAGES if filled(page) != (ROOT / page).read_text(encoding="utf-8")]
+    if check:
+        sys.exit(f"not what benchmarks/results says: {', '.join(stale)}" if stale else 0)
+    for page in stale:
+        (ROOT / page).write_text(filled(page), encoding="utf-8")
+
+
+def _read(claim: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{claim}.json").read_text(encoding="utf-8")))
+
+
+def _machine(claim: str) -> str:
+    found = _read(claim)["machine"]
+    return f"{found['cores']} cores, torch {'.'.join(found['torch'].split('.')[:2])}"
+
+
+def _cost(build: dict[str, Any]) -> str:
+    return f"{build['seconds']:.1f} s, {build['peak_gib']:.2f} GiB"
+
+
+def _span(texts: Sequence[str]) -> str:
+    return " to ".join(dict.fromkeys((texts[0], texts[-1])))
+
+
+def _range(values: Iterable[float], digits: int) -> str:
+    found = sorted(values)
+    return _span([f"{found[0]:.{digits}f}", f"{found[-1]:.{digits}f}"])
+
+
+def _short(share: float) -> str:
+    """A share in percent, rounded down: what is said to be reached was."""
+    return f"{int(share * 100) / 100:g}"
+
+
+def _useful_by_seed(figures: dict[str, Any]) -> str:
+    found = [share for shape in SHAPES for workload in WORKLOADS for share in figures[shape][workload][BY_SEED]]
+    return f"{_short(min(found))} to {max(found):.0f}"
+
+
+def _useful(figures: dict[str, Any], system: str) -> str:
+    tested = [figures[shape][workload].get(system) for shape in SHAPES for workload in WORKLOADS]
+    return _range([one["useful, % of allocated"] for one in tested if one is not None], 0)
+
+
+def _at_once(system: dict[str, Any] | None) -> str:
+    if system is None:
+        return "-"
+    return f"{system['sequences at once']:.0f} ({system['useful, % of the arena']:.0f} %)"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [" | ".join(heads), "|".join("---" for _ in heads), *(" | ".join(row) for row in rows)]
+    return "".join(f"| {line} |\n" if "---" not in line else f"|{line}|\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

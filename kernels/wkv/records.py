@@ -1,0 +1,7 @@
+"""What computes weighted key-value averages: spans that double."""
+
+from __future__ import annotations
+
+from precast.kernels.state_records import doubled, forms
+
+RECORDS = forms("wkv", "doubled", doubled(17))
