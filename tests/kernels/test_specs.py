@@ -84,9 +84,8 @@ def test_implementations_take_the_same_arguments(spec: OpSpec) -> None:
     expected = inspect.signature(spec.reference)
     for device in ("cpu", "cuda"):
         found = inspect.signature(registry.resolve(spec.name, spec.version, torch.device(device)))
-        given = [
-            p for p in found.parameters.values() if p.name != "out"
-        ]  # of those that write into what they are given
+        # Those that write into what they are given take `out` besides.
+        given = [p for p in found.parameters.values() if p.name != "out"]
 
         assert [(p.name, p.kind, p.default) for p in given] == [
             (p.name, p.kind, p.default) for p in expected.parameters.values()
