@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from precast.ir.graph.schema import Graph
-from precast.ir.memory import activations
-from precast.ir.memory.liveness import Moment, runs
-from precast.kernels import registry
+from precast.ir.memory.liveness import Moment
+from precast.kernels import activations, registry
+from precast.kernels.registry import Implementation
+from precast.kernels.use import Use
 from precast.loader.program.restore import restore
 
 Run = Callable[..., dict[str, torch.Tensor]]
@@ -24,6 +25,7 @@ class WatchedOps:
         self._graph = graph
         self._found: list[tuple[int, int]] = []  # own bytes, bytes that were alive before
         self._base = 0
+        self._target = registry.target_of(device)
         self._program = restore(graph, device=device, choose=self._choose)
         self._program.bind(tensors)
 
@@ -34,14 +36,15 @@ class WatchedOps:
 
     def mispredicted(self, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
         """The ops that are off by more than 3 %, those that hold most first."""
-        run, _ = runs(self._graph, "cuda")
+        run, _ = activations.runs(self._graph, self._target)
         found = [_compared(moment, *held, sizes) for moment, held in zip(run.moments, self._found, strict=True)]
         wrong = [row for row in found if _is_off(row, "own", 4096) or _is_off(row, "alive", 65536)]
         return sorted(wrong, key=lambda row: -max(row["own"], row["predicted_own"]))[:MAX_SHOWN]
 
-    def _choose(self, name: str, version: int, device: torch.device) -> Callable[..., Any]:
-        function = registry.resolve(name, version, device)
+    def _choose(self, use: Use) -> tuple[Implementation, ...]:
+        return tuple(each._replace(function=self._watched(each.function)) for each in registry.implementations(use))
 
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(**arguments: Any) -> Any:
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()

@@ -26,16 +26,17 @@ from shapes import SHAPES
 from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr, Graph
-from precast.ir.memory import activations, caches
-from precast.ir.memory.operands import LONGEST
-from precast.kernels import registry
+from precast.ir.memory import caches
+from precast.kernels import activations, registry
 from precast.kernels.dtypes import BY_NAME
+from precast.kernels.use import LONGEST
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.run.allocator import cut_blocks_to_size
 from precast.loader.timeline import Timeline
+from precast.loader.torch_device import open_device
 
 MAX_TOKENS, MAX_SEQS, MAX_SEQ_LEN = 8192, 64, 16384
 DRAWN = 12
@@ -137,7 +138,7 @@ class _Family:
         self._name = name
         self._graph, self._model, self._device = opened.graph, opened.manifest.model, device
         plan = caches.with_slabs(self._graph.caches)
-        self._memory = CacheMemory(plan, caches.slabs_for(plan, MAX_SEQS, 2048, MAX_TOKENS), device)
+        self._memory = CacheMemory(plan, caches.slabs_for(plan, MAX_SEQS, 2048, MAX_TOKENS), open_device(device))
         self._tensors = {**_random_tensors(self._graph, device), **self._memory.tensors}
         self._program = restore(self._graph, device=device)
         self._program.bind(self._tensors)
@@ -147,7 +148,7 @@ class _Family:
         """All steps of a second run: the first one leaves what libraries keep for themselves."""
         found = []
         for drawn in (False, True):
-            peak = (activations.step_peak if drawn else activations.peak)(self._graph, "cuda")
+            peak = (activations.step_peak if drawn else activations.peak)(self._graph, registry.target_of(self._device))
             for name in PROMPTS:
                 program = Sized(self._program, self._graph)
                 steps = [list(self._run(program, name, drawn)) for _ in range(2)][1]
@@ -193,7 +194,7 @@ class _Family:
         """The ops where the prediction has its peak; for a row that breaks the claim, those predicted wrong."""
         is_below = row["lowest_ratio_of_all_steps"] < 1
         sizes = row["lowest"]["sizes"] if is_below else row["sizes"]
-        largest = activations.largest_moments(self._graph, "cuda", sizes, 4)
+        largest = activations.largest_moments(self._graph, registry.target_of(self._device), sizes, 4)
         found: dict[str, Any] = {"largest": [f"{size} {at.path} {at.node.op}" for size, at in largest]}
         if is_below or (row["claimed"] and row["predicted_over_measured"] > ABOVE):
             watched = WatchedOps(self._graph, self._tensors, self._device)

@@ -22,8 +22,10 @@ from typing import Any
 import harness
 import torch
 
-from precast.ir.graph.schema import Checkpoint, Concat, Graph, Param, Read, Recipe, TensorType
+from precast.ir.graph.schema import Concat, Graph, Param, Read, Recipe, TensorType
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 from precast.loader.weights.workers import PinnedBuffers
 
@@ -102,16 +104,16 @@ def measure_ours(checkpoint: Path, num_layers: int, device: torch.device) -> dic
     """The first `load_weights` of this process, buffers pinned before: an engine does it while it opens the bundle."""
     torch.zeros(1, device=device)
     files = CheckpointFiles.open(checkpoint)
-    buffers = PinnedBuffers(device) if device.type == "cuda" else None
+    buffers = PinnedBuffers(open_device(device))
     time.sleep(0.2)
-    made = load_weights(graph(num_layers), Checkpoint(), files, device=device, buffers=buffers)
+    made = load_weights(graph(num_layers), Checkpoint(), files, device=buffers.device, buffers=buffers)
     return {"seconds": made.seconds, "bytes_read": made.bytes_read, "bytes_needed": made.bytes_needed}
 
 
 def measure_alone(checkpoint: Path, num_layers: int, device: torch.device) -> dict[str, Any]:
     """The same, pinning included."""
     torch.zeros(1, device=device)
-    made = load_weights(graph(num_layers), Checkpoint(), CheckpointFiles.open(checkpoint), device=device)
+    made = load_weights(graph(num_layers), Checkpoint(), CheckpointFiles.open(checkpoint), device=open_device(device))
     return {"seconds": made.seconds, "bytes_read": made.bytes_read, "bytes_needed": made.bytes_needed}
 
 

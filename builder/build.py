@@ -22,6 +22,7 @@ from precast.builder.graph.context import Options
 from precast.builder.lower.lower import lower
 from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
+from precast.builder.source.config_facts import config_facts
 from precast.builder.source.source import Source, limit, open_source
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.errors import BuildError
@@ -81,6 +82,7 @@ def build(
     say("config")
     check_output(out)
     opened = open_source(source, allow_code=allow_remote_code)
+    facts = config_facts(opened)
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
     todo = pipeline.passes()
     early = tuple(step for step in todo if pipeline.before_caches(step))
@@ -110,7 +112,7 @@ def build(
     say("pack")
     return pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
-        provenance=_provenance(opened, started, from_snapshot=restored is not None),
+        config=facts, provenance=_provenance(opened, started, from_snapshot=restored is not None),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from precast.builder.graph.context import PassContext
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import PassRecord
+from precast.ir.manifest import PassRecord
 
 STAGES = ("factory", "export", "normalise", "match", "shard", "cache", "plan", "lower", "pack")
 

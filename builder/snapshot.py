@@ -33,21 +33,19 @@ from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
     Arg,
-    Checkpoint,
     Const,
     Dim,
     DtypeArg,
     Expr,
     Items,
-    ModelInfo,
     Node,
     Param,
-    PassRecord,
     Ref,
     TensorType,
     Value,
     Wire,
 )  # fmt: skip
+from precast.ir.manifest import Checkpoint, ModelInfo, PassRecord
 
 aten = torch.ops.aten
 _MAGIC = b"precast-snapshot-1\n"

@@ -1,8 +1,8 @@
 """A bundle: opened, it is checked completely; written, it is complete or not there.
 
-The bytes on disk are `precast.ir.bundle.layout`'s and `precast.ir.bundle.publish`'s matter, their meaning
-`precast.ir.bundle.codec`'s. Here the parts are held against each other: the manifest's list of blobs against the
-layers, its ops and the constants against the graph, and the graph against the rules.
+`precast.ir.bundle` reads and writes the bytes, `precast.ir.encoding` says what they mean. Here the parts are held
+against each other: the manifest's list of blobs against the layers, its ops and the constants against the graph, and
+the graph against the rules.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 
-from precast.ir import limits
-from precast.ir.bundle import codec, oci, versions
+from precast.ir import encoding, limits
+from precast.ir.bundle import codec, oci
 from precast.ir.bundle.layout import Contents, Layer, check_file_name, is_bundle, read_layout
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import Blob, Graph, Manifest, Node
+from precast.ir.graph.schema import Graph, Node
+from precast.ir.manifest import Blob, Manifest
 from precast.ir.ops import table as ops
 from precast.ir.verify.verifier import check
 from precast.ir.weights import tensorfile
@@ -112,11 +113,11 @@ def ops_of(graph: Graph) -> dict[str, int]:
 
 
 def _decode(path: Path, contents: Contents) -> Bundle:
-    manifest = codec.decode_manifest(contents.config)
+    manifest = encoding.decode_manifest(contents.config)
     _check_manifest(manifest, contents.layers)
     _check_ops_known(manifest)
     graph_layer, constants_layer = contents.layers[:2]
-    graph = codec.decode_graph(graph_layer.data, manifest.format)
+    graph = encoding.decode_graph(graph_layer.data, manifest.format)
     if ops_of(graph) != manifest.ops:
         raise BundleError("manifest-invalid", "manifest: its ops are not those that the graph uses")
     check(graph)
@@ -176,17 +177,17 @@ def _layout(
     provenance: Mapping[str, object],
 ) -> dict[str, bytes]:
     """All files of the layout by their path in it. A pure function of its arguments."""
-    assert manifest.format == versions.FORMAT, "bundles are written in the current format only"
+    assert manifest.format == encoding.FORMAT, "bundles are written in the current format only"
     assert not manifest.blobs, "the blobs are listed here"
     for name in files:
         check_file_name(name)
     layers = [
-        Layer(oci.GRAPH, "graph", *_identified(codec.encode_graph(graph))),
+        Layer(oci.GRAPH, "graph", *_identified(encoding.encode_graph(graph))),
         Layer(oci.CONSTANTS, "constants", *_identified(_encode_constants(constants))),
         *(Layer(oci.TOKENIZER, name, *_identified(files[name])) for name in sorted(files)),
     ]
     blobs = tuple(Blob(_ROLES[x.media_type], x.name, x.digest, len(x.data)) for x in layers)  # type: ignore[arg-type]
-    config = codec.encode_manifest(msgspec.structs.replace(manifest, blobs=blobs))
+    config = encoding.encode_manifest(msgspec.structs.replace(manifest, blobs=blobs))
     image = codec.encode_json(
         oci.Image(
             artifact_type=oci.BUNDLE,

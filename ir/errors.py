@@ -45,7 +45,6 @@ CODES: dict[str, str] = {
     "graph-invalid": "the graph breaks rules of the verifier",
     "constants-invalid": "the constants are not a canonical safetensors file",
     "constants-mismatch": "the constants are not those that the graph declares",
-    "text-syntax": "a graph in text form that does not parse",
     # --- build ------------------------------------------------------------------------------------------------
     "build-in-progress": "another build is writing to the same path",
     "disk-full": "the file system has no room for the bundle, or a quota or size limit is reached",
@@ -71,7 +70,9 @@ CODES: dict[str, str] = {
     "checkpoint-shard-missing": "the checkpoint's index names files that are not there",
     "checkpoint-header": "the header of a checkpoint file is not a valid safetensors header",
     "checkpoint-duplicate": "a tensor is in two files of the checkpoint",
+    "checkpoint-config": "the checkpoint's config.json cannot be read",
     "checkpoint-read": "a checkpoint file could not be read",
+    "config-mismatch": "the checkpoint's config says other numbers than the one that the bundle was built from",
     "weights-mismatch": "tensors are missing, unexpected, or of another shape or dtype than the recipes read",
     # --- requests and engine options --------------------------------------------------------------------------
     "prompt-empty": "a prompt without tokens",
@@ -90,6 +91,7 @@ CODES: dict[str, str] = {
     "device-missing": "the device that was asked for is not there",
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
+    "implementation-missing": "no implementation computes a node on this target",
 }
 
 FIXES: dict[str, str] = {

@@ -84,6 +84,9 @@ MAX_TENSOR_HEADER_BYTES = 100_000_000
 MAX_CHECKPOINT_INDEX_BYTES = 100_000_000
 """`model.safetensors.index.json`. 94,000 tensors take 10 MB."""
 
+MAX_CONFIG_BYTES = 16 * MIB
+"""A checkpoint's `config.json`. The largest known have some 100 kB, of labels."""
+
 # --- messages ----------------------------------------------------------------------------------------------------
 
 MAX_LISTED = 20

@@ -1,24 +1,27 @@
-"""All ops of this room: their specs, their registration with torch, and the choice of an implementation.
+"""All ops of this room: their specs, their registration with torch, and the functions that records name.
 
-The builder registers the ops with `torch.library`, to trace models that call them. The loader calls what `resolve`
-gives, without torch's dispatcher between.
+The builder registers the ops with `torch.library`, to trace models that call them. The loader calls what
+`implementations` gives, without torch's dispatcher between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
-from precast.ir.errors import BundleError
 from precast.ir.ops import table as ops
 from precast.kernels.attention.attention import ATTENTION
 from precast.kernels.attention.paged import PAGED_ATTENTION
 from precast.kernels.attention.write_kv import WRITE_KV
 from precast.kernels.causal_conv.causal_conv import CAUSAL_CONV
 from precast.kernels.causal_conv.stateful import STATEFUL_CAUSAL_CONV
+from precast.kernels.choices import cases, fastest
 from precast.kernels.delta_rule.delta_rule import DELTA_RULE
 from precast.kernels.delta_rule.stateful import STATEFUL_DELTA_RULE
 from precast.kernels.embedding.embedding import EMBEDDING
@@ -34,6 +37,7 @@ from precast.kernels.linear_attention.linear_attention import LINEAR_ATTENTION
 from precast.kernels.linear_attention.stateful import STATEFUL_LINEAR_ATTENTION
 from precast.kernels.linear_recurrence.linear_recurrence import LINEAR_RECURRENCE
 from precast.kernels.linear_recurrence.stateful import STATEFUL_LINEAR_RECURRENCE
+from precast.kernels.records import Ranges, Record
 from precast.kernels.rms_norm.residual_rms_norm import RESIDUAL_RMS_NORM
 from precast.kernels.rms_norm.rms_norm import RMS_NORM
 from precast.kernels.rotary.rope_frequencies import ROPE_FREQUENCIES
@@ -46,6 +50,7 @@ from precast.kernels.selective_scan.stateful import STATEFUL_SELECTIVE_SCAN
 from precast.kernels.spec import OpSpec
 from precast.kernels.state_space_scan.state_space_scan import STATE_SPACE_SCAN
 from precast.kernels.state_space_scan.stateful import STATEFUL_STATE_SPACE_SCAN
+from precast.kernels.use import GPU, Target, Use
 from precast.kernels.wkv.stateful import STATEFUL_WKV
 from precast.kernels.wkv.wkv import WKV
 
@@ -95,36 +100,67 @@ def specs() -> tuple[OpSpec, ...]:
 
 @cache
 def register() -> torch.library.Library:
-    """Define `torch.ops.precast.*` from the op table, with each op's reference and fake; once, however often called.
+    """Define `torch.ops.precast.*` from the op table: each op's reference, and its fake; once, however often called.
 
     The ops live as long as the library that is returned, which this function keeps.
     """
+    from precast.kernels.fakes import fake_of
+
     library = torch.library.Library(_NAMESPACE, "DEF")
     for spec in _SPECS:
         name = spec.name.removeprefix("precast.")
         library.define(ops.signature(spec.name, spec.version).replace("Dtype ", "ScalarType "))
         library.impl(name, spec.reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", spec.fake, lib=library)
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake_of(spec.definition), lib=library)
     return library
 
 
-def resolve(name: str, version: int, device: torch.device) -> Callable[..., Any]:
-    """The fastest implementation of an op of the op table on `device`.
+class Implementation(NamedTuple):
+    """What computes a node in steps of these sizes, of all sizes if none are named; see `Record` for `allocates`."""
 
-    It takes the arguments by the names of the op's signature, element types as `torch.dtype`, and returns a tensor,
-    a tuple of tensors, or None for an op without results.
+    sizes: Ranges
+    function: Callable[..., Any]
+    allocates: bool
+
+
+def implementations(use: Use) -> tuple[Implementation, ...]:
+    """What computes a use: one implementation, or one for each class of sizes that its records tell apart.
+
+    They take the arguments by the names of the op's signature, element types as `torch.dtype`, and return a tensor, a
+    tuple of tensors, or None for an op without results; those that don't allocate write into `out` instead.
+
+    Raises BundleError `op-unknown` for a name or version that isn't in the op table, and TargetError
+    `implementation-missing` for a use that no record takes.
+    """
+    return tuple(
+        Implementation(sizes, function_of(choice.record), choice.record.allocates) for sizes, choice in cases(use)
+    )
+
+
+def resolve(name: str, version: int, device: torch.device) -> Callable[..., Any]:
+    """The fastest implementation of an op on `device`, for whoever has no node: it may not take all types.
 
     Raises BundleError `op-unknown` for a name or version that isn't in the op table.
     """
-    if ops.lookup(name, version) is None:
-        raise BundleError(
-            "op-unknown",
-            f"op {name}@{version} is not in the op table",
-            fix="load the bundle with the Precast that built it, or a newer one",
-        )
-    if name.startswith("aten."):
-        packet, overload = name.removeprefix("aten.").split(".")
-        return getattr(getattr(torch.ops.aten, packet), overload)
-    spec = next(spec for spec in _SPECS if (spec.name, spec.version) == (name, version))
-    implementation = spec.implementations.get(device.type)
-    return spec.reference if implementation is None else implementation()
+    return function_of(fastest(name, version, target_of(device)))
+
+
+def target_of(device: torch.device) -> Target:
+    """The target that a device is, with what is installed here; Triton is published for Linux alone."""
+    target = Target("cpu") if device.type == "cpu" else GPU
+    if device.type == "cuda" and torch.cuda.is_available():
+        target = target._replace(capability=torch.cuda.get_device_capability(device))
+    return target if find_spec("triton") is not None else target._replace(kinds=target.kinds - {"triton"})
+
+
+def function_of(record: Record) -> Callable[..., Any]:
+    """The function that a record names, imported when it is first wanted."""
+    assert isinstance(record.runs, str), "the torch backend runs functions"
+    return _named(record.runs)
+
+
+@cache
+def _named(runs: str) -> Callable[..., Any]:
+    module, _, path = runs.partition(":")
+    function: Callable[..., Any] = attrgetter(path)(import_module(module))
+    return function

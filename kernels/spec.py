@@ -1,6 +1,6 @@
 """What an op is to tests, verifier and docs: one `OpSpec`, beside the op's formula and its reference.
 
-The signature, what it mutates and whether it is dynamic stand in `precast.ir.ops.table`; a spec adds what only torch
+The signature, the shape rule and what it mutates stand in `precast.ir.ops.table`; a spec adds what only torch
 can say, and takes all else from there. No kernel is imported to make a spec: implementations are named by functions
 that import them when they are first wanted.
 """
@@ -97,7 +97,6 @@ class OpSpec:
     results: Mapping[str, str]
     dtypes: Mapping[str, tuple[torch.dtype, ...]]
     reference: Callable[..., Any]
-    fake: Callable[..., Any]
     samples: Callable[[Draw], Iterator[Sample]]
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=dict)
     implementations: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
@@ -105,7 +104,7 @@ class OpSpec:
 
     @property
     def definition(self) -> ops.OpDef:
-        """The op's row of the op table: its signature, what it mutates, its shape rule, whether it is dynamic."""
+        """The op's row of the op table: its signature, its shape rule, what it mutates."""
         definition = ops.lookup(self.name, self.version)
         assert definition is not None, f"{self.name}@{self.version} is not in the op table"
         return definition

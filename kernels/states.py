@@ -18,14 +18,12 @@ from typing import NamedTuple
 
 import torch
 
+from precast.kernels.limits import TOGETHER
 from precast.kernels.spec import Draw, Sample
 
 Tokens = Sequence[torch.Tensor | None]
 Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(tokens of each argument..., state before) -> (results, state after)."""
-
-_TOGETHER = 4096
-"""Tokens, with those that pad, of the sequences that are computed at once, if that is one sequence at least."""
 
 METADATA = ("slots", "cu_seqlens", "kv_lens")
 
@@ -81,14 +79,14 @@ def together(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: Sl
     """As `one_by_one`, with `recurrence` over several sequences at once: tokens [n, L, ...], states [n, ...].
 
     A sequence shorter than L has zeros behind its last token, and must come out with the state after that token. As
-    many are computed at once as `_TOGETHER` allows. The metadata is read on the host, once; on a GPU that is a wait.
+    many are computed at once as `TOGETHER` allows. The metadata is read on the host, once; on a GPU that is a wait.
     """
     classes: dict[int, list[_Sequence]] = {}
     for sequence in _sequences(held):
         # Lengths of one class differ by less than a factor of two: that bounds what padding costs.
         classes.setdefault((sequence.end - sequence.first).bit_length(), []).append(sequence)
     for group in classes.values():
-        step = max(1, _TOGETHER // max(sequence.end - sequence.first for sequence in group))
+        step = max(1, TOGETHER // max(sequence.end - sequence.first for sequence in group))
         for first in range(0, len(group), step):
             _compute(recurrence, tokens, out, held.state, group[first : first + step])
     return out

@@ -24,6 +24,7 @@ from precast.loader.engine.sampling import SamplingParams
 from precast.loader.load import constant_tensors, load
 from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs, Chunk, Staging
+from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) 
 
     The caches begin as NaN: what a sequence didn't write must not matter.
     """
-    graph, device = bundle.graph, torch.device("cpu")
-    program = restore(graph, device=device)
+    graph, device = bundle.graph, open_device("cpu")
+    program = restore(graph, device=torch.device("cpu"))
     program.bind(load_weights(graph, bundle.manifest.checkpoint, CheckpointFiles.open(weights), device=device).tensors)
     program.bind(constant_tensors(graph, bundle.constants, device))
     longest = max(map(len, prompts))
@@ -106,7 +107,7 @@ def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) 
     num_bytes = inputs.max_bytes(
         max_num_seqs=len(prompts), max_num_tokens=sum(map(len, prompts)), num_pages=memory.num_pages
     )
-    outputs = program(**inputs.shaped(Staging(num_bytes, device).to_device(inputs.arrays(chunks))))
+    outputs = program(**inputs.shaped(Staging(num_bytes, torch.device("cpu")).to_device(inputs.arrays(chunks))))
     return list(outputs["logits"][0].float().split([len(ids) for ids in prompts]))
 
 

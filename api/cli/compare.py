@@ -20,6 +20,7 @@ def difference(first: Bundle, second: Bundle) -> Report:
         return Report({"equal": True, "differences": []}, f"equal: {first.digest}")
     lines = [
         *_differing("manifest", _manifest(first), _manifest(second)),
+        *_differing("config", _config(first), _config(second)),
         *_differing("pass", _passes(first), _passes(second)),
         *_differing("param", _params(first.graph), _params(second.graph)),
         *_differing("cache group", _groups(first.graph), _groups(second.graph)),
@@ -33,13 +34,19 @@ def _manifest(bundle: Bundle) -> dict[str, str]:
     """The manifest's entries by dotted name, but for what is compared by itself."""
     flat: dict[str, str] = {}
     for key, value in msgspec.to_builtins(bundle.manifest).items():
-        if key in ("blobs", "passes"):
+        if key in ("blobs", "config", "passes"):
             continue
         entries: dict[str, Any] = {key: value}
         if isinstance(value, dict):
             entries = {f"{key}.{name}": item for name, item in value.items()}
         flat |= {name: msgspec.json.encode(item).decode() for name, item in entries.items()}
     return flat
+
+
+def _config(bundle: Bundle) -> dict[str, str]:
+    """What the build read of the model's config."""
+    facts = bundle.manifest.config
+    return {} if facts is None else {name: msgspec.json.encode(fact).decode() for name, fact in facts.values.items()}
 
 
 def _passes(bundle: Bundle) -> dict[str, str]:

@@ -94,20 +94,29 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 
 @main.command()
 @BUNDLE
-@click.option("--graph", "part", flag_value="graph", help="The graph as text.")
-@click.option("--passes", "part", flag_value="passes", help="The passes as they ran.")
-@click.option("--weights", "part", flag_value="weights", help="Each param and how it is made.")
-@click.option("--cache", "part", flag_value="cache", help="Cache groups, pools, and what sequences cost.")
+@click.option("--graph", is_flag=True, help="The graph as text.")
+@click.option("--passes", is_flag=True, help="The passes as they ran.")
+@click.option("--weights", is_flag=True, help="Each param and how it is made, and the config that was built from.")
+@click.option("--cache", is_flag=True, help="Cache groups, pools, and what sequences cost.")
+@click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
+@click.option("--target", help="Of --kernels: cpu, or a GPU's compute capability.  [default: sm_90]")
 @AS_JSON
-def inspect(bundle: Path, part: str | None, as_json: bool) -> None:
-    """Show what is in BUNDLE: a summary, or one part of it."""
-    from precast.cli import show
+def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> None:
+    """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
+    from precast.cli import kernels_view, show
     from precast.ir.artifact import Bundle
 
+    if target is not None and not parts["kernels"]:
+        raise click.UsageError("--target goes with --kernels")
+    try:
+        kernels = kernels_view.view(target or "sm_90")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
     views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
-    view = show.summary if part is None else views[part]
-    _report(view(opened), as_json)
+    views["kernels"] = kernels
+    reports = [view(opened) for name, view in views.items() if parts[name]]
+    _report(show.together(reports or [show.summary(opened)]), as_json)
 
 
 @main.command()
@@ -115,7 +124,7 @@ def inspect(bundle: Path, part: str | None, as_json: bool) -> None:
 @click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files.")
 @AS_JSON
 def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
-    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights each recipe against a checkpoint."""
+    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint."""
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
 
@@ -123,11 +132,12 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
     fields: dict[str, Any] = {"digest": opened.digest}
     lines = [opened.digest, "bundle: whole, canonical, and valid by every rule"]
     if weights is not None:
+        from precast.ir.weights import config_facts, recipes
         from precast.ir.weights.checkpoint import CheckpointFiles
-        from precast.ir.weights.recipes import check
 
         files = CheckpointFiles.open(weights)
-        check(opened.graph, opened.manifest.checkpoint, files)
+        config_facts.check(opened.manifest.config, weights)
+        recipes.check(opened.graph, opened.manifest.checkpoint, files)
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
     _report(Report(fields, "\n".join(lines)), as_json)
@@ -203,11 +213,15 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option(
     "--cache-bytes", type=int, help="Memory for keys, values and states, in whole slabs. Default: from what is free."
 )
+@click.option(
+    "--allow-config-mismatch", is_flag=True, help="Go on if the checkpoint's config says other numbers than the bundle."
+)
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], with_timeline: bool, as_json: bool,
-    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None, **sampling: Any,
+    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None,
+    allow_config_mismatch: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -223,7 +237,7 @@ def run(
         params = SamplingParams(**sampling)
         engine = load(
             bundle, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
-            cache_bytes=cache_bytes, timeline=timeline,
+            cache_bytes=cache_bytes, allow_config_mismatch=allow_config_mismatch, timeline=timeline,
         )  # fmt: skip
     with engine:
         if as_json:

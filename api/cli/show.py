@@ -12,8 +12,10 @@ from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Call, Graph, Group, LatentSpec, Node, PagedSpec, StateGroup, StateSpec
 from precast.ir.graph.text import format_graph, format_recipe, format_type
-from precast.ir.memory import activations, caches
+from precast.ir.memory import caches
 from precast.ir.ops.flops import canonical_share
+from precast.kernels import activations
+from precast.kernels.use import GPU
 
 STEPS = ((8192, 256), (256, 256))
 """The steps, as tokens and sequences, for which the summary says what activations take: prefill, and decoding."""
@@ -27,6 +29,12 @@ class Report:
 
     fields: dict[str, Any]
     text: str
+
+
+def together(reports: Sequence[Report]) -> Report:
+    """Several parts in one answer."""
+    fields = {name: value for report in reports for name, value in report.fields.items()}
+    return Report(fields, "\n\n".join(report.text for report in reports))
 
 
 def summary(bundle: Bundle) -> Report:
@@ -81,7 +89,7 @@ def summary(bundle: Bundle) -> Report:
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:
     """Bytes that steps of so many tokens and sequences hold at most on a GPU, all sequences beginning there."""
-    peak = activations.step_peak(graph, "cuda")
+    peak = activations.step_peak(graph, GPU)
     found = {}
     for tokens, sequences in STEPS:
         pages = {group.name: -(-tokens // group.spec.page_size) + sequences for group in graph.caches.groups}
@@ -113,7 +121,7 @@ def passes(bundle: Bundle) -> Report:
 
 
 def weights(bundle: Bundle) -> Report:
-    """Each param with its type and recipe, and which tensors are ignored."""
+    """Each param with its type and recipe, which tensors are ignored, and what the build read of the config."""
     rules = bundle.manifest.checkpoint
     rows = [("param", "type", "recipe")]
     rows += [(param.name, format_type(param.type), format_recipe(param.recipe)) for param in bundle.graph.params]
@@ -122,6 +130,8 @@ def weights(bundle: Bundle) -> Report:
         ("ignored tensors", ", ".join(rules.ignored) or "none"),
         ("optional prefixes", ", ".join(rules.optional_prefixes) or "none"),
     ]
+    config = {} if bundle.manifest.config is None else bundle.manifest.config.values
+    facts = [("entry of the config", "value"), *((name, _short(msgspec.json.encode(config[name]))) for name in config)]
     fields = {
         "params": [
             {"name": param.name, "type": format_type(param.type), "recipe": format_recipe(param.recipe)}
@@ -130,8 +140,9 @@ def weights(bundle: Bundle) -> Report:
         "unused": list(rules.unused),
         "ignored": list(rules.ignored),
         "optional_prefixes": list(rules.optional_prefixes),
+        "config": msgspec.to_builtins(config),
     }
-    return Report(fields, f"{table(rows)}\n\n{table(notes)}")
+    return Report(fields, f"{table(rows)}\n\n{table(notes)}\n\n{table(facts)}")
 
 
 def cache(bundle: Bundle) -> Report:
@@ -219,6 +230,11 @@ def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
 def _pages(group: Group | StateGroup, stride: int, per_slab: int) -> tuple[str, ...]:
     size = caches.filled_bytes(group)
     return (group.name, f"{size:,}", f"{stride:,}", f"{per_slab:,}", _percent(stride - size, stride))
+
+
+def _short(encoded: bytes) -> str:
+    text = encoded.decode()
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _percent(part: int, whole: int) -> str:

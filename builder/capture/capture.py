@@ -21,7 +21,8 @@ from precast.builder.weights.quantisation import quantisation_of
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Checkpoint, ModelInfo, Recipe, Tie
+from precast.ir.graph.schema import Recipe, Tie
+from precast.ir.manifest import Checkpoint, ModelInfo
 
 
 @dataclasses.dataclass

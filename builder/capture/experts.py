@@ -22,7 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from precast.builder.capture.routing import IMPLEMENTATION
 from precast.ir.errors import BuildError
-from precast.ir.ops.rules_experts import EXPERT_ACTIVATIONS
+from precast.ir.ops.rows_experts import EXPERT_ACTIVATIONS
 from precast.kernels.experts.experts import activate
 
 _FAR = 1e6

@@ -36,7 +36,7 @@ from precast.ir.graph.schema import (
     Value,
 )  # fmt: skip
 from precast.ir.ops import table as ops
-from precast.ir.ops.table import ArgDef, OpDef
+from precast.ir.ops.op import ArgDef, OpDef
 
 aten = torch.ops.aten
 MAX_TOKENS = 1 << 20
@@ -155,7 +155,7 @@ def _unknown(node: FxNode) -> str | None:
     known = {arg.name for arg in definition.args}
     defaults = {arg.name: arg.default_value for arg in node.target._schema.arguments}
     others = [
-        f"{name}={value}" for name, value in _given(node).items() if name not in known and value != defaults[name]
+        f"{name}={value}" for name, value in arguments_of(node).items() if name not in known and value != defaults[name]
     ]
     return f"{definition.name} with {', '.join(others)}" if others else None
 
@@ -179,7 +179,7 @@ def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
         results.append(Value(names.of(node), _type(value, ctx)))
     elif value is not None:
         results += [Value(f"{names.of(node)}_{i}", _type(part, ctx)) for i, part in enumerate(value)]
-    given = _given(node)
+    given = arguments_of(node)
     given.update(_written_out(node, ctx))
     args = {}
     for arg in definition.args:
@@ -189,7 +189,7 @@ def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
     return Node(definition.name, args, tuple(results), definition.version)
 
 
-def _given(node: FxNode) -> dict[str, Any]:
+def arguments_of(node: FxNode) -> dict[str, Any]:
     """The call's arguments by name."""
     given: dict[str, Any] = {}
     for position, arg in enumerate(node.target._schema.arguments):

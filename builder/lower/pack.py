@@ -8,9 +8,10 @@ from pathlib import Path
 from precast.builder.capture.capture import Captured
 from precast.builder.graph.constants import tensor_bytes
 from precast.ir.artifact import Bundle, ops_of, write_bundle
-from precast.ir.bundle.versions import FORMAT
+from precast.ir.encoding import FORMAT
 from precast.ir.errors import BuildError, BundleError
-from precast.ir.graph.schema import Graph, Manifest, PassRecord
+from precast.ir.graph.schema import Graph
+from precast.ir.manifest import ConfigFacts, Manifest, PassRecord
 
 _OF_CONFIG = ("graph-invalid", "manifest-invalid", "json-invalid", "limit-exceeded")
 """What contradictions and numbers out of all proportion in a config become in the bundle that is made of it."""
@@ -25,6 +26,7 @@ def pack(
     files: Mapping[str, bytes],
     built_with: Mapping[str, str],
     checked: bool,
+    config: ConfigFacts,
     provenance: Mapping[str, object],
 ) -> Bundle:
     """Publish the bundle at `out`, whole or not at all, and open it as any reader would.
@@ -40,6 +42,7 @@ def pack(
         built_with=dict(built_with),
         blobs=(),
         checked=checked,
+        config=config,
     )
     wanted = {value.name for value in graph.constants}
     constants = {

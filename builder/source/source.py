@@ -60,6 +60,8 @@ class Source:
     name: str
     config: PreTrainedConfig
     files: dict[str, bytes]
+    entries: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What `config.json` says, as it stands there; empty for a config object."""
 
     @property
     def has_code(self) -> bool:
@@ -94,9 +96,10 @@ def open_source(source: str | Path | PreTrainedConfig, *, allow_code: bool = Fal
         return Source(name, copy.deepcopy(source), {})  # the caller's stays as it is
     name = str(source)
     folder = _folder(name, allow_code)
-    config = _read_config(folder, name, allow_code)
+    entries = _read_entries(folder, name)
+    config = _read_config(entries, folder, name, allow_code)
     _check_supported(config, name)
-    return Source(name, config, tokenizer_files.read_files(folder, name))
+    return Source(name, config, tokenizer_files.read_files(folder, name), entries)
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -194,8 +197,7 @@ def _download(name: str, allow_code: bool) -> Path:
     return folder
 
 
-def _read_config(folder: Path, name: str, allow_code: bool) -> PreTrainedConfig:
-    raw = _read_entries(folder, name)
+def _read_config(raw: dict[str, Any], folder: Path, name: str, allow_code: bool) -> PreTrainedConfig:
     model_type, code = raw["model_type"], raw.get("auto_map") or {}
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` is lazier
     needs_code = _needs_code(code, known, raw.get("architectures"))

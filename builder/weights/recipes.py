@@ -20,7 +20,8 @@ from precast.builder.weights.conversions import Converted, converted, other_pref
 from precast.builder.weights.quantisation import Weight, scheme_of
 from precast.builder.weights.unused import unused_patterns
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import Cast, Checkpoint, Read, Recipe, Tie
+from precast.ir.graph.schema import Cast, Read, Recipe, Tie
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes as ir_recipes
 
 _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)

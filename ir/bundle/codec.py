@@ -1,7 +1,7 @@
-"""Structs to bytes and back, with one encoding for each value.
+"""Structs to bytes and back, with one encoding for each value. Which structs, the callers say.
 
-A graph is msgpack under zstd, everything else JSON. In both, a struct is a map whose keys stand in ascending order
-of their UTF-8 bytes, and fields equal to their default are left out. Decoding is strict: unknown fields are refused,
+*Packed* is msgpack under zstd; all else is JSON. In both, a struct is a map whose keys stand in ascending order of
+their UTF-8 bytes, and fields equal to their default are left out. Decoding is strict: unknown fields are refused,
 and so is input that differs from the encoding of what it decodes to. The zstd frame alone is free, because later
 versions of libzstd compress differently; its form is not (`docs/format/v1.md`, Graph).
 """
@@ -14,125 +14,100 @@ import msgspec
 import zstandard
 
 from precast.ir import limits
-from precast.ir.bundle import versions
 from precast.ir.bundle.scan import scan
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import CachePlan, Graph, Manifest
 
 T = TypeVar("T")
 
 ZSTD_LEVEL = 19
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_NO_CACHES: CachePlan = msgspec.structs.fields(Graph)[-1].default
 
 
-class _Versioned(msgspec.Struct):
-    """The one field of a manifest that every version has."""
-
-    format: tuple[int, int]
+# --- packed ----------------------------------------------------------------------------------------------------
 
 
-# --- graph -----------------------------------------------------------------------------------------------------
+def encode_packed(value: msgspec.Struct, what: str) -> bytes:
+    """A struct's blob: one zstd frame with its content size, no checksum and no dictionary, made by one thread.
 
-
-def encode_graph(graph: Graph) -> bytes:
-    """The graph's blob: one zstd frame with its content size, no checksum and no dictionary, made by one thread.
-
-    Raises BundleError where `graph` has no valid encoding: NaN, integers beyond 63 bits, too deep, too large.
+    `what` names the blob in messages and codes. Raises BundleError where `value` has no valid encoding: NaN, integers
+    beyond 63 bits, too deep, too large.
     """
-    raw = _encode_raw(graph)
-    _decode_raw(raw, Graph)
+    raw = _encode_raw(value, what)
+    _decode_raw(raw, type(value), what)
     compressor = zstandard.ZstdCompressor(
         level=ZSTD_LEVEL, threads=0, write_content_size=True, write_checksum=False, write_dict_id=False
     )
     return compressor.compress(raw)
 
 
-def decode_graph(data: bytes, format: tuple[int, int] = versions.FORMAT) -> Graph:
-    """The graph in a blob of a bundle of this format, as a graph of the current one.
+def decode_packed(data: bytes, type: type[T], what: str) -> T:
+    """The struct of this type in a blob; `what` names it in messages and codes.
 
-    Raises BundleError: `graph-compression`, `graph-encoding`, `graph-not-canonical`, `graph-nesting`,
-    `limit-exceeded`, `format-newer` or `format-unknown`.
+    Raises BundleError: for a graph, `graph-compression`, `graph-encoding`, `graph-not-canonical`, `graph-nesting` or
+    `limit-exceeded`.
     """
-    era = versions.era(format)
-    old: Any = _decode_raw(_decompress(data), era.graph)
-    graph: Graph = versions.upgrade_graph(old, format)
-    return graph
+    return _decode_raw(_decompress(data, what), type, what)
 
 
-def _encode_raw(graph: Any) -> bytes:
-    if isinstance(graph, Graph) and graph.caches == _NO_CACHES:
-        # A field is left out when it *is* its default; an equal one would make a second encoding of the same graph.
-        graph = msgspec.structs.replace(graph, caches=_NO_CACHES)
+def _encode_raw(value: Any, what: str) -> bytes:
     try:
-        return msgspec.msgpack.encode(graph, order="sorted")
+        return msgspec.msgpack.encode(_without_defaults(value), order="sorted")
     except OverflowError:
-        raise BundleError("graph-encoding", "graph: an integer beyond 64 bits") from None
+        raise BundleError(f"{what}-encoding", f"{what}: an integer beyond 64 bits") from None
     except RecursionError:
-        raise BundleError("graph-nesting", "graph: values are nested too deep to be encoded") from None
+        raise BundleError(f"{what}-nesting", f"{what}: values are nested too deep to be encoded") from None
 
 
-def _decode_raw(raw: bytes, graph_type: type[T]) -> T:
-    scan(raw)
+def _without_defaults(value: Any) -> Any:
+    """The struct with its defaults for what equals them: msgspec leaves out the very default, and no equal one."""
+    equal = {
+        field.name: field.default
+        for field in msgspec.structs.fields(value)
+        if isinstance(field.default, msgspec.Struct) and getattr(value, field.name) == field.default
+    }
+    return msgspec.structs.replace(value, **equal)
+
+
+def _decode_raw(raw: bytes, type: type[T], what: str) -> T:
+    scan(raw, what)
     try:
-        graph = msgspec.msgpack.decode(raw, type=graph_type)
+        value = msgspec.msgpack.decode(raw, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BundleError("graph-encoding", f"graph: {error}") from None
+        raise BundleError(f"{what}-encoding", f"{what}: {error}") from None
     except RecursionError:
-        raise BundleError("graph-nesting", "graph: values are nested too deep to be decoded") from None
-    again = _encode_raw(graph)
-    if again != raw:
-        place = _first_difference(again, raw)
-        message = f"graph: differs from its canonical encoding from byte {place} on"
-        raise BundleError("graph-not-canonical", f"{message}: expected {len(again)} bytes, found {len(raw)}")
-    return graph
+        raise BundleError(f"{what}-nesting", f"{what}: values are nested too deep to be decoded") from None
+    _check_canonical(_encode_raw(value, what), raw, what, f"{what}-not-canonical")
+    return value
 
 
-def _decompress(data: bytes) -> bytes:
+def _decompress(data: bytes, what: str) -> bytes:
     """The content of exactly one zstd frame, whose size is declared and allowed."""
     if len(data) > limits.MAX_GRAPH_BYTES:
-        message = f"graph: {len(data)} bytes; at most {limits.MAX_GRAPH_BYTES} are allowed"
+        message = f"{what}: {len(data)} bytes; at most {limits.MAX_GRAPH_BYTES} are allowed"
         raise BundleError("limit-exceeded", message)
     if data[:4] != _ZSTD_MAGIC:
-        raise BundleError("graph-compression", f"graph: expected a zstd frame, found bytes {data[:4].hex() or 'none'}")
+        raise BundleError(
+            f"{what}-compression", f"{what}: expected a zstd frame, found bytes {data[:4].hex() or 'none'}"
+        )
     try:
         frame = zstandard.get_frame_parameters(data)
         if frame.content_size == zstandard.CONTENTSIZE_UNKNOWN:
-            raise BundleError("graph-compression", "graph: the zstd frame doesn't declare the size of its content")
+            raise BundleError(f"{what}-compression", f"{what}: the zstd frame doesn't declare the size of its content")
         if frame.content_size > limits.MAX_GRAPH_RAW_BYTES:
-            message = f"graph: {frame.content_size} bytes unpacked; at most {limits.MAX_GRAPH_RAW_BYTES} are allowed"
+            message = f"{what}: {frame.content_size} bytes unpacked; at most {limits.MAX_GRAPH_RAW_BYTES} are allowed"
             raise BundleError("limit-exceeded", message)
         if frame.dict_id or frame.has_checksum:
-            raise BundleError("graph-compression", "graph: expected a zstd frame without dictionary and checksum")
+            raise BundleError(f"{what}-compression", f"{what}: expected a zstd frame without dictionary and checksum")
         raw = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise BundleError("graph-compression", f"graph: the zstd frame is damaged: {error}") from None
+        raise BundleError(f"{what}-compression", f"{what}: the zstd frame is damaged: {error}") from None
     if len(raw) != frame.content_size:
-        message = f"graph: expected {frame.content_size} bytes unpacked, as declared, found {len(raw)}"
-        raise BundleError("graph-compression", message)
+        message = f"{what}: expected {frame.content_size} bytes unpacked, as declared, found {len(raw)}"
+        raise BundleError(f"{what}-compression", message)
     return raw
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as canonical JSON."""
-    return encode_json(manifest)
-
-
-def decode_manifest(data: bytes) -> Manifest:
-    """The manifest in the bundle's config blob, of any version that is supported, as one of the current version.
-
-    Its `format` stays what the bundle says. Raises BundleError: `format-newer`, `format-unknown`, `json-invalid`,
-    `json-duplicate-key`, `json-not-canonical` or `limit-exceeded`.
-    """
-    _check_size(data, "manifest", limits.MAX_JSON_BYTES)
-    # The version comes first: fields of a newer one must be reported as that, not as unknown.
-    format = _parse(data, _Versioned, "manifest").format
-    era = versions.era(format)
-    manifest: Manifest = versions.upgrade_manifest(decode_json(data, era.manifest, "manifest"), format)
-    return manifest
 
 
 def encode_json(value: Any) -> bytes:
@@ -146,11 +121,7 @@ def decode_json(data: bytes, type: type[T], what: str, limit: int = limits.MAX_J
     Raises BundleError: `json-invalid`, `json-duplicate-key`, `json-not-canonical` or `limit-exceeded`.
     """
     value = decode_foreign_json(data, type, what, limit)
-    again = encode_json(value)
-    if again != data:
-        place = _first_difference(again, data)
-        message = f"{what}: differs from its canonical encoding from byte {place} on"
-        raise BundleError("json-not-canonical", f"{message}: expected {len(again)} bytes, found {len(data)}")
+    _check_canonical(encode_json(value), data, what, "json-not-canonical")
     return value
 
 
@@ -165,6 +136,16 @@ def decode_foreign_json(data: bytes, type: type[T], what: str, limit: int) -> T:
     _check_plain(plain, what)
     if msgspec.json.encode(plain) != data:
         _refuse_duplicates(data, what)
+    return value
+
+
+def peek_json(data: bytes, type: type[T], what: str, limit: int) -> T:
+    """Those fields of a JSON object that this type has; whatever else is there is not looked at.
+
+    Raises BundleError: `json-invalid` or `limit-exceeded`.
+    """
+    _check_size(data, what, limit)
+    value: T = _parse(data, type, what)
     return value
 
 
@@ -219,5 +200,10 @@ def _refuse_duplicates(data: bytes, what: str) -> None:
     json.loads(data, object_pairs_hook=pairs)
 
 
-def _first_difference(a: bytes, b: bytes) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _check_canonical(expected: bytes, found: bytes, what: str, code: str) -> None:
+    if expected == found:
+        return
+    pairs = zip(expected, found, strict=False)
+    place = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(expected), len(found)))
+    message = f"{what}: differs from its canonical encoding from byte {place} on"
+    raise BundleError(code, f"{message}: expected {len(expected)} bytes, found {len(found)}")

@@ -1,6 +1,6 @@
 """A look at msgpack before it is decoded: iterative, so that no depth of nesting costs stack, and counted as it goes.
 
-The graph's encoding is a subset of msgpack: nil, booleans, integers that fit 64 signed bits, float64 that is not
+A packed blob holds a subset of msgpack: nil, booleans, integers that fit 64 signed bits, float64 that is not
 NaN, UTF-8 strings, arrays and maps. Binary, extension and float32 values are refused.
 """
 
@@ -22,10 +22,11 @@ _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 _STRINGS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 
-def scan(data: bytes) -> None:
+def scan(data: bytes, what: str) -> None:
     """Check that `data` is one value of the subset, complete, within the limits of depth, count and string length.
 
-    Raises BundleError: `graph-encoding`, `graph-nesting` or `limit-exceeded`.
+    `what` names the blob in messages and codes. Raises BundleError: for a graph, `graph-encoding`, `graph-nesting` or
+    `limit-exceeded`.
     """
     whole = _WHOLE
     position, left, objects = 0, 1, 0
@@ -39,25 +40,27 @@ def scan(data: bytes) -> None:
                 if step:
                     position += step
                     continue
-                position, inner = _other(data, position, marker)
+                position, inner = _other(data, position, marker, what)
                 if inner >= 0:
                     outer.append(left)
                     left = inner
                     objects += inner
                     if len(outer) > limits.MAX_NESTING or objects > limits.MAX_GRAPH_OBJECTS:
-                        _too_much(len(outer), objects)
+                        _too_much(len(outer), objects, what)
             if not outer:
                 break
             left = outer.pop()
     except IndexError:
-        message = f"graph: the encoding ends inside a value, after {len(data)} bytes"
-        raise BundleError("graph-encoding", message) from None
+        message = f"{what}: the encoding ends inside a value, after {len(data)} bytes"
+        raise BundleError(f"{what}-encoding", message) from None
     if position != len(data):
         more = "ends inside a value" if position > len(data) else "goes on after its value"
-        raise BundleError("graph-encoding", f"graph: the encoding {more}: expected {position} bytes, found {len(data)}")
+        raise BundleError(
+            f"{what}-encoding", f"{what}: the encoding {more}: expected {position} bytes, found {len(data)}"
+        )
 
 
-def _other(data: bytes, position: int, marker: int) -> tuple[int, int]:
+def _other(data: bytes, position: int, marker: int, what: str) -> tuple[int, int]:
     """(position after the value or its head, values inside it or -1) for a marker that doesn't say its own length."""
     if marker in _FIXMAP:
         return position + 1, 2 * (marker & 15)
@@ -70,10 +73,10 @@ def _other(data: bytes, position: int, marker: int) -> tuple[int, int]:
         width = _STRINGS[marker]
         size = _length(data, position, width)
         if size > limits.MAX_STRING_BYTES:
-            message = f"graph: a string of {size} bytes at byte {position}"
+            message = f"{what}: a string of {size} bytes at byte {position}"
             raise BundleError("limit-exceeded", f"{message}; at most {limits.MAX_STRING_BYTES} are allowed")
         return position + 1 + width + size, -1
-    return position + _number(data, position, marker), -1
+    return position + _number(data, position, marker, what), -1
 
 
 def _length(data: bytes, position: int, width: int) -> int:
@@ -83,23 +86,25 @@ def _length(data: bytes, position: int, width: int) -> int:
     return int.from_bytes(field, "big")
 
 
-def _number(data: bytes, position: int, marker: int) -> int:
+def _number(data: bytes, position: int, marker: int, what: str) -> int:
     """The size of a float64 or uint64, or a refusal of what the subset doesn't have."""
     if marker == 0xCB:
         bits = _length(data, position, 8)
         if (bits & 0x7FFF_FFFF_FFFF_FFFF) > 0x7FF0_0000_0000_0000:
-            raise BundleError("graph-encoding", f"graph: a float that is not a number (NaN) at byte {position}")
+            raise BundleError(f"{what}-encoding", f"{what}: a float that is not a number (NaN) at byte {position}")
         return 9
     if marker == 0xCF:
         if _length(data, position, 8) >= 1 << 63:
-            raise BundleError("graph-encoding", f"graph: an integer beyond 63 bits at byte {position}")
+            raise BundleError(f"{what}-encoding", f"{what}: an integer beyond 63 bits at byte {position}")
         return 9
-    raise BundleError("graph-encoding", f"graph: a value of msgpack type {marker:#04x}, not in use, at byte {position}")
+    raise BundleError(
+        f"{what}-encoding", f"{what}: a value of msgpack type {marker:#04x}, not in use, at byte {position}"
+    )
 
 
-def _too_much(depth: int, objects: int) -> None:
+def _too_much(depth: int, objects: int, what: str) -> None:
     if depth > limits.MAX_NESTING:
-        message = f"graph: values are nested more than {limits.MAX_NESTING} levels deep"
-        raise BundleError("graph-nesting", message)
-    message = f"graph: {objects} values or more; at most {limits.MAX_GRAPH_OBJECTS} are allowed"
+        message = f"{what}: values are nested more than {limits.MAX_NESTING} levels deep"
+        raise BundleError(f"{what}-nesting", message)
+    message = f"{what}: {objects} values or more; at most {limits.MAX_GRAPH_OBJECTS} are allowed"
     raise BundleError("limit-exceeded", message)

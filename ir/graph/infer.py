@@ -12,28 +12,27 @@ from typing import Any
 
 from precast.ir.graph.schema import Arg, Const, Dim, DtypeArg, Items, Ref, TensorType
 from precast.ir.graph.symbols import ExprError
-from precast.ir.ops.rules import RuleError
-from precast.ir.ops.table import ArgDef, Kind, OpDef
+from precast.ir.ops.op import ArgDef, Kind, OpDef, ShapeError
 
 
 def infer(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
     """The types of the op's results, in order; `types` has the type of every name that is in sight.
 
-    Raises `RuleError`, with all that is wrong with the arguments, or what the op's shape rule expected.
+    Raises `ShapeError`, with all that is wrong with the arguments, or what the op's shape rule expected.
     """
     faults = [*misfits(op, args), *(f"%{name} is not defined" for name in references(args) if name not in types)]
     if faults:
-        raise RuleError("; ".join(faults))
-    return apply_rule(op, args, types)
+        raise ShapeError("; ".join(faults))
+    return apply_shape_rule(op, args, types)
 
 
-def apply_rule(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
+def apply_shape_rule(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
     """As `infer`, for arguments that fit the signature and refer to names in sight only."""
     given = {arg.name: _bound(args[arg.name], types) if arg.name in args else arg.default for arg in op.args}
     try:
-        return op.rule(given)
+        return op.shape_rule(given)
     except ExprError as error:
-        raise RuleError(str(error)) from error
+        raise ShapeError(str(error)) from error
 
 
 def misfits(op: OpDef, args: Mapping[str, Arg]) -> Iterator[str]:

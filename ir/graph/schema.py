@@ -1,7 +1,7 @@
 """The language of a bundle: frozen structs, nothing else.
 
 Every struct here is wire format. A field that is added, removed or renamed changes `tests/ir/schema_v*.json`
-and needs the version bump that `precast.ir.bundle.versions` computes. Behaviour (evaluation, inference, verification,
+and needs a bump of the version (`docs/versioning.md`). Behaviour (evaluation, inference, verification,
 printing) lives in the modules beside this one; nothing in this room imports torch.
 
 Words: a *graph* is the program; a *block* is a function of it, stored once and called once a layer; a *node* is
@@ -343,73 +343,3 @@ class Graph(Wire, frozen=True):
     main: tuple[Node | Call, ...]
     outputs: dict[str, str]
     caches: CachePlan = CachePlan()
-
-
-# --- manifest --------------------------------------------------------------------------------------------------
-
-
-class ModelInfo(Wire, frozen=True):
-    """What the loader must know of the model beyond its graph. `max_seq_len` counts prompt and answer tokens."""
-
-    architecture: str
-    model_type: str
-    dtype: Dtype
-    vocab_size: int
-    max_seq_len: int
-    num_layers: int
-    num_parameters: int
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-
-
-class PassRecord(Wire, frozen=True):
-    """One pass as it ran: `delta` counts the ops that it added (positive) or removed."""
-
-    name: str
-    stage: str
-    version: int
-    changed: bool
-    delta: dict[str, int] = {}
-
-
-class Checkpoint(Wire, frozen=True):
-    """How tensor names of a checkpoint are read, beyond the recipes.
-
-    `optional_prefixes` may be missing from, or stand before, every name of the checkpoint (GPT-2's `transformer.`).
-    `ignored` are name patterns of tensors that are present in some checkpoints and used by none; `*` stands for any
-    run of characters, all else for itself. `tied` maps a second name of a tensor to the name that recipes read: a
-    checkpoint holds either of them, or both with equal content. `unused` are patterns of tensors that belong to the
-    model but not to its graph: the vision tower of a model whose text decoder was built. A name that begins with a key
-    of `prefixes` may begin with its value instead.
-    """
-
-    optional_prefixes: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    tied: dict[str, str] = {}
-    unused: tuple[str, ...] = ()
-    prefixes: dict[str, str] = {}
-
-
-class Blob(Wire, frozen=True):
-    """A file in the bundle: what it is for (`role`), under which name, its digest and size."""
-
-    role: Literal["graph", "constants", "tokenizer"]
-    name: str
-    digest: str
-    size: int
-
-
-class Manifest(Wire, frozen=True):
-    """The bundle's typed root. `ops` are the versions of all ops that the graph uses.
-
-    `checked`: the build compared the model, made tiny, with the implementation that it was built from.
-    """
-
-    format: tuple[int, int]
-    model: ModelInfo
-    ops: dict[str, int]
-    checkpoint: Checkpoint
-    passes: tuple[PassRecord, ...]
-    built_with: dict[str, str]
-    blobs: tuple[Blob, ...]
-    checked: bool = False

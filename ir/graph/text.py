@@ -1,4 +1,4 @@
-"""The text form of a graph: stable, readable, one line a node, and parsed back exactly.
+"""The text form of a graph: stable, readable, one line a node. Equal texts are equal graphs.
 
     symbols {
       T: 1..
@@ -25,9 +25,8 @@
     }
 
 A `%` marks the name of a tensor; a name that is no plain name is quoted. Integers and floats are literals, a bare
-word or an operation is a size over symbols, `dim(3)` a size that is the constant 3. `#` starts a comment. The parser,
-`precast.ir.parse`, also takes a node without its version (1) and a result without its type (the op's rule gives it).
-Nothing here checks that a graph is valid: `precast.ir.verify.verifier` does.
+word or an operation is a size over symbols, `dim(3)` a size that is the constant 3. Nothing here reads text, or checks
+that a graph is valid.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
@@ -47,6 +47,7 @@ from precast.ir.graph.schema import (
     Const,
     Dequantise,
     Dim,
+    Dtype,
     DtypeArg,
     Each,
     Expr,
@@ -72,15 +73,15 @@ from precast.ir.graph.schema import (
     Value,
 )
 from precast.ir.ops import table as ops
-from precast.ir.parse import RESERVED, parse_graph
 
-__all__ = ["format_graph", "format_recipe", "format_step", "format_type", "format_value", "parse_graph"]
+RESERVED = frozenset((*get_args(Dtype), "none", "true", "false", "inf", "nan"))
+"""Bare words that stand for something other than a symbol where an argument is expected."""
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 
 def format_graph(graph: Graph) -> str:
-    """The whole graph as text, ending in a newline. `parse_graph` gives back an equal graph."""
+    """The whole graph as text, ending in a newline. No two graphs have the same text."""
     return "\n".join(_graph(graph)) + "\n"
 
 

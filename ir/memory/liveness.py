@@ -8,7 +8,7 @@ constants and caches are no activations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from precast.ir.graph import symbols
@@ -29,7 +29,6 @@ from precast.ir.graph.schema import (
 )
 from precast.ir.memory import caches, strides
 from precast.ir.memory.strides import Layout
-from precast.ir.memory.workspace import Operand, workspace
 from precast.ir.weights.tensorfile import element_bytes
 
 ROUNDING = 512
@@ -37,6 +36,19 @@ ROUNDING = 512
 
 _GENERIC = (1009, 757, 1213, 881, 1103, 613, 929, 1151)
 """Sizes without common factors: what is a view for these is one for all sizes, but for some that are 1."""
+
+
+class Operand(NamedTuple):
+    """A tensor that a node takes: its type, whether its elements lie in row-major order without gaps, and whether it is
+    an activation, and not an input, a param, a constant or a cache."""
+
+    type: TensorType
+    is_contiguous: bool
+    is_activation: bool = True
+
+
+Workspace = Callable[[Node, Mapping[str, Operand]], Expr]
+"""Bytes that a node holds beside its results at most, by its tensors, without those in lists."""
 
 
 class Moment(NamedTuple):
@@ -76,20 +88,17 @@ class _Held(NamedTuple):
     storage: _Storage | None
 
 
-_Workspaces = dict[tuple[int, tuple[bool, ...]], Expr]
-"""By a node's identity, and which of its arguments lie in row-major order."""
+_Workspaces = dict[tuple[int, tuple[tuple[bool, bool], ...]], Expr]
+"""By a node's identity, and for each of its arguments whether it lies in row-major order and is an activation."""
 
 
-def runs(graph: Graph, device: str) -> list[Run]:
-    """Two runs of a verified graph on a `device` of this kind, "cpu" or "cuda".
+def runs(graph: Graph, workspace: Workspace) -> list[Run]:
+    """Two runs of a verified graph that is bound to its world, with what each of its nodes holds beside its results.
 
     One for sizes without common factors, one for the smallest: with a dimension of 1, copies can become views.
     """
     workspaces: _Workspaces = {}
-    found = []
-    for sizes in _sample_sizes(graph):
-        found.append(_Walk(graph, device, sizes, workspaces).run())
-    return found
+    return [_Walk(graph, workspace, sizes, workspaces).run() for sizes in _sample_sizes(graph)]
 
 
 def block_bytes(kind: TensorType) -> Expr:
@@ -108,15 +117,15 @@ def _sample_sizes(graph: Graph) -> list[dict[str, int]]:
         for i, symbol in enumerate(graph.symbols)
     }
     smallest = {symbol.name: 1 for symbol in graph.symbols}
-    return [generic | {"tp": 1, "rank": 0}, smallest | {"tp": 1, "rank": 0}]
+    return [generic, smallest]
 
 
 class _Walk:
     """One walk over the program, for sizes that say which results are views."""
 
-    def __init__(self, graph: Graph, device: str, sizes: Mapping[str, int], workspaces: _Workspaces) -> None:
+    def __init__(self, graph: Graph, workspace: Workspace, sizes: Mapping[str, int], workspaces: _Workspaces) -> None:
         self._graph = graph
-        self._device = device
+        self._workspace_of = workspace
         self._sizes = sizes
         self._blocks = {block.name: block for block in graph.blocks}
         self._alive: Counter[_Storage] = Counter()  # by how many registers hold it
@@ -172,10 +181,11 @@ class _Walk:
     def _workspace(self, node: Node, frame: Mapping[str, _Held]) -> Expr:
         """Of a block's node, the same in all its calls if its arguments lie alike."""
         held = {name: frame[arg.name] for name, arg in node.args.items() if isinstance(arg, Ref)}
-        key = (id(node), tuple(each.layout.is_contiguous for each in held.values()))
+        facts = [(each.layout.is_contiguous, each.storage is not None) for each in held.values()]
+        key = (id(node), tuple(facts))
         if key not in self._workspaces:
-            operands = {name: Operand(each.type, each.layout.is_contiguous) for name, each in held.items()}
-            self._workspaces[key] = workspace(node, operands, self._device)
+            operands = {name: Operand(each.type, *of) for (name, each), of in zip(held.items(), facts, strict=True)}
+            self._workspaces[key] = self._workspace_of(node, operands)
         return self._workspaces[key]
 
     def _result(self, node: Node, value: Value, frame: Mapping[str, _Held]) -> _Held:

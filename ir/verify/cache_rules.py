@@ -20,13 +20,13 @@ _METADATA = {
     "precast.write_latent": (("cache",), _WRITES),
     "precast.paged_latent_attention": (("cache",), _READS),
 }
-"""The ops on pages: as what they take a slot's tensors, and which inputs of the slot's group they take."""
+"""The ops on pages: the arguments that are a slot's tensors, and those that are inputs of the slot's group."""
 
 MAX_CACHE_OPS = 100_000
-"""Ops on caches, each counted once a call: the one check whose time is not linear in the graph's size."""
+"""Ops on caches, each counted once per call: no other check takes more than linear time in the graph's size."""
 
 Resolve = Callable[[str], str | None]
-"""From a name of a block to what a call binds it to in `main`; None: a value of the block's own."""
+"""From a name in a block to the name in `main` that a call binds it to; None for a value that the block makes."""
 
 
 def _plan_names(facts: Facts) -> Iterator[Fault]:
@@ -139,7 +139,7 @@ def _slab_faults(slab_bytes: int, pool: Pool, group: Group | StateGroup | None) 
 
 
 def _page_sizes(facts: Facts) -> Iterator[Fault]:
-    """A plan without slabs too gets some when it is loaded: by this arithmetic, in a time that these sizes bound."""
+    """Sizes are bounded because slabs are computed from them, for a plan without slabs when it is loaded."""
     plan = facts.graph.caches
     count = len(plan.groups) + len(plan.states)
     if count > limits.MAX_GROUPS:
@@ -157,7 +157,7 @@ def _page_sizes(facts: Facts) -> Iterator[Fault]:
 
 
 def _page_bytes(group: Group | StateGroup) -> int | None:
-    """The bytes of the group's page; None where a size of it isn't known, or is below 1."""
+    """The bytes of a page of the group; None where a size is not known, or is below 1."""
     shapes = [kind.shape[1:] for slot in group.slots for kind in (value.type for value in slot.tensors)]
     try:
         sizes = [symbols.evaluate(size, caches.UNSHARDED) for shape in shapes for size in shape]
@@ -171,7 +171,7 @@ def _group_inputs(facts: Facts) -> Iterator[Fault]:
     for group in facts.graph.caches.groups:
         names = group.inputs
         start = inputs.get(names.page_start)
-        # One more bound than sequences, which `page_start` counts.
+        # page_start has a place for each sequence, page_indptr one more.
         bounds: Expr | None = symbols.add(start.shape[0], 1) if start and len(start.shape) == 1 else None
         wanted: dict[str, tuple[str, Expr | None]] = {
             names.page_indices: ("int32", None),

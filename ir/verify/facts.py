@@ -1,4 +1,4 @@
-"""What the verifier's rules look things up in: a graph's scopes, names and expressions, gathered once."""
+"""What the rules read: a graph's scopes, names and expressions, gathered once; and what a rule is."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Scope(NamedTuple):
 
 
 class Formal(NamedTuple):
-    """What a call binds for one name of a block."""
+    """A name that a block takes: as what, and of which type."""
 
     kind: Literal["input", "param", "cache"]
     type: TensorType

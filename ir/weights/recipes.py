@@ -16,7 +16,6 @@ from precast.ir.errors import RecipeError, WeightsError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
     Cast,
-    Checkpoint,
     Concat,
     Dequantise,
     Dtype,
@@ -31,6 +30,7 @@ from precast.ir.graph.schema import (
     Tie,
     Transpose,
 )
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights import quantised
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 

@@ -48,22 +48,6 @@ def attention(
     return out
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    slopes: torch.Tensor | None = None,
-    chunk: int | None = None,
-) -> torch.Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     def sample(
         lengths: list[int], heads: int, kv_heads: int, size: int, value: int, padding: int, **more: Any
@@ -104,7 +88,6 @@ ATTENTION = OpSpec(
     results={"y": "1 T H E"},
     dtypes=dict.fromkeys(("q", "k", "v", "sinks"), FLOAT) | {"cu_seqlens": (torch.int32,), "slopes": (torch.float32,)},
     reference=attention,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: batched.attention, "cuda": cuda.attention},

@@ -1,7 +1,7 @@
 """Attention in PyTorch for speed without a kernel of our own: no work for keys that no query of a block can see,
 decoding sequences together. It reads the metadata on the host, which on a GPU is a wait; the Triton kernel has none.
 
-Sequences that are decoding (one query) are sorted into classes of like length. As many of a class as `_MAX_GATHERED`
+Sequences that are decoding (one query) are sorted into classes of like length. As many of a class as `MAX_GATHERED`
 allows are one product, over pages padded to the longest list of the class. Others go one by one, in blocks of queries.
 Products without slopes, soft cap and sinks are `scaled_dot_product_attention`: it has no place for the last two, and
 takes a mask of numbers in q's dtype alone, which is too coarse for slopes over long distances.
@@ -16,14 +16,9 @@ import torch
 from torch.nn import functional
 
 from precast.kernels.attention.attend import check_window, first_seen, probabilities, visible_keys
+from precast.kernels.attention.limits import BLOCK, MAX_GATHERED
 from precast.kernels.dtypes import widened
 from precast.kernels.storage import gathered
-
-# Queries of a block: bounds the mask and the scores to this many rows a head, and keeps products large.
-_BLOCK = 128
-# Elements of keys and values that decoding sequences gather at a time, as far as that is possible without less than a
-# sequence: bounds what they hold beside the cache.
-_MAX_GATHERED = 1 << 25
 
 
 class _Rule(NamedTuple):
@@ -105,7 +100,7 @@ def paged_attention(
     elements = k_cache[:1].numel() + v_cache[:1].numel()
     for sequences in decoding.values():
         longest = max(sequence.end_page - sequence.first_page for sequence in sequences)
-        step = max(1, _MAX_GATHERED // max(1, longest * elements))
+        step = max(1, MAX_GATHERED // max(1, longest * elements))
         for first in range(0, len(sequences), step):
             _decode(out, q, k_cache, v_cache, page_indices, sequences[first : first + step], rule)
     return out
@@ -156,8 +151,8 @@ def _in_blocks(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, start: int, rule: _Rule
 ) -> None:
     """One sequence: `q` [Q, H, D] from `position` on, over `k`, `v` [L, K, .] from position `start` on; into `out`."""
-    for first in range(0, q.shape[0], _BLOCK):
-        end = min(first + _BLOCK, q.shape[0])
+    for first in range(0, q.shape[0], BLOCK):
+        end = min(first + BLOCK, q.shape[0])
         low = max(first_seen(position + first, rule.window, rule.chunk) - start, 0)
         high = min(position + end - start, k.shape[0])
         if high <= low:

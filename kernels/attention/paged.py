@@ -63,26 +63,6 @@ def paged_attention(
     return out
 
 
-def _fake(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    page_indices: torch.Tensor,
-    page_indptr: torch.Tensor,
-    page_start: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    slopes: torch.Tensor | None = None,
-    chunk: int | None = None,
-) -> torch.Tensor:
-    return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
-
-
 def paged_sample(
     draw: Draw,
     sequences: list[tuple[int, int]],
@@ -198,7 +178,6 @@ PAGED_ATTENTION = OpSpec(
     dtypes={"q": FLOAT, "k_cache": STORED, "v_cache": STORED, "sinks": FLOAT, "slopes": (torch.float32,)}
     | dict.fromkeys(_METADATA, (torch.int32,)),
     reference=paged_attention,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: batched.paged_attention, "cuda": cuda.paged_attention},

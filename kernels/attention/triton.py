@@ -13,14 +13,12 @@ converted to its type as they are loaded: products are those of the activations,
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from precast.kernels.attention import batched
 from precast.kernels.attention.attend import check_window
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -181,12 +179,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@cache
-def converts_float8(device: torch.device) -> bool:
-    """Whether Triton converts from and to float8_e4m3fn there: GPUs of compute capability 8.9 on, its interpreter."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 class Blocks(NamedTuple):
     """The sizes of a launch: queries and rows of a program, keys of a step, and how they are spread and pipelined."""
 
@@ -234,16 +226,14 @@ def paged_attention(
     soft_cap: float | None = None,
     slopes: torch.Tensor | None = None,
     chunk: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`precast.paged_attention`, see `precast.kernels.attention.paged`. PyTorch computes float64, and what Triton can't
-    convert."""
+    """`precast.paged_attention`, see `precast.kernels.attention.paged`; into `out` [1, T, H, Dv], or a new tensor."""
     check_window(window, chunk)
     metadata = (cu_seqlens, kv_lens, page_indices, page_indptr, page_start)
-    if q.dtype == torch.float64 or (k_cache.dtype.itemsize == 1 and not converts_float8(k_cache.device)):
-        rule: dict[str, Any] = {"window": window, "soft_cap": soft_cap, "slopes": slopes, "chunk": chunk}
-        return batched.paged_attention(q, k_cache, v_cache, sinks, *metadata, scale=scale, **rule)
-    # Zeros for padding, whose tokens belong to no program.
-    out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+    out.zero_()  # for padding, whose tokens belong to no program
     if q.shape[1] > 0 and kv_lens.shape[0] > 0:
         _launch(out, q, k_cache, v_cache, sinks, metadata, scale, window, soft_cap, slopes, chunk)
     return out

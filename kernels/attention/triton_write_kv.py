@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.triton import converts_float8, power_of_two
-from precast.kernels.attention.write_kv import write_kv as reference
+from precast.kernels.attention.triton import power_of_two
 
 
 @triton.jit
@@ -72,11 +71,7 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """`precast.write_kv`, see `precast.kernels.attention.write_kv`. PyTorch writes what Triton can't convert."""
-    is_short = k_cache.dtype.itemsize == 1
-    if is_short and not converts_float8(k_cache.device):
-        reference(k, v, k_cache, v_cache, slot_mapping)
-        return
+    """`precast.write_kv`, see `precast.kernels.attention.write_kv`."""
     num_tokens, num_heads, size = k.shape[1:]
     num_pages, page_size = k_cache.shape[:2]
     if num_tokens == 0 or num_pages == 0:
@@ -100,5 +95,5 @@ def write_kv(
             VALUE_SIZE=v.shape[-1],
             BLOCK_D=power_of_two(size),
             BLOCK_V=power_of_two(v.shape[-1]),
-            LIMIT=torch.finfo(k_cache.dtype).max if is_short else 0.0,
+            LIMIT=torch.finfo(k_cache.dtype).max if k_cache.dtype.itemsize == 1 else 0.0,
         )

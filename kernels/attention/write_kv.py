@@ -38,12 +38,6 @@ def write_kv(
         held.index_put_((page, offset), torch.where(kept.any(), rows, held[0, 0]))
 
 
-def _fake(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    return None
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     def sample(slots: list[int], pages: int, page_size: int, size: int, value: int, dtype: torch.dtype) -> Sample:
         return {
@@ -79,7 +73,6 @@ WRITE_KV = OpSpec(
     results={},
     dtypes={"k": FLOAT, "v": FLOAT, "k_cache": STORED, "v_cache": STORED, "slot_mapping": (torch.int64,)},
     reference=write_kv,
-    fake=_fake,
     samples=_samples,
     implementations={"cuda": cuda.write_kv},
 )

@@ -31,17 +31,6 @@ def causal_conv(
     return convolve(x, weight, bias, held, activation)
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    activation: str = "none",
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     return map(without_states, STATEFUL_CAUSAL_CONV.samples(draw))
 
@@ -52,7 +41,6 @@ CAUSAL_CONV = OpSpec(
     results={"y": "1 T C"},
     dtypes={"x": FLOAT, "weight": FLOAT, "bias": FLOAT, "cu_seqlens": (torch.int32,)},
     reference=causal_conv,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: gathered.causal_conv, "cuda": lambda: gathered.causal_conv},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from precast.ir.ops.rules_states import CONV_ACTIVATIONS
+from precast.ir.ops.rows_states import CONV_ACTIVATIONS
 from precast.kernels.states import computed_in
 
 

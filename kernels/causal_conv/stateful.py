@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from precast.ir.ops.rules_states import CONV_ACTIVATIONS
+from precast.ir.ops.rows_states import CONV_ACTIVATIONS
 from precast.kernels.causal_conv import gathered
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
@@ -63,20 +63,6 @@ def convolve(
     return one_by_one(sequence, (x,), torch.zeros_like(x, memory_format=torch.contiguous_format), held)
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    activation: str = "none",
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
         channels, width = (6, 4) if i % 2 else (5, 3)
@@ -119,7 +105,6 @@ STATEFUL_CAUSAL_CONV = OpSpec(
     results={"y": "1 T C"},
     dtypes={"x": FLOAT, "weight": FLOAT, "bias": FLOAT, "state": FLOAT} | dict.fromkeys(METADATA, (torch.int32,)),
     reference=stateful_causal_conv,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={

@@ -33,20 +33,6 @@ def delta_rule(
     return apply(q, k, v, decay, beta, held, scale, normalise)
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    beta: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
-    normalise: bool,
-) -> torch.Tensor:
-    return q.new_empty(v.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     return map(without_states, STATEFUL_DELTA_RULE.samples(draw))
 
@@ -57,7 +43,6 @@ DELTA_RULE = OpSpec(
     results={"y": "1 T H E"},
     dtypes={"q": FLOAT, "k": FLOAT, "v": FLOAT, "decay": FLOAT, "beta": FLOAT, "cu_seqlens": (torch.int32,)},
     reference=delta_rule,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: chunked.delta_rule, "cuda": lambda: chunked.delta_rule},

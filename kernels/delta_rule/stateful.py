@@ -75,23 +75,6 @@ def apply(
     return one_by_one(sequence, (q, k, v, token_decays(decay, v), beta), out, held)
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    scale: float,
-    normalise: bool,
-) -> torch.Tensor:
-    return q.new_empty(v.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     size, value = 8, 5
     for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
@@ -143,7 +126,6 @@ STATEFUL_DELTA_RULE = OpSpec(
     results={"y": "1 T H E"},
     dtypes=dict.fromkeys(_FLOATING, FLOAT) | {"state": (torch.float32,)} | dict.fromkeys(METADATA, (torch.int32,)),
     reference=stateful_delta_rule,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: chunked.stateful_delta_rule, "cuda": lambda: chunked.stateful_delta_rule},

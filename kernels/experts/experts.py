@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from precast.ir.ops.rules_experts import EXPERT_ACTIVATIONS
+from precast.ir.ops.rows_experts import EXPERT_ACTIVATIONS
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 
@@ -82,24 +82,6 @@ def _activate(a: torch.Tensor, kind: str, alpha: float) -> torch.Tensor:
     raise ValueError(f"activation: expected one of {', '.join(EXPERT_ACTIVATIONS)}, found {kind!r}")
 
 
-def _fake(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    *,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _implementation() -> Callable[..., torch.Tensor]:
     from precast.kernels.experts.grouped import experts
 
@@ -152,7 +134,6 @@ EXPERTS = OpSpec(
         "expert_ids": (torch.int64,),
     },
     reference=experts,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": _implementation, "cuda": _implementation},

@@ -14,9 +14,7 @@ from torch.nn import functional
 
 from precast.kernels.dtypes import widened
 from precast.kernels.experts.experts import activate
-
-_GATHERED_ELEMENTS = 1 << 26
-"""Elements of weights that are gathered at a time."""
+from precast.kernels.experts.limits import GATHERED_ELEMENTS, VECTOR
 
 
 def grouped_linear(
@@ -93,13 +91,13 @@ def _one_by_one(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `grouped_mm` takes these, without a way around it that waits for the device."""
-    whole_vectors = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
+    whole_vectors = x.shape[1] % VECTOR == 0 and weight.shape[1] % VECTOR == 0
     return x.dtype == torch.bfloat16 and whole_vectors and weight.is_contiguous() and x.shape[0] > 0
 
 
 def _gathered(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((x.shape[0], weight.shape[1]))
-    rows = max(1, _GATHERED_ELEMENTS // max(1, weight[0].numel()))
+    rows = max(1, GATHERED_ELEMENTS // max(1, weight[0].numel()))
     for start in range(0, x.shape[0], rows):
         part = slice(start, start + rows)
         out[part] = torch.bmm(weight[ids[part]], x[part, :, None])[:, :, 0]

@@ -29,10 +29,6 @@ def grouped_linear(
     return out
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert_ids: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1]))
-
-
 def _implementation() -> Callable[..., torch.Tensor]:
     from precast.kernels.experts.grouped import grouped_linear
 
@@ -63,7 +59,6 @@ GROUPED_LINEAR = OpSpec(
     results={"y": "N O"},
     dtypes={"x": FLOAT, "weight": FLOAT, "bias": FLOAT, "expert_ids": (torch.int64,)},
     reference=grouped_linear,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": _implementation, "cuda": _implementation},

@@ -21,10 +21,8 @@ import torch
 from precast.kernels.attention import batched
 from precast.kernels.attention.attend import check_window
 from precast.kernels.latent_attention.expand import Sizes, expand, sizes_of, split
+from precast.kernels.latent_attention.limits import MAX_EXPANDED
 from precast.kernels.storage import gathered
-
-# Elements of expanded keys and values that exist at a time, as far as that is possible without less than a head.
-_MAX_EXPANDED = 1 << 27
 
 
 class _Pages(NamedTuple):
@@ -152,7 +150,7 @@ def _expanded(
     latent, k_rope = kept[..., : sizes.latent], kept[..., sizes.latent :]
     numbered = pages._replace(page_indices=torch.arange(len(kept), dtype=torch.int32, device=q.device))
     a_head = kept.shape[0] * kept.shape[1] * (q.shape[-1] + sizes.value)
-    step = max(_MAX_EXPANDED // max(a_head, 1), 1)
+    step = max(MAX_EXPANDED // max(a_head, 1), 1)
     rows = sizes.nope + sizes.value
 
     def some_heads(first: int, end: int) -> torch.Tensor:

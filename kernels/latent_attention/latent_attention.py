@@ -49,20 +49,6 @@ def latent_attention(
     return out
 
 
-def _fake(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    weight: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
-    value_size: int,
-    window: int | None = None,
-) -> torch.Tensor:
-    return q.new_empty((*q.shape[:-1], value_size))
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     def sample(
         lengths: list[int], heads: int, nope: int, rope: int, latent: int, value: int, padding: int, **more: Any
@@ -98,7 +84,6 @@ LATENT_ATTENTION = OpSpec(
     results={"y": "1 T H E"},
     dtypes={"q": FLOAT, "latent": FLOAT, "k_rope": FLOAT, "weight": FLOAT, "cu_seqlens": (torch.int32,)},
     reference=latent_attention,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: batched.latent_attention, "cuda": lambda: batched.latent_attention},

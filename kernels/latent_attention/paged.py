@@ -58,23 +58,6 @@ def paged_latent_attention(
     return out
 
 
-def _fake(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weight: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    page_indices: torch.Tensor,
-    page_indptr: torch.Tensor,
-    page_start: torch.Tensor,
-    *,
-    scale: float,
-    value_size: int,
-    window: int | None = None,
-) -> torch.Tensor:
-    return q.new_empty((*q.shape[:-1], value_size))
-
-
 def paged_latent_sample(
     draw: Draw,
     sequences: list[tuple[int, int]],
@@ -142,7 +125,6 @@ PAGED_LATENT_ATTENTION = OpSpec(
     results={"y": "1 T H E"},
     dtypes={"q": FLOAT, "cache": STORED, "weight": FLOAT} | dict.fromkeys(_METADATA, (torch.int32,)),
     reference=paged_latent_attention,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: batched.paged_latent_attention, "cuda": lambda: batched.paged_latent_attention},

@@ -33,10 +33,6 @@ def write_latent(latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor
     held.index_put_((slots // page_size, slots % page_size), torch.where(kept.any(), rows, held[0, 0]))
 
 
-def _fake(latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    return None
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     def sample(slots: list[int], pages: int, page_size: int, latent: int, rope: int, dtype: torch.dtype) -> Sample:
         return {
@@ -67,6 +63,5 @@ WRITE_LATENT = OpSpec(
     results={},
     dtypes={"latent": FLOAT, "k_rope": FLOAT, "cache": STORED, "slot_mapping": (torch.int64,)},
     reference=write_latent,
-    fake=_fake,
     samples=_samples,
 )

@@ -12,15 +12,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-# Tokens of a chunk. With a decay for each row of the state there is no product of matrices within a chunk, so that its
-# work grows with the chunk, element by element.
-_CHUNK = 64
-_ROWWISE_CHUNK = 16
+from precast.kernels.linear_attention.limits import CHUNK, ROWWISE_CHUNK
 
 
 def chunk_size(tokens: int, decay: torch.Tensor) -> int:
     """Tokens of a chunk for sequences of `tokens` and `decay` [..., 1 or D]."""
-    return min(tokens, _CHUNK if decay.shape[-1] == 1 else _ROWWISE_CHUNK)
+    return min(tokens, CHUNK if decay.shape[-1] == 1 else ROWWISE_CHUNK)
 
 
 def split(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -29,18 +29,6 @@ def linear_attention(
     return attend(q, k, v, decay, fresh(cu_seqlens, (*v.shape[2:3], q.shape[3], v.shape[3]), q), scale)
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
-) -> torch.Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     return map(without_states, STATEFUL_LINEAR_ATTENTION.samples(draw))
 
@@ -51,7 +39,6 @@ LINEAR_ATTENTION = OpSpec(
     results={"y": "1 T H E"},
     dtypes={"q": FLOAT, "k": FLOAT, "v": FLOAT, "decay": FLOAT, "cu_seqlens": (torch.int32,)},
     reference=linear_attention,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: chunked.linear_attention, "cuda": lambda: chunked.linear_attention},

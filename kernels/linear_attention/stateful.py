@@ -57,21 +57,6 @@ def attend(
     return one_by_one(sequence, (q, k, v, token_decays(decay, v)), out, held)
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    scale: float,
-) -> torch.Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     heads, size, value = 3, 8, 5
     for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
@@ -117,7 +102,6 @@ STATEFUL_LINEAR_ATTENTION = OpSpec(
     results={"y": "1 T H E"},
     dtypes=dict.fromkeys(_FLOATING, FLOAT) | {"state": (torch.float32,)} | dict.fromkeys(METADATA, (torch.int32,)),
     reference=stateful_linear_attention,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from precast.ir.ops.rules_states import RECURRENCES
+from precast.ir.ops.rows_states import RECURRENCES
 
 
 def joining(kind: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

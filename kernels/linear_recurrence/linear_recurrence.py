@@ -23,10 +23,6 @@ def linear_recurrence(
     return scan(x, factor, fresh(cu_seqlens, x.shape[2:], x), kind)
 
 
-def _fake(x: torch.Tensor, factor: torch.Tensor, cu_seqlens: torch.Tensor, *, kind: str = "sum") -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     return map(without_states, STATEFUL_LINEAR_RECURRENCE.samples(draw))
 
@@ -37,7 +33,6 @@ LINEAR_RECURRENCE = OpSpec(
     results={"y": "1 T C"},
     dtypes={"x": FLOAT, "factor": FLOAT, "cu_seqlens": (torch.int32,)},
     reference=linear_recurrence,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: doubled.linear_recurrence, "cuda": lambda: doubled.linear_recurrence},

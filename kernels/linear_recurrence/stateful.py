@@ -52,19 +52,6 @@ def scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torch
     return one_by_one(sequence, (x, factor), x.new_zeros(x.shape), held)
 
 
-def _fake(
-    x: torch.Tensor,
-    factor: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    kind: str = "sum",
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     channels = 7
     for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
@@ -92,7 +79,6 @@ STATEFUL_LINEAR_RECURRENCE = OpSpec(
     results={"y": "1 T C"},
     dtypes={"x": FLOAT, "factor": FLOAT, "state": (torch.float32,)} | dict.fromkeys(METADATA, (torch.int32,)),
     reference=stateful_linear_recurrence,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={

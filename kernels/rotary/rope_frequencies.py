@@ -55,19 +55,6 @@ def _ntk(lengths: torch.Tensor, short: torch.Tensor, original_length: int, facto
     return 1.0 / bases[..., None] ** exponents
 
 
-def _fake(
-    lengths: torch.Tensor,
-    short: torch.Tensor,
-    long: torch.Tensor | None,
-    *,
-    kind: str,
-    original_length: int,
-    factor: float,
-    base: float,
-) -> torch.Tensor:
-    return short.new_empty((*lengths.shape, short.shape[0]))
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     short, long = draw.uniform(5, dtype=torch.float32), draw.uniform(5, dtype=torch.float32)
     lengths = draw.of([[1, 63, 64, 65, 66, 500, 131072]], torch.int64)
@@ -98,7 +85,6 @@ ROPE_FREQUENCIES = OpSpec(
     results={"f": "1 T R"},
     dtypes={"lengths": (torch.int64,), "short": (torch.float32,), "long": (torch.float32,)},
     reference=rope_frequencies,
-    fake=_fake,
     samples=_samples,
     tolerances=ELEMENTWISE,
 )

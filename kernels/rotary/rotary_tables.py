@@ -24,13 +24,6 @@ def rotary_tables(
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 
-def _fake(
-    positions: torch.Tensor, inv_freq: torch.Tensor, *, scale: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (*positions.shape, inv_freq.shape[-1])
-    return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     positions = draw.of([[0, 1, 2, 0, 131071]], torch.int64)
     yield {
@@ -60,7 +53,6 @@ ROTARY_TABLES = OpSpec(
     results={"cos": "1 T R", "sin": "1 T R"},
     dtypes={"positions": (torch.int64,), "inv_freq": (torch.float32,)},
     reference=rotary_tables,
-    fake=_fake,
     samples=_samples,
     # Argument reduction of large angles differs between devices in the last bits of float32.
     tolerances={**ELEMENTWISE, torch.float32: ELEMENTWISE[torch.float32]._replace(atol=1e-5)},

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from precast.ir.ops.rules_experts import CHOICES, GROUP_SCORES, SCORINGS
+from precast.ir.ops.rows_experts import CHOICES, GROUP_SCORES, SCORINGS
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.spec import ELEMENTWISE, Draw, OpSpec, Sample
 
@@ -82,26 +82,6 @@ def _within_groups(ranked: torch.Tensor, num_groups: int, top_groups: int, group
     return grouped.masked_fill(~kept[:, :, None], float("-inf")).reshape(ranked.shape)
 
 
-def _fake(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    scoring: str,
-    top_k: int,
-    choice: str = "scores",
-    num_groups: int = 1,
-    top_groups: int = 1,
-    group_score: str = "top2",
-    normalise: bool,
-    epsilon: float = 0.0,
-    floor: float = 0.0,
-    scale: float = 1.0,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     for scoring in SCORINGS:
         for choice in CHOICES:
@@ -130,7 +110,6 @@ ROUTE = OpSpec(
     results={"weights": "T K", "ids": "T K"},
     dtypes={"logits": FLOAT, "bias": FLOAT},
     reference=route,
-    fake=_fake,
     samples=_samples,
     tolerances=ELEMENTWISE,
 )

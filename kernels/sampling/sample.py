@@ -20,13 +20,12 @@ from typing import Any
 import torch
 
 from precast.kernels.dtypes import FLOAT
+from precast.kernels.sampling.limits import TOGETHER
 from precast.kernels.sampling.noise import gumbel
 from precast.kernels.spec import Draw, OpSpec, Sample
 
-# Weights are summed as integers of 2^-40, so that a sum is the same in any order; 2^22 of them fit int64.
+# Weights are summed as integers of 2^-40, so that a sum is the same in any order.
 _ONE = 2.0**40
-# Logits that are sorted at a time, as far as that is possible without less than a row: bounds what a step holds.
-_TOGETHER = 1 << 22
 
 
 def sample(
@@ -43,7 +42,7 @@ def sample(
     `temperature`, `top_p`, `min_p` are float32, `top_k` int32, `seeds` and `steps` int64. Nothing is read back to the
     host.
     """
-    rows = max(1, _TOGETHER // max(1, logits.shape[1]))
+    rows = max(1, TOGETHER // max(1, logits.shape[1]))
     if len(logits) <= rows:
         return _together(logits, temperature, top_k, top_p, min_p, seeds, steps)
     parts = zip(*(each.split(rows) for each in (logits, temperature, top_k, top_p, min_p, seeds, steps)), strict=True)
@@ -94,18 +93,6 @@ def pick(x: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor) -> torch.Ten
     return (x + gumbel(seeds, steps, x.shape[1])).argmax(-1)
 
 
-def _fake(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> torch.Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
-
-
 def _on_cpu() -> Callable[..., Any]:
     from precast.kernels.sampling import on_host
 
@@ -152,7 +139,6 @@ SAMPLE = OpSpec(
     results={"tokens": "R"},
     dtypes={"logits": FLOAT} | {name: (dtype,) for name, dtype in _ROW.items()},
     reference=sample,
-    fake=_fake,
     samples=_samples,
     implementations={"cpu": _on_cpu},
 )

@@ -12,11 +12,10 @@ import math
 import torch
 from torch.nn import functional
 
+from precast.kernels.selective_scan.limits import MIN_BLOCK
 from precast.kernels.state_space_scan.steps import steps
 from precast.kernels.states import Slots, computed_in, fresh, together
 
-# Below this many tokens, a block of its own is more work than the steps that it saves.
-_MIN_BLOCK = 16
 # Blocks do the arithmetic twice. On a CPU that pays while a step costs more to start than to compute: measured on one
 # core, up to states of about this many numbers.
 _MAX_CPU_STATE = 4096
@@ -80,7 +79,7 @@ def _scan(
 def _block_size(tokens: int, state: torch.Tensor) -> int:
     if state.device.type == "cpu" and state.numel() > _MAX_CPU_STATE:
         return tokens
-    return min(tokens, max(_MIN_BLOCK, math.isqrt(tokens)))
+    return min(tokens, max(MIN_BLOCK, math.isqrt(tokens)))
 
 
 def _in_blocks(

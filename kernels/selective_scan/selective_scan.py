@@ -34,21 +34,6 @@ def selective_scan(
     return scan(x, dt, a, b, c, d, fresh(cu_seqlens, a.shape, x))
 
 
-def _fake(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    softplus: bool,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     return map(without_states, STATEFUL_SELECTIVE_SCAN.samples(draw))
 
@@ -70,7 +55,6 @@ SELECTIVE_SCAN = OpSpec(
     results={"y": "1 T C"},
     dtypes=dict.fromkeys(_FLOATING, FLOAT) | {"cu_seqlens": (torch.int32,)},
     reference=selective_scan,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: blocked.selective_scan, "cuda": lambda: blocked.selective_scan},

@@ -77,24 +77,6 @@ def scan(
     return one_by_one(sequence, (x, dt, b, c), x.new_zeros(x.shape), held)
 
 
-def _fake(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    softplus: bool,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     channels, width = 7, 5
     for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
@@ -146,7 +128,6 @@ STATEFUL_SELECTIVE_SCAN = OpSpec(
     results={"y": "1 T C"},
     dtypes=dict.fromkeys(_FLOATING, FLOAT) | {"state": (torch.float32,)} | dict.fromkeys(METADATA, (torch.int32,)),
     reference=stateful_selective_scan,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: blocked.stateful_selective_scan, "cuda": lambda: blocked.stateful_selective_scan},

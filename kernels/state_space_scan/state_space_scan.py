@@ -37,23 +37,6 @@ def state_space_scan(
     return scan(x, dt, a, b, c, d, fresh(cu_seqlens, (*x.shape[2:], b.shape[3]), x))
 
 
-def _fake(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    softplus: bool,
-    dt_min: float,
-    dt_max: float,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     return map(without_states, STATEFUL_STATE_SPACE_SCAN.samples(draw))
 
@@ -75,7 +58,6 @@ STATE_SPACE_SCAN = OpSpec(
     results={"y": "1 T H D"},
     dtypes=dict.fromkeys(_FLOATING, FLOAT) | {"cu_seqlens": (torch.int32,)},
     reference=state_space_scan,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: chunked.state_space_scan, "cuda": lambda: chunked.state_space_scan},

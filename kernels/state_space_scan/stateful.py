@@ -81,26 +81,6 @@ def scan(
     return one_by_one(sequence, (x, dt, b, c), x.new_zeros(x.shape), held)
 
 
-def _fake(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    softplus: bool,
-    dt_min: float,
-    dt_max: float,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     size, width = 5, 6
     for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
@@ -157,7 +137,6 @@ STATEFUL_STATE_SPACE_SCAN = OpSpec(
     results={"y": "1 T H D"},
     dtypes=dict.fromkeys(_FLOATING, FLOAT) | {"state": (torch.float32,)} | dict.fromkeys(METADATA, (torch.int32,)),
     reference=stateful_state_space_scan,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={

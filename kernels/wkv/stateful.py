@@ -50,19 +50,6 @@ def scan(k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, first: torch.Ten
     return one_by_one(sequence, (k, v), v.new_zeros(v.shape), held)
 
 
-def _fake(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    first: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-) -> torch.Tensor:
-    return v.new_empty(v.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     channels = 7
     for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
@@ -106,7 +93,6 @@ STATEFUL_WKV = OpSpec(
     | {"state": (torch.float32,)}
     | dict.fromkeys(METADATA, (torch.int32,)),
     reference=stateful_wkv,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: doubled.stateful_wkv, "cuda": lambda: doubled.stateful_wkv},

@@ -23,12 +23,6 @@ def wkv(
     return scan(k, v, decay, first, fresh(cu_seqlens, (3, v.shape[2]), v))
 
 
-def _fake(
-    k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, first: torch.Tensor, cu_seqlens: torch.Tensor
-) -> torch.Tensor:
-    return v.new_empty(v.shape)
-
-
 def _samples(draw: Draw) -> Iterator[Sample]:
     return map(without_states, STATEFUL_WKV.samples(draw))
 
@@ -39,7 +33,6 @@ WKV = OpSpec(
     results={"y": "1 T C"},
     dtypes=dict.fromkeys(("k", "v", "decay", "first"), FLOAT) | {"cu_seqlens": (torch.int32,)},
     reference=wkv,
-    fake=_fake,
     samples=_samples,
     tolerances=PRODUCT,
     implementations={"cpu": lambda: doubled.wkv, "cuda": lambda: doubled.wkv},

@@ -14,7 +14,9 @@ import torch
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan
 from precast.ir.memory import caches
-from precast.kernels.dtypes import BY_NAME
+from precast.ir.weights.tensorfile import element_bytes
+from precast.loader.device import Buffer, Device
+from precast.loader.torch_device import tensor_of
 
 
 class CacheMemory:
@@ -23,33 +25,39 @@ class CacheMemory:
     `tensors` are the cache tensors by name: `[num_pages, ...]`, contiguous from the second dimension on.
     """
 
-    def __init__(self, plan: CachePlan, num_slabs: int, device: torch.device) -> None:
+    def __init__(self, plan: CachePlan, num_slabs: int, device: Device) -> None:
         """Slabs are those of the plan, or for a plan without them those of `caches.with_slabs`."""
         self.plan = caches.with_slabs(plan)
         self.num_slabs = num_slabs
-        self.arena = torch.empty(num_slabs * self.plan.slab_bytes, dtype=torch.uint8, device=device)
         self.num_pages = {pool.name: num_slabs * pool.pages_per_slab for pool in self.plan.pools}
-        self._pages = {
-            group.name: self.arena.view(-1, caches.page_stride(self.plan, group.pool))[:, : caches.page_bytes(group)]
-            for group in caches.groups(self.plan)
-        }
-        self.tensors = self._views()
+        self._device = device
+        self._arena = device.alloc(num_slabs * self.plan.slab_bytes)
+        self._groups = {group.name: group for group in caches.groups(self.plan)}
+        self.tensors: Mapping[str, torch.Tensor] = {name: tensor_of(each) for name, each in self._buffers().items()}
+
+    @property
+    def arena(self) -> torch.Tensor:
+        """All of the memory, as bytes."""
+        return tensor_of(self._arena)
 
     def copy_page(self, group: str, source: int, target: int) -> None:
         """Copy a page of a group, all its layers, onto another; in the order of the device's stream."""
-        pages = self._pages[group]
-        pages[target].copy_(pages[source], non_blocking=True)
+        self._device.copy(self._page(group, target), self._page(group, source))
 
-    def _views(self) -> Mapping[str, torch.Tensor]:
+    def _page(self, name: str, page: int) -> Buffer:
+        group = self._groups[name]
+        start = page * caches.page_stride(self.plan, group.pool)
+        return self._arena.view(start, (caches.page_bytes(group),))
+
+    def _buffers(self) -> dict[str, Buffer]:
         counters = {pool.pages: self.num_pages[pool.name] for pool in self.plan.pools}
-        tensors = {}
-        for group in caches.groups(self.plan):
+        buffers = {}
+        for group in self._groups.values():
             stride, offsets = caches.page_stride(self.plan, group.pool), caches.page_layout(group)
             for value in (value for slot in group.slots for value in slot.tensors):
-                dtype = BY_NAME[value.type.dtype]
-                shape = [symbols.evaluate(size, counters) for size in value.type.shape]
-                inner = [math.prod(shape[i + 1 :]) for i in range(1, len(shape))]
-                tensors[value.name] = self.arena.view(dtype).as_strided(
-                    shape, [stride // dtype.itemsize, *inner], offsets[value.name] // dtype.itemsize
-                )
-        return tensors
+                dtype = value.type.dtype
+                shape = tuple(symbols.evaluate(size, counters) for size in value.type.shape)
+                inner = (math.prod(shape[i + 1 :]) for i in range(1, len(shape)))
+                strides = (stride // element_bytes(dtype), *inner)
+                buffers[value.name] = self._arena.view(offsets[value.name], shape, strides=strides, dtype=dtype)
+        return buffers

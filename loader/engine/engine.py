@@ -19,7 +19,8 @@ from typing import Self
 import torch
 
 from precast.ir.errors import BundleError, RequestError
-from precast.ir.graph.schema import Graph, ModelInfo
+from precast.ir.graph.schema import Graph
+from precast.ir.manifest import ModelInfo
 from precast.ir.memory import caches
 from precast.kernels import registry
 from precast.loader.cache.arena import Arena

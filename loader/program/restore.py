@@ -11,31 +11,46 @@ Nothing is traced, generated or evaluated from text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph import symbols as exprs
-from precast.ir.graph.schema import Arg, Block, Call, Const, Dim, DtypeArg, Expr, Graph, Items, Node, Ref, Value
+from precast.ir.graph.schema import (
+    Arg,
+    Block,
+    Call,
+    Const,
+    Dim,
+    DtypeArg,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Ref,
+    TensorType,
+    Value,
+)
 from precast.ir.memory import caches
 from precast.kernels import dtypes
-from precast.kernels.registry import resolve
+from precast.kernels.registry import Implementation, implementations, target_of
+from precast.kernels.use import Use, types_in, use_of
 from precast.loader.program.binding import Binding, Sizes
-from precast.loader.program.steps import Action, Frame, Function, Steps, call_action, list_action, op_action
+from precast.loader.program.steps import Action, Frame, Out, Steps, call_action, case_action, list_action, op_action
 
-Resolve = Callable[[str, int], Function]
-Choose = Callable[[str, int, torch.device], Function]
+Choose = Callable[[Use], Sequence[Implementation]]
 
 
-def restore(graph: Graph, *, device: torch.device, choose: Choose = resolve) -> Program:
+def restore(graph: Graph, *, device: torch.device, choose: Choose = implementations) -> Program:
     """The program of a verified graph on `device`; its params, constants and cache tensors are bound afterwards.
 
-    `choose` gives the implementation of each op, by name, version and device; another one can watch what it runs.
+    `choose` gives the implementations of each node; another one can watch what it runs.
 
     Raises BundleError (op-unknown) for an op that this release does not have, and (symbol-unbound) for a symbol to
-    which no tensor's shape gives a value.
+    which no tensor's shape gives a value; TargetError (implementation-missing) for a node that nothing computes there.
     """
     return Program(graph, device, choose)
 
@@ -43,7 +58,7 @@ def restore(graph: Graph, *, device: torch.device, choose: Choose = resolve) -> 
 class Program:
     """A graph that runs: bound to tensors once, called with the inputs of each step."""
 
-    def __init__(self, graph: Graph, device: torch.device, choose: Choose = resolve) -> None:
+    def __init__(self, graph: Graph, device: torch.device, choose: Choose = implementations) -> None:
         # With its index: "cuda" is not equal to the "cuda:0" that tensors say they are on.
         self.device = device = torch.empty(0, device=device).device
         self.inputs: tuple[Value, ...] = graph.inputs
@@ -52,7 +67,7 @@ class Program:
         self._tensors: dict[str, torch.Tensor] = {}
         self._static_sizes: Sizes = {}
         self._inputs = Binding(graph.inputs, graph.symbols, device)
-        self._main = _Main(graph, tuple(self._statics), _resolver(device, choose))
+        self._main = _Main(graph, tuple(self._statics), _Nodes(device, choose))
         self._check_symbols()
 
     @property
@@ -132,10 +147,11 @@ class _Layout:
 class _Block:
     """A block, compiled once: its steps, and where its arguments, integers and outputs live."""
 
-    def __init__(self, block: Block, resolve_op: Resolve) -> None:
+    def __init__(self, block: Block, nodes: _Nodes) -> None:
         names = [value.name for value in (*block.inputs, *block.params, *block.caches)]
         layout = _Layout(names)
-        actions = [action for node in block.nodes for action in _node_actions(node, layout, resolve_op)]
+        types = types_in(block)
+        actions = [action for node in block.nodes for action in nodes.actions(node, types, layout)]
         self.arguments = {name: layout[name] for name in names}
         self.integers = layout.integers
         self.outputs = tuple(layout[name] for name in block.outputs)
@@ -148,16 +164,17 @@ class _Block:
 class _Main:
     """`main` with the blocks that it calls. `places` says in which frames, and where, each static tensor stands."""
 
-    def __init__(self, graph: Graph, statics: tuple[str, ...], resolve_op: Resolve) -> None:
+    def __init__(self, graph: Graph, statics: tuple[str, ...], nodes: _Nodes) -> None:
         layout = _Layout((*statics, *(value.name for value in graph.inputs)))
         self.places: dict[str, list[tuple[Frame, int]]] = {name: [] for name in statics}
-        blocks = {block.name: _Block(block, resolve_op) for block in graph.blocks}
+        blocks = {block.name: _Block(block, nodes) for block in graph.blocks}
         actions: list[Action] = []
+        types = types_in(graph)
         for item in graph.main:
             if isinstance(item, Call):
                 actions.append(self._call_action(item, blocks[item.block], layout))
             else:
-                actions += _node_actions(item, layout, resolve_op)
+                actions += nodes.actions(item, types, layout)
         self._inputs = tuple((value.name, layout[value.name]) for value in graph.inputs)
         self._outputs = tuple((name, layout[value]) for name, value in graph.outputs.items())
         self._integers = tuple((register, _evaluator(arg)) for arg, register in layout.integers.items())
@@ -197,44 +214,59 @@ class _Main:
         return call_action(label, block.steps, template, tuple(moves), returns)
 
 
-def _node_actions(node: Node, layout: _Layout, resolve_op: Resolve) -> list[Action]:
-    """The node as an action; before it, one for each argument that is a list of tensors."""
-    actions: list[Action] = []
-    constants: dict[str, Any] = {}
-    reads: list[tuple[str, int]] = []
-    for name, arg in node.args.items():
-        if isinstance(arg, Ref):
-            reads.append((name, layout[arg.name]))
-        elif isinstance(arg, Items) and any(isinstance(item, Ref) for item in arg.items):
-            tensors = tuple(layout[item.name] for item in arg.items if isinstance(item, Ref))
-            reads.append((name, layout.reserve()))
-            actions.append(list_action(f"{node.op}, argument {name}", tensors, reads[-1][1]))
-        elif isinstance(arg, (Dim, Items)) and not all(isinstance(expr, int) for expr in _expressions(arg)):
-            reads.append((name, layout.integer(arg)))
-        else:
-            constants[name] = _constant(arg)
-    writes = tuple(layout.define(value.name) for value in node.outputs)
-    label = f"{node.op} that makes {_names(node.outputs)}"
-    actions.append(op_action(label, resolve_op(node.op, node.version), constants, tuple(reads), writes))
-    return actions
+class _Nodes:
+    """Makes actions of nodes: chooses what computes each, and says where it runs."""
+
+    def __init__(self, device: torch.device, choose: Choose) -> None:
+        self._device = device
+        self._target = target_of(device)
+        self._choose = choose
+
+    def actions(self, node: Node, types: Mapping[str, TensorType], layout: _Layout) -> list[Action]:
+        """The node as an action; before it, one for each argument that is a list of tensors."""
+        actions: list[Action] = []
+        constants: dict[str, Any] = {}
+        reads: list[tuple[str, int]] = []
+        for name, arg in node.args.items():
+            if isinstance(arg, Ref):
+                reads.append((name, layout[arg.name]))
+            elif isinstance(arg, Items) and any(isinstance(item, Ref) for item in arg.items):
+                tensors = tuple(layout[item.name] for item in arg.items if isinstance(item, Ref))
+                reads.append((name, layout.reserve()))
+                actions.append(list_action(f"{node.op}, argument {name}", tensors, reads[-1][1]))
+            elif isinstance(arg, (Dim, Items)) and not all(isinstance(expr, int) for expr in _expressions(arg)):
+                reads.append((name, layout.integer(arg)))
+            else:
+                constants[name] = _constant(arg)
+        chosen = self._choose(use_of(node, types, self._target))
+        out = () if all(each.allocates for each in chosen) else self._out(node, layout)
+        writes = tuple(layout.define(value.name) for value in node.outputs)
+        label = f"{node.op} that makes {_names(node.outputs)}"
+        made = [
+            op_action(label, each.function, constants, tuple(reads), writes, () if each.allocates else out)
+            for each in chosen
+        ]
+        if len(made) == 1:
+            return [*actions, made[0]]
+        ranges = [
+            [(layout.integer(Dim(symbol)), low, high) for symbol, (low, high) in each.sizes.items()] for each in chosen
+        ]
+        return [*actions, case_action(label, ranges, made)]
+
+    def _out(self, node: Node, layout: _Layout) -> tuple[Out, ...]:
+        """How the tensors are made that the node's results are written into."""
+        found = []
+        for value in node.outputs:
+            shape = Items(tuple(Const(size) if isinstance(size, int) else Dim(size) for size in value.type.shape))
+            make = partial(torch.empty, dtype=dtypes.BY_NAME[value.type.dtype], device=self._device)
+            found.append((layout.integer(shape), make))
+        return tuple(found)
 
 
 def _static_values(graph: Graph) -> list[Value]:
     """What `bind` is given, in the graph's order."""
     params = [Value(param.name, param.type) for param in graph.params]
     return [*params, *graph.constants, *caches.tensors(graph.caches)]
-
-
-def _resolver(device: torch.device, choose: Choose) -> Resolve:
-    """Looks each op up once."""
-    found: dict[tuple[str, int], Function] = {}
-
-    def resolve_op(name: str, version: int) -> Function:
-        if (name, version) not in found:
-            found[name, version] = choose(name, version, device)
-        return found[name, version]
-
-    return resolve_op
 
 
 def _expressions(arg: Dim | Items) -> tuple[Expr, ...]:

@@ -12,6 +12,10 @@ Frame = list[Any]
 Step = Callable[[Frame], None]
 Function = Callable[..., Any]
 Registers = tuple[int, ...]
+Out = tuple[int, Callable[[tuple[int, ...]], Any]]
+"""The register of a result's sizes, and what makes a tensor of them."""
+Ranges = Sequence[tuple[int, int, int | None]]
+"""Registers of sizes, each with the least and the largest; None: any."""
 Moves = tuple[tuple[int, int], ...]
 """Pairs of a register in a block's frame and one in the frame of `main`."""
 
@@ -60,10 +64,12 @@ def op_action(
     constants: dict[str, Any],
     reads: tuple[tuple[str, int], ...],
     writes: Registers,
+    out: tuple[Out, ...] = (),
 ) -> Action:
     """Call `function` by keyword: with `constants`, and with `reads`, pairs of an argument's name and its register.
 
-    The function gives a tensor for one register to write, a tuple for several, anything for none.
+    The function gives a tensor for one register to write, a tuple for several, anything for none. If there is `out`,
+    it writes into new tensors instead, one for each register, which it is given as `out`, a tuple if they are several.
     """
 
     # The constants are copied and filled up: of the ways to call by keyword, the cheapest that was measured.
@@ -93,7 +99,41 @@ def op_action(
 
         return step
 
-    return Action(label, tuple(register for _, register in reads), writes, make_one if len(writes) == 1 else make_any)
+    def make_into(dead: Registers) -> Step:
+        def step(frame: Frame) -> None:
+            arguments = constants.copy()
+            for name, register in reads:
+                arguments[name] = frame[register]
+            made = [make(frame[register]) for register, make in out]
+            arguments["out"] = made[0] if len(made) == 1 else tuple(made)
+            function(**arguments)
+            for target, result in zip(writes, made, strict=True):
+                frame[target] = result
+            for register in dead:
+                frame[register] = None
+
+        return step
+
+    make = make_into if out else make_one if len(writes) == 1 else make_any
+    return Action(label, tuple(register for _, register in reads), writes, make)
+
+
+def case_action(label: str, ranges: Sequence[Ranges], actions: Sequence[Action]) -> Action:
+    """Of these actions, which read and write the same, do the first within whose ranges the sizes lie."""
+    first = actions[0]
+
+    def make(dead: Registers) -> Step:
+        cases = [(sizes, action.make(dead)) for sizes, action in zip(ranges, actions, strict=True)]
+
+        def step(frame: Frame) -> None:
+            for sizes, chosen in cases:
+                if all(low <= frame[at] and (high is None or frame[at] <= high) for at, low, high in sizes):
+                    return chosen(frame)
+            raise AssertionError(f"{label}: the classes of sizes cover all sizes")
+
+        return step
+
+    return Action(label, first.reads, first.writes, make)
 
 
 def list_action(label: str, reads: Registers, target: int) -> Action:

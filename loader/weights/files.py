@@ -1,4 +1,4 @@
-"""Reading runs of bytes of a file straight into memory, without a copy on the way."""
+"""Reading byte ranges of a file straight into memory, without a copy on the way."""
 
 from __future__ import annotations
 
@@ -8,27 +8,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from precast.ir.errors import WeightsError
 
 MAX_VECTORS = 1024
 """Pieces of memory that one `preadv` fills: IOV_MAX on Linux and macOS."""
 
 
-class Run(NamedTuple):
+class Range(NamedTuple):
     """The bytes of a file from `start` on, as many as `memory` takes."""
 
     start: int
     memory: memoryview
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the host. The view keeps that memory alive."""
-    assert tensor.dtype == torch.uint8
-    assert tensor.device.type == "cpu"
-    assert tensor.is_contiguous()
-    return tensor.numpy().data
 
 
 @contextmanager
@@ -45,15 +35,15 @@ def opened(files: Iterable[Path]) -> Iterator[dict[Path, int]]:
         yield descriptors
 
 
-def read_runs(descriptor: int, file: Path, runs: Iterable[Run]) -> int:
-    """Fill the memory of all runs, which are in the order of the file; the bytes read. Neighbours are one system call.
+def read_ranges(descriptor: int, file: Path, ranges: Iterable[Range]) -> int:
+    """Fill the memory of the ranges, in the order of the file; the bytes read. Neighbours are one system call.
 
     Raises WeightsError (checkpoint-read) where the file ends too early, or the system cannot read it.
     """
     total = 0
     batch: list[memoryview] = []
     begin = end = 0
-    for start, memory in runs:
+    for start, memory in ranges:
         if batch and (start != end or len(batch) == MAX_VECTORS):
             total += _fill(descriptor, file, begin, batch)
             batch = []

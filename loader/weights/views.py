@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -17,7 +16,7 @@ class View(NamedTuple):
 
 
 def contiguous(shape: Shape, offset: int = 0) -> View:
-    """The view of `shape` on as many elements one behind the other."""
+    """The view of `shape` on as many elements in a row."""
     strides = []
     step = 1
     for size in reversed(shape):
@@ -54,13 +53,13 @@ def swap(items: Shape, i: int, j: int) -> Shape:
 def reshape(view: View, shape: Shape) -> View | None:
     """The view of the same elements, in row-major order, under another shape; None where no strides describe it.
 
-    Neighbouring dimensions that lie one inside the other are runs of equal steps; each run must be made of whole new
+    Neighbouring dimensions that lie one inside the other count as one, and each of these must be made of whole new
     dimensions. All sizes are at least 1.
     """
-    runs = _runs(view)
+    merged = _merged(view)
     strides: list[int] = []
     sizes = list(reversed(shape))
-    for count, step in reversed(runs):
+    for count, step in reversed(merged):
         while count > 1 and sizes:
             size = sizes.pop(0)
             if count % size:
@@ -75,10 +74,10 @@ def reshape(view: View, shape: Shape) -> View | None:
 
 
 def split(source: View, destination: View, size: int) -> list[tuple[int, View, View]] | None:
-    """Both views by which of the blocks of `size` elements the source's elements are in: (block, what of the source is
-    in it, counted from its beginning, and the same of the destination).
+    """Both views cut at each `size` elements of what the source looks at: for each stretch of that size its number, the
+    part of the source in it, counted from its beginning, and the same part of the destination.
 
-    None where no dimension goes from block to block while the others stay in one.
+    None where no dimension goes from stretch to stretch while the others stay in one.
     """
     dims = [dim for dim, count in enumerate(source.shape) if count > 1]
     outer = [dim for dim in dims if source.strides[dim] >= size]
@@ -94,19 +93,14 @@ def split(source: View, destination: View, size: int) -> list[tuple[int, View, V
     return [(first + i * step, select(within, dim, 0), select(destination, dim, i)) for i in range(source.shape[dim])]
 
 
-def _runs(view: View) -> list[tuple[int, int]]:
+def _merged(view: View) -> list[tuple[int, int]]:
     """(count, step) of the dimensions after merging those that lie one inside the other, without those of size 1."""
-    runs: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for size, stride in zip(view.shape, view.strides, strict=True):
         if size == 1:
             continue
-        if runs and runs[-1][1] == stride * size:
-            runs[-1] = (runs[-1][0] * size, stride)
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
         else:
-            runs.append((size, stride))
-    return runs
-
-
-def numel(view: View) -> int:
-    """The number of elements."""
-    return math.prod(view.shape)
+            merged.append((size, stride))
+    return merged

@@ -8,13 +8,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import torch
 
 from precast.kernels import dtypes
-from precast.loader.weights.files import Run, byte_view, opened, read_runs
-from precast.loader.weights.pieces import Casts
+from precast.loader.device import Device, Event
+from precast.loader.torch_device import tensor_of
+from precast.loader.weights.files import Range, opened, read_ranges
+from precast.loader.weights.parts import Casts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, Copy, Job, Plan
 from precast.loader.weights.views import View
 
@@ -28,42 +32,33 @@ BUFFERS_A_THREAD = 2
 BUFFER_BYTES = DEFAULT_SIZES.job
 """128 MiB for all threads: larger ones take longer to pin, smaller ones keep Python busy."""
 
-
-class Worker(Protocol):
-    """What one thread does with its jobs."""
-
-    def run(self, job: Job, descriptor: int) -> int:
-        """Do the job, whose file is open; the bytes read."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until nothing is under way any more, also after an error: the memory may be gone afterwards."""
-        ...
+Worker = Callable[[Job, int], int]
+"""What one thread does with a job, whose file is open by this descriptor; the bytes read."""
 
 
-def execute(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers | None) -> int:
+def execute(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers) -> int:
     """Fill all targets of `plan`; the bytes read. `memory` holds the bytes of each target, uint8.
 
-    `buffers` are those of the GPU that `memory` is on; None: it is on the host. Raises WeightsError (checkpoint-read).
+    `buffers` are those of the device that `memory` is on. Raises WeightsError (checkpoint-read).
     """
     num_bytes = read_all(plan, memory, buffers)
     move_all(plan, memory)
     return num_bytes
 
 
-def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers | None) -> int:
+def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers) -> int:
     """Do the jobs of `plan`, as `execute` does, and leave out the moves."""
-    if buffers is None:
+    device = buffers.device
+    if device.kind == "cpu":
         threads = min(MAX_HOST_THREADS, THREADS_A_CORE * _num_cores())
-        num_bytes = _share(plan.jobs, lambda: HostWorker(plan, memory), threads)
-    else:
-        # The memory may have been in use before, by work that the current stream has not finished.
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(buffers.device))
-        num_bytes = _share(plan.jobs, lambda: DeviceWorker(memory, buffers, ready), DEVICE_THREADS)
-        if any(job.copies for job in plan.jobs):
-            # torch keeps what a worker's stream allocated for copies for that stream, which is gone.
-            torch.cuda.empty_cache()
+        return _share(plan.jobs, lambda: _host_worker(plan, memory), threads)
+    # The memory may have been in use before, by work that the current stream has not finished.
+    ready = device.event()
+    ready.record()
+    num_bytes = _share(plan.jobs, lambda: _device_worker(memory, buffers, ready), DEVICE_THREADS)
+    if any(job.copies for job in plan.jobs):
+        # torch keeps what a worker's stream allocated for copies for that stream, which is gone.
+        torch.cuda.empty_cache()
     return num_bytes
 
 
@@ -71,7 +66,15 @@ def move_all(plan: Plan, memory: Sequence[torch.Tensor]) -> None:
     """Move what is in temporary targets to where it belongs, in the plan's order."""
     for move in plan.moves:
         source = memory[move.source].view(dtypes.BY_NAME[plan.targets[move.source].dtype])
-        copy_converted(strided(source, move.view), memory[move.target], move.destination, move.casts)
+        copy_converted(strided(source, move.view), memory[move.target], move.destination)
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous uint8 tensor on the host. The view keeps that memory alive."""
+    assert tensor.dtype == torch.uint8
+    assert tensor.device.type == "cpu"
+    assert tensor.is_contiguous()
+    return tensor.numpy().data
 
 
 def _num_cores() -> int:
@@ -79,7 +82,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _share(jobs: Sequence[Job], make_worker: Callable[[], Worker], max_threads: int) -> int:
+def _share(jobs: Sequence[Job], open_worker: Callable[[], AbstractContextManager[Worker]], max_threads: int) -> int:
     """Hand the jobs out, in order, to threads; the bytes read. The first error ends all of them, and is raised."""
     if not jobs:
         return 0
@@ -102,11 +105,8 @@ def _share(jobs: Sequence[Job], make_worker: Callable[[], Worker], max_threads: 
     with opened({job.file for job in jobs}) as descriptors:
 
         def work() -> int:
-            worker = make_worker()
-            try:
-                return sum(worker.run(job, descriptors[job.file]) for job in next_jobs())
-            finally:
-                worker.finish()
+            with open_worker() as worker:
+                return sum(worker(job, descriptors[job.file]) for job in next_jobs())
 
         threads = min(max_threads, len(jobs))
         with ThreadPoolExecutor(threads, thread_name_prefix="precast-weights") as pool:
@@ -119,39 +119,32 @@ def _share(jobs: Sequence[Job], make_worker: Callable[[], Worker], max_threads: 
                 stop.set()
 
 
-# --- the host ----------------------------------------------------------------------------------------------------
-
-
-class HostWorker:
+@contextmanager
+def _host_worker(plan: Plan, memory: Sequence[torch.Tensor]) -> Iterator[Worker]:
     """Reads into the targets, and into a buffer what has to be copied from there."""
+    views = [byte_view(raw) for raw in memory]
+    buffer = torch.empty(max(job.buffer_bytes for job in plan.jobs), dtype=torch.uint8)
+    buffer_view = byte_view(buffer)
 
-    def __init__(self, plan: Plan, memory: Sequence[torch.Tensor]) -> None:
-        self._memory = memory
-        self._views = [byte_view(raw) for raw in memory]
-        self._buffer = torch.empty(max(job.buffer_bytes for job in plan.jobs), dtype=torch.uint8)
-        self._buffer_view = byte_view(self._buffer)
+    def ranges_of(job: Job) -> Iterator[Range]:
+        for ranges in job.ranges:
+            view = buffer_view if ranges.target is None else views[ranges.target]
+            for start, length, offset in ranges.each():
+                yield Range(start, view[offset : offset + length])
 
-    def run(self, job: Job, descriptor: int) -> int:
-        """Read, then copy."""
-        num_bytes = read_runs(descriptor, job.file, self._runs(job))
+    def run(job: Job, descriptor: int) -> int:
+        num_bytes = read_ranges(descriptor, job.file, ranges_of(job))
         for copy in job.copies:
-            apply_copy(copy, self._buffer, self._memory)
+            apply_copy(copy, buffer, memory)
         return num_bytes
 
-    def finish(self) -> None:
-        """Nothing is under way when `run` returns."""
-
-    def _runs(self, job: Job) -> Iterator[Run]:
-        for fetch in job.fetches:
-            view = self._buffer_view if fetch.target is None else self._views[fetch.target]
-            for start, length, offset in fetch.runs():
-                yield Run(start, view[offset : offset + length])
+    yield run
 
 
 # --- a GPU -------------------------------------------------------------------------------------------------------
 
 
-class _Transfer(NamedTuple):
+class Upload(NamedTuple):
     """Bytes `start .. end` of a pinned buffer for the bytes from `offset` on of a target."""
 
     start: int
@@ -165,22 +158,33 @@ class _Buffer(NamedTuple):
 
     raw: torch.Tensor
     view: memoryview
-    emptied: torch.cuda.Event
+    emptied: Event
 
 
 class PinnedBuffers:
-    """Buffers for the transfer to a GPU, pinned one after the other by a thread of their own.
+    """Buffers for what goes to a GPU, pinned one after the other by a thread of their own; for a CPU there are none.
 
     Pinning takes as long as moving 20 times as many bytes to the device, and the driver lets no copy begin meanwhile.
     So it is best begun early: made when the device's context is there, these are ready when the first byte is read.
+    On leaving the context no more of them are pinned, and those that nobody took are freed.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        pool = ThreadPoolExecutor(1, thread_name_prefix="precast-pinning")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
-        self._pinned = deque(pool.submit(self._pin) for _ in range(DEVICE_THREADS * BUFFERS_A_THREAD))
-        pool.shutdown(wait=False)
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._pinned: deque[Future[_Buffer]] = deque()
+        if device.kind == "cuda":
+            pool = ThreadPoolExecutor(1, thread_name_prefix="precast-pinning")
+            self._pinned.extend(pool.submit(self._pin) for _ in range(DEVICE_THREADS * BUFFERS_A_THREAD))
+            pool.shutdown(wait=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._pinned:
+            self._pinned.popleft().cancel()
 
     def take(self) -> _Buffer:
         """The next buffer, once it is pinned."""
@@ -192,91 +196,88 @@ class PinnedBuffers:
         free.set_result(buffer)
         self._pinned.append(free)
 
-    def close(self) -> None:
-        """Pin no more of them. Those that nobody took are freed."""
-        while self._pinned:
-            self._pinned.popleft().cancel()
-
     def _pin(self) -> _Buffer:
-        torch.cuda.set_device(self.device)
-        raw = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-        # Waiting for a blocking event leaves the core to those that read.
-        return _Buffer(raw, byte_view(raw), torch.cuda.Event(blocking=True))
+        with self.device.use():
+            raw = tensor_of(self.device.alloc(BUFFER_BYTES, pinned=True))
+            return _Buffer(raw, byte_view(raw), self.device.event())
 
 
-class DeviceWorker:
+@contextmanager
+def _device_worker(memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready: Event) -> Iterator[Worker]:
     """Reads into pinned buffers in turn, and leaves the rest to the device: copies to it, and copies on it.
+
+    All of it goes to a stream of the thread's own, which has run dry at the end, also after an error: the memory may be
+    gone afterwards.
+    """
+    device = buffers.device
+    stream, done = device.stream(), device.event()
+    taken: deque[_Buffer] = deque()
+
+    def next_buffer() -> _Buffer:
+        """A buffer that is on its way to nowhere: a new one, or the one that has been on its way for the longest."""
+        if len(taken) < BUFFERS_A_THREAD:
+            taken.append(buffers.take())
+        else:
+            taken.rotate(-1)
+            taken[-1].emptied.synchronize()
+        return taken[-1]
+
+    with device.use(stream):
+        ready.wait(stream)
+        try:
+            yield lambda job, descriptor: _run_on_device(job, descriptor, next_buffer(), memory, device)
+        finally:
+            done.record()
+            done.synchronize()
+            for buffer in taken:
+                buffers.give_back(buffer)
+
+
+def _run_on_device(job: Job, descriptor: int, buffer: _Buffer, memory: Sequence[torch.Tensor], device: Device) -> int:
+    """Read the job's bytes and queue what the device has to do with them.
 
     What Python does for a job must be short: the threads take turns at it, and a GPU takes thousands of jobs a second.
     """
-
-    def __init__(self, memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready: torch.cuda.Event) -> None:
-        self._memory = memory
-        # The device and the stream of this thread; it runs nothing else.
-        torch.cuda.set_device(buffers.device)
-        self._stream = torch.cuda.Stream(buffers.device)
-        torch.cuda.set_stream(self._stream)
-        self._stream.wait_event(ready)
-        self._buffers = buffers
-        self._taken: deque[_Buffer] = deque()
-
-    def run(self, job: Job, descriptor: int) -> int:
-        """Read the job's bytes and queue what the device has to do with them."""
-        buffer = self._next_buffer()
-        raw, view = buffer.raw, buffer.view
-        if job.size > BUFFER_BYTES:
-            # Rare, and seldom worth pinning: tensors that are needed both as they are and transposed.
-            raw = torch.empty(job.size, dtype=torch.uint8)
-            view = byte_view(raw)
-        runs, transfers = through_buffer(job)
-        num_bytes = read_runs(descriptor, job.file, [Run(start, view[at : at + length]) for start, length, at in runs])
-        for start, end, target, offset in transfers:
-            self._memory[target][offset : offset + end - start].copy_(raw[start:end], non_blocking=True)
-        if job.copies:
-            there = torch.empty(job.buffer_bytes, dtype=torch.uint8, device=self._buffers.device)
-            there.copy_(raw[: job.buffer_bytes], non_blocking=True)
-            for copy in job.copies:
-                apply_copy(copy, there, self._memory)
-        buffer.emptied.record(self._stream)
-        return num_bytes
-
-    def finish(self) -> None:
-        """Wait for the stream."""
-        self._stream.synchronize()
-        while self._taken:
-            self._buffers.give_back(self._taken.popleft())
-
-    def _next_buffer(self) -> _Buffer:
-        """A buffer that is on its way to nowhere: a new one, or the one that has been on its way for the longest."""
-        if len(self._taken) < BUFFERS_A_THREAD:
-            self._taken.append(self._buffers.take())
-        else:
-            self._taken.rotate(-1)
-            self._taken[-1].emptied.synchronize()
-        return self._taken[-1]
+    raw, view = buffer.raw, buffer.view
+    if job.size > BUFFER_BYTES:
+        # Rare, and seldom worth pinning: tensors that are needed both as they are and transposed.
+        raw = torch.empty(job.size, dtype=torch.uint8)
+        view = byte_view(raw)
+    places, uploads = through_buffer(job)
+    ranges = [Range(start, view[place : place + length]) for start, length, place in places]
+    num_bytes = read_ranges(descriptor, job.file, ranges)
+    for start, end, target, offset in uploads:
+        memory[target][offset : offset + end - start].copy_(raw[start:end], non_blocking=True)
+    if job.copies:
+        there = tensor_of(device.alloc(job.buffer_bytes))
+        there.copy_(raw[: job.buffer_bytes], non_blocking=True)
+        for copy in job.copies:
+            apply_copy(copy, there, memory)
+    buffer.emptied.record()
+    return num_bytes
 
 
-def through_buffer(job: Job) -> tuple[list[tuple[int, int, int]], list[_Transfer]]:
-    """Where the job's bytes stand in a buffer: first those that copies need, behind them those on their way to targets.
+def through_buffer(job: Job) -> tuple[list[tuple[int, int, int]], list[Upload]]:
+    """Where the job's bytes stand in a buffer: first those that copies need, after them those on their way to targets.
 
-    Runs of the file as (start, length, place in the buffer), and what is to be transferred to targets afterwards.
+    Ranges of the file as (start, length, place in the buffer), and what goes to targets afterwards.
     """
-    runs: list[tuple[int, int, int]] = []
-    transfers: list[_Transfer] = []
+    places: list[tuple[int, int, int]] = []
+    uploads: list[Upload] = []
     used = job.buffer_bytes
-    for fetch in job.fetches:
-        for start, length, offset in fetch.runs():
-            if fetch.target is None:
-                runs.append((start, length, offset))
+    for ranges in job.ranges:
+        for start, length, offset in ranges.each():
+            if ranges.target is None:
+                places.append((start, length, offset))
                 continue
-            runs.append((start, length, used))
-            last = transfers[-1] if transfers else None
-            if last and last.target == fetch.target and last.offset + last.end - last.start == offset:
-                transfers[-1] = last._replace(end=used + length)
+            places.append((start, length, used))
+            last = uploads[-1] if uploads else None
+            if last and last.target == ranges.target and last.offset + last.end - last.start == offset:
+                uploads[-1] = last._replace(end=used + length)
             else:
-                transfers.append(_Transfer(used, used + length, fetch.target, offset))
+                uploads.append(Upload(used, used + length, ranges.target, offset))
             used += length
-    return runs, transfers
+    return places, uploads
 
 
 # --- copies ------------------------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def apply_copy(copy: Copy, buffer: torch.Tensor, memory: Sequence[torch.Tensor])
     copy_converted(source, memory[copy.target], copy.destination, copy.casts)
 
 
-def copy_converted(source: torch.Tensor, raw: torch.Tensor, destination: View, casts: Casts) -> None:
+def copy_converted(source: torch.Tensor, raw: torch.Tensor, destination: View, casts: Casts = ()) -> None:
     """Put `source`, converted to each type of `casts` in turn, into a view of the target whose bytes are `raw`.
 
     Without casts the target's type is the source's.

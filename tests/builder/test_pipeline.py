@@ -15,7 +15,7 @@ from precast.builder.graph.context import PassContext
 from precast.builder.passes.match.match_activations import match_activations
 from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
 from precast.builder.pipeline import STAGES, Pass, graph_pass
-from precast.ir.graph.schema import PassRecord
+from precast.ir.manifest import PassRecord
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from precast.builder.capture.capture import Captured
 from precast.builder.graph.context import Options
 from precast.builder.snapshot import Store
 from precast.builder.source.source import Source, open_source
-from precast.ir.graph.schema import Checkpoint, ModelInfo
+from precast.ir.manifest import Checkpoint, ModelInfo
 
 OPTIONS = Options("float32", 64)
 EARLY = tuple(step for step in pipeline.passes() if pipeline.before_caches(step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -48,6 +49,44 @@ def indented(text: str, opening: str) -> list[str]:
     block = re.match(r"(?: {4}.*\n|\n)*", after)
     assert block is not None
     return [line.removeprefix("    ").rstrip() for line in block.group().splitlines()]
+
+
+OPS = {op.partition("@")[0] for op in json.loads((ROOT / "tests" / "ir" / "schema_v1.json").read_text())["ops"]}
+FOLDERS = ("api", "benchmarks", "builder", "docs", "examples", "ir", "kernels", "loader", "tests", ".ci")
+
+
+def missing(span: str) -> str | None:
+    """What inline code of a page names and is not there: a path of the repository, a module or a name in one, an op."""
+    if re.fullmatch(rf"({'|'.join(map(re.escape, FOLDERS))})/[\w./-]*", span):
+        return None if (ROOT / span).exists() else span
+    if not re.fullmatch(r"precast(\.\w+)+", span) or span in OPS:
+        return None
+    names = span.split(".")[1:]
+    place = ROOT if names[0] in FOLDERS else ROOT / "api"
+    while names and (place / names[0]).is_dir():
+        place /= names.pop(0)
+    if names and (place / f"{names[0]}.py").is_file():
+        place /= f"{names.pop(0)}.py"
+    source = (place if place.is_file() else place / "__init__.py").read_text(encoding="utf-8")
+    return span if names and not re.search(rf"\b{names[0]}\b", source) else None
+
+
+@pytest.mark.parametrize(
+    ("span", "found"),
+    [
+        ("ir/limits.py", True), ("ir/limit.py", False), ("docs/", True), ("tests/nowhere/", False), ("a/b", True),
+        ("precast.ir.errors.CODES", True), ("precast.ir.errors.CODE", False), ("precast.ir.mistakes", False),
+        ("precast.load", True), ("precast.cli.main", True), ("precast.rms_norm", True), ("precast.rms_norms", False),
+    ],
+)  # fmt: skip
+def test_what_is_missing(span: str, found: bool) -> None:
+    assert (missing(span) is None) == found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_and_modules_that_pages_name_exist(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert [span for span in re.findall(r"`([^`\n]+)`", prose) if missing(span)] == []
 
 
 @pytest.mark.parametrize("view", ["--passes", "--cache"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from precast.ir.artifact import Bundle, write_bundle
+from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import (
     Apply,
     Arg,
@@ -18,7 +19,6 @@ from precast.ir.graph.schema import (
     CachePlan,
     Call,
     Cast,
-    Checkpoint,
     Concat,
     Const,
     Dim,
@@ -28,13 +28,10 @@ from precast.ir.graph.schema import (
     Graph,
     Group,
     Items,
-    Manifest,
-    ModelInfo,
     Node,
     PagedInputs,
     PagedSpec,
     Param,
-    PassRecord,
     Pool,
     Read,
     Ref,
@@ -44,6 +41,7 @@ from precast.ir.graph.schema import (
     Tie,
     Value,
 )
+from precast.ir.manifest import Checkpoint, Manifest, ModelInfo, PassRecord
 
 HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB, PAGE = 16, 4, 2, 4, 32, 8
 QKV = (HEADS + 2 * KV_HEADS) * HEAD
@@ -277,7 +275,7 @@ def tiny_manifest(num_layers: int = 2) -> Manifest:
         "precast.write_kv",
     )
     return Manifest(
-        format=(1, 0),
+        format=FORMAT,
         model=ModelInfo("TinyForCausalLM", "tiny", "bfloat16", VOCAB, 64, num_layers, 1, eos_token_ids=(2,)),
         ops=dict.fromkeys(used, 1),
         checkpoint=Checkpoint(optional_prefixes=("model.",), ignored=("*.rotary_emb.inv_freq",)),

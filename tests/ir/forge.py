@@ -12,7 +12,8 @@ import msgspec
 import zstandard
 
 from examples import TINY_FILES, tiny_constants, tiny_graph, tiny_manifest
-from precast.ir.bundle import codec, oci
+from precast.ir import encoding
+from precast.ir.bundle import oci
 from precast.ir.weights import tensorfile
 
 Edit = Callable[[Any], Any]
@@ -47,7 +48,7 @@ class Forgery:
     """
 
     def __init__(self) -> None:
-        self.raw_graph = zstandard.ZstdDecompressor().decompress(codec.encode_graph(tiny_graph()))
+        self.raw_graph = zstandard.ZstdDecompressor().decompress(encoding.encode_graph(tiny_graph()))
         self.graph: bytes | None = None
         self.constants = tensorfile.encode(tiny_constants())
         self.files: list[tuple[str, bytes]] = sorted(TINY_FILES.items())

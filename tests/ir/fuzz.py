@@ -23,8 +23,8 @@ import msgspec
 from forge import Forgery
 
 from examples import write_tiny
+from precast.ir import encoding
 from precast.ir.artifact import Bundle
-from precast.ir.bundle import codec
 from precast.ir.errors import BundleError
 
 SECONDS, MEGABYTES = 1.0, 200
@@ -156,7 +156,7 @@ def outcome(path: Path, original: Bundle, *, sealed: bool) -> str:
     if bundle.digest == original.digest and bundle.graph == original.graph:
         return "equal"
     assert sealed, "a damaged bundle opens, and is another one"
-    assert codec.decode_graph(codec.encode_graph(bundle.graph)) == bundle.graph
+    assert encoding.decode_graph(encoding.encode_graph(bundle.graph)) == bundle.graph
     return "differs"
 
 

@@ -198,7 +198,11 @@ def test_many_more_query_heads_than_rows(same: Callable[..., None]) -> None:
     same(PAGED_ATTENTION, triton.paged_attention(**sample), paged_attention(**sample))
 
 
-def test_float64_is_computed_in_float64() -> None:
-    sample = paged_sample(Draw(torch.float64, CPU), DECODE, heads=2, kv_heads=1, size=16)
+def test_results_are_written_into_what_is_given(same: Callable[..., None]) -> None:
+    sample = paged_sample(Draw(torch.float32, CPU), MIXED, heads=4, kv_heads=2, size=16, value=24, padding=3)
+    out = torch.full((1, sample["q"].shape[1], 4, 24), float("nan"))
+    found = triton.paged_attention(**sample, out=out)
 
-    torch.testing.assert_close(triton.paged_attention(**sample), paged_attention(**sample), rtol=1e-12, atol=1e-12)
+    assert found is out
+    same(PAGED_ATTENTION, out, paged_attention(**sample))
+    assert not out[:, -3:].any()

@@ -178,7 +178,7 @@ def test_absorbed_and_expanded_are_one_computation(sequences: list[tuple[int, in
 def test_expanding_few_heads_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = paged_latent_sample(Draw(torch.float32, CPU), [(90, 90), (70, 81)], **SIZES)
     expected = paged_reference(**sample)
-    monkeypatch.setattr(batched, "_MAX_EXPANDED", 2 * 172 * (NOPE + ROPE + VALUE))  # two of three heads
+    monkeypatch.setattr(batched, "MAX_EXPANDED", 2 * 172 * (NOPE + ROPE + VALUE))  # two of three heads
 
     close(batched.paged_latent_attention(**sample), expected)
 

@@ -305,9 +305,9 @@ def test_rows_are_drawn_as_one_in_several_parts(monkeypatch: pytest.MonkeyPatch)
 
     module = importlib.import_module("precast.kernels.sampling.sample")
     monkeypatch.setattr(module, "passed", noted)
-    monkeypatch.setattr(module, "_TOGETHER", 4 * 50 + 49)
+    monkeypatch.setattr(module, "TOGETHER", 4 * 50 + 49)
 
     assert call(sample, logits, **rows).tolist() == whole.tolist()
     assert sorted_together == [4, 4, 3]
-    monkeypatch.setattr(module, "_TOGETHER", 1)
+    monkeypatch.setattr(module, "TOGETHER", 1)
     assert call(sample, logits, **rows).tolist() == whole.tolist()

@@ -88,7 +88,9 @@ def params_graph(recipes: Mapping[str, Recipe], tensors: Tensors, symbols: Mappi
         return TensorType(dtypes.NAMES[made.dtype], tuple(made.shape))
 
     params = tuple(Param(name, type_of(recipe), recipe) for name, recipe in recipes.items())
-    return Graph(tuple(Symbol(name) for name in symbols or {}), (), params, (), (), (), {})
+    return Graph(
+        tuple(Symbol(name) for name in symbols or {}), (), params, (), (), (), {name: name for name in recipes}
+    )
 
 
 # --- random recipes ----------------------------------------------------------------------------------------------

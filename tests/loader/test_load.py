@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,17 @@ from tiny import random_weights, reference_answer, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
 from precast.ir.artifact import Bundle, ops_of, write_bundle
-from precast.ir.errors import BundleError, RequestError, TargetError, WeightsError
-from precast.ir.graph import symbols
-from precast.ir.graph.schema import Checkpoint, Graph, Manifest
-from precast.ir.memory import activations, caches
+from precast.ir.encoding import FORMAT
+from precast.ir.errors import BundleError, PrecastError, RequestError, WeightsError
+from precast.ir.graph.schema import Graph
+from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
 from precast.loader.engine.sampling import SamplingParams
-from precast.loader.load import CUDA_FRACTION, CUDA_RESERVE, free_memory, load, open_device, size_arena, step_bytes
-from precast.loader.timeline import Phase, Timeline
+from precast.loader.load import collector_held, load
+from precast.loader.timeline import Timeline
 
 WEIGHTS = random_weights()
 GRAPH = tiny_graph()
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 SLAB = 1024  # one page of pool small, two of pool large
 SLABS_OF_64 = 64 // 4 + 64 // 8 // 2  # for a sequence of 64 tokens
 
@@ -34,12 +36,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("bundle") / "tiny.bundle", GRAPH)
 
 
-def write(path: Path, graph: Graph) -> Path:
+def write(path: Path, graph: Graph, config: ConfigFacts | None = None) -> Path:
     """The bundle of the tiny model with this graph."""
     inv_freq = WEIGHTS["inv_freq"]
     write_bundle(
         path,
-        manifest_without_blobs=Manifest((1, 0), tiny_model(), ops_of(graph), Checkpoint(), (), {}, ()),
+        manifest_without_blobs=Manifest(FORMAT, tiny_model(), ops_of(graph), Checkpoint(), (), {}, (), config=config),
         graph=graph,
         constants={"inv_freq": ("float32", tuple(inv_freq.shape), inv_freq.numpy().tobytes())},
         files={"tokenizer.json": letters(48)},
@@ -89,6 +91,53 @@ def test_a_gpu_is_filled_with_as_many_pages_as_can_be_used(bundle: Path, checkpo
         assert output.token_ids == reference_answer(WEIGHTS, [9] * 17, 9)
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"max_num_seqs": 33}, "engine-option-invalid"),
+        ({"max_num_seqs": 8, "cache_bytes": 100}, "cache-too-small"),
+    ],
+)
+def test_what_can_be_known_is_refused_before_a_tensor_is_read(
+    options: Any, code: str, tmp_path: Path, checkpoint: Path
+) -> None:
+    symbols = tuple(msgspec.structs.replace(each, max=32) if each.name == "B" else each for each in GRAPH.symbols)
+    limited = write(tmp_path / "limited.bundle", msgspec.structs.replace(GRAPH, symbols=symbols))
+    timeline = Timeline()
+    with pytest.raises(PrecastError) as error:
+        load(limited, weights=checkpoint, device="cpu", timeline=timeline, **options)
+    assert error.value.code == code
+    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+
+
+def test_a_checkpoint_with_another_config_is_served_on_request_alone(tmp_path: Path, checkpoint: Path) -> None:
+    traced = write(tmp_path / "traced.bundle", GRAPH, ConfigFacts({"rope_theta": 1e4, "rms_norm_eps": 1e-6}))
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    (other / "config.json").write_text('{"rope_theta": 10000.0, "rms_norm_eps": 1e-05}')
+    timeline = Timeline()
+    with pytest.raises(WeightsError, match="rms_norm_eps: 1e-06 in the bundle, 1e-05 here") as error:
+        load(traced, weights=other, device="cpu", timeline=timeline)
+    assert error.value.code == "config-mismatch"
+    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+
+    with load(traced, weights=other, device="cpu", allow_config_mismatch=True) as engine:
+        (output,) = engine.generate([[5]], SamplingParams(max_tokens=3))
+    assert output.token_ids == reference_answer(WEIGHTS, [5], 3)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_as_it_was(was_enabled: bool, bundle: Path) -> None:
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with pytest.raises(WeightsError):
+            load(bundle, weights=bundle, device="cpu")
+        assert gc.isenabled() == was_enabled
+        with collector_held():
+            assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_an_opened_bundle_and_a_begun_timeline_are_carried_on(bundle: Path, checkpoint: Path) -> None:
     timeline = Timeline()
     timeline.add("import", start=timeline.origin, seconds=0.5)
@@ -126,21 +175,6 @@ def test_what_is_not_there_is_named(bundle: Path, checkpoint: Path, tmp_path: Pa
     assert other.value.code == "checkpoint-missing"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there() -> None:
-    for device in ("cuda", "cuda:1", torch.device("cuda", 0)):
-        with pytest.raises(TargetError, match=r"device is cuda.* sees 0 CUDA devices") as error:
-            load("no such bundle", weights="no such checkpoint", device=device)
-        assert (error.value.code, error.value.exit_code) == ("device-missing", 4)
-    assert open_device(None) == CPU
-
-
-def test_a_device_that_is_not_supported() -> None:
-    with pytest.raises(TargetError, match="device is meta") as error:
-        open_device("meta")
-    assert error.value.code == "device-invalid"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -158,112 +192,3 @@ def test_steps_that_no_graph_takes(options: Any, message: str, tmp_path: Path) -
     with pytest.raises(RequestError, match=message) as error:
         load(limited, weights="no such checkpoint", device="cpu", **options)
     assert error.value.code == "engine-option-invalid"
-
-
-def sized(**options: Any) -> tuple[int, Phase]:
-    phase = Phase("pools", 0.0)
-    defaults = {"max_num_seqs": 256, "max_num_tokens": 8192, "max_seq_len": 64, "cache_bytes": None, "free": 2**34}
-    return size_arena(GRAPH, phase, **{"device": CPU, **defaults, **options}), phase
-
-
-@pytest.mark.parametrize(
-    ("options", "slabs"),
-    [
-        ({}, 16 * SLABS_OF_64),
-        ({"max_num_seqs": 3}, 3 * SLABS_OF_64),
-        ({"max_seq_len": 2048}, 16 * 32 * SLABS_OF_64),
-        ({"max_seq_len": 4096}, 16 * 32 * SLABS_OF_64),
-        # one of the longest: all of the full layer, and of the window's layers what one step and the window hold
-        ({"max_seq_len": 200_000}, 200_000 // 8 // 2 + (6 - 1 + 8192) // 4 + 1),
-        ({"free": 2 * 40 * SLAB}, 40),  # half of the memory
-        ({"cache_bytes": 5 * SLAB + 1}, 5),
-        ({"cache_bytes": 2**25, "max_num_seqs": 2}, 2**25 // SLAB),  # for prefixes, if not for sequences
-    ],
-)
-def test_slabs_of_an_arena_on_a_cpu(options: Any, slabs: int) -> None:
-    found, phase = sized(**options)
-    assert found == slabs
-    assert phase.bytes == slabs * SLAB
-    counters = phase.counters
-    assert (counters["slabs"], counters["slab_bytes"], counters["bytes_for_cache"]) == (slabs, SLAB, phase.bytes)
-
-
-@pytest.mark.parametrize("spare", [0, 10**6, 10**9])
-def test_slabs_of_an_arena_on_a_gpu_are_arithmetic(spare: int) -> None:
-    options = {"max_num_seqs": 64, "max_num_tokens": 8192, "max_seq_len": 10**6}
-    plan = caches.with_slabs(GRAPH.caches)
-    needed = step_bytes(GRAPH, plan, CUDA, **options)
-    free = CUDA_RESERVE + needed(0) + spare + 10**7
-    found, phase = sized(device=CUDA, free=free, **options)
-
-    def left_for(slabs: int) -> float:
-        return (free - CUDA_RESERVE - needed(slabs)) * CUDA_FRACTION
-
-    assert found * SLAB <= left_for(found)
-    assert (found + 1) * SLAB > left_for(found + 1)
-    assert phase.counters["bytes_for_activations"] == needed(found)
-    assert phase.counters["bytes_free"] == free
-
-
-def test_a_gpu_keeps_what_its_sequences_cannot_fill() -> None:
-    assert sized(device=CUDA, free=2**34, max_num_seqs=5)[0] == 5 * SLABS_OF_64
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cache_bytes": 2 * SLAB - 1},
-        {"cache_bytes": 1},
-        {"free": 3 * SLAB},
-        {"free": 100},
-        {"device": CUDA, "free": CUDA_RESERVE + 2**20},
-        {"device": CUDA, "max_num_tokens": 10**9},
-        {"device": CUDA, "free": 100},
-        {"device": CUDA, "cache_bytes": 1},
-    ],
-)
-def test_a_cache_without_room_for_the_shortest_sequence(options: Any) -> None:
-    numbers = r"the cache has \d slabs of 1024 bytes, and the shortest sequence needs 2.* 512 bytes in pool large"
-    with pytest.raises(RequestError, match=numbers + r".* activations take up to \d+, and \d+ are set aside") as error:
-        sized(**options)
-    assert error.value.code == "cache-too-small"
-    assert "give at least 2048 cache_bytes" in str(error.value)
-
-
-def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:
-    plan = caches.with_slabs(GRAPH.caches)
-    sizes = {"max_num_seqs": 30, "max_num_tokens": 256, "max_seq_len": 640}
-    needed = step_bytes(GRAPH, plan, CPU, **sizes)
-
-    # 30 sequences of 600 tokens that begin with the same 592: 74 pages that all have, and one of each one's own
-    lists = {group.name: 30 * 75 if group.name == "far" else 30 * 3 for group in plan.groups}
-    longest = activations.step_sizes(GRAPH, max_num_tokens=30, max_num_seqs=30, max_seq_len=600, num_pages=lists)
-    assert needed(74 + 30) >= symbols.evaluate(activations.step_peak(GRAPH, "cpu"), longest)
-    assert needed(1) < needed(20) < needed(40) == needed(4000)  # 80 pages of a slab's two are 640 tokens
-
-
-def test_a_step_of_as_many_sequences_as_tokens_may_be_one_prompt() -> None:
-    plan, sizes = caches.with_slabs(GRAPH.caches), {"max_num_tokens": 256, "max_seq_len": 10**6}
-    prompt, several = (step_bytes(GRAPH, plan, CPU, max_num_seqs=count, **sizes)(10**6) for count in (1, 256))
-
-    assert several >= prompt
-
-
-def test_no_sequence_is_longer_than_its_pool() -> None:
-    plan, sizes = caches.with_slabs(GRAPH.caches), {"max_num_seqs": 30, "max_num_tokens": 256}
-    pool, model = (step_bytes(GRAPH, plan, CPU, max_seq_len=length, **sizes)(40) for length in (40 * 2 * 8, 10**6))
-
-    assert model == pool
-
-
-@pytest.mark.parametrize("options", [{}, {"device": CUDA}, {"device": CUDA, "cache_bytes": 2**34 - 2**20}])
-def test_more_cache_than_memory(options: Any) -> None:
-    with pytest.raises(
-        TargetError, match=r"cache_bytes is \d+, and \d+ bytes are free on .* after the weights"
-    ) as error:
-        sized(**{"cache_bytes": 2**34 + 1, **options})
-    assert error.value.code == "device-memory"
-
-
-def test_free_memory_is_some() -> None:
-    assert 2**20 < free_memory(CPU) < 2**50

@@ -25,7 +25,6 @@ from precast.ir.graph.schema import (
     Graph,
     Group,
     Items,
-    ModelInfo,
     Node,
     PagedInputs,
     PagedSpec,
@@ -40,6 +39,7 @@ from precast.ir.graph.schema import (
     TensorType,
     Value,
 )
+from precast.ir.manifest import ModelInfo
 
 HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 16, 4, 2, 4, 48
 QUERY, KEY = HEADS * HEAD, KV_HEADS * HEAD

@@ -84,6 +84,57 @@ def test_right_arrow_is_let_through(folder: str, line: str) -> None:
     assert forbidden_imports(folder, line) == []
 
 
+def test_the_container_knows_nothing_of_graphs(root: Path, tree: list[PurePosixPath]) -> None:
+    sources = [path for path in tree if path.parts[:2] == ("ir", "bundle") and path.suffix == ".py"]
+    allowed = ("precast.ir.bundle.", "precast.ir.errors.", "precast.ir.limits.")
+    found = [
+        f"{path}:{line} imports {name}"
+        for path in sources
+        for line, name in imported_names((root / path).read_text(encoding="utf-8"))
+        if name.startswith("precast") and not f"{name}.".startswith(allowed)
+    ]
+
+    assert sources
+    assert found == []
+
+
+def circles(root: Path, tree: list[PurePosixPath], folder: str) -> list[str]:
+    """Modules of the folder that lead back to themselves by what they import of it when they are imported."""
+    modules = {"precast." + ".".join(path.with_suffix("").parts): path for path in tree if path.suffix == ".py"}
+    inside = {name: path for name, path in modules.items() if path.parts[0] == folder}
+    leads_to = {}
+    for name, path in inside.items():
+        imported = {each for _, each in imported_names((root / path).read_text(encoding="utf-8"))}
+        leads_to[name] = {each for each in imported | {each.rpartition(".")[0] for each in imported} if each in inside}
+    found = []
+    for name in inside:
+        reached: set[str] = set()
+        pending = [name]
+        while pending:
+            new = leads_to[pending.pop()] - reached
+            reached |= new
+            pending += new
+        if name in reached:
+            found.append(name)
+    return found
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    sources = {"a": "from precast.ir.b import x", "b": "from precast.ir import c", "c": "import precast.ir.a", "d": ""}
+    (tmp_path / "ir").mkdir()
+    for name, source in sources.items():
+        (tmp_path / "ir" / f"{name}.py").write_text(source)
+
+    assert circles(tmp_path, [PurePosixPath(f"ir/{name}.py") for name in sources], "ir") == [
+        "precast.ir.a", "precast.ir.b", "precast.ir.c",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", ["ir"])
+def test_no_circles_of_imports(folder: str, root: Path, tree: list[PurePosixPath]) -> None:
+    assert circles(root, tree, folder) == []
+
+
 @pytest.mark.parametrize("folder", sorted(MAY_IMPORT))
 def test_arrows_point_down(folder: str, root: Path, tree: list[PurePosixPath]) -> None:
     sources = [path for path in tree if path.parts[0] == folder and path.suffix == ".py"]

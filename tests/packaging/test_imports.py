@@ -95,5 +95,19 @@ def test_target_side_adds_little_to_torch(package: str, whole: bool, root: Path,
     assert inside(added, "precast.builder", *HEAVY_TORCH) == []
 
 
+# What needs no tensor: a backend of devices without torch can use it. Each is imported alone with what it needs.
+TENSORLESS = (
+    *("precast.loader.device", "precast.loader.placement", "precast.loader.timeline"),
+    *(f"precast.loader.weights.{name}" for name in ("views", "parts", "cuts", "read_plan", "files")),
+)
+
+
+def test_what_needs_no_tensor_imports_no_torch() -> None:
+    loaded = loaded_by(*TENSORLESS)
+
+    assert inside(loaded, "torch") == []
+    assert tops(loaded) <= LIGHT
+
+
 def test_every_listed_package_is_importable(package_dirs: dict[str, str]) -> None:
     assert set(package_dirs) <= loaded_by(*package_dirs)

@@ -20,7 +20,7 @@ from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.sizes import expr_of, shape_of
 from precast.builder.pipeline import graph_pass
 from precast.ir.graph import symbols
-from precast.ir.ops.rules_experts import GROUP_SCORES, SCORINGS
+from precast.ir.ops.rows_experts import GROUP_SCORES, SCORINGS
 from precast.kernels.route.route import route
 
 aten = torch.ops.aten

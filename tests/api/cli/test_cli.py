@@ -151,6 +151,24 @@ def test_verify_against_a_checkpoint(bundle: Path, command: Command) -> None:
     assert "all 26 params" in command("verify", bundle, "--weights", MODEL).stdout
 
 
+def test_verify_lists_all_that_the_config_says_otherwise(bundle: Path, tmp_path: Path, command: Command) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((MODEL / "config.json").read_text())
+    config |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+
+    result = command("verify", bundle, "--weights", tmp_path / "model")
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    for text in (
+        "config-mismatch",
+        "2 entries differ",
+        "rms_norm_eps: 1e-06 in the bundle, 1e-05 here",
+        "rope_parameters.rope_theta: 10000.0 in the bundle, 500000.0 here",
+    ):
+        assert text in result.stderr
+
+
 def test_verify_names_everything_that_is_wrong_with_a_checkpoint(
     bundle: Path, tmp_path: Path, command: Command
 ) -> None:

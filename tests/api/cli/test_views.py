@@ -9,12 +9,13 @@ from typing import Any
 import families
 import msgspec
 import pytest
+from graph_text import parse_graph
 from recitation import Command
 
 from precast.cli import show
 from precast.ir.artifact import Bundle
+from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import CachePlan
-from precast.ir.graph.text import parse_graph
 
 
 def fields_of(command: Command, *arguments: str | Path) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     assert [(each["tokens"], each["sequences"]) for each in fields["activation_bytes"]] == [(8192, 256), (256, 256)]
     assert fields["activation_bytes"][0]["bytes"] > fields["activation_bytes"][1]["bytes"] > 256 * 131 * 48
     assert fields["digest"] == opened.digest
-    assert fields["format"] == "1.0"
+    assert fields["format"] == ".".join(map(str, FORMAT))
     assert fields["model"]["num_parameters"] == 656_512
     assert fields["graph"] == {"blocks": 2, "calls": 4, "nodes": 41, "params": 26}
     assert fields["ops"] == opened.manifest.ops
@@ -95,6 +96,19 @@ def test_passes_are_those_that_ran(bundle: Path, command: Command) -> None:
     assert any("precast.rms_norm +9" in row for row in rows)
     fields = fields_of(command, "inspect", bundle, "--passes")
     assert msgspec.convert(fields["passes"], tuple[type(records[0]), ...]) == records  # type: ignore[misc]
+
+
+def test_all_parts_that_are_asked_for_are_shown(bundle: Path, command: Command) -> None:
+    graph, cache = (command("inspect", bundle, part).stdout for part in ("--graph", "--cache"))
+
+    assert command("inspect", bundle, "--cache", "--graph").stdout == f"{graph}\n{cache}"
+    fields = fields_of(command, "inspect", bundle, "--graph", "--cache")
+    assert {"graph", "groups", "slab_bytes"} <= set(fields)
+
+
+def test_weights_say_which_config_was_built_from(bundle: Path, command: Command) -> None:
+    assert fields_of(command, "inspect", bundle, "--weights")["config"]["rope_parameters.rope_theta"] == 10000.0
+    assert "rms_norm_eps                1e-6" in command("inspect", bundle, "--weights").stdout
 
 
 def test_weights_have_their_recipes(bundle: Path, command: Command) -> None:

@@ -142,7 +142,6 @@ def test_a_look_across_tokens_is_refused(body: str, op: str) -> None:
             "h = aten.reshape(x, [1, -1, 2, 4])\nk = aten.transpose.int(h, 1, 2)\ny = aten.reshape(k, [2, -1, 4])",
             id="heads first, without the first dimension",
         ),
-        pytest.param("y = aten.embedding(w, ids)", id="a table"),
         pytest.param("y = precast.embedding(ids, w)", id="a table, ours"),
         pytest.param("y = precast.rms_norm(x, u, eps=0.001, cast_before_scale=False)", id="norm of a token"),
         pytest.param("y = precast.attention(q, q, q, None, bounds, scale=0.5)", id="attention"),
@@ -160,6 +159,24 @@ def test_what_treats_each_token_by_itself_is_allowed(body: str) -> None:
     heads = "q = aten.reshape(x, [1, -1, 2, 4])\n" if "(q, q, q" in body else ""
     wanted = "i = aten.select.int(rows, 1, 0)\n" if "(x, i)" in body else ""
     check(heads + wanted + body)
+
+
+@pytest.mark.parametrize(
+    ("body", "op"),
+    [
+        pytest.param("y = aten.erf(x)", "aten.erf.default", id="of single elements, which nobody said"),
+        pytest.param("y = aten.flip(x, [1])", "aten.flip.default", id="of tokens in another order"),
+    ],
+)
+def test_an_op_without_a_row_is_refused(body: str, op: str) -> None:
+    with pytest.raises(BuildError, match="looks across tokens") as error:
+        check(body)
+
+    assert op in error.value.message
+
+
+def test_an_op_without_a_row_may_do_what_it_likes_to_weights() -> None:
+    check("z = aten.flip(w, [1])\ny = aten.linear(x, z)")
 
 
 def test_all_are_named_at_once_with_their_layers() -> None:

@@ -16,9 +16,11 @@ from precast.builder.capture.factory import make_module, make_whole
 from precast.builder.source.shrink import random_model, shrink
 from precast.builder.weights.recipes import ModelCheckpoint, checkpoint_rules, param_recipes
 from precast.builder.weights.unused import unused_patterns
-from precast.ir.graph.schema import Cast, Checkpoint, Concat, Each, Graph, Param, Read, Recipe, TensorType, Tie
+from precast.ir.graph.schema import Cast, Concat, Each, Graph, Param, Read, Recipe, TensorType, Tie
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes as ir_recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -74,7 +76,7 @@ def test_params_are_what_was_saved(model_type: str, tmp_path: Path) -> None:
     for name, recipe in recipes.items():
         if not isinstance(recipe, Tie):
             assert torch.equal(evaluate(recipe, saved.tensors), saved.state[name]), name
-    made = load_weights(params_graph(recipes, saved.state), rules, saved.files, device=torch.device("cpu"))
+    made = load_weights(params_graph(recipes, saved.state), rules, saved.files, device=open_device("cpu"))
     for name, tensor in saved.state.items():
         assert torch.equal(made.tensors[name], tensor), name
 
@@ -179,7 +181,7 @@ def test_rows_of_experts_without_weights_may_be_stored(is_of_hub: bool, tmp_path
     state = {name: saved.state[name][: len(tensor)] for name, tensor in module.state_dict().items()}
 
     graph = params_graph(stored.recipes(state), state)
-    made = load_weights(graph, stored.rules(state), CheckpointFiles.open(tmp_path), device=torch.device("cpu"))
+    made = load_weights(graph, stored.rules(state), CheckpointFiles.open(tmp_path), device=open_device("cpu"))
 
     assert beyond
     for name, tensor in state.items():

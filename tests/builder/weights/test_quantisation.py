@@ -21,6 +21,7 @@ from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Graph, Param, TensorType, Tie
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -59,7 +60,7 @@ def check(config: Any, entries: dict[str, Any], quantise: Quantise, folder: Path
     types = {name: TensorType(str(tensor.dtype)[6:], tuple(tensor.shape)) for name, tensor in expected.items()}  # type: ignore[arg-type]
     params = tuple(Param(name, types[name], made) for name, made in recipes.items())
     graph = Graph((), (), params, (), (), (), {})
-    loaded = load_weights(graph, rules, CheckpointFiles.open(stored), device=torch.device("cpu"))
+    loaded = load_weights(graph, rules, CheckpointFiles.open(stored), device=open_device("cpu"))
     for name, recipe in recipes.items():
         assert torch.equal(loaded.tensors[name], expected[name]), name
         if not isinstance(recipe, Tie):

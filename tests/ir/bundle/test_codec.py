@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from examples import tiny_constants, tiny_graph, tiny_manifest
-from precast.ir import limits
+from precast.ir import encoding, limits
 from precast.ir.bundle import codec
 from precast.ir.bundle.scan import scan
 from precast.ir.errors import BundleError
@@ -21,7 +21,7 @@ from precast.ir.weights.tensorfile import TensorFileError
 
 def raw_of(graph: Graph) -> bytes:
     """The graph's encoding before compression."""
-    return zstandard.ZstdDecompressor().decompress(codec.encode_graph(graph))
+    return zstandard.ZstdDecompressor().decompress(encoding.encode_graph(graph))
 
 
 def empty_graph(**parts: object) -> Graph:
@@ -33,7 +33,7 @@ def empty_graph(**parts: object) -> Graph:
 def refusal(data: bytes) -> str:
     """The code of the error that the scan gives."""
     with pytest.raises(BundleError) as caught:
-        scan(data)
+        scan(data, "graph")
     return caught.value.code
 
 
@@ -44,10 +44,10 @@ def refusal(data: bytes) -> str:
 def test_graph_round_trip(num_layers: int) -> None:
     graph = tiny_graph(num_layers)
 
-    data = codec.encode_graph(graph)
+    data = encoding.encode_graph(graph)
 
-    assert codec.decode_graph(data) == graph
-    assert codec.encode_graph(codec.decode_graph(data)) == data
+    assert encoding.decode_graph(data) == graph
+    assert encoding.encode_graph(encoding.decode_graph(data)) == data
 
 
 def test_equal_graphs_have_one_encoding() -> None:
@@ -56,7 +56,7 @@ def test_equal_graphs_have_one_encoding() -> None:
     right = empty_graph(caches=CachePlan())
 
     assert left == right
-    assert codec.encode_graph(left) == codec.encode_graph(right)
+    assert encoding.encode_graph(left) == encoding.encode_graph(right)
 
 
 def test_order_of_arguments_is_no_part_of_the_encoding() -> None:
@@ -64,9 +64,9 @@ def test_order_of_arguments_is_no_part_of_the_encoding() -> None:
     first = graph.main[0]
     turned = msgspec.structs.replace(first, args=dict(reversed(first.args.items())))
 
-    assert codec.encode_graph(msgspec.structs.replace(graph, main=(turned, *graph.main[1:]))) == codec.encode_graph(
-        graph
-    )
+    assert encoding.encode_graph(
+        msgspec.structs.replace(graph, main=(turned, *graph.main[1:]))
+    ) == encoding.encode_graph(graph)
 
 
 def test_keys_stand_in_order() -> None:
@@ -83,7 +83,7 @@ def test_keys_stand_in_order() -> None:
 
 
 def test_frame_is_of_the_documented_form() -> None:
-    data = codec.encode_graph(tiny_graph())
+    data = encoding.encode_graph(tiny_graph())
 
     frame = zstandard.get_frame_parameters(data)
     assert frame.content_size == len(raw_of(tiny_graph()))
@@ -103,7 +103,7 @@ def test_frame_is_of_the_documented_form() -> None:
 )
 def test_what_cannot_be_decoded_is_not_encoded(graph: Graph, code: str) -> None:
     with pytest.raises(BundleError) as caught:
-        codec.encode_graph(graph)
+        encoding.encode_graph(graph)
 
     assert caught.value.code == code
 
@@ -114,7 +114,7 @@ def test_not_a_number_is_not_encoded() -> None:
     changed = msgspec.structs.replace(node, args={**node.args, "scale": Const(float("nan"))})
 
     with pytest.raises(BundleError, match="NaN") as caught:
-        codec.encode_graph(msgspec.structs.replace(graph, main=(changed, *graph.main[1:])))
+        encoding.encode_graph(msgspec.structs.replace(graph, main=(changed, *graph.main[1:])))
 
     assert caught.value.code == "graph-encoding"
 
@@ -127,7 +127,7 @@ def test_deep_recipe_is_not_encoded(depth: int) -> None:
     graph = empty_graph(params=(Param("p", TensorType("bfloat16", (1,)), recipe),))  # type: ignore[arg-type]
 
     with pytest.raises(BundleError) as caught:
-        codec.encode_graph(graph)
+        encoding.encode_graph(graph)
 
     assert caught.value.code == "graph-nesting"
     del graph
@@ -141,7 +141,7 @@ def test_deep_expression_is_not_encoded() -> None:
         size = Apply("add", (size, 1))  # type: ignore[arg-type]
 
     with pytest.raises(BundleError) as caught:
-        codec.encode_graph(empty_graph(inputs=(Value("x", TensorType("int64", (size,))),)))  # type: ignore[arg-type]
+        encoding.encode_graph(empty_graph(inputs=(Value("x", TensorType("int64", (size,))),)))  # type: ignore[arg-type]
 
     assert caught.value.code == "graph-nesting"
 
@@ -157,11 +157,11 @@ def test_scan_takes_everything_that_the_encoder_writes() -> None:
     maps = [{str(i): i for i in range(count)} for count in (0, 1, 15, 16, 65535, 65536)]
     value = [None, True, False, 1.5, float("inf"), numbers, negative, strings, lists, maps]
 
-    scan(msgspec.msgpack.encode(value))
+    scan(msgspec.msgpack.encode(value), "graph")
 
 
 def test_scan_stops_at_the_depth_limit() -> None:
-    scan(b"\x91" * limits.MAX_NESTING + b"\xc0")
+    scan(b"\x91" * limits.MAX_NESTING + b"\xc0", "graph")
 
     assert refusal(b"\x91" * (limits.MAX_NESTING + 1) + b"\xc0") == "graph-nesting"
 
@@ -170,7 +170,7 @@ def test_scan_counts_objects() -> None:
     fits = struct.pack(">BI", 0xDD, limits.MAX_GRAPH_OBJECTS)
     above = struct.pack(">BI", 0xDD, limits.MAX_GRAPH_OBJECTS + 1)
 
-    scan(fits + b"\xc0" * limits.MAX_GRAPH_OBJECTS)
+    scan(fits + b"\xc0" * limits.MAX_GRAPH_OBJECTS, "graph")
     assert refusal(above + b"\xc0" * (limits.MAX_GRAPH_OBJECTS + 1)) == "limit-exceeded"
 
 
@@ -193,9 +193,9 @@ def test_types_that_are_not_in_use(marker: int) -> None:
 def test_manifest_round_trip() -> None:
     manifest = tiny_manifest()
 
-    data = codec.encode_manifest(manifest)
+    data = encoding.encode_manifest(manifest)
 
-    assert codec.decode_manifest(data) == manifest
+    assert encoding.decode_manifest(data) == manifest
     assert json.dumps(json.loads(data), sort_keys=True, separators=(",", ":")).encode() == data
 
 

@@ -18,8 +18,11 @@ from examples import write_tiny
 from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.bundle import oci
+from precast.ir.encoding import FORMAT
 from precast.ir.errors import CODES, FIXES, BundleError
 from precast.ir.weights import tensorfile
+
+NEXT = FORMAT[1] + 1
 
 Forge = Callable[[Forgery], object]
 
@@ -374,8 +377,8 @@ DOCUMENTS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("record layer of another type", "attached", at("layers", 0, mediaType=oci.MANIFEST), "image-invalid"),
     # the manifest
     ("newer major version", "manifest", at("format", value=[2, 0]), "format-newer"),
-    ("newer minor version", "manifest", at("format", value=[1, 1]), "format-newer"),
-    ("newer version with new fields", "manifest", lambda m: m.update(format=[1, 1], kernels={}), "format-newer"),
+    ("newer minor version", "manifest", at("format", value=[1, NEXT]), "format-newer"),
+    ("newer version with new fields", "manifest", lambda m: m.update(format=[1, NEXT], kernels={}), "format-newer"),
     ("older major version", "manifest", at("format", value=[0, 9]), "format-unknown"),
     ("negative version", "manifest", at("format", value=[1, -1]), "format-unknown"),
     ("no version", "manifest", lambda manifest: manifest.pop("format"), "json-invalid"),
@@ -386,8 +389,8 @@ DOCUMENTS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("unknown dtype", "manifest", at("model", dtype="float4"), "json-invalid"),
     ("unknown role", "manifest", at("blobs", 0, role="kernels"), "json-invalid"),
     ("integer beyond 63 bits", "manifest", at("model", num_parameters=2**63), "json-invalid"),
-    ("key twice", "manifest_bytes", swap(b'"format":[1,0]', b'"format":[1,0],"format":[1,0]'), "json-duplicate-key"),
-    ("white space", "manifest_bytes", swap(b'"format":[1,0]', b'"format":[1, 0]'), "json-not-canonical"),
+    ("key twice", "manifest_bytes", swap(b'"format":[1,1]', b'"format":[1,1],"format":[1,1]'), "json-duplicate-key"),
+    ("white space", "manifest_bytes", swap(b'"format":[1,1]', b'"format":[1, 1]'), "json-not-canonical"),
     ("line end", "manifest_bytes", lambda data: data + b"\n", "json-not-canonical"),
     ("another escape", "manifest_bytes", swap(b'"name":"fuse_qkv"', b'"name":"fuse\\u005fqkv"'), "json-not-canonical"),
     ("keys out of order", "manifest_bytes", reversed_keys, "json-not-canonical"),

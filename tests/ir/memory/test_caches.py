@@ -6,6 +6,7 @@ import math
 
 import msgspec
 import pytest
+from graph_text import parse_graph
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from precast.ir.graph.schema import (
     TensorType,
     Value,
 )
-from precast.ir.graph.text import parse_graph
 from precast.ir.memory import caches
 
 PLAN = parse_graph(

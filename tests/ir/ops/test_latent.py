@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+from graph_text import parse_graph
 
 from precast.ir.graph.schema import Apply, Expr, Graph, LatentSpec, TensorType
-from precast.ir.graph.text import format_graph, parse_graph
+from precast.ir.graph.text import format_graph
 from precast.ir.memory import caches
 from precast.ir.ops import table as ops
-from precast.ir.ops.rules import RuleError
+from precast.ir.ops.op import ShapeError
 from precast.ir.verify.verifier import verify
 
 
@@ -45,7 +46,7 @@ HEADS = {"q": f32(1, "T", "H", 10), "weight": f32(Apply("mul", (15, "H")), 16)}
 def infer(op: str, **changes: object) -> tuple[TensorType, ...]:
     definition = ops.lookup(f"precast.{op}")
     assert definition is not None
-    return definition.rule({**CALLS[op], **changes})
+    return definition.shape_rule({**CALLS[op], **changes})
 
 
 def test_results() -> None:
@@ -84,7 +85,7 @@ def test_results() -> None:
     ],
 )
 def test_refused_arguments(op: str, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(RuleError, match=re.escape(message)):
+    with pytest.raises(ShapeError, match=re.escape(message)):
         infer(op, **changes)
 
 

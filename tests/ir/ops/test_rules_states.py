@@ -8,7 +8,7 @@ import pytest
 
 from precast.ir.graph.schema import Apply, Dtype, Expr, TensorType
 from precast.ir.ops import table as ops
-from precast.ir.ops.rules import RuleError
+from precast.ir.ops.op import ShapeError
 
 Args = dict[str, Any]
 
@@ -68,7 +68,7 @@ each_op = pytest.mark.parametrize("op", TOKENS)
 def infer(op: str, args: Args) -> tuple[TensorType, ...]:
     definition = ops.lookup(f"precast.{op}")
     assert definition is not None, op
-    return definition.rule(args)
+    return definition.shape_rule(args)
 
 
 @each_op
@@ -136,7 +136,7 @@ def test_optional_arguments(op: str, change: Args) -> None:
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(op: str, change: Args, message: str) -> None:
-    with pytest.raises(RuleError, match=message):
+    with pytest.raises(ShapeError, match=message):
         infer(op, TOKENS[op] | BOUNDS | change)
 
 
@@ -152,7 +152,7 @@ def test_arguments_that_do_not_fit_are_refused(op: str, change: Args, message: s
     ],
 )
 def test_states_and_metadata_that_do_not_fit_are_refused(op: str, change: Args, message: str) -> None:
-    with pytest.raises(RuleError, match=message):
+    with pytest.raises(ShapeError, match=message):
         infer(f"stateful_{op}", TOKENS[op] | METADATA | {"state": STATES[op]} | change)
 
 
@@ -160,5 +160,5 @@ def test_states_and_metadata_that_do_not_fit_are_refused(op: str, change: Args, 
 def test_states_have_one_type(op: str) -> None:
     state = TensorType("bfloat16", STATES[op].shape)
 
-    with pytest.raises(RuleError, match="state: expected dtype float32, found bfloat16"):
+    with pytest.raises(ShapeError, match="state: expected dtype float32, found bfloat16"):
         infer(f"stateful_{op}", TOKENS[op] | METADATA | {"state": state})

@@ -7,9 +7,10 @@ import re
 from typing import NamedTuple
 
 import pytest
+from graph_text import parse_graph
 
 from precast.ir.graph.schema import Const, Graph, Node, StateSpec
-from precast.ir.graph.text import format_graph, parse_graph
+from precast.ir.graph.text import format_graph
 from precast.ir.verify.verifier import verify
 
 TEXT = """\

@@ -6,6 +6,8 @@ import re
 from typing import NamedTuple, get_args
 
 import pytest
+from graph_lexer import TextError, Word, words
+from graph_text import parse_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +15,6 @@ from examples import tiny_graph
 from precast.ir import limits
 from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Dtype, Graph
-from precast.ir.graph.text import parse_graph
-from precast.ir.lexer import Word, words
 from precast.ir.verify import cache_rules as verify_caches
 from precast.ir.verify.verifier import RULES, Violation, check, verify
 
@@ -746,7 +746,7 @@ def test_a_spoilt_graph_never_breaks_the_verifier(exchanges: list[tuple[int, str
 def parsed(source: str) -> Graph | None:
     try:
         return parse_graph(source)
-    except BundleError:
+    except TextError:
         return None
 
 

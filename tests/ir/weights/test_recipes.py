@@ -13,7 +13,6 @@ from precast.ir.errors import RecipeError, WeightsError
 from precast.ir.graph.schema import (
     Apply,
     Cast,
-    Checkpoint,
     Concat,
     Dequantise,
     Dtype,
@@ -27,6 +26,7 @@ from precast.ir.graph.schema import (
     Tie,
     Transpose,
 )
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.ir.weights.recipes import Problem

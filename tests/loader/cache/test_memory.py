@@ -6,14 +6,15 @@ import math
 
 import pytest
 import torch
+from graph_text import parse_graph
 from tiny import HEAD, KV_HEADS, tiny_graph
 
 from precast.ir.graph.schema import CachePlan
-from precast.ir.graph.text import parse_graph
 from precast.ir.memory import caches
 from precast.loader.cache.memory import CacheMemory
+from precast.loader.torch_device import CpuDevice
 
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 MIXED = parse_graph(
     """
     slabs(bytes=6144)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from graph_text import parse_graph
 from hypothesis import given
 from hypothesis import strategies as st
 
 from precast.ir.graph.schema import CachePlan, Pool
-from precast.ir.graph.text import parse_graph
 from precast.ir.memory import caches
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.tables import NEVER, PageTables, PoolUsage, SequenceTable

@@ -35,8 +35,8 @@ from precast.ir.memory import caches
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.tables import PageTables, SequenceTable
+from precast.loader.torch_device import CpuDevice
 
-CPU = torch.device("cpu")
 INPUTS = PagedInputs("a", "b", "c", "d")
 Spec = PagedSpec | LatentSpec | StateSpec
 
@@ -84,7 +84,7 @@ class Tables(RuleBasedStateMachine):
     @initialize(drawn=plans, slabs=st.integers(0, 12))
     def begin(self, drawn: list[tuple[Spec, int]], slabs: int) -> None:
         self.plan = plan_of(drawn)
-        self.memory = CacheMemory(self.plan, slabs + len(self.plan.pools), CPU)
+        self.memory = CacheMemory(self.plan, slabs + len(self.plan.pools), CpuDevice())
         self.memory.arena.fill_(0xFF)
         self.tables = PageTables(self.plan, Arena(self.memory.num_slabs))
         self.sequences: list[Sequence] = []

@@ -25,6 +25,7 @@ from precast.loader.engine.results import Event, Output
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.timeline import Timeline
+from precast.loader.torch_device import open_device
 
 CPU = torch.device("cpu")
 WEIGHTS = random_weights()
@@ -57,7 +58,7 @@ def build(
     program = restore(graph, device=device)
     names = [*(param.name for param in graph.params), *(value.name for value in graph.constants)]
     program.bind({name: WEIGHTS[name].to(device) for name in names})
-    memory = CacheMemory(graph.caches, slabs, device)
+    memory = CacheMemory(graph.caches, slabs, open_device(device))
     memory.arena.fill_(0xFF)  # NaN: whoever reads what no token wrote is found out
     program.bind(memory.tensors)
     return Engine(
@@ -687,7 +688,7 @@ def build_engine_only(graph: Graph) -> Engine:
         graph,
         tiny_model(),
         device=CPU,
-        memory=CacheMemory(tiny_graph().caches, 2, CPU),
+        memory=CacheMemory(tiny_graph().caches, 2, open_device("cpu")),
         max_num_seqs=1,
         max_num_tokens=1,
         tokenizer_files={},

@@ -38,6 +38,7 @@ from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.schedule.requests import Request
 from precast.loader.timeline import Timeline
+from precast.loader.torch_device import CpuDevice
 
 CPU = torch.device("cpu")
 EXAMPLES, ACTIONS = 60, 100
@@ -145,7 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
         slabs = caches.slabs_for(plan, 1, MAX_LENGTH - 1, 1) * room // 100
         self.groups, self.layers, self.state = geometry_of(number)
         self.hashes = hashes
-        self.memory = memory = MemoryThatFails(self.graph.caches, slabs, CPU)
+        self.memory = memory = MemoryThatFails(self.graph.caches, slabs, CpuDevice())
         memory.arena.fill_(0xFF)
         self.program = FailsWhenTold(self.made(memory))
         self.max_num_seqs = max_num_seqs

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from graph_text import parse_graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph.schema import Graph, Node, Ref, TensorType, Value
-from precast.ir.parse import parse_graph
 from precast.loader.program.restore import Program, restore
 
 CPU = torch.device("cpu")

@@ -14,8 +14,10 @@ from recipe_cases import Tensors, evaluate, params_graph, read, recipe_sets
 from safetensors.torch import save_file
 
 from precast.ir.errors import WeightsError
-from precast.ir.graph.schema import Cast, Checkpoint, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Transpose
+from precast.ir.graph.schema import Cast, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Transpose
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.loader.torch_device import open_device
 from precast.loader.weights import stream as weights
 from precast.loader.weights.stream import Weights, load_weights
 from precast.loader.weights.views import View, split
@@ -28,7 +30,7 @@ def load(directory: Path, recipes: Mapping[str, Recipe], tensors: Tensors, devic
     """The params that `recipes` make of a checkpoint with `tensors`."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     graph = params_graph(recipes, tensors)
-    return load_weights(graph, Checkpoint(), CheckpointFiles.open(directory), device=device)
+    return load_weights(graph, Checkpoint(), CheckpointFiles.open(directory), device=open_device(device))
 
 
 def assert_made(made: Weights, recipes: Mapping[str, Recipe], tensors: Tensors) -> None:
@@ -108,7 +110,7 @@ def test_groups_that_have_no_scales_are_refused(tmp_path: Path) -> None:
     fitting = params_graph({"w": recipe}, tensors | {"g_idx": tensors["g_idx"] * 0})
 
     with pytest.raises(WeightsError, match="g_idx has 0 to 1, expected 0 to 0"):
-        load_weights(fitting, Checkpoint(), CheckpointFiles.open(tmp_path), device=torch.device("cpu"))
+        load_weights(fitting, Checkpoint(), CheckpointFiles.open(tmp_path), device=open_device("cpu"))
 
 
 @on_each_device

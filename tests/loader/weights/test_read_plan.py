@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +15,9 @@ from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Apply, Cast, Concat, Recipe, Reshape, Slice, Stack, Tie, Transpose
 from precast.ir.weights.checkpoint import StoredTensor
 from precast.kernels import dtypes
-from precast.loader.weights.pieces import lay_out
+from precast.loader.placement import Placement, bind_world
+from precast.loader.torch_device import CpuDevice
+from precast.loader.weights.parts import param_parts
 from precast.loader.weights.read_plan import Granularity, Job, Plan, plan_reads
 
 FIRST, SECOND = Path("a.safetensors"), Path("b.safetensors")
@@ -39,18 +42,17 @@ def plan(
     sizes: Granularity = SMALL,
     *,
     files: Mapping[str, Path] | None = None,
-    symbols: Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan of params that are made by `recipes`."""
     found = stored(tensors, files)
-    layout = lay_out(params_graph(recipes, tensors, symbols).params, symbols or {}, lambda name: found[name].dtype)
-    return plan_reads(layout, found.__getitem__, sizes)
+    assembly = param_parts(params_graph(recipes, tensors).params, lambda name: found[name].dtype)
+    return plan_reads(assembly, found.__getitem__, sizes)
 
 
-def runs(jobs: tuple[Job, ...]) -> list[tuple[Path, int, int]]:
-    """(file, first byte, one past the last) of each run that the jobs read, in their order."""
+def places(jobs: tuple[Job, ...]) -> list[tuple[Path, int, int]]:
+    """(file, first byte, one past the last) of each range that the jobs read, in their order."""
     return [
-        (job.file, start, start + length) for job in jobs for fetch in job.fetches for start, length, _ in fetch.runs()
+        (job.file, start, start + length) for job in jobs for ranges in job.ranges for start, length, _ in ranges.each()
     ]
 
 
@@ -61,8 +63,8 @@ def test_a_whole_tensor_is_one_read_into_place() -> None:
     made = plan({"p": read("w", {"w": torch.zeros(4, 8)})}, {"w": torch.zeros(4, 8)})
 
     (job,) = made.jobs
-    (fetch,) = job.fetches
-    assert (fetch.start, fetch.length, fetch.repeat, fetch.target, fetch.offset) == (100, 128, (), 0, 0)
+    (ranges,) = job.ranges
+    assert (ranges.start, ranges.length, ranges.repeat, ranges.target, ranges.offset) == (100, 128, (), 0, 0)
     assert job.copies == ()
     assert job.buffer_bytes == 0
     assert made.bytes_needed == made.bytes_read == 128
@@ -75,7 +77,7 @@ def test_parts_of_a_fused_param_are_read_to_their_rows() -> None:
     made = plan({"qkv": fused}, tensors)
 
     (job,) = made.jobs
-    assert [(fetch.start, fetch.length, fetch.offset) for fetch in job.fetches] == [
+    assert [(each.start, each.length, each.offset) for each in job.ranges] == [
         (100, 128, 0),
         (228, 64, 128),
         (292, 64, 192),
@@ -90,7 +92,7 @@ def test_reads_follow_the_files_whatever_the_order_of_the_params() -> None:
     made = plan({name: read(name, tensors) for name in "cadb"}, tensors, files=files)
 
     assert [job.file for job in made.jobs] == [FIRST, SECOND]
-    assert runs(made.jobs) == [(FIRST, 100, 164), (FIRST, 164, 228), (SECOND, 100, 164), (SECOND, 164, 228)]
+    assert places(made.jobs) == [(FIRST, 100, 164), (FIRST, 164, 228), (SECOND, 100, 164), (SECOND, 164, 228)]
 
 
 def test_no_job_is_larger_than_what_it_is_allowed() -> None:
@@ -109,7 +111,7 @@ def test_a_reshape_changes_nothing_about_the_bytes() -> None:
     made = plan({"p": Reshape(read("w", tensors), (2, 3, 4, 2))}, tensors)
 
     (job,) = made.jobs
-    assert len(job.fetches) == 1
+    assert len(job.ranges) == 1
     assert job.copies == ()
 
 
@@ -128,7 +130,7 @@ def test_one_part_of_interleaved_heads_is_read_head_by_head() -> None:
     made = plan({"k": Reshape(Slice(heads, 1, 1, 1), (12, 8))}, tensors)
 
     # 3 heads; of each, q, k and v one behind the other, 128 bytes each
-    assert runs(made.jobs) == [(FIRST, 228, 356), (FIRST, 612, 740), (FIRST, 996, 1124)]
+    assert places(made.jobs) == [(FIRST, 228, 356), (FIRST, 612, 740), (FIRST, 996, 1124)]
     assert all(job.copies == () for job in made.jobs)
     assert made.bytes_read == made.bytes_needed == 384
 
@@ -138,8 +140,8 @@ def test_long_rows_are_read_into_place_and_short_ones_through_a_buffer() -> None
 
     made = plan({"p": Concat((read("a", tensors), read("b", tensors)), 1)}, tensors, Granularity(512, 64, 0))
 
-    long, short = made.jobs[0].fetches[:-1], made.jobs[0].fetches[-1]
-    assert [(fetch.target, fetch.length, fetch.offset) for fetch in long] == [(0, 64, 0), (0, 64, 124), (0, 64, 248)]
+    long, short = made.jobs[0].ranges[:-1], made.jobs[0].ranges[-1]
+    assert [(each.target, each.length, each.offset) for each in long] == [(0, 64, 0), (0, 64, 124), (0, 64, 248)]
     assert (short.target, short.length) == (None, 180)
     (copy,) = made.jobs[0].copies
     assert (copy.source.shape, copy.destination.offset, copy.destination.strides) == ((3, 15), 16, (31, 1))
@@ -154,8 +156,8 @@ def test_a_transposed_tensor_is_read_in_order_and_copied() -> None:
     made = plan({"p": Transpose(read("w", tensors), 0, 1)}, tensors)
 
     (job,) = made.jobs
-    (fetch,), (copy,) = job.fetches, job.copies
-    assert (fetch.start, fetch.length, fetch.target) == (100, 140, None)
+    (ranges,), (copy,) = job.ranges, job.copies
+    assert (ranges.start, ranges.length, ranges.target) == (100, 140, None)
     assert (copy.source.shape, copy.source.strides, copy.destination.strides) == ((5, 7), (7, 1), (1, 5))
     assert copy.casts == ()
 
@@ -183,7 +185,7 @@ def test_of_short_rows_only_what_is_needed_is_read() -> None:
 
     made = plan({"p": Slice(read("w", tensors), 1, 8, 4)}, tensors)
 
-    assert runs(made.jobs) == [(FIRST, 132 + 128 * row, 148 + 128 * row) for row in range(6)]
+    assert places(made.jobs) == [(FIRST, 132 + 128 * row, 148 + 128 * row) for row in range(6)]
     assert made.bytes_read == made.bytes_needed == 96
 
 
@@ -194,7 +196,7 @@ def test_a_gap_too_short_for_a_read_of_its_own_is_read_along() -> None:
     bridged = plan(recipes, tensors, Granularity(job=1024, direct=64, gap=112))
     skipped = plan(recipes, tensors, Granularity(job=1024, direct=64, gap=111))
 
-    assert runs(bridged.jobs) == [(FIRST, 132, 132 + 5 * 128 + 16)]
+    assert places(bridged.jobs) == [(FIRST, 132, 132 + 5 * 128 + 16)]
     assert bridged.bytes_needed == skipped.bytes_needed == skipped.bytes_read == 96
 
 
@@ -217,7 +219,7 @@ def test_columns_that_go_to_two_params_are_read_as_rows() -> None:
 
     made = plan({"left": left, "right": right}, tensors, Granularity(job=192, direct=64, gap=0))
 
-    assert runs(made.jobs) == [(FIRST, 100, 292)]
+    assert places(made.jobs) == [(FIRST, 100, 292)]
     assert made.bytes_needed == 192
     assert len(made.jobs[0].copies) == 2
 
@@ -237,7 +239,7 @@ def test_what_lies_within_a_larger_read_is_read_with_it() -> None:
 
     made = plan({"w": whole, "b": Slice(whole, 0, 1, 2), "c": Slice(whole, 0, 5, 2)}, tensors)
 
-    assert runs(made.jobs) == [(FIRST, 100, 260)]
+    assert places(made.jobs) == [(FIRST, 100, 260)]
 
 
 def test_params_that_begin_at_other_rows_are_cut_at_the_same_ones() -> None:
@@ -264,9 +266,10 @@ def test_gaps_between_shared_reads_are_not_needed() -> None:
 def test_a_tied_param_reads_nothing() -> None:
     tensors = {"w": torch.zeros(4, 4)}
 
-    made = plan({"head": Tie("embed"), "embed": read("w", tensors)}, tensors)
+    recipes = {"head": Tie("embed"), "embed": read("w", tensors)}
 
-    assert made.ties == {"head": "embed"}
+    assert param_parts(params_graph(recipes, tensors).params, lambda name: "float32").ties == {"head": "embed"}
+    made = plan(recipes, tensors)
     assert [target.name for target in made.targets] == ["embed"]
     assert made.bytes_read == 64
 
@@ -314,28 +317,39 @@ def test_a_shard_reads_its_rows_alone() -> None:
     shard = Slice(read("w", tensors), 0, Apply("mul", ("rank", SHARD)), SHARD)
 
     for rank in range(4):
-        made = plan({"p": shard}, tensors, symbols={"rank": rank, "tp": 4})
-        assert runs(made.jobs) == [(FIRST, 100 + 128 * rank, 228 + 128 * rank)]
+        graph = params_graph({"p": shard}, tensors, {"rank": rank, "tp": 4})
+        bound = bind_world(graph, Placement(rank, 4, 1, CpuDevice()))
+        assembly = param_parts(bound.params, lambda name: "float32")
+        made = plan_reads(assembly, stored(tensors).__getitem__, SMALL)
+        assert places(made.jobs) == [(FIRST, 100 + 128 * rank, 228 + 128 * rank)]
 
 
 def test_a_symbol_without_a_value_is_refused() -> None:
     tensors = {"w": torch.zeros(8, 16)}
     params = params_graph({"p": Slice(read("w", tensors), 0, 0, SHARD)}, tensors, {"tp": 2}).params
 
-    with pytest.raises(BundleError, match=r"param p: symbol 'tp' has no value") as caught:
-        lay_out(params, {}, lambda name: "float32")
+    with pytest.raises(BundleError, match=r"param p: floordiv\(8, tp\) has no value") as caught:
+        param_parts(params, lambda name: "float32")
     assert caught.value.code == "symbol-unbound"
 
 
 def test_a_shard_outside_of_its_tensor_is_refused() -> None:
     tensors = {"w": torch.zeros(8, 16)}
-    shard = Slice(read("w", tensors), 0, Apply("mul", ("rank", SHARD)), SHARD)
-    params = params_graph({"p": shard}, tensors, {"rank": 0, "tp": 4}).params
+    param = params_graph({"p": Slice(read("w", tensors), 0, 0, 2)}, tensors).params[0]
+    outside = msgspec.structs.replace(param, recipe=Slice(read("w", tensors), 0, 8, 2))
 
-    with pytest.raises(
-        BundleError, match="param p: a slice of 2 elements from 8 on leaves the 8 of dimension 0"
-    ) as caught:
-        lay_out(params, {"rank": 4, "tp": 4}, lambda name: "float32")
+    with pytest.raises(BundleError, match="param p: slice: 8 and 2 more are past the 8 of dimension 0") as caught:
+        param_parts([outside], lambda name: "float32")
+    assert caught.value.code == "graph-invalid"
+
+
+def test_a_recipe_that_makes_another_shape_than_its_param_is_refused() -> None:
+    tensors = {"w": torch.zeros(8, 16)}
+    param = params_graph({"p": Slice(read("w", tensors), 0, 0, 2)}, tensors).params[0]
+    other = msgspec.structs.replace(param, recipe=read("w", tensors))
+
+    with pytest.raises(BundleError, match=r"param p: its recipe makes \[8, 16\], expected \[2, 16\]") as caught:
+        param_parts([other], lambda name: "float32")
     assert caught.value.code == "graph-invalid"
 
 
@@ -389,7 +403,7 @@ def test_exactly_the_needed_bytes_are_read_once_and_in_order(case: tuple[dict[st
     recipes, tensors = case
     made = plan(recipes, tensors, Granularity(job=64, direct=16, gap=0))
 
-    covered = [place for _, start, end in runs(made.jobs) for place in range(start, end)]
+    covered = [place for _, start, end in places(made.jobs) for place in range(start, end)]
 
     assert covered == sorted(set(covered))
     assert made.bytes_read == len(covered)

@@ -21,7 +21,6 @@ from precast.ir.errors import TargetError, WeightsError
 from precast.ir.graph.schema import (
     Apply,
     Cast,
-    Checkpoint,
     Concat,
     Param,
     Recipe,
@@ -31,13 +30,16 @@ from precast.ir.graph.schema import (
     Tie,
     Transpose,
 )
+from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes as ir_recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels import dtypes
-from precast.loader.weights.pieces import lay_out
-from precast.loader.weights.read_plan import Fetch, Granularity, Job, plan_reads
+from precast.loader.placement import Placement, bind_world
+from precast.loader.torch_device import CpuDevice, open_device
+from precast.loader.weights.parts import param_parts
+from precast.loader.weights.read_plan import Granularity, Job, Ranges, plan_reads
 from precast.loader.weights.stream import Weights, load_weights
-from precast.loader.weights.workers import PinnedBuffers, apply_copy, execute, through_buffer
+from precast.loader.weights.workers import PinnedBuffers, apply_copy, byte_view, execute, through_buffer
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -67,7 +69,7 @@ def load(
 ) -> Weights:
     """The params that `recipes` make of a checkpoint with `tensors`."""
     files = save(directory, tensors, shards)
-    return load_weights(params_graph(recipes, tensors), rules or Checkpoint(), files, device=device)
+    return load_weights(params_graph(recipes, tensors), rules or Checkpoint(), files, device=open_device(device))
 
 
 def assert_made(made: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], tensors: Tensors) -> None:
@@ -139,12 +141,12 @@ def test_every_kind_of_recipe(tmp_path: Path, device: torch.device, shards: int)
 
 def execute_plan(files: CheckpointFiles, params: Sequence[Param], device: torch.device, sizes: Granularity) -> Tensors:
     """The params, made by a plan of another granularity than `load_weights` uses."""
-    layout = lay_out(params, {}, lambda name: files.tensors[name].dtype)
-    plan = plan_reads(layout, files.tensors.__getitem__, sizes)
+    assembly = param_parts(params, lambda name: files.tensors[name].dtype)
+    plan = plan_reads(assembly, files.tensors.__getitem__, sizes)
     made = [torch.empty(target.shape, dtype=dtypes.BY_NAME[target.dtype], device=device) for target in plan.targets]
 
-    buffers = PinnedBuffers(device) if device.type == "cuda" else None
-    num_bytes = execute(plan, [tensor.flatten().view(torch.uint8) for tensor in made], buffers)
+    with PinnedBuffers(open_device(device)) as buffers:
+        num_bytes = execute(plan, [tensor.flatten().view(torch.uint8) for tensor in made], buffers)
 
     assert num_bytes == plan.bytes_read
     return {target.name: tensor for target, tensor in zip(plan.targets, made, strict=True) if target.name is not None}
@@ -172,22 +174,22 @@ def test_any_recipes_by_any_plan_on_a_gpu(case: tuple[dict[str, Recipe], Tensors
 
 @given(recipe_sets())
 def test_a_buffer_holds_all_that_a_device_needs_of_a_job(case: tuple[dict[str, Recipe], Tensors]) -> None:
-    """What `DeviceWorker` does, without a device: all bytes into one buffer, then transfers and copies out of it."""
+    """What a GPU's worker does, without a GPU: all bytes into one buffer, then uploads and copies out of it."""
     recipes, tensors = case
     with tempfile.TemporaryDirectory() as directory:
         files = save(Path(directory), tensors)
         content = torch.frombuffer(bytearray((Path(directory) / "model.safetensors").read_bytes()), dtype=torch.uint8)
-    layout = lay_out(params_graph(recipes, tensors).params, {}, lambda name: files.tensors[name].dtype)
-    plan = plan_reads(layout, files.tensors.__getitem__, Granularity(job=200, direct=24, gap=9))
+    assembly = param_parts(params_graph(recipes, tensors).params, lambda name: files.tensors[name].dtype)
+    plan = plan_reads(assembly, files.tensors.__getitem__, Granularity(job=200, direct=24, gap=9))
     made = [torch.empty(target.shape, dtype=dtypes.BY_NAME[target.dtype]) for target in plan.targets]
     memory = [tensor.flatten().view(torch.uint8) for tensor in made]
 
     for job in plan.jobs:
         buffer = torch.empty(job.size, dtype=torch.uint8)
-        runs, transfers = through_buffer(job)
-        for start, length, place in runs:
+        places, uploads = through_buffer(job)
+        for start, length, place in places:
             buffer[place : place + length] = content[start : start + length]
-        for start, end, target, offset in transfers:
+        for start, end, target, offset in uploads:
             memory[target][offset : offset + end - start] = buffer[start:end]
         for copy in job.copies:
             apply_copy(copy, buffer[: job.buffer_bytes], memory)
@@ -197,19 +199,19 @@ def test_a_buffer_holds_all_that_a_device_needs_of_a_job(case: tuple[dict[str, R
         assert_made({str(target.name): tensor for target, tensor in named}, recipes, tensors)
 
 
-def test_rows_that_end_up_beside_each_other_are_one_transfer() -> None:
-    fetches = (
-        Fetch(0, 4, ((3, 10),), 0, 8),
-        Fetch(40, 5, (), 0, 20),
-        Fetch(45, 2, (), None, 0),
-        Fetch(47, 3, (), 1, 0),
+def test_rows_that_end_up_beside_each_other_are_one_upload() -> None:
+    ranges = (
+        Ranges(0, 4, ((3, 10),), 0, 8),
+        Ranges(40, 5, (), 0, 20),
+        Ranges(45, 2, (), None, 0),
+        Ranges(47, 3, (), 1, 0),
     )
-    job = Job(Path("a.safetensors"), fetches, (), 16)
+    job = Job(Path("a.safetensors"), ranges, (), 16, 26)
 
-    runs, transfers = through_buffer(job)
+    places, uploads = through_buffer(job)
 
-    assert runs == [(0, 4, 16), (10, 4, 20), (20, 4, 24), (40, 5, 28), (45, 2, 0), (47, 3, 33)]
-    assert transfers == [(16, 33, 0, 8), (33, 36, 1, 0)]
+    assert places == [(0, 4, 16), (10, 4, 20), (20, 4, 24), (40, 5, 28), (45, 2, 0), (47, 3, 33)]
+    assert uploads == [(16, 33, 0, 8), (33, 36, 1, 0)]
 
 
 @on_each_device
@@ -243,10 +245,10 @@ def test_buffers_may_be_pinned_beforehand(tmp_path: Path) -> None:
     tensors = {f"w{i}": torch.randn(1000, 1000) for i in range(12)}
     recipes = {name: read(name, tensors) for name in tensors}
     files = save(tmp_path, tensors)
-    device = torch.device("cuda")
-    buffers = PinnedBuffers(device)
+    device = open_device("cuda")
 
-    made = load_weights(params_graph(recipes, tensors), Checkpoint(), files, device=device, buffers=buffers)
+    with PinnedBuffers(device) as buffers:
+        made = load_weights(params_graph(recipes, tensors), Checkpoint(), files, device=device, buffers=buffers)
 
     assert_made(made.tensors, recipes, tensors)
 
@@ -269,7 +271,7 @@ def test_names_with_an_optional_prefix_are_found(tmp_path: Path) -> None:
     named = {"h.0.w": tensors["transformer.h.0.w"], "transformer.wte": tensors["wte"]}
     graph = params_graph({"w": read("h.0.w", named), "e": read("transformer.wte", named)}, named)
 
-    made = load_weights(graph, Checkpoint(optional_prefixes=("transformer.",)), files, device=torch.device("cpu"))
+    made = load_weights(graph, Checkpoint(optional_prefixes=("transformer.",)), files, device=CpuDevice())
 
     assert torch.equal(made.tensors["w"], tensors["transformer.h.0.w"])
     assert torch.equal(made.tensors["e"], tensors["wte"])
@@ -280,9 +282,10 @@ def test_symbols_choose_the_shard(tmp_path: Path) -> None:
     files = save(tmp_path, tensors)
     rows = Apply("floordiv", (8, "tp"))
     shard = {"p": Slice(read("w", tensors), 0, Apply("mul", ("rank", rows)), rows)}
-    graph = params_graph(shard, tensors, {"tp": 4, "rank": 0})
+    graph = params_graph(shard, tensors, {"tp": 4, "rank": 2})
 
-    made = load_weights(graph, Checkpoint(), files, device=torch.device("cpu"), symbols={"tp": 4, "rank": 2})
+    placement = Placement(2, 4, 1, CpuDevice())
+    made = load_weights(bind_world(graph, placement), Checkpoint(), files, device=placement.device)
 
     assert torch.equal(made.tensors["p"], tensors["w"][4:6])
     assert made.bytes_read == made.bytes_needed == 48
@@ -314,9 +317,7 @@ def test_nothing_is_read_that_no_param_needs(tmp_path: Path, monkeypatch: pytest
         return count
 
     monkeypatch.setattr(os, "preadv", recording)
-    made = load_weights(
-        params_graph(recipes, tensors), Checkpoint(ignored=("unused",)), files, device=torch.device("cpu")
-    )
+    made = load_weights(params_graph(recipes, tensors), Checkpoint(ignored=("unused",)), files, device=CpuDevice())
 
     w, v = files.tensors["w"], files.tensors["v"]
     rows = [w.offset + 4 * (4096 * row + 1024) for row in range(40)]
@@ -329,7 +330,9 @@ import os, resource, sys
 from pathlib import Path
 import msgspec, torch
 from precast.ir.weights.checkpoint import CheckpointFiles
-from precast.ir.graph.schema import Checkpoint, Graph
+from precast.ir.graph.schema import Graph
+from precast.ir.manifest import Checkpoint
+from precast.loader.torch_device import CpuDevice
 from precast.loader.weights.stream import load_weights
 
 def peak():
@@ -340,7 +343,7 @@ torch.set_num_threads(1)
 root = Path(sys.argv[1])
 graph = msgspec.json.decode((root / "graph.json").read_bytes(), type=Graph)
 before = peak()
-made = load_weights(graph, Checkpoint(), CheckpointFiles.open(root), device=torch.device("cpu"))
+made = load_weights(graph, Checkpoint(), CheckpointFiles.open(root), device=CpuDevice())
 print(peak() - before, sum(tensor.nbytes for tensor in made.tensors.values()))
 """
 
@@ -372,7 +375,7 @@ def test_all_mismatches_are_reported_before_anything_is_read(tmp_path: Path, mon
     monkeypatch.delattr(os, "preadv")
 
     with pytest.raises(WeightsError) as caught:
-        load_weights(graph, Checkpoint(), files, device=torch.device("cpu"))
+        load_weights(graph, Checkpoint(), files, device=CpuDevice())
 
     assert caught.value.code == "weights-mismatch"
     for word in ("missing", "shape: expected [3, 5], found [3, 4]", "dtype: expected float32, found float64", "extra"):
@@ -386,8 +389,9 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, device: torch.de
     second = next(tmp_path.glob("*-00002-of-*"))
     os.truncate(second, second.stat().st_size - 1)
 
+    graph = params_graph({n: read(n, tensors) for n in tensors}, tensors)
     with pytest.raises(WeightsError, match=f"ends at byte {second.stat().st_size}") as caught:
-        load_weights(params_graph({n: read(n, tensors) for n in tensors}, tensors), Checkpoint(), files, device=device)
+        load_weights(graph, Checkpoint(), files, device=open_device(device))
 
     assert caught.value.code == "checkpoint-read"
     assert caught.value.where == str(second)
@@ -399,7 +403,7 @@ def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
 
     with pytest.raises(WeightsError, match="No such file") as caught:
-        load_weights(params_graph({"w": read("w", tensors)}, tensors), Checkpoint(), files, device=torch.device("cpu"))
+        load_weights(params_graph({"w": read("w", tensors)}, tensors), Checkpoint(), files, device=CpuDevice())
 
     assert caught.value.code == "checkpoint-read"
 
@@ -428,3 +432,12 @@ def test_the_recipes_of_these_tests_are_valid() -> None:
     recipes, tensors = every_kind()
     for param in params_graph(recipes, tensors).params:
         assert ir_recipes.shape(param.recipe) == param.type.shape
+
+
+def test_a_byte_view_is_the_tensor_itself() -> None:
+    tensor = torch.zeros(5, dtype=torch.uint8)
+
+    byte_view(tensor)[1:3] = b"ab"
+
+    assert tensor.tolist() == [0, 97, 98, 0, 0]
+    assert len(byte_view(torch.empty(0, dtype=torch.uint8))) == 0

@@ -1,0 +1,51 @@
+"""`precast inspect --kernels`: which implementation computes each op of a bundle on a target, and why. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from precast.cli.show import Report, table
+from precast.ir.artifact import Bundle
+from precast.ir.errors import TargetError
+from precast.ir.graph.schema import Graph, Node
+from precast.kernels.choices import Case, cases
+from precast.kernels.use import Target, Use, types_in, use_of
+
+
+def view(target: str) -> Callable[[Bundle], Report]:
+    """The view for a target as users write it. Raises ValueError for what is none."""
+    return partial(kernels, target=Target.parse(target))
+
+
+def kernels(bundle: Bundle, target: Target) -> Report:
+    """A row for each op, element type and choice, with how many of the graph's nodes it stands for."""
+    rows = Counter(row for use in _uses(bundle.graph, target) for row in _rows(use))
+    names = ("op", "dtype", "implementation", "sizes", "capture", "reason")
+    found = [dict(zip(names, row, strict=True)) | {"nodes": rows[row]} for row in sorted(rows)]
+    has_classes = any(row["sizes"] != "all" for row in found)
+    header = ("op", "dtype", "nodes", "implementation", *(("sizes",) if has_classes else ()), "capture", "reason")
+    lines = [tuple(str(row[name]) for name in header) for row in found]
+    return Report({"target": target.text, "kernels": found}, table([header, *lines]))
+
+
+def _uses(graph: Graph, target: Target) -> list[Use]:
+    functions = [(graph.main, types_in(graph)), *((block.nodes, types_in(block)) for block in graph.blocks)]
+    return [use_of(node, types, target) for steps, types in functions for node in steps if isinstance(node, Node)]
+
+
+def _rows(use: Use) -> list[tuple[str, ...]]:
+    op, dtype = f"{use.node.op}@{use.node.version}", use.dtype or "-"
+    try:
+        return [(op, dtype, *_cells(case)) for case in cases(use)]
+    except TargetError as error:
+        return [(op, dtype, "none", "all", "-", error.message)]
+
+
+def _cells(case: Case) -> tuple[str, str, str, str]:
+    sizes = ", ".join(
+        f"{symbol} {low} to {'any' if high is None else high}" for symbol, (low, high) in case.sizes.items()
+    )
+    record = case.choice.record
+    return record.name, sizes or "all", record.capture, case.choice.reason

@@ -1,0 +1,124 @@
+"""What the manifest keeps of a config, so that a checkpoint's can be compared with it where there is no transformers.
+
+The config's class is asked, by reading changed copies of the config: what does it make of an entry that is left out, of
+`null`, of a name from an older version? `precast.ir.weights.config_facts` compares.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+from precast.builder.source.source import CONFIG_ERRORS, Source
+from precast.ir.manifest import ConfigFacts, Fact
+from precast.ir.weights.config_facts import ROPE, decoder_entries, differences, entries, quantisation_entries
+
+_OLD_ROPE = (
+    "rope_theta", "rope_local_base_freq", "global_rope_theta", "local_rope_theta", "partial_rotary_factor",
+    "rotary_pct", "rotary_emb_base",
+)  # fmt: skip
+"""What entries of `rope_parameters` were called before there was such an object."""
+
+_PROBE = 1.4375
+"""A number that no config has: where it turns up, there an old name leads."""
+
+
+def config_facts(source: Source) -> ConfigFacts:
+    """The facts of a source, before anything in its config is changed."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # about the changed copies
+    try:
+        return _facts(source)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _facts(source: Source) -> ConfigFacts:
+    text = source.config.get_text_config()
+    part = next(_ways(source.config, text), ())
+    plain = text.to_dict()
+    known = entries(plain)
+    declared = _declared(type(text))
+    spellings = _spellings(type(text), plain)
+    quantisation = quantisation_entries(source.entries or source.config.to_dict(), part)
+    facts = ConfigFacts(known | quantisation, spellings=spellings, part=part)
+    for name, value in known.items():
+        outer, dot, _ = name.partition(".")
+        if outer not in declared:
+            continue
+        for way, absent in (([outer], facts.absent_objects), (name.split("."), facts.absent))[0 if dot else 1 :]:
+            meant = _read(type(text), _without(plain, way))
+            if meant is not None and meant.get(name) != value:
+                absent[name] = meant.get(name)
+        if not dot and declared[name] is None and value is not None and name not in facts.absent:
+            facts.same[name] = (None,)
+    if source.entries:
+        _reconcile(facts, source.entries)
+    return facts
+
+
+def _reconcile(facts: ConfigFacts, written: Mapping[str, Any]) -> None:
+    """Make the facts agree with the file that they come from: what the class makes of an entry, and what it ignores."""
+    for name, value in decoder_entries(written, facts.part).items():
+        if name.partition(".")[0] not in facts.spellings and facts.values.setdefault(name, value) != value:
+            facts.same[name] = (*facts.same.get(name, ()), value)
+    for name, _, value in differences(facts, written):
+        name = name.partition("[")[0]
+        if facts.values.pop(name, None) is None:
+            facts.values[name] = value
+        facts.absent.pop(name, None)
+        facts.absent_objects.pop(name, None)
+
+
+def _ways(config: PreTrainedConfig, text: PreTrainedConfig) -> Iterator[tuple[str, ...]]:
+    """The names of the entries that lead to the text model's config, from the whole one."""
+    if config is text:
+        yield ()
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            yield from ((name, *way) for way in _ways(inner, text))
+
+
+def _declared(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The entries that a class knows, with their defaults."""
+    return {name: each.default for name, each in inspect.signature(config_class.__init__).parameters.items()}
+
+
+def _spellings(config_class: type[PreTrainedConfig], plain: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Other names that the class reads entries under, with the names that it keeps them under."""
+    found = {name: (own,) for name, own in config_class.attribute_map.items() if name not in plain}
+    without = {name: value for name, value in plain.items() if name != ROPE}
+    probes = dict.fromkeys(_OLD_ROPE, _PROBE) | {"rope_scaling": {"rope_type": "linear", "factor": _PROBE}}
+    for name, probe in probes.items():
+        read = None if name in plain else _read(config_class, without | {name: probe})
+        places = [place for place, fact in (read or {}).items() if fact == _PROBE and place.startswith(ROPE)]
+        if places:
+            found[name] = tuple(place.removesuffix(".factor") for place in places)
+    return found
+
+
+def _without(plain: dict[str, Any], way: list[str]) -> dict[str, Any]:
+    """The config without the entry at the end of this way."""
+    changed = copy.deepcopy(plain)
+    inner: Any = changed
+    for name in way[:-1]:
+        inner = inner.get(name, {}) if isinstance(inner, dict) else {}
+    if isinstance(inner, dict):
+        inner.pop(way[-1], None)
+    return changed
+
+
+def _read(config_class: type[PreTrainedConfig], plain: dict[str, Any]) -> dict[str, Fact] | None:
+    """What the class makes of these entries; None where it refuses them."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of old names
+            return entries(config_class.from_dict(copy.deepcopy(plain)).to_dict())
+    except CONFIG_ERRORS:
+        return None

@@ -1,0 +1,81 @@
+"""Floating-point operations of single ops: two for each multiplication and addition of a matrix product, one for each
+element of anything else, none for what only moves data.
+
+Each of these takes a node and the shapes of all names in its sight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from precast.ir.graph.schema import Const, Node, Ref
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+Work = Callable[[Node, Shapes], float]
+
+
+def nothing(node: Node, shapes: Shapes) -> float:
+    """Of what moves data."""
+    return 0.0
+
+
+def elements(node: Node, shapes: Shapes) -> float:
+    """One for each element of the largest result."""
+    return float(max((math.prod(shapes[value.name]) for value in node.outputs), default=0))
+
+
+def reduction(node: Node, shapes: Shapes) -> float:
+    """One for each element of what is read, or of the result if that is larger."""
+    read = [math.prod(shapes[arg.name]) for arg in node.args.values() if isinstance(arg, Ref)]
+    return max(elements(node, shapes), *read)
+
+
+def product(rows: str) -> Work:
+    """Two for each element of the result and of the last dimension of the argument `rows`."""
+    return lambda node, shapes: 2.0 * math.prod(_result(node, shapes)) * _of(node, rows, shapes)[-1]
+
+
+def each(operations: int, of: str, by: str | None = None) -> Work:
+    """So many for each element of the argument `of`, and of the last dimension of the argument `by`."""
+
+    def work(node: Node, shapes: Shapes) -> float:
+        return float(operations * math.prod(_of(node, of, shapes)) * (_of(node, by, shapes)[-1] if by else 1))
+
+    return work
+
+
+def attention(node: Node, shapes: Shapes) -> float:
+    """2 T C H (D + E): C is how many keys a query sees on average."""
+    query, out = _of(node, "q", shapes), _result(node, shapes)
+    return 2 * query[1] * _keys(node, query[1]) * query[2] * (query[3] + out[3])
+
+
+def latent_attention(node: Node, shapes: Shapes) -> float:
+    """Attention, and the latents' expansion, 2 T H (Dn + Dv) C."""
+    query, weight = _of(node, "q", shapes), _of(node, "weight", shapes)
+    return attention(node, shapes) + 2 * query[1] * weight[0] * weight[1]
+
+
+def experts(node: Node, shapes: Shapes) -> float:
+    """2 T k (up and gate, and down)."""
+    chosen, up, down = (_of(node, name, shapes) for name in ("expert_ids", "up", "down"))
+    return 2.0 * math.prod(chosen) * (up[1] * up[2] + down[1] * down[2])
+
+
+def _keys(node: Node, tokens: int) -> float:
+    given = node.args.get("window")
+    window = given.value if isinstance(given, Const) and type(given.value) is int else tokens
+    window = min(window, tokens)
+    return window - window * (window - 1) / (2 * tokens)
+
+
+def _of(node: Node, name: str, shapes: Shapes) -> Shape:
+    arg = node.args[name]
+    assert isinstance(arg, Ref), f"{node.op}: {name} is a tensor"
+    return shapes[arg.name]
+
+
+def _result(node: Node, shapes: Shapes) -> Shape:
+    return shapes[node.outputs[0].name]

@@ -1,0 +1,61 @@
+"""What computes attention: Triton on GPUs; PyTorch on CPUs, and where Triton is missing or does not take the types."""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, largest, mul
+from precast.kernels.attention import workspace
+from precast.kernels.records import Condition, Record, nothing, reference, reference_on_cpu
+from precast.kernels.use import Use, numbers
+
+_COMPUTED = ("float16", "bfloat16", "float32")
+_CONVERTS = Condition(
+    "compute capability 8.9 or higher for a cache of 8 bits",
+    lambda use: use.width("k_cache") > 1 or use.target.capability >= (8, 9),
+)
+
+
+def _places(use: Use) -> Expr:
+    """`triton.attention` makes page lists of tokens."""
+    return mul(16, use.shape("q")[1])
+
+
+def _written(use: Use) -> Expr:
+    """The reference gathers rows, rounds them and chooses among them.
+
+    For 8 bits a saturated copy stands beside what was gathered. The keys' rows are there until the values' are rounded.
+    """
+    made, cached = use.width("k"), use.width("k_cache")
+    is_copied = use.operands["k"].type.dtype == use.operands["k_cache"].type.dtype
+    rounding = made if is_copied else 2 * made if cached == 1 else made + cached
+    k, v = (numbers(use.operands[new]) for new in ("k", "v"))
+    rows = (mul(max(rounding, 2 * cached), k), add(mul(cached, k), mul(rounding, v)), mul(2 * cached, v))
+    return add(largest(rows), mul(64, use.shape("slot_mapping")[0]))
+
+
+RECORDS = (
+    Record(
+        name="triton.paged_attention", op="precast.paged_attention", kind="triton", devices=("cuda",),
+        dtypes={"q": _COMPUTED}, takes=(_CONVERTS,), allocates=False, workspace=nothing,
+        runs="precast.kernels.attention.triton:paged_attention",
+    ),
+    Record(
+        name="torch.paged_attention", op="precast.paged_attention", capture="host", workspace=workspace.paged,
+        runs="precast.kernels.attention.batched:paged_attention",
+    ),
+    reference_on_cpu("precast.paged_attention", "attention.paged"),
+    Record(
+        name="triton.attention", op="precast.attention", kind="triton", devices=("cuda",), dtypes={"q": _COMPUTED},
+        workspace=_places, runs="precast.kernels.attention.triton:attention",
+    ),
+    Record(
+        name="torch.attention", op="precast.attention", capture="host", workspace=workspace.packed,
+        runs="precast.kernels.attention.batched:attention",
+    ),
+    reference_on_cpu("precast.attention", "attention.attention"),
+    Record(
+        name="triton.write_kv", op="precast.write_kv", kind="triton", devices=("cuda",), takes=(_CONVERTS,),
+        allocates=False, workspace=nothing, runs="precast.kernels.attention.triton_write_kv:write_kv",
+    ),
+    reference("precast.write_kv", "attention.write_kv", _written),
+)  # fmt: skip

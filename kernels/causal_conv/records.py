@@ -1,0 +1,23 @@
+"""What computes causal convolutions: gathers over all tokens at once, which read nothing on the host."""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, mul
+from precast.kernels.state_records import forms, sequences_of
+from precast.kernels.use import Use, numbers, wide
+
+
+def _causal_conv(use: Use) -> Expr:
+    """A table of states and tokens; the sum, and of one tap the gathered rows and their product."""
+    x, full = use.operands["x"], wide(use.operands["x"])
+    narrow, taps = use.width("x"), use.shape("weight")[1]
+    before = mul(4 * max(narrow, full), sequences_of(use), x.type.shape[2], taps)
+    return add(mul(narrow + 2 * full, numbers(x)), before, mul(80, x.type.shape[1]))
+
+
+def _state(use: Use) -> tuple[Expr, ...]:
+    return (use.shape("x")[2], add(use.shape("weight")[1], -1))
+
+
+RECORDS = forms("causal_conv", "gathered", _causal_conv, _state, capture="static")

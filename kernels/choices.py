@@ -1,0 +1,227 @@
+"""Which implementation computes a node: of the op's records the first that takes it, or what was measured.
+
+A choice depends on the node's types, the target, and where records say so on the sizes of a step. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from precast.ir.errors import BundleError, TargetError
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Dtype, Expr
+from precast.ir.ops import table as ops
+from precast.kernels import aten
+from precast.kernels.attention import records as attention
+from precast.kernels.causal_conv import records as causal_conv
+from precast.kernels.delta_rule import records as delta_rule
+from precast.kernels.embedding import records as embedding
+from precast.kernels.experts import records as experts
+from precast.kernels.gated_activation import records as gated_activation
+from precast.kernels.gather_rows import records as gather_rows
+from precast.kernels.latent_attention import records as latent_attention
+from precast.kernels.layer_norm import records as layer_norm
+from precast.kernels.linear_attention import records as linear_attention
+from precast.kernels.linear_recurrence import records as linear_recurrence
+from precast.kernels.records import Ranges, Record
+from precast.kernels.rms_norm import records as rms_norm
+from precast.kernels.rotary import records as rotary
+from precast.kernels.route import records as route
+from precast.kernels.sampling import records as sampling
+from precast.kernels.selective_scan import records as selective_scan
+from precast.kernels.state_space_scan import records as state_space_scan
+from precast.kernels.use import Target, Use, size, type_bytes
+from precast.kernels.wkv import records as wkv
+
+_FAMILIES = (
+    aten, attention, causal_conv, delta_rule, embedding, experts, gated_activation, gather_rows, latent_attention,
+    layer_norm, linear_attention, linear_recurrence, rms_norm, rotary, route, sampling, selective_scan,
+    state_space_scan, wkv,
+)  # fmt: skip
+
+CPU_COPIES = 16
+"""How often a CPU may hold an op's results and the activations that it takes, copied, widened and sorted."""
+CPU_COPIES_OF_OTHERS = 4
+"""The same of weights and of the cache's pages in use, which libraries copy in an order of their own."""
+
+
+class Choice(NamedTuple):
+    """The record that computes a node, and why this one."""
+
+    record: Record
+    reason: str
+
+
+class Case(NamedTuple):
+    """What computes a node in steps of these sizes; none are named if one record computes it in all."""
+
+    sizes: Ranges
+    choice: Choice
+
+
+class Measured(NamedTuple):
+    """A row of a table of choices: for nodes of a type, in steps of these sizes, an op's records, the fastest first."""
+
+    op: str
+    dtype: Dtype
+    sizes: Ranges
+    order: tuple[str, ...]
+
+
+def all_records() -> tuple[Record, ...]:
+    """Every record, family by family, the fastest of an op first."""
+    return tuple(record for family in _FAMILIES for record in family.RECORDS)
+
+
+def records_of(op: str, version: int) -> tuple[Record, ...]:
+    """The records of a version of an op, the fastest first.
+
+    Raises BundleError `op-unknown` for a name or version that isn't in the op table.
+    """
+    if ops.lookup(op, version) is None:
+        raise BundleError(
+            "op-unknown",
+            f"op {op}@{version} is not in the op table",
+            fix="load the bundle with the Precast that built it, or a newer one",
+        )
+    return tuple(record for record in _by_op().get(op, ()) if version in record.op_versions)
+
+
+@cache
+def _by_op() -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {}
+    for record in all_records():
+        found.setdefault(record.op, []).append(record)
+    return found
+
+
+def fastest(op: str, version: int, target: Target) -> Record:
+    """The first record of an op that runs on a target, for whoever has no node; it may not take all types."""
+    return next(record for record in records_of(op, version) if _unfit(record, target) is None)
+
+
+def resolve(
+    use: Use,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    records: Sequence[Record] | None = None,
+    measured: Sequence[Measured] = (),
+) -> Choice:
+    """What computes a use in a step of these sizes: of `records`, those of its op, the first that takes it.
+
+    `measured` may put others first. Raises TargetError `implementation-missing`, with what each record wants.
+    """
+    sizes = sizes or {}
+    given = records_of(use.node.op, use.node.version) if records is None else records
+    order = _measured_order(use, sizes, measured)
+    tried = sorted(given, key=lambda record: order.index(record.name) if record.name in order else len(order))
+    refused: list[str] = []
+    for record in tried:
+        why = _refusal(record, use, sizes)
+        if why is None:
+            rivals = sum(_unfit(each, use.target) is None for each in tried)
+            basis = "the only one" if rivals == 1 else f"the fastest of {rivals}"
+            return Choice(record, "; ".join(["measured" if record.name in order else basis, *refused]))
+        refused.append(f"not {record.name}: {why}")
+    raise TargetError(
+        "implementation-missing",
+        f"nothing computes {use.node.op}@{use.node.version} on {use.target.text}: {'; '.join(refused) or 'no records'}",
+    )
+
+
+def cases(use: Use, *, records: Sequence[Record] | None = None, measured: Sequence[Measured] = ()) -> tuple[Case, ...]:
+    """The choice in steps of all sizes: one case, or one for each class of sizes that records tell apart."""
+    given = records_of(use.node.op, use.node.version) if records is None else records
+    rows = [row for row in measured if row.op == use.node.op]
+    found = []
+    for sizes in _classes([*(record.sizes for record in given), *(row.sizes for row in rows)]):
+        least = {symbol: low for symbol, (low, _) in sizes.items()}
+        found.append(Case(sizes, resolve(use, least, records=given, measured=rows)))
+    if len({case.choice.record.name for case in found}) == 1:
+        return (Case({}, found[0].choice),)
+    return tuple(found)
+
+
+def workspace(use: Use) -> Expr:
+    """Bytes beside its results that the op holds at most, in steps of all sizes.
+
+    On a GPU the records say it, tensor by tensor, and tests measure it. On a CPU it is a generous bound and no promise:
+    what PyTorch's libraries convert and pack there depends on the CPU.
+    """
+    if use.target.device == "cpu":
+        own = [size(operand) for operand in use.operands.values() if operand.is_activation]
+        others = [size(operand) for operand in use.operands.values() if not operand.is_activation]
+        made = [type_bytes(value.type) for value in use.node.outputs]
+        return symbols.add(symbols.mul(CPU_COPIES, symbols.add(*own, *made)),
+                           symbols.mul(CPU_COPIES_OF_OTHERS, symbols.add(*others)))  # fmt: skip
+    chosen = {case.choice.record.name: case.choice.record for case in cases(use)}
+    sums = [record.workspace(use) for record in chosen.values()]
+    return sums[0] if len(sums) == 1 else symbols.largest(sums)
+
+
+def _unfit(record: Record, target: Target) -> str | None:
+    """Why the record doesn't run on a target; None if it does."""
+    if target.device not in record.devices:
+        return f"it runs on {' and '.join(record.devices)}"
+    if record.kind not in target.kinds:
+        return f"{record.kind} is not installed"
+    if target.device == "cuda":
+        if target.capability < record.min_capability:
+            return f"it wants compute capability {_capability(record.min_capability)} or higher"
+        if record.max_capability is not None and target.capability > record.max_capability:
+            return f"it wants compute capability {_capability(record.max_capability)} or lower"
+    return None
+
+
+def _refusal(record: Record, use: Use, sizes: Mapping[str, int]) -> str | None:
+    """Why the record doesn't take the use; None if it does."""
+    if (why := _unfit(record, use.target)) is not None:
+        return why
+    for name, dtypes in record.dtypes.items():
+        if name in use.operands and use.operands[name].type.dtype not in dtypes:
+            return f"{name} is {use.operands[name].type.dtype}, it takes {', '.join(dtypes)}"
+    for condition in record.takes:
+        if not condition.holds(use):
+            return f"it wants {condition.text}"
+    for symbol in record.sizes:
+        if not _within(record.sizes, {symbol: sizes.get(symbol, -1)}):
+            low, high = record.sizes[symbol]
+            found = sizes.get(symbol, "not known")
+            return f"{symbol} is {found}, it takes {low} to {'any' if high is None else high}"
+    return None
+
+
+def _capability(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _measured_order(use: Use, sizes: Mapping[str, int], measured: Sequence[Measured]) -> tuple[str, ...]:
+    """What the first row that fits says of the records' order."""
+    for row in measured:
+        if (row.op, row.dtype) == (use.node.op, use.dtype) and _within(row.sizes, sizes):
+            return row.order
+    return ()
+
+
+def _within(ranges: Ranges, sizes: Mapping[str, int]) -> bool:
+    return all(
+        symbol in sizes and low <= sizes[symbol] and (high is None or sizes[symbol] <= high)
+        for symbol, (low, high) in ranges.items()
+    )
+
+
+def _classes(ranges: Sequence[Ranges]) -> Iterator[Ranges]:
+    """The classes of sizes that these ranges tell apart: none of them begins or ends inside of one."""
+    begins: dict[str, set[int]] = {}
+    for each in ranges:
+        for symbol, (low, high) in each.items():
+            begins.setdefault(symbol, {0}).update({low} if high is None else {low, high + 1})
+    parts = []
+    for symbol, found in begins.items():
+        lows = sorted(found)
+        highs = [*(low - 1 for low in lows[1:]), None]
+        parts.append([(symbol, pair) for pair in zip(lows, highs, strict=True)])
+    return (dict(chosen) for chosen in itertools.product(*parts))

@@ -1,0 +1,73 @@
+"""What computes experts: products of rows sorted by expert, one after the other on CPUs, in one launch on GPUs."""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, largest, minimum, mul
+from precast.kernels.experts.limits import GATHERED_ELEMENTS, VECTOR
+from precast.kernels.records import Record, nothing, reference_on_cpu
+from precast.kernels.use import Use, copied, numbers, size, wide, width
+
+
+def _experts(use: Use) -> Expr:
+    """Rows sorted by expert: the first product, the activation in float32, the second, rows put back and weighted."""
+    x, down = use.operands["x"], use.operands["down"]
+    full, narrow, copy = wide(x), width(x), copied(x)
+    (_, made, outer), inner = use.shape("up"), down.type.shape[2]
+    gated = use.constant("gated")
+    # A gate and its values, limited; what is activated, the values with their offset, the product.
+    limits = 2 if gated and use.constant("limit") is not None else 0
+    extras = limits + (3 if gated or use.constant("alpha") not in (None, 1.0) else 2)
+    rows = numbers(use.operands["expert_ids"])
+    opened = add(mul(narrow, outer), mul((3 if use.has("up_bias") else 2) * narrow, made))
+    closed = add(mul(full + (narrow if copy else 0), inner), mul((3 if use.has("down_bias") else 2) * narrow, outer))
+    stages = (
+        add(mul(rows, opened), _gathered(use, "up", rows)),
+        mul(rows, add(mul(narrow + copy, made), mul(extras * full, inner))),
+        add(mul(rows, closed), _gathered(use, "down", rows)),
+        mul(rows, 2 * narrow + copy + full, outer),
+    )
+    places = add(mul(64, rows), mul(64, use.shape("up")[0]))
+    summed = add(mul(rows, 2 * narrow + full, outer), mul(full, numbers(x)))
+    return add(largest((add(largest(stages), mul(-1, size(x))), summed)), places)
+
+
+def _grouped_linear(use: Use) -> Expr:
+    """Rows sorted by expert and their products; then the products put back."""
+    rows, narrow = use.shape("x")[0], use.width("x")
+    products = mul((2 if use.has("bias") else 1) * narrow, use.shape("weight")[1])
+    places = add(mul(64, rows), mul(64, use.shape("weight")[0]))
+    return add(mul(rows, add(mul(narrow, use.shape("x")[1]), products)), places, _gathered(use, "weight", rows))
+
+
+def _gathered(use: Use, name: str, rows: Expr) -> Expr:
+    """Weights gathered row by row, where a GPU has no grouped product for them."""
+    weight = use.operands[name]
+    _, outer, inner = weight.type.shape
+    whole = all(isinstance(each, int) and each % VECTOR == 0 for each in (outer, inner))
+    if weight.type.dtype == "bfloat16" and whole:
+        return 0
+    one = mul(outer, inner)
+    return mul(width(weight), minimum(mul(rows, one), largest((GATHERED_ELEMENTS, one))))
+
+
+RECORDS = (
+    Record(
+        name="torch.experts", op="precast.experts", devices=("cuda",), workspace=_experts,
+        runs="precast.kernels.experts.grouped:experts",
+    ),
+    Record(
+        name="torch.experts_one_by_one", op="precast.experts", devices=("cpu",), capture="host", workspace=nothing,
+        runs="precast.kernels.experts.grouped:experts",
+    ),
+    reference_on_cpu("precast.experts", "experts.experts"),
+    Record(
+        name="torch.grouped_linear", op="precast.grouped_linear", devices=("cuda",), workspace=_grouped_linear,
+        runs="precast.kernels.experts.grouped:grouped_linear",
+    ),
+    Record(
+        name="torch.grouped_linear_one_by_one", op="precast.grouped_linear", devices=("cpu",), capture="host",
+        workspace=nothing, runs="precast.kernels.experts.grouped:grouped_linear",
+    ),
+    reference_on_cpu("precast.grouped_linear", "experts.grouped_linear"),
+)  # fmt: skip

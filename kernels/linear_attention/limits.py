@@ -1,0 +1,7 @@
+"""Limits of `precast.kernels.linear_attention.chunks`: what scans hold follows from them. No torch."""
+
+CHUNK = 64
+"""Tokens of a chunk."""
+ROWWISE_CHUNK = 16
+"""The same with a decay for each row of the state: there is no product of matrices within a chunk, so that its work
+grows with the chunk, element by element."""

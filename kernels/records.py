@@ -1,0 +1,88 @@
+"""An implementation as data: what it computes, where it runs, what it takes, what it holds, and how it is called.
+
+The records of a family of ops stand in `kernels/<family>/records.py`, the fastest of an op first; none of these
+modules imports torch. Capture, the arithmetic of memory and `inspect --kernels` read them, and nothing else says what
+is fast, capturable, or how much it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from precast.ir.graph.schema import Dtype, Expr
+from precast.kernels.use import Kind, Use
+
+Ranges = Mapping[str, tuple[int, int | None]]
+"""Sizes of a step by symbol (`T` tokens, `B` sequences, `R` rows of logits): the least and the largest; None: any."""
+
+
+class Condition(NamedTuple):
+    """What a use must fulfil; the text completes the sentence "it wants ..."."""
+
+    text: str
+    holds: Callable[[Use], bool]
+
+
+class Launch(NamedTuple):
+    """One launch of a compiled kernel, as data. `args` are names of tensors and scalars, and sizes as expressions."""
+
+    kernel: str
+    grid: tuple[Expr, Expr, Expr]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    args: tuple[Expr, ...]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One implementation of an op.
+
+    `runs` names a function as `module:path`, imported when it is first wanted, or lists launches. It takes the op's
+    arguments by name. If it `allocates`, it returns new tensors; else it writes its results into `out`, a tensor or a
+    tuple of several, which it is given besides. `workspace` are the bytes that it holds beside its results at most on a
+    GPU (`precast.kernels.choices.workspace` has a bound for CPUs).
+
+    `capture`: "static" if it launches the same work whatever its metadata hold, "host" if it reads them on the host,
+    which is a wait for the device. `dtypes` are element types by argument, where it takes fewer than the op; `sizes`
+    are those of a step that it takes. `layout` names by argument the layout of a weight that it wants.
+    """
+
+    name: str
+    op: str
+    runs: str | tuple[Launch, ...]
+    workspace: Callable[[Use], Expr]
+    op_versions: tuple[int, ...] = (1,)
+    version: int = 1
+    kind: Kind = "torch"
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    min_capability: tuple[int, int] = (0, 0)
+    max_capability: tuple[int, int] | None = None
+    dtypes: Mapping[str, tuple[Dtype, ...]] = {}
+    takes: tuple[Condition, ...] = ()
+    sizes: Ranges = {}
+    capture: Literal["static", "host"] = "static"
+    allocates: bool = True
+    layout: Mapping[str, str] = {}
+
+
+def nothing(use: Use) -> Expr:
+    """The workspace of views, and of what writes its results and holds no more."""
+    return 0
+
+
+def reference(op: str, module: str, workspace: Callable[[Use], Expr]) -> Record:
+    """The op's definition in `precast.kernels.<module>`, on all devices."""
+    name = op.removeprefix("precast.")
+    runs = f"precast.kernels.{module}:{name}"
+    return Record(name=f"reference.{name}", op=op, runs=runs, workspace=workspace)
+
+
+def reference_on_cpu(op: str, module: str) -> Record:
+    """The definition of an op that other implementations compute on GPUs."""
+    name = op.removeprefix("precast.")
+    runs = f"precast.kernels.{module}:{name}"
+    return Record(
+        name=f"reference.{name}", op=op, runs=runs, workspace=nothing, devices=("cpu",), capture="host"
+    )  # fmt: skip

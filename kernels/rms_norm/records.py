@@ -1,0 +1,32 @@
+"""What computes rms norms: the references, everywhere."""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, mul, numel
+from precast.kernels.records import reference
+from precast.kernels.use import Use, copied, numbers, size, wide, width
+
+
+def _rms_norm(use: Use) -> Expr:
+    """The wide copy, the normed rows, and what weight and rounding make of them."""
+    x, weight = use.operands["x"], use.operands.get("weight")
+    full, narrow, copy = wide(x), width(x), copied(x)
+    rounded = narrow if copy else 0
+    if weight is None:
+        total = copy + full + rounded
+    elif use.constant("cast_before_scale"):
+        product = max(narrow, width(weight))
+        total = copy + full + rounded + product + (narrow if product > narrow else 0)
+    else:
+        total = copy + 2 * full + rounded
+    rows = mul(3 * full, numel(x.type.shape[:-1]))
+    gaps: Expr = 0 if x.is_contiguous else size(x)
+    scale: Expr = 0 if weight is None else mul(2 * full, numbers(weight))
+    return add(mul(max(total, copy + full) - narrow, numbers(x)), rows, gaps, scale)
+
+
+RECORDS = (
+    reference("precast.rms_norm", "rms_norm.rms_norm", _rms_norm),
+    reference("precast.residual_rms_norm", "rms_norm.residual_rms_norm", _rms_norm),
+)

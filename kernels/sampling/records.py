@@ -1,0 +1,31 @@
+"""What draws tokens: the reference on GPUs; on CPUs, where looking at the parameters is free, no more than they ask."""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, floordiv, maximum, minimum, mul, numel
+from precast.kernels.records import Record, reference
+from precast.kernels.sampling.limits import TOGETHER
+from precast.kernels.use import Use
+
+
+def _drawing(use: Use) -> Expr:
+    """For each logit float32 copies, sorted ones, their int64 order, int64 weights and their sums: 42 bytes.
+
+    To sort several rows at once a GPU numbers them too, and holds 48, and a quarter for its counters.
+    """
+    shape = use.shape("logits")
+    rows, size = numel(shape[:-1]), shape[-1]
+    together = minimum(rows, maximum(1, floordiv(TOGETHER, size)))
+    several = minimum(1, maximum(0, add(together, -1)))
+    numbered = mul(several, floordiv(mul(25, together, size), 4))
+    return add(mul(42, together, size), numbered, mul(64, rows), 16 << 10)
+
+
+RECORDS = (
+    Record(
+        name="torch.sample", op="precast.sample", devices=("cpu",), capture="host", workspace=_drawing,
+        runs="precast.kernels.sampling.on_host:sample",
+    ),
+    reference("precast.sample", "sampling.sample", _drawing),
+)  # fmt: skip

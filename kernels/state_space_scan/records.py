@@ -1,0 +1,30 @@
+"""What computes state space scans: linear attention in chunks."""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, mul
+from precast.kernels.linear_attention.limits import CHUNK
+from precast.kernels.linear_attention.workspace import chunks
+from precast.kernels.state_records import Stage, copy_bytes, forms, padded_tokens, staged
+from precast.kernels.use import Use, wide
+
+
+def _state_space_scan(use: Use) -> Expr:
+    """Linear attention of c and b over steps times x, and the skip connection."""
+    full = wide(use.operands["x"])
+    (_, tokens, heads, size), inner = use.shape("x"), use.shape("b")[3]
+    padded = padded_tokens(use, tokens)
+    held = add(mul(copy_bytes(use, "x") + full, size), mul(2 * full, inner), 2 * full)
+    given = mul(2 * copy_bytes(use, "b"), padded, *use.shape("b")[2:])
+    skip = Stage(add(mul(3 * full, size), full), 2)
+    stages = (*chunks(tokens, inner, size, full), skip)
+    held_by_scan = staged(use, tokens, heads, CHUNK, mul(full, heads, size, inner), stages)
+    return add(mul(padded, heads, held), held_by_scan, given, mul(tokens, add(mul(4 * full, heads), 64)))
+
+
+def _state(use: Use) -> tuple[Expr, ...]:
+    return (*use.shape("x")[2:], use.shape("b")[3])
+
+
+RECORDS = forms("state_space_scan", "chunked", _state_space_scan, _state)

@@ -1,0 +1,138 @@
+"""What a record is asked about: one use of an op, a node with the types of its tensors, on a target.
+
+No torch: `inspect` asks too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Block, Const, Dtype, Expr, Graph, Node, Ref, TensorType
+from precast.ir.graph.symbols import mul, numel
+from precast.ir.memory import caches
+from precast.ir.memory.liveness import Operand
+from precast.ir.weights.tensorfile import element_bytes
+
+Kind = Literal["torch", "triton", "cuda", "library"]
+
+LONGEST = "longest sequence"
+"""The symbol for the tokens of the longest sequence of a step, those of its cache among them. No graph has it."""
+
+
+class Target(NamedTuple):
+    """Where a graph runs: the kind of device, a GPU's compute capability, over how many ranks, and what can run."""
+
+    device: Literal["cpu", "cuda"]
+    capability: tuple[int, int] = (0, 0)
+    tp: int = 1
+    kinds: frozenset[Kind] = frozenset(("torch", "triton", "cuda", "library"))
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """`cpu`, or `sm_90` for compute capability 9.0. Raises ValueError for anything else."""
+        if text == "cpu":
+            return cls("cpu")
+        found = re.fullmatch(r"sm_(\d+)(\d)", text)
+        if found is None:
+            raise ValueError(f"{text!r} is no target: expected cpu, or a compute capability as sm_90")
+        return cls("cuda", (int(found[1]), int(found[2])))
+
+    @property
+    def text(self) -> str:
+        """The target as `parse` takes it."""
+        return self.device if self.device == "cpu" else "sm_{}{}".format(*self.capability)
+
+
+GPU = Target("cuda", (9, 0))
+"""The GPU that is assumed where none is at hand."""
+
+
+class Use(NamedTuple):
+    """One use of an op: the node, its tensors by argument, without those in lists, and where it runs."""
+
+    node: Node
+    operands: Mapping[str, Operand]
+    target: Target
+
+    def shape(self, name: str) -> tuple[Expr, ...]:
+        """The sizes of an argument."""
+        return self.operands[name].type.shape
+
+    def number(self, name: str, axis: int) -> int | None:
+        """A size of an argument on one rank of the target's world; None where it depends on the step."""
+        size = self.shape(name)[axis]
+        world = {"tp": self.target.tp, "rank": 0}
+        return symbols.evaluate(size, world) if symbols.free_symbols(size) <= world.keys() else None
+
+    def width(self, name: str) -> int:
+        """Bytes of an element of an argument."""
+        return width(self.operands[name])
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is given for an argument that may be none."""
+        return name in self.operands
+
+    def constant(self, name: str) -> bool | int | float | str | None:
+        """The value of a literal argument; None where it isn't given."""
+        arg = self.node.args.get(name)
+        return arg.value if isinstance(arg, Const) else None
+
+    @property
+    def dtype(self) -> Dtype | None:
+        """The element type that names the use: its first result's, or its first tensor's where it has none."""
+        kinds = [*(value.type for value in self.node.outputs), *(each.type for each in self.operands.values())]
+        return kinds[0].dtype if kinds else None
+
+    @property
+    def result(self) -> TensorType:
+        """The type of the first result."""
+        return self.node.outputs[0].type
+
+
+def use_of(node: Node, types: Mapping[str, TensorType], target: Target) -> Use:
+    """The use that a node is, by its tensors' types alone, as if all lay in row-major order."""
+    refs = {name: arg.name for name, arg in node.args.items() if isinstance(arg, Ref)}
+    return Use(node, {name: Operand(types[value], True, True) for name, value in refs.items()}, target)
+
+
+def types_in(function: Graph | Block) -> dict[str, TensorType]:
+    """The type of every name in `main` or in a block."""
+    if isinstance(function, Graph):
+        given = (*function.inputs, *function.params, *function.constants, *caches.tensors(function.caches))
+        steps = function.main
+    else:
+        given, steps = (*function.inputs, *function.params, *function.caches), function.nodes
+    return {value.name: value.type for value in (*given, *(made for step in steps for made in step.outputs))}
+
+
+def width(operand: Operand) -> int:
+    """Bytes of an element."""
+    return element_bytes(operand.type.dtype)
+
+
+def wide(operand: Operand) -> int:
+    """Bytes of an element in the type that ops compute in: float32, or float64 for float64."""
+    return 8 if operand.type.dtype == "float64" else 4
+
+
+def copied(operand: Operand) -> int:
+    """Bytes of an element of the copy in that type; 0 where the tensor has it and no copy is made."""
+    return wide(operand) if width(operand) < wide(operand) else 0
+
+
+def numbers(operand: Operand) -> Expr:
+    """How many elements the tensor has."""
+    return numel(operand.type.shape)
+
+
+def size(operand: Operand) -> Expr:
+    """The tensor's bytes."""
+    return mul(width(operand), numbers(operand))
+
+
+def type_bytes(kind: TensorType) -> Expr:
+    """The bytes of a tensor of this type."""
+    return mul(element_bytes(kind.dtype), numel(kind.shape))

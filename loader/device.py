@@ -1,0 +1,140 @@
+"""A device as the loader sees it: memory, copies, kernels, captured graphs, events. Imports no torch.
+
+`precast.loader.torch_device` is the one backend so far, for CPUs and CUDA GPUs. What needs no tensor speaks to a device
+through this interface alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple, Protocol
+
+from precast.ir.graph.schema import Dtype, Expr
+
+Stream = Any
+"""A queue of work, made by `Device.stream`. None, where one is asked for: the current one of this thread."""
+Kernel = Callable[..., None]
+"""A kernel of a loaded image, made by `Device.load`."""
+
+
+class Buffer(NamedTuple):
+    """Memory of a device: `shape` elements from the address `pointer` on, `strides` elements apart in each dimension.
+
+    It is valid as long as `owner` is alive. The torch backend exchanges it with tensors without a copy
+    (`torch_device.tensor_of`).
+    """
+
+    pointer: int
+    dtype: Dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    owner: object
+
+    def view(
+        self, start: int, shape: tuple[int, ...], *, strides: tuple[int, ...] = (1,), dtype: Dtype = "uint8"
+    ) -> Buffer:
+        """Elements of another type and shape, from byte `start` of this buffer on; the memory is the same."""
+        return Buffer(self.pointer + start, dtype, shape, strides, self.owner)
+
+
+def host_bytes(buffer: Buffer) -> memoryview:
+    """A contiguous buffer of bytes in the host's memory, writable. The view keeps that memory alive."""
+    memory = (ctypes.c_ubyte * math.prod(buffer.shape)).from_address(buffer.pointer)
+    memory.owner = buffer.owner  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+Sizes = tuple[int, int, int]
+"""Of a grid or a block of threads, by dimension."""
+Arguments = Sequence[Buffer | int | float]
+"""Of a kernel; a buffer is passed as its address."""
+
+
+class Launch(NamedTuple):
+    """A kernel's launch as data. Expressions are over the symbols of the step; `args` in the kernel's order.
+
+    `pdl`: it may begin before the kernel in front of it has ended, and waits for it by itself.
+    """
+
+    kernel: str
+    grid: tuple[Expr, Expr, Expr]
+    block: Sizes
+    shared_bytes: int = 0
+    pdl: bool = False
+    args: tuple[str | Expr | float, ...] = ()
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self, stream: Stream = None) -> None:
+        """Be the point that the stream has reached now."""
+        ...
+
+    def wait(self, stream: Stream = None) -> None:
+        """Let the stream go on only after this point."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return once the point is passed."""
+        ...
+
+
+class CapturedGraph(Protocol):
+    """Work that was recorded once, and runs as often as it is asked to, on the same addresses."""
+
+    def replay(self) -> None:
+        """Run it, in the order of the current stream."""
+        ...
+
+
+class Device(Protocol):
+    """One device. `name` is `cpu` or, with its index, `cuda:0`; `kind` is the name without the index."""
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+
+    def alloc(self, num_bytes: int, *, pinned: bool = False) -> Buffer:
+        """New memory, uninitialised, as bytes: of the device, or of the host for fast copies to it (`pinned`)."""
+        ...
+
+    def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
+        """Copy the elements of one buffer onto another of the same shape; the host does not wait."""
+        ...
+
+    def load(self, image: bytes, name: str) -> Kernel:
+        """The kernel called `name` of a compiled image. Raises TargetError where the device takes none."""
+        ...
+
+    def launch(
+        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
+    ) -> None:
+        """Run the kernel once for each place of the grid; the host does not wait."""
+        ...
+
+    def capture(self, stream: Stream = None) -> AbstractContextManager[CapturedGraph]:
+        """Record the copies and launches of the body in place of running them."""
+        ...
+
+    def event(self) -> Event:
+        """An event that is yet to be recorded; waiting for it leaves the core to others."""
+        ...
+
+    def stream(self) -> Stream:
+        """A new stream."""
+        ...
+
+    def use(self, stream: Stream = None) -> AbstractContextManager[object]:
+        """While open, this thread's work goes to this device, and to `stream` if one is given."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+        ...

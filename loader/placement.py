@@ -1,0 +1,105 @@
+"""Where a load puts the model: which rank of which world, on which device; and a graph with that world's sizes.
+
+Made once, first; all that follows is told. Nothing else knows the symbols of the world.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from precast.ir.errors import RequestError
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Apply, Expr, Graph
+from precast.ir.verify import verifier
+from precast.loader.device import Device
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Placement(NamedTuple):
+    """Rank `rank` of `tp` that share each layer, and of `ep` that share the experts; on `device`."""
+
+    rank: int
+    tp: int
+    ep: int
+    device: Device
+
+    @property
+    def world(self) -> dict[str, int]:
+        """The values of the symbols of the world."""
+        return {"rank": self.rank, "tp": self.tp, "ep": self.ep}
+
+
+def place(device: str | torch.device | None, *, rank: int = 0, tp: int = 1, ep: int = 1) -> Placement:
+    """The placement on a device that is opened for it; None: a GPU if there is one.
+
+    Raises what `torch_device.open_device` raises, and RequestError for more ranks than one.
+    """
+    if (rank, tp, ep) != (0, 1, 1):
+        found = (
+            f"rank is {rank}, tp is {tp}, ep is {ep}, and this release runs a model on one device: rank 0, tp 1, ep 1"
+        )
+        raise RequestError("engine-option-invalid", found)
+    from precast.loader.torch_device import open_device  # the backend is chosen before it is imported
+
+    return Placement(rank, tp, ep, open_device(device))
+
+
+def bind_world(graph: Graph, placement: Placement) -> Graph:
+    """The graph of this rank: the symbols of the world have their values, in normal form, and are gone.
+
+    A graph without such symbols is returned as it is. Raises RequestError for a world outside the symbols' ranges, and
+    BundleError (graph-invalid) for a graph that makes no sense with these values.
+    """
+    world = {each.name: placement.world[each.name] for each in graph.symbols if each.name in placement.world}
+    if not world:
+        return graph
+    for symbol in graph.symbols:
+        size = world.get(symbol.name)
+        if size is not None and (size < symbol.min or (symbol.max is not None and size > symbol.max)):
+            allowed = f"{symbol.min} to {'any' if symbol.max is None else symbol.max}"
+            found = f"{symbol.name} is {size}, and the bundle allows {allowed}"
+            raise RequestError("engine-option-invalid", found)
+    others = tuple(each for each in graph.symbols if each.name not in world)
+    bound: Graph = msgspec.structs.replace(_bound(graph, Graph, world), symbols=others)
+    verifier.check(bound)
+    return bound
+
+
+def _bound(value: Any, kind: Any, world: Mapping[str, int]) -> Any:
+    """`value`, of the type `kind` of the schema, with the world's values in each of its expressions."""
+    if kind == Expr:
+        return _substituted(value, world)
+    if isinstance(value, msgspec.Struct):
+        kinds = _field_types(type(value))
+        changes = {name: _bound(getattr(value, name), each, world) for name, each in kinds.items()}
+        return msgspec.structs.replace(value, **changes)
+    if isinstance(value, tuple):
+        items = typing.get_args(kind)
+        return tuple(_bound(item, items[0], world) for item in value)
+    if isinstance(value, dict):
+        return {key: _bound(item, typing.get_args(kind)[1], world) for key, item in value.items()}
+    return value
+
+
+def _substituted(expr: Expr, world: Mapping[str, int]) -> Expr:
+    if isinstance(expr, str):
+        return world.get(expr, expr)
+    if isinstance(expr, int):
+        return expr
+    made = Apply(expr.op, tuple(_substituted(arg, world) for arg in expr.args))
+    try:
+        return symbols.normal(made)
+    except symbols.ExprError:  # a division by zero, say: the verifier says where it stands
+        return made
+
+
+@cache
+def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return typing.get_type_hints(struct)

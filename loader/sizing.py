@@ -1,0 +1,177 @@
+"""How large the cache may be: arithmetic over what is known before the first step, without a trial run.
+
+    arena = (free - activations(arena) - reserve) * fraction
+
+`free` is what the weights have left. A larger arena makes longer page lists, and with them a step's activations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from precast.ir.errors import RequestError, TargetError
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import CachePlan, Graph
+from precast.ir.memory import caches
+from precast.kernels import activations
+from precast.kernels.registry import target_of
+from precast.loader.device import Device
+
+CUDA_FRACTION = 0.9
+"""Of the GPU memory that is free after weights and activations; the rest is for the allocator's fragments."""
+CPU_FRACTION = 0.5
+"""Of the memory that is available: the machine has other things to do."""
+CPU_SEQUENCES, CPU_TOKENS = 16, 2048
+"""A CPU runs the reference: by default, its cache holds this many sequences of this length, and one of any length."""
+CUDA_RESERVE = 128 << 20
+"""Bytes of GPU memory for what is neither cache nor activation: workspaces of libraries (cuBLAS: 32 MiB on Hopper),
+code of kernels, staging; and where `precast.loader.run.allocator` changes nothing, what blocks are larger than
+tensors."""
+
+
+class Limits(NamedTuple):
+    """What an engine takes: sequences at once, tokens of a step, tokens of a sequence; bytes of its cache, or None."""
+
+    max_num_seqs: int
+    max_num_tokens: int
+    max_seq_len: int
+    cache_bytes: int | None = None
+
+
+class ArenaSize(NamedTuple):
+    """The slabs of the cache's arena, and the bytes that the arithmetic set apart."""
+
+    num_slabs: int
+    slab_bytes: int
+    free: int
+    activations: int
+    reserve: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the arena."""
+        return self.num_slabs * self.slab_bytes
+
+    def counters(self) -> dict[str, int]:
+        """The arithmetic as a phase of the load reports it."""
+        return {
+            "bytes_free": self.free,
+            "bytes_for_activations": self.activations,
+            "bytes_reserved": self.reserve,
+            "bytes_for_cache": self.num_bytes,
+            "slabs": self.num_slabs,
+            "slab_bytes": self.slab_bytes,
+        }
+
+
+def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> ArenaSize:
+    """The arena of a graph with slabs, on a device with `free` bytes left by the weights.
+
+    With `limits.cache_bytes`, what slabs fit into them. Without: on a GPU what is free, but no more than the longest
+    sequences fill; on a CPU what the default sequences fill, up to half of the memory.
+
+    Raises TargetError for more `cache_bytes` than fit, RequestError for a cache without a slab for each pool.
+    """
+    plan, is_cuda = graph.caches, device.kind == "cuda"
+    slab_bytes = max(plan.slab_bytes, 1)
+    reserve = CUDA_RESERVE if is_cuda else 0
+    needed = step_bytes(graph, limits, device)
+
+    def left_for(num_slabs: int) -> int:
+        return int((free - reserve - needed(num_slabs)) * CUDA_FRACTION)
+
+    def filled_by(num_seqs: int, seq_len: int) -> int:
+        return caches.slabs_for(plan, num_seqs, seq_len, limits.max_num_tokens)
+
+    if limits.cache_bytes is not None:
+        num_slabs = limits.cache_bytes // slab_bytes
+    elif is_cuda:
+        room = range(filled_by(limits.max_num_seqs, limits.max_seq_len) + 1)
+        num_slabs = max(bisect_right(room, 0, key=lambda slabs: slabs * slab_bytes - left_for(slabs)) - 1, 0)
+    else:
+        several = filled_by(min(limits.max_num_seqs, CPU_SEQUENCES), min(limits.max_seq_len, CPU_TOKENS))
+        num_slabs = min(max(several, filled_by(1, limits.max_seq_len)), int(free * CPU_FRACTION) // slab_bytes)
+    size = ArenaSize(num_slabs, slab_bytes, free, needed(num_slabs), reserve)
+    _check_fits(size, limits, device)
+    _check_room(size, plan)
+    return size
+
+
+def step_bytes(graph: Graph, limits: Limits, device: Device) -> Callable[[int], int]:
+    """Bytes of activations that a step holds at most, for a cache of so many slabs; see `kernels.activations`."""
+    plan, (max_num_seqs, max_num_tokens, max_seq_len, _) = graph.caches, limits
+    peak = activations.step_peak(graph, target_of(torch.device(device.name)))
+    per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
+    most = {group.name: caches.peak_pages(group, max_seq_len, max_num_tokens) for group in plan.groups}
+    num_seqs = min(max_num_seqs, max_num_tokens)
+    whole = [group for group in plan.groups if caches.first_visible(group.spec, max_seq_len) == 0]
+
+    def needed(num_slabs: int) -> int:
+        # No sequence has a page twice, but a shared one stands in the list of each that shares it.
+        pages = {
+            group.name: num_seqs * min(num_slabs * per_slab[group.pool], most[group.name]) for group in plan.groups
+        }
+        held = (num_slabs * per_slab[group.pool] * group.spec.page_size for group in whole)
+        seq_len = min([max_seq_len, *held])
+        # All tokens may be of one prompt as well, and a prompt takes more than as many sequences that decode. And page
+        # lists may be shorter: what is gathered at a time is then of more sequences.
+        steps = (
+            activations.step_sizes(
+                graph,
+                max_num_tokens=max_num_tokens,
+                max_num_seqs=count,
+                max_seq_len=seq_len,
+                num_pages={name: -(-pages[name] // 2**halvings) for name in pages},
+            )
+            for count in {1, num_seqs}
+            for halvings in range(max([0, *pages.values()]).bit_length() + 1)
+        )
+        return max(symbols.evaluate(peak, sizes) for sizes in steps)
+
+    return needed
+
+
+def check_limits(graph: Graph, limits: Limits) -> None:
+    """Raise RequestError for limits that no memory makes good: beyond what the graph takes, or too few bytes."""
+    most = {symbol.name: symbol.max for symbol in graph.symbols}
+    for name, symbol in (("max_num_seqs", "B"), ("max_num_tokens", "T")):
+        value, limit = getattr(limits, name), most.get(symbol)
+        if limit is not None and value > limit:
+            found = f"{name} is {value}, and a step of this bundle takes at most {limit}"
+            raise RequestError("engine-option-invalid", found)
+    plan = graph.caches
+    if limits.cache_bytes is not None and limits.cache_bytes < len(plan.pools) * plan.slab_bytes:
+        raise _too_small(plan, limits.cache_bytes // plan.slab_bytes, "")
+
+
+def _check_fits(size: ArenaSize, limits: Limits, device: Device) -> None:
+    """On a GPU a step's activations and the reserve count too; a CPU's are lent by the system as they come."""
+    besides = size.activations + size.reserve if device.kind == "cuda" else 0
+    if limits.cache_bytes is not None and limits.cache_bytes + besides > size.free:
+        raise TargetError(
+            "device-memory",
+            f"cache_bytes is {limits.cache_bytes}, and {size.free} bytes are free on {device.name} after the weights, "
+            f"of which a step's activations take up to {size.activations}, and {size.reserve} are set aside",
+            fix="give fewer cache_bytes, lower max_num_tokens or max_num_seqs, or free memory on the device",
+        )
+
+
+def _check_room(size: ArenaSize, plan: CachePlan) -> None:
+    if size.num_slabs < len(plan.pools):
+        held = f"; {size.free} bytes are free after the weights, of which a step's activations take up to "
+        raise _too_small(plan, size.num_slabs, f"{held}{size.activations}, and {size.reserve} are set aside")
+
+
+def _too_small(plan: CachePlan, num_slabs: int, held: str) -> RequestError:
+    sizes = ", ".join(f"{size} bytes in pool {name}" for name, size in caches.pool_page_bytes(plan).items())
+    return RequestError(
+        "cache-too-small",
+        f"the cache has {num_slabs} slabs of {plan.slab_bytes} bytes, and the shortest sequence needs "
+        f"{len(plan.pools)}, one for each pool (a page takes {sizes}){held}",
+        fix=f"give at least {len(plan.pools) * plan.slab_bytes} cache_bytes, lower max_num_tokens or max_num_seqs, or "
+        "free memory",
+    )

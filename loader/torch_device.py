@@ -1,0 +1,214 @@
+"""Torch as a backend of `precast.loader.device`: the CPU, and CUDA GPUs. The one room that knows how torch does it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from precast.ir.errors import RequestError, TargetError
+from precast.kernels import dtypes
+from precast.loader.device import Arguments, Buffer, Device, Event, Kernel, Sizes, Stream
+
+
+def open_device(device: str | torch.device | None) -> Device:
+    """The device, with its index and, for a GPU, its context made. None: a GPU if there is one.
+
+    Raises TargetError for a device that isn't there and for one that Precast doesn't run on, RequestError for what is
+    no device at all.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        expected = "'cpu', 'cuda' or a certain GPU like 'cuda:1'"
+        raise RequestError("engine-option-invalid", f"device is {device!r}, expected {expected}") from None
+    if found.type == "cpu":
+        return CpuDevice()
+    if found.type != "cuda":
+        raise TargetError("device-invalid", f"device is {found}, and Precast runs on 'cpu' and 'cuda'")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found.index or 0) >= count:
+        raise TargetError(
+            "device-missing",
+            f"device is {found}, and torch {torch.__version__} sees {count} CUDA devices",
+            fix="use device='cpu', or install a torch with CUDA and check the driver with nvidia-smi",
+        )
+    opened = CudaDevice(torch.cuda.current_device() if found.index is None else found.index)
+    opened.synchronize()
+    return opened
+
+
+def tensor_of(buffer: Buffer) -> torch.Tensor:
+    """The memory of a buffer of this backend as a tensor."""
+    owner = buffer.owner
+    assert isinstance(owner, torch.Tensor), "the buffer is of another backend"
+    flat = owner.view(dtypes.BY_NAME[buffer.dtype])
+    offset = (buffer.pointer - owner.data_ptr()) // flat.element_size()
+    return flat.as_strided(buffer.shape, buffer.strides, flat.storage_offset() + offset)
+
+
+def _buffer_of(flat: torch.Tensor) -> Buffer:
+    return Buffer(flat.data_ptr(), "uint8", (len(flat),), (1,), flat)
+
+
+class CpuDevice:
+    """The host. Work is done when a call returns; what is captured is a list of calls."""
+
+    name = "cpu"
+    kind: Literal["cpu", "cuda"] = "cpu"
+
+    def __init__(self) -> None:
+        self._captured: _Calls | None = None
+
+    def alloc(self, num_bytes: int, *, pinned: bool = False) -> Buffer:
+        """As the interface says; no copy from the host to itself is faster for pinned memory."""
+        return _buffer_of(torch.empty(num_bytes, dtype=torch.uint8))
+
+    def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
+        """As the interface says."""
+        self._run(partial(tensor_of(target).copy_, tensor_of(source)))
+
+    def load(self, image: bytes, name: str) -> Kernel:
+        """Refused: kernels of images are a GPU's."""
+        raise TargetError("device-invalid", f"kernel {name} is for a GPU, and the device is cpu")
+
+    def launch(
+        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
+    ) -> None:
+        """Call `kernel`, a function, as a GPU's kernels are called; the whole grid is one call."""
+        self._run(partial(kernel, grid, block, _arguments(args), shared_bytes, stream))
+
+    @contextmanager
+    def capture(self, stream: Stream = None) -> Iterator[_Calls]:
+        """As the interface says."""
+        assert self._captured is None, "a capture is open"
+        self._captured = calls = _Calls()
+        try:
+            yield calls
+        finally:
+            self._captured = None
+
+    def event(self) -> Event:
+        """An event that has always passed."""
+        return _Passed()
+
+    def stream(self) -> Stream:
+        """None: the host has one."""
+        return None
+
+    def use(self, stream: Stream = None) -> AbstractContextManager[object]:
+        """Nothing to do."""
+        return nullcontext()
+
+    def free_bytes(self) -> int:
+        """The available memory; where the system doesn't tell, what the machine has."""
+        meminfo = Path("/proc/meminfo")
+        if not meminfo.exists():
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        sizes = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def _run(self, call: Callable[[], object]) -> None:
+        if self._captured is None:
+            call()
+        else:
+            self._captured.append(call)
+
+
+class CudaDevice:
+    """A CUDA GPU, by its index."""
+
+    kind: Literal["cpu", "cuda"] = "cuda"
+
+    def __init__(self, index: int) -> None:
+        self.name = f"cuda:{index}"
+        self._device = torch.device("cuda", index)
+
+    def alloc(self, num_bytes: int, *, pinned: bool = False) -> Buffer:
+        """As the interface says."""
+        place = torch.device("cpu") if pinned else self._device
+        return _buffer_of(torch.empty(num_bytes, dtype=torch.uint8, device=place, pin_memory=pinned))
+
+    def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
+        """As the interface says."""
+        with torch.cuda.stream(stream):
+            tensor_of(target).copy_(tensor_of(source), non_blocking=True)
+
+    def load(self, image: bytes, name: str) -> Kernel:
+        """As the interface says, of PTX or a cubin."""
+        from torch.cuda import _utils
+
+        with self.use():
+            kernel: Kernel = _utils._cuda_load_module(image, [name])[name]
+        return kernel
+
+    def launch(
+        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
+    ) -> None:
+        """As the interface says. Integers are passed as int32, floats as doubles."""
+        with self.use():
+            kernel(grid, block, _arguments(args), shared_bytes, stream)
+
+    @contextmanager
+    def capture(self, stream: Stream = None) -> Iterator[torch.cuda.CUDAGraph]:
+        """As the interface says: a CUDA graph, of what torch does in the body too."""
+        graph = torch.cuda.CUDAGraph()
+        with self.use(), torch.cuda.graph(graph, stream=stream):
+            yield graph
+
+    def event(self) -> Event:
+        """As the interface says."""
+        return torch.cuda.Event(blocking=True)
+
+    def stream(self) -> Stream:
+        """As the interface says."""
+        return torch.cuda.Stream(self._device)
+
+    def use(self, stream: Stream = None) -> AbstractContextManager[object]:
+        """As the interface says."""
+        return torch.cuda.device(self._device) if stream is None else torch.cuda.stream(stream)
+
+    def free_bytes(self) -> int:
+        """What the driver and torch's allocator have free."""
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(torch.cuda.mem_get_info(self._device)[0]) + unused
+
+    def synchronize(self) -> None:
+        """As the interface says; the first call makes the context."""
+        torch.cuda.synchronize(self._device)
+
+
+class _Calls(list[Callable[[], object]]):
+    """Calls that run again, in order."""
+
+    def replay(self) -> None:
+        for call in self:
+            call()
+
+
+class _Passed:
+    """The event of a device that has done its work when a call returns."""
+
+    def record(self, stream: Stream = None) -> None:
+        pass
+
+    def wait(self, stream: Stream = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _arguments(args: Arguments) -> list[torch.Tensor | int | float]:
+    """Arguments as torch's kernels take them: a tensor stands for its address."""
+    return [tensor_of(each) if isinstance(each, Buffer) else each for each in args]

@@ -1,0 +1,99 @@
+"""Parts cut to the size of a job, as nested rows of elements.
+
+A cut says the same as a part, in the terms of the file: where its elements lie, and in which steps they are taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from precast.ir.graph.schema import Dtype
+from precast.ir.weights.checkpoint import StoredTensor
+from precast.loader.weights.parts import Casts, Part
+from precast.loader.weights.views import View
+
+
+class Dim(NamedTuple):
+    """`size` elements, `source` elements apart in the file and `destination` elements apart in the target."""
+
+    size: int
+    source: int
+    destination: int
+
+
+class Cut(NamedTuple):
+    """As much of a part as a job reads: elements in `start .. end` of the file; `dims` by falling source steps."""
+
+    file: Path
+    start: int
+    end: int
+    dtype: Dtype
+    itemsize: int
+    dims: tuple[Dim, ...]
+    target: int
+    destination: int
+    casts: Casts
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its elements."""
+        return math.prod(dim.size for dim in self.dims) * self.itemsize
+
+
+def cuts_of(part: Part, stored: StoredTensor, job_bytes: int) -> Iterator[Cut]:
+    """The part as cuts whose elements lie within `job_bytes` bytes of the file; its tensor is not empty."""
+    itemsize = stored.nbytes // math.prod(stored.shape)
+    dtype = msgspec.convert(stored.dtype, Dtype)
+    dims = _merged(part.source, part.destination)
+    for inner, source, destination in _split(dims, part.source.offset, part.destination.offset, job_bytes // itemsize):
+        start = stored.offset + source * itemsize
+        end = start + _span(inner) * itemsize
+        yield Cut(stored.file, start, end, dtype, itemsize, inner, part.target, destination, part.casts)
+
+
+def _merged(source: View, destination: View) -> tuple[Dim, ...]:
+    """The common dimensions of both views, by source step; those that lie one inside the other in both are one."""
+    dims = [Dim(*dim) for dim in zip(source.shape, source.strides, destination.strides, strict=True) if dim[0] > 1]
+    merged: list[Dim] = []
+    for dim in sorted(dims, key=lambda dim: -dim.source):
+        last = merged[-1] if merged else None
+        if last and last.source == dim.source * dim.size and last.destination == dim.destination * dim.size:
+            merged[-1] = Dim(last.size * dim.size, dim.source, dim.destination)
+        else:
+            merged.append(dim)
+    return tuple(merged)
+
+
+def _span(dims: Iterable[Dim]) -> int:
+    """The elements from the first to the last in the source."""
+    return 1 + sum((dim.size - 1) * dim.source for dim in dims)
+
+
+def _split(
+    dims: tuple[Dim, ...], source: int, destination: int, limit: int
+) -> Iterator[tuple[tuple[Dim, ...], int, int]]:
+    """What lies within `limit` elements of the source each: (dims, source offset, destination offset).
+
+    The rows of each are a multiple of one number, counted from the start of the stored tensor, so that several parts
+    of one tensor are cut alike and can share their reads.
+    """
+    if _span(dims) <= limit:
+        yield dims, source, destination
+        return
+    (count, step, destination_step), inner = dims[0], dims[1:]
+    rows = max(1, limit // step)
+    first = source // step
+    done = 0
+    while done < count:
+        taken = min(count - done, rows - (first + done) % rows)
+        at = source + done * step, destination + done * destination_step
+        if taken == 1:
+            yield from _split(inner, *at, limit)
+        else:
+            yield (Dim(taken, step, destination_step), *inner), *at
+        done += taken

@@ -1,0 +1,297 @@
+"""Recipes taken apart: which elements of which stored tensor go where in which param.
+
+A recipe is followed from its root to what it reads, with the part of the destination that each branch fills. A
+branch without a join is a strided view of one stored tensor, so nearly all of it is arithmetic: one part for each
+tensor read. Only a join under a reshape that no strides describe is made in a temporary tensor and moved afterwards.
+
+Values that a checkpoint holds in few bits are computed, matrix by matrix, from tensors that are read for it
+(`input_parts`) and gone afterwards. Recipes are those of a graph that is bound to its rank: all sizes are numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from precast.ir.errors import BundleError, RecipeError
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import (
+    Cast,
+    Concat,
+    Dequantise,
+    Dtype,
+    Each,
+    Expr,
+    Param,
+    Read,
+    Recipe,
+    Reshape,
+    Slice,
+    Stack,
+    Tie,
+    Transpose,
+)
+from precast.ir.weights import recipes
+from precast.loader.weights import views
+from precast.loader.weights.views import Shape, View
+
+Window = tuple[tuple[int, int], ...]
+"""The part of a recipe's result that is wanted: start and length in each dimension."""
+
+Casts = tuple[Dtype, ...]
+"""The element types that a value is converted to, one after the other, the target's last; none: it stays as it is."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A tensor to be filled: a param, or a temporary one without a name. Contiguous."""
+
+    name: str | None
+    dtype: Dtype
+    shape: Shape
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Elements of a stored tensor, by its name in the recipes, for elements of a target; both views have one shape."""
+
+    tensor: str
+    source: View
+    target: int
+    destination: View
+    casts: Casts
+
+
+class Move(msgspec.Struct, frozen=True):
+    """Elements of a temporary target for elements of an earlier one, of its type, once the temporary one is filled."""
+
+    source: int
+    view: View
+    target: int
+    destination: View
+
+
+class Computed(msgspec.Struct, frozen=True):
+    """Elements of a dequantised tensor for elements of a target. `index`: all of them are in that part of its first
+    dimension, and `source` views that part alone.
+    """
+
+    recipe: Dequantise
+    index: int | None
+    source: View
+    target: int
+    destination: View
+    casts: Casts
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """The targets of what a computation reads."""
+
+    values: int
+    scales: int
+    zeros: int | None
+    groups: int | None
+
+
+class Assembly(msgspec.Struct, frozen=True):
+    """All that fills the targets, and `ties`: a param to the one whose memory it shares."""
+
+    targets: tuple[Target, ...]
+    parts: tuple[Part, ...]
+    moves: tuple[Move, ...]
+    computed: tuple[Computed, ...]
+    ties: dict[str, str]
+
+
+def param_parts(params: Iterable[Param], stored_dtype: Callable[[str], str]) -> Assembly:
+    """Take the recipes of `params` apart; `stored_dtype` gives the element type of a stored tensor by its name.
+
+    Raises BundleError (graph-invalid) for a recipe that doesn't make what its param is, and (symbol-unbound) for a size
+    that is no number.
+    """
+    maker = _Maker(stored_dtype)
+    ties: dict[str, str] = {}
+    for param in params:
+        if isinstance(param.recipe, Tie):
+            ties[param.name] = param.recipe.param
+            continue
+        try:
+            maker.add_param(param)
+        except BundleError as error:
+            raise error.inside(f"param {param.name}") from None
+    return maker.assembly(ties)
+
+
+def input_parts(
+    computed: Sequence[Computed], stored_dtype: Callable[[str], str]
+) -> tuple[Assembly, tuple[Inputs, ...]]:
+    """The tensors that these computations need, in temporary targets, and which of them each one needs."""
+    maker = _Maker(stored_dtype)
+    inputs = tuple(maker.add_inputs(each) for each in computed)
+    return maker.assembly({}), inputs
+
+
+class _Maker:
+    def __init__(self, stored_dtype: Callable[[str], str]) -> None:
+        self._stored_dtype = stored_dtype
+        self._targets: list[Target] = []
+        self._parts: list[Part] = []
+        self._moves: list[Move] = []
+        self._computed: list[Computed] = []
+
+    def assembly(self, ties: dict[str, str]) -> Assembly:
+        """What was added."""
+        return Assembly(tuple(self._targets), tuple(self._parts), tuple(self._moves), tuple(self._computed), ties)
+
+    def add_param(self, param: Param) -> None:
+        """A target for the param, and what fills it."""
+        shape = _shape(param.recipe)
+        if shape != param.type.shape:
+            wanted = ", ".join(map(symbols.text, param.type.shape))
+            raise BundleError("graph-invalid", f"its recipe makes {list(shape)}, expected [{wanted}]")
+        target = self._add_target(Target(param.name, param.type.dtype, shape))
+        self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
+
+    def add_inputs(self, computed: Computed) -> Inputs:
+        """Temporary targets for what a computation reads, or for the part of it that `index` says."""
+        recipe = computed.recipe
+        values, scales = self._input(recipe.of, computed), self._input(recipe.scales, computed)
+        zeros, groups = (
+            None if part is None else self._input(part, computed) for part in (recipe.zeros, recipe.groups)
+        )
+        return Inputs(values, scales, zeros, groups)
+
+    def _input(self, part: Recipe, computed: Computed) -> int:
+        window = _whole(_shape(part))
+        if computed.index is not None:
+            window = ((computed.index, 1), *window[1:])
+        shape = tuple(length for _, length in window)
+        dtype = recipes.dtype(part) or "float32"  # of scales, which are used in float32 whatever is stored
+        target = self._add_target(Target(None, dtype, shape))
+        self._place(part, views.contiguous(shape), window, target, (dtype,))
+        return target
+
+    def _add_target(self, target: Target) -> int:
+        self._targets.append(target)
+        return len(self._targets) - 1
+
+    def _place(self, recipe: Recipe, destination: View, window: Window, target: int, casts: Casts) -> None:
+        """Fill `destination`, of the window's shape, with the window of what the recipe makes."""
+        if 0 in destination.shape:
+            return
+        leaf = _leaf(recipe)
+        if leaf is not None:
+            origin, source, inner = leaf
+            for dim, (start, length) in enumerate(window):
+                source = views.narrow(source, dim, start, length)
+            if isinstance(origin, Read):
+                kept = _conversions(self._stored_dtype(origin.tensor), (*inner, *casts))
+                self._parts.append(Part(origin.tensor, source, target, destination, kept))
+            else:
+                self._compute(origin, source, target, destination, _conversions("float32", (*inner, *casts)))
+        elif isinstance(recipe, Slice):
+            start, length = window[recipe.dim]
+            moved = (start + _number(recipe.start), length)
+            inside = (*window[: recipe.dim], moved, *window[recipe.dim + 1 :])
+            self._place(recipe.of, destination, inside, target, casts)
+        elif isinstance(recipe, Transpose):
+            i, j = recipe.dim0, recipe.dim1
+            exchanged = list(window)
+            exchanged[i], exchanged[j] = exchanged[j], exchanged[i]
+            self._place(recipe.of, views.transpose(destination, i, j), tuple(exchanged), target, casts)
+        elif isinstance(recipe, Cast):
+            self._place(recipe.of, destination, window, target, (recipe.dtype, *casts))
+        elif isinstance(recipe, Concat):
+            self._place_concat(recipe, destination, window, target, casts)
+        elif isinstance(recipe, (Stack, Each)):
+            start, length = window[recipe.dim]
+            inside = (*window[: recipe.dim], *window[recipe.dim + 1 :])
+            for i in range(length):
+                part = recipe.parts[start + i] if isinstance(recipe, Stack) else recipes.nth(recipe, start + i)
+                self._place(part, views.select(destination, recipe.dim, i), inside, target, casts)
+        else:
+            assert isinstance(recipe, Reshape), "verified: a tie is a recipe of its own"
+            self._place_reshape(recipe, destination, window, target, casts)
+
+    def _place_concat(self, recipe: Concat, destination: View, window: Window, target: int, casts: Casts) -> None:
+        dim = recipe.dim
+        first, length = window[dim]
+        begin = 0
+        for part in recipe.parts:
+            end = begin + _shape(part)[dim]
+            low, high = max(begin, first), min(end, first + length)
+            if low < high:
+                inside = (*window[:dim], (low - begin, high - low), *window[dim + 1 :])
+                self._place(part, views.narrow(destination, dim, low - first, high - low), inside, target, casts)
+            begin = end
+
+    def _compute(self, recipe: Dequantise, source: View, target: int, destination: View, casts: Casts) -> None:
+        """Compute the elements that `source` views, one after the other in the first of three dimensions or more."""
+        shape = _shape(recipe)
+        parts = views.split(source, destination, math.prod(shape[1:])) if len(shape) > 2 else None
+        if parts is None:
+            self._computed.append(Computed(recipe, None, source, target, destination, casts))
+            return
+        for index, inside, place in parts:
+            self._computed.append(Computed(recipe, index, inside, target, place, casts))
+
+    def _place_reshape(self, recipe: Reshape, destination: View, window: Window, target: int, casts: Casts) -> None:
+        shape, inner = _shape(recipe), _shape(recipe.of)
+        fitting = views.reshape(destination, inner) if window == _whole(shape) else None
+        if fitting is not None:
+            self._place(recipe.of, fitting, _whole(inner), target, casts)
+            return
+        # Converted on the way into the temporary target: casts are of each element, wherever it stands.
+        temporary = self._add_target(Target(None, casts[-1], inner))
+        self._place(recipe.of, views.contiguous(inner), _whole(inner), temporary, casts)
+        view = views.contiguous(shape)
+        for dim, (start, length) in enumerate(window):
+            view = views.narrow(view, dim, start, length)
+        self._moves.append(Move(temporary, view, target, destination))
+
+
+def _leaf(recipe: Recipe) -> tuple[Read | Dequantise, View, Casts] | None:
+    """What the recipe reads or computes, as a view of it, and its casts; None if it joins or isn't strided."""
+    if isinstance(recipe, (Read, Dequantise)):
+        return recipe, views.contiguous(_shape(recipe)), ()
+    if isinstance(recipe, (Concat, Stack, Each, Tie)):
+        return None
+    leaf = _leaf(recipe.of)
+    if leaf is None:
+        return None
+    origin, view, casts = leaf
+    if isinstance(recipe, Cast):
+        return origin, view, (*casts, recipe.dtype)
+    if isinstance(recipe, Transpose):
+        return origin, views.transpose(view, recipe.dim0, recipe.dim1), casts
+    if isinstance(recipe, Slice):
+        return origin, views.narrow(view, recipe.dim, _number(recipe.start), _number(recipe.length)), casts
+    shape = _shape(recipe)
+    reshaped = views.reshape(view, shape) if 0 not in shape else views.contiguous(shape)
+    return None if reshaped is None else (origin, reshaped, casts)
+
+
+def _shape(recipe: Recipe) -> Shape:
+    try:
+        return tuple(map(_number, recipes.shape(recipe)))
+    except RecipeError as error:
+        raise BundleError("graph-invalid", str(error)) from None
+
+
+def _number(size: Expr) -> int:
+    if not isinstance(size, int):
+        raise BundleError("symbol-unbound", f"{symbols.text(size)} has no value in a recipe")
+    return size
+
+
+def _whole(shape: Shape) -> Window:
+    return tuple((0, size) for size in shape)
+
+
+def _conversions(dtype: str, casts: Casts) -> Casts:
+    """The casts without those to the type that a value already has."""
+    kept: list[Dtype] = []
+    for cast in casts:
+        if cast != (kept[-1] if kept else dtype):
+            kept.append(cast)
+    return tuple(kept)

@@ -1,0 +1,190 @@
+"""A checkpoint's config against what a bundle keeps of the config that it was built from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from examples import tiny_manifest
+from precast.ir import encoding, limits
+from precast.ir.artifact import Bundle
+from precast.ir.errors import WeightsError
+from precast.ir.manifest import ConfigFacts
+from precast.ir.weights.config_facts import Difference, check, differences, entries, read_config
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "v1.0" / "recite.bundle"
+FACTS = ConfigFacts(
+    values={
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+        "head_dim": 128,
+        "layer_types": ("full", "sliding", "full"),
+        "use_sliding_window": True,
+        "final_logit_softcapping": None,
+        "rope_parameters.rope_theta": 500000.0,
+        "rope_parameters.rope_type": "llama3",
+        "rope_parameters.factor": 8.0,
+    },
+    same={"head_dim": (None,), "sliding_window": (0,)},
+    absent={"rms_norm_eps": 1e-5, "rope_parameters.rope_type": "default"},
+    absent_objects={"rope_parameters.rope_theta": 10000.0},
+    spellings={
+        "rope_theta": ("rope_parameters.rope_theta",),
+        "rope_scaling": ("rope_parameters",),
+        "norm_eps": ("rms_norm_eps",),
+    },
+)
+ROPE = {"rope_theta": 500000, "rope_type": "llama3", "factor": 8}
+SAME: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_parameters": ROPE}
+
+EQUAL: list[tuple[str, dict[str, Any]]] = [
+    ("entries that are left out and mean the same", SAME),
+    ("integers for floats", SAME | {"sliding_window": 4096.0}),
+    ("null where it means the value", SAME | {"head_dim": None}),
+    ("another way to say it", SAME | {"sliding_window": 0}),
+    ("the decoder's part of a larger config", {"text_config": SAME, "rms_norm_eps": 3.0}),
+    ("old names", {"norm_eps": 1e-6, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8}}),
+    ("an old name beside the new one, which counts", SAME | {"rope_theta": 1.0}),
+    ("an entry that the model does not have", SAME | {"made_by": "somebody", "conv_size": 3}),
+    ("training, versions and token ids", SAME | {"resid_pdrop": 0.5, "torch_dtype": "float16", "eos_token_id": 7}),
+    ("what a rope without more says", SAME | {"rope_parameters": ROPE | {"partial_rotary_factor": 1, "beta": None}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [row[1] for row in EQUAL], ids=[row[0] for row in EQUAL])
+def test_configs_that_mean_the_same(config: dict[str, Any]) -> None:
+    assert differences(FACTS, config) == []
+
+
+OTHER: list[tuple[dict[str, Any], list[Difference]]] = [
+    (SAME | {"rms_norm_eps": 1e-5}, [Difference("rms_norm_eps", 1e-6, 1e-5)]),
+    (SAME | {"final_logit_softcapping": 30.0}, [Difference("final_logit_softcapping", None, 30.0)]),
+    (SAME | {"sliding_window": None}, [Difference("sliding_window", 4096, None)]),
+    (SAME | {"use_sliding_window": 1}, [Difference("use_sliding_window", True, 1)]),
+    (SAME | {"layer_types": ["full", "full", "full"]}, [Difference("layer_types[1]", "sliding", "full")]),
+    (SAME | {"layer_types": ["full"]}, [Difference("layer_types", ("full", "sliding", "full"), ("full",))]),
+    ({"rope_parameters": ROPE}, [Difference("rms_norm_eps", 1e-6, 1e-5)]),
+    ({"rms_norm_eps": 1e-6}, [Difference("rope_parameters.rope_theta", 500000.0, 10000.0)]),
+    (
+        {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+        [
+            Difference("rope_parameters.rope_theta", 500000.0, 10000.0),
+            Difference("rope_parameters.rope_type", "llama3", "default"),
+        ],
+    ),
+    (SAME | {"rope_parameters": ROPE | {"mscale": 0.7}}, [Difference("rope_parameters.mscale", None, 0.7)]),
+    ({"text_config": {"norm_eps": 2.0, "rope_parameters": ROPE}}, [Difference("rms_norm_eps", 1e-6, 2.0)]),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), OTHER)
+def test_configs_that_differ(config: dict[str, Any], expected: list[Difference]) -> None:
+    assert differences(FACTS, config) == expected
+
+
+def test_the_part_of_a_larger_model() -> None:
+    facts = ConfigFacts({"scale": 2}, part=("thinker", "text"))
+
+    assert differences(facts, {"thinker": {"text": {"scale": 3}}, "scale": 2}) == [Difference("scale", 2, 3)]
+    assert differences(facts, {"scale": 2}) == []  # the decoder saved alone
+
+
+def test_how_quantised_numbers_are_read() -> None:
+    facts = ConfigFacts({"quantization_config.checkpoint_format": "gptq"})
+
+    def config(form: str) -> dict[str, Any]:
+        return {"text_config": {}, "quantization_config": {"checkpoint_format": form, "dataset": "c4"}}
+
+    assert differences(facts, config("gptq")) == []
+    (found,) = differences(facts, config("gptq_v2"))
+    assert found == Difference("quantization_config.checkpoint_format", "gptq", "gptq_v2")
+
+
+def test_entries_are_flat_and_have_an_encoding() -> None:
+    odd = {
+        "nested": {"a": [{"b": 1}, {"b": [1, 2]}], "dropout": 1},
+        "limit": [0.0, float("inf"), {"__float__": "NaN"}],
+        "huge": 10**30,
+    }
+
+    assert entries(odd) == {
+        "nested.a.0.b": 1,
+        "nested.a.1.b": (1, 2),
+        "limit": (0.0, "Infinity", "NaN"),
+        "huge": str(10**30),
+    }
+    manifest = msgspec.structs.replace(tiny_manifest(), config=ConfigFacts(entries(odd)))
+    assert encoding.decode_manifest(encoding.encode_manifest(manifest)) == manifest
+
+
+# --- on disk -----------------------------------------------------------------------------------------------------
+
+
+def test_all_differences_are_in_one_message(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SAME | {"rms_norm_eps": 1e-5, "sliding_window": 7}))
+
+    with pytest.raises(WeightsError) as caught:
+        check(FACTS, tmp_path)
+
+    assert caught.value.code == "config-mismatch"
+    assert caught.value.where == str(tmp_path / "config.json")
+    assert "2 entries differ" in caught.value.message
+    assert "rms_norm_eps: 1e-06 in the bundle, 1e-05 here" in caught.value.message
+    assert "sliding_window: 4096 in the bundle, 7 here" in caught.value.message
+    assert "allow_config_mismatch" in str(caught.value.fix)
+
+
+def test_the_config_beside_a_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SAME | {"rms_norm_eps": 1e-5}))
+    (tmp_path / "model.safetensors").touch()
+
+    with pytest.raises(WeightsError, match="1 entry differs"):
+        check(FACTS, tmp_path / "model.safetensors")
+
+
+def test_nothing_to_compare(tmp_path: Path) -> None:
+    check(FACTS, tmp_path)  # a checkpoint without a config.json
+    (tmp_path / "config.json").write_text("no JSON, and nobody reads it")
+    check(None, tmp_path)
+
+
+def test_bundles_of_format_1_0_have_no_facts() -> None:
+    assert Bundle.open(GOLDEN).manifest.config is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "expected JSON"),
+        (b"[]", "expected a JSON object"),
+        (b"\xff", "expected JSON"),
+        (b"[" * 10**6, "expected JSON"),
+    ],
+    ids=["cut", "list", "bytes", "deep"],
+)
+def test_a_config_that_cannot_be_read(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+
+    with pytest.raises(WeightsError, match=message) as caught:
+        check(FACTS, tmp_path)
+
+    assert caught.value.code == "checkpoint-config"
+
+
+def test_a_config_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_CONFIG_BYTES", 10)
+    (tmp_path / "config.json").write_bytes(b'{"a": "bcd"}')
+
+    with pytest.raises(WeightsError, match="more than 10 bytes"):
+        read_config(tmp_path)
+
+
+def test_a_config_that_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+
+    with pytest.raises(WeightsError, match="can't be read"):
+        read_config(tmp_path)

@@ -1,0 +1,155 @@
+"""The torch backend of the device interface: the same behaviour on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from precast.ir.errors import TargetError
+from precast.loader.device import Buffer, Device, Kernel, host_bytes
+from precast.loader.torch_device import open_device, tensor_of
+
+ADD = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry add(.param .u64 memory, .param .u32 number) {
+  .reg .b64 %address, %offset;
+  .reg .b32 %value, %number, %place;
+  ld.param.u64 %address, [memory];
+  ld.param.u32 %number, [number];
+  cvta.to.global.u64 %address, %address;
+  mov.u32 %place, %ctaid.x;
+  mul.wide.u32 %offset, %place, 4;
+  add.s64 %address, %address, %offset;
+  ld.global.u32 %value, [%address];
+  add.s32 %value, %value, %number;
+  st.global.u32 [%address], %value;
+  ret;
+}
+"""
+
+
+def add(grid: tuple[int, int, int], block: object, args: Any, *rest: object) -> None:
+    """What the kernel does, on a CPU."""
+    memory, number = args
+    memory[: grid[0]] += number
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    opened = open_device(request.param)
+    with opened.use():
+        yield opened
+
+
+def int32(device: Device, *values: int) -> Buffer:
+    buffer = device.alloc(4 * len(values)).view(0, (len(values),), dtype="int32")
+    tensor_of(buffer).copy_(torch.tensor(values))
+    return buffer
+
+
+def values(device: Device, buffer: Buffer) -> list[int]:
+    device.synchronize()
+    found: list[int] = tensor_of(buffer).tolist()
+    return found
+
+
+def kernel_of(device: Device) -> Kernel:
+    return device.load(ADD, "add") if device.kind == "cuda" else add
+
+
+def test_memory_is_seen_as_tensors_without_a_copy(device: Device) -> None:
+    buffer = device.alloc(64)
+    assert (buffer.dtype, buffer.shape, buffer.strides) == ("uint8", (64,), (1,))
+    whole = tensor_of(buffer)
+    assert whole.data_ptr() == buffer.pointer
+    assert str(whole.device) == device.name
+    assert device.name.partition(":")[0] == device.kind
+    whole.copy_(torch.arange(64))
+    strided = tensor_of(buffer.view(4, (3, 2), strides=(4, 1)))
+    assert strided.tolist() == [[4, 5], [8, 9], [12, 13]]
+    floats = tensor_of(buffer.view(8, (2, 3), strides=(1, 2), dtype="float16"))
+    assert floats.dtype == torch.float16
+    assert floats.data_ptr() == buffer.pointer + 8
+
+
+def test_a_buffer_keeps_its_memory_alive(device: Device) -> None:
+    part = device.alloc(1 << 16).view(256, (4,), dtype="int32")
+    assert tensor_of(part).data_ptr() == part.pointer
+
+
+def test_pinned_memory_is_the_hosts(device: Device) -> None:
+    buffer = device.alloc(16, pinned=True)
+    pinned = tensor_of(buffer)
+    assert pinned.device.type == "cpu"
+    assert pinned.is_pinned() == (device.kind == "cuda")
+    view = host_bytes(buffer)
+    view[2:4] = b"ab"
+    assert pinned[2:4].tolist() == [97, 98]
+    del buffer, pinned
+    torch.empty(16, dtype=torch.uint8).fill_(0)
+    assert bytes(view[2:4]) == b"ab"
+    assert len(host_bytes(device.alloc(0, pinned=True))) == 0
+
+
+def test_copies_and_launches(device: Device) -> None:
+    source, target = int32(device, 1, 2, 3), int32(device, 0, 0, 0)
+    device.copy(target, source)
+    device.launch(kernel_of(device), (2, 1, 1), (1, 1, 1), [target, 10])
+    assert values(device, target) == [11, 12, 3]
+
+
+def test_what_is_captured_runs_when_it_is_replayed(device: Device) -> None:
+    source, target, kernel = int32(device, 1, 2, 3), int32(device, 0, 0, 0), kernel_of(device)
+    with device.capture() as graph:
+        device.copy(target, source)
+        device.launch(kernel, (3, 1, 1), (1, 1, 1), [target, 10])
+    assert values(device, target) == [0, 0, 0]
+    for first in (5, 6):
+        tensor_of(source)[0] = first
+        graph.replay()
+        assert values(device, target) == [first + 10, 12, 13]
+    device.copy(source, target)
+    assert values(device, source) == [16, 12, 13]
+
+
+def test_work_of_a_stream_is_waited_for(device: Device) -> None:
+    first, second, third = int32(device, 1), int32(device, 0), int32(device, 0)
+    stream, made, done = device.stream(), device.event(), device.event()
+    made.record()
+    made.wait(stream)
+    device.copy(second, first, stream)
+    with device.use(stream):
+        device.copy(third, second)
+        done.record()
+    done.synchronize()
+    assert tensor_of(third).tolist() == [1]
+
+
+def test_memory_that_is_free(device: Device) -> None:
+    assert 2**20 < device.free_bytes() < 2**50
+
+
+def test_a_cpu_loads_no_kernels() -> None:
+    with pytest.raises(TargetError, match="kernel add is for a GPU") as error:
+        open_device("cpu").load(ADD, "add")
+    assert error.value.code == "device-invalid"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    for device in ("cuda", "cuda:1", torch.device("cuda", 0)):
+        with pytest.raises(TargetError, match=r"device is cuda.* sees 0 CUDA devices") as error:
+            open_device(device)
+        assert (error.value.code, error.value.exit_code) == ("device-missing", 4)
+    assert open_device(None).name == "cpu"
+
+
+def test_a_device_that_is_not_supported() -> None:
+    with pytest.raises(TargetError, match="device is meta") as error:
+        open_device("meta")
+    assert error.value.code == "device-invalid"

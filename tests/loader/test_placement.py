@@ -1,0 +1,126 @@
+"""Placements, and graphs bound to a world."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+from graph_text import parse_graph
+
+from precast.ir.errors import BundleError, RequestError
+from precast.ir.graph import schema
+from precast.ir.graph.schema import Apply, Expr, Graph
+from precast.ir.graph.text import format_graph
+from precast.ir.verify import verifier
+from precast.loader.placement import Placement, bind_world, place
+from precast.loader.torch_device import CpuDevice
+
+SHARDED = """\
+symbols {{
+  B: 1..
+  P: 1..
+  L: 1..
+  T: 1..64{world}
+}}
+inputs {{
+  %x: float32[1, T, 16]
+  %a: int32[L]
+  %b: int32[(1 + B)]
+  %c: int32[B]
+  %d: int64[T]
+}}
+params {{
+  %w: float32[{rows}, 16] = cast(slice(read("w", [24, 16]), dim=0, start={first}, length={rows}), float32)
+  %tied: float32[{rows}, 16] = tie(%w)
+}}
+pool kv(pages=P, pages_per_slab=1)
+group full(pool=kv, spec=paged(num_kv_heads={heads}, head_size=8, value_size=8, dtype=float32, page_size=4, window=none), page_indices=%a, page_indptr=%b, page_start=%c, slot_mapping=%d) {{
+  slot l0(%k: float32[P, 4, {heads}, 8], %v: float32[P, 4, {heads}, 8])
+}}
+block layer {{
+  inputs {{
+    %x: float32[1, T, 16]
+  }}
+  params {{
+    %w: float32[{rows}, 16]
+  }}
+  %h: float32[1, T, {rows}] = aten.linear.default@1(input=%x, weight=%w)
+  %y: float32[1, T, 4, {columns}] = aten.reshape.default@1(self=%h, shape=[1, T, 4, {column_arg}])
+  return %y
+}}
+main {{
+  %y: float32[1, T, 4, {columns}] = call layer(x=%x, w=%tied)
+  return y=%y
+}}
+"""  # noqa: E501
+WORLD = {
+    "world": "\n  tp: 1..4\n  rank: 0..3",
+    "rows": "(4 * floordiv(6, tp))",
+    "first": "(4 * floordiv(6, tp) * rank)",
+    "heads": "ceildiv(4, tp)",
+    "columns": "floordiv(6, tp)",
+    "column_arg": "floordiv(6, tp)",
+}
+SECOND_OF_TWO = {
+    "world": "", "rows": "12", "first": "12", "heads": "2", "columns": "3", "column_arg": "dim(3)",
+}  # fmt: skip
+
+
+def at(rank: int, tp: int, ep: int = 1) -> Placement:
+    return Placement(rank, tp, ep, CpuDevice())
+
+
+def graph_of(**sizes: str) -> Graph:
+    graph = parse_graph(SHARDED.format(**sizes))
+    verifier.check(graph)
+    return graph
+
+
+def test_a_rank_of_two() -> None:
+    bound = bind_world(graph_of(**WORLD), at(1, 2))
+
+    assert format_graph(bound) == format_graph(graph_of(**SECOND_OF_TWO))
+
+
+def test_a_graph_without_a_world_is_left_alone() -> None:
+    graph = graph_of(**SECOND_OF_TWO)
+    assert bind_world(graph, at(3, 4)) is graph
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"), [(at(0, 8), "tp is 8, and the bundle allows 1 to 4"), (at(4, 4), "rank is 4, .* 0 to 3")]
+)
+def test_worlds_that_a_bundle_excludes(placement: Placement, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        bind_world(graph_of(**WORLD), placement)
+    assert error.value.code == "engine-option-invalid"
+
+
+@pytest.mark.parametrize("change", [{"first": "(rank * 24)"}, {"heads": "floordiv(4, rank)"}])
+def test_what_makes_no_sense_with_a_world_is_refused(change: dict[str, str]) -> None:
+    graph = parse_graph(SHARDED.format(**{**WORLD, **change}))
+    with pytest.raises(BundleError) as error:
+        bind_world(graph, at(1 if "first" in change else 0, 2))
+    assert error.value.code == "graph-invalid"
+
+
+def test_every_expression_of_the_schema_is_found() -> None:
+    """Expressions stand in fields of the type `Expr`, or in tuples of it: in no other way."""
+    structs = [each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    kinds = {kind for struct in structs for kind in typing.get_type_hints(struct, vars(schema)).values()}
+    holding = {kind for kind in kinds if Apply in _parts(kind)}
+
+    assert holding == {Expr, tuple[Expr, ...]}
+
+
+def _parts(kind: typing.Any) -> set[typing.Any]:
+    return {kind}.union(*(_parts(part) for part in typing.get_args(kind)))
+
+
+def test_one_device_is_the_world_for_now() -> None:
+    assert place("cpu").world == {"rank": 0, "tp": 1, "ep": 1}
+    for world in ({"tp": 2}, {"rank": 1, "tp": 2}, {"ep": 8}):
+        with pytest.raises(RequestError, match="this release runs a model on one device") as error:
+            place("cpu", **world)
+        assert error.value.code == "engine-option-invalid"

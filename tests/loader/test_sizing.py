@@ -1,0 +1,128 @@
+"""How large the cache's arena may be: arithmetic, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tiny import tiny_graph
+
+from precast.ir.errors import RequestError, TargetError
+from precast.ir.graph import symbols
+from precast.ir.memory import caches
+from precast.kernels import activations
+from precast.kernels.use import Target
+from precast.loader.sizing import CUDA_FRACTION, CUDA_RESERVE, ArenaSize, Limits, check_limits, size_arena, step_bytes
+from precast.loader.torch_device import CpuDevice, CudaDevice
+
+GRAPH = msgspec.structs.replace(tiny_graph(), caches=caches.with_slabs(tiny_graph().caches))
+CPU, CUDA = CpuDevice(), CudaDevice(0)
+SLAB = 1024  # one page of pool small, two of pool large
+SLABS_OF_64 = 64 // 4 + 64 // 8 // 2  # for a sequence of 64 tokens
+
+
+def sized(*, device: CpuDevice | CudaDevice = CPU, free: int = 2**34, **options: Any) -> ArenaSize:
+    defaults = {"max_num_seqs": 256, "max_num_tokens": 8192, "max_seq_len": 64}
+    return size_arena(GRAPH, Limits(**{**defaults, **options}), device, free=free)
+
+
+@pytest.mark.parametrize(
+    ("options", "slabs"),
+    [
+        ({}, 16 * SLABS_OF_64),
+        ({"max_num_seqs": 3}, 3 * SLABS_OF_64),
+        ({"max_seq_len": 2048}, 16 * 32 * SLABS_OF_64),
+        ({"max_seq_len": 4096}, 16 * 32 * SLABS_OF_64),
+        # one of the longest: all of the full layer, and of the window's layers what one step and the window hold
+        ({"max_seq_len": 200_000}, 200_000 // 8 // 2 + (6 - 1 + 8192) // 4 + 1),
+        ({"free": 2 * 40 * SLAB}, 40),  # half of the memory
+        ({"cache_bytes": 5 * SLAB + 1}, 5),
+        ({"cache_bytes": 2**25, "max_num_seqs": 2}, 2**25 // SLAB),  # for prefixes, if not for sequences
+    ],
+)
+def test_slabs_of_an_arena_on_a_cpu(options: Any, slabs: int) -> None:
+    size = sized(**options)
+    assert (size.num_slabs, size.num_bytes) == (slabs, slabs * SLAB)
+    counters = size.counters()
+    assert (counters["slabs"], counters["slab_bytes"], counters["bytes_for_cache"]) == (slabs, SLAB, size.num_bytes)
+
+
+@pytest.mark.parametrize("spare", [0, 10**6, 10**9])
+def test_slabs_of_an_arena_on_a_gpu_are_arithmetic(spare: int) -> None:
+    options = {"max_num_seqs": 64, "max_num_tokens": 8192, "max_seq_len": 10**6}
+    needed = step_bytes(GRAPH, Limits(**options), CUDA)
+    free = CUDA_RESERVE + needed(0) + spare + 10**7
+    size = sized(device=CUDA, free=free, **options)
+    found = size.num_slabs
+
+    def left_for(slabs: int) -> float:
+        return (free - CUDA_RESERVE - needed(slabs)) * CUDA_FRACTION
+
+    assert found * SLAB <= left_for(found)
+    assert (found + 1) * SLAB > left_for(found + 1)
+    assert size.counters()["bytes_for_activations"] == needed(found)
+    assert size.counters()["bytes_free"] == free
+
+
+def test_a_gpu_keeps_what_its_sequences_cannot_fill() -> None:
+    assert sized(device=CUDA, free=2**34, max_num_seqs=5).num_slabs == 5 * SLABS_OF_64
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_bytes": 2 * SLAB - 1},
+        {"cache_bytes": 1},
+        {"free": 3 * SLAB},
+        {"free": 100},
+        {"device": CUDA, "free": CUDA_RESERVE + 2**20},
+        {"device": CUDA, "max_num_tokens": 10**9},
+        {"device": CUDA, "free": 100},
+        {"device": CUDA, "cache_bytes": 1},
+    ],
+)
+def test_a_cache_without_room_for_the_shortest_sequence(options: Any) -> None:
+    numbers = r"the cache has \d slabs of 1024 bytes, and the shortest sequence needs 2.* 512 bytes in pool large"
+    with pytest.raises(RequestError, match=numbers + r".* activations take up to \d+, and \d+ are set aside") as error:
+        sized(**options)
+    assert error.value.code == "cache-too-small"
+    assert "give at least 2048 cache_bytes" in str(error.value)
+
+
+def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:
+    needed = step_bytes(GRAPH, Limits(30, 256, 640), CPU)
+
+    # 30 sequences of 600 tokens that begin with the same 592: 74 pages that all have, and one of each one's own
+    lists = {group.name: 30 * 75 if group.name == "far" else 30 * 3 for group in GRAPH.caches.groups}
+    longest = activations.step_sizes(GRAPH, max_num_tokens=30, max_num_seqs=30, max_seq_len=600, num_pages=lists)
+    assert needed(74 + 30) >= symbols.evaluate(activations.step_peak(GRAPH, Target("cpu")), longest)
+    assert needed(1) < needed(20) < needed(40) == needed(4000)  # 80 pages of a slab's two are 640 tokens
+
+
+def test_a_step_of_as_many_sequences_as_tokens_may_be_one_prompt() -> None:
+    prompt, several = (step_bytes(GRAPH, Limits(count, 256, 10**6), CPU)(10**6) for count in (1, 256))
+
+    assert several >= prompt
+
+
+def test_no_sequence_is_longer_than_its_pool() -> None:
+    pool, model = (step_bytes(GRAPH, Limits(30, 256, length), CPU)(40) for length in (40 * 2 * 8, 10**6))
+
+    assert model == pool
+
+
+@pytest.mark.parametrize("options", [{}, {"device": CUDA}, {"device": CUDA, "cache_bytes": 2**34 - 2**20}])
+def test_more_cache_than_memory(options: Any) -> None:
+    with pytest.raises(
+        TargetError, match=r"cache_bytes is \d+, and \d+ bytes are free on .* after the weights"
+    ) as error:
+        sized(**{"cache_bytes": 2**34 + 1, **options})
+    assert error.value.code == "device-memory"
+
+
+def test_what_no_memory_makes_good_is_known_without_any() -> None:
+    check_limits(GRAPH, Limits(1, 1, 64, 2 * SLAB))
+    with pytest.raises(RequestError, match="the cache has 1 slabs of 1024 bytes") as error:
+        check_limits(GRAPH, Limits(1, 1, 64, 2 * SLAB - 1))
+    assert error.value.code == "cache-too-small"
