@@ -35,6 +35,8 @@ from precast.loader.engine.engine import Engine
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.run.allocator import cut_blocks_to_size
+from precast.loader.run.runner import Runner
+from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import open_device
 
@@ -176,10 +178,9 @@ class _Family:
         return found
 
     def _run(self, program: Sized, name: str, drawn: bool) -> Iterator[Step]:
-        engine = Engine(
-            program, self._graph, self._model, device=self._device, memory=self._memory, max_num_seqs=MAX_SEQS,
-            max_num_tokens=MAX_TOKENS, tokenizer_files={}, timeline=Timeline(), reuses_prefixes=False,
-        )  # fmt: skip
+        limits = Limits(MAX_SEQS, MAX_TOKENS, MAX_SEQ_LEN)
+        runner = Runner(program, self._graph, self._memory, open_device(self._device), limits)
+        engine = Engine(runner, self._model, tokenizer_files={}, timeline=Timeline(), reuses_prefixes=False)
         params = SamplingParams(max_tokens=DRAWN, temperature=float(drawn), top_k=50, seed=1, ignore_eos=True)
         for lengths in PROMPTS[name]:
             for length in lengths:

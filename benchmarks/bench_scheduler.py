@@ -36,8 +36,8 @@ from precast.ir.memory import caches
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.prefixes import Prefixes
 from precast.loader.cache.tables import PageTables
-from precast.loader.run.batch import BatchInputs, Chunk
-from precast.loader.schedule.requests import Request
+from precast.loader.run.batch import BatchInputs
+from precast.loader.schedule.requests import Chunk, Request
 from precast.loader.schedule.scheduler import Scheduler
 
 NUM_SEQS, STEPS = 256, 600
@@ -107,7 +107,7 @@ def measure(graph: Graph, *, reuses: bool = True) -> dict[str, float]:
         started = time.thread_time()
         planned = scheduler.schedule()
         scheduled = time.thread_time()
-        inputs.arrays([chunk.chunk() for chunk in planned.chunks], scheduler.rows)
+        inputs.arrays(planned.chunks, scheduler.rows)
         made = time.thread_time()
         scheduler.complete(planned, [7] * len(planned.sampled))
         ended = time.thread_time()
@@ -135,16 +135,11 @@ def one_by_one(inputs: BatchInputs, scheduler: Scheduler) -> float:
     times = []
     for _ in range(21):
         started = time.thread_time()
-        made = inputs.arrays([one_token(request) for request in decodes])
+        made = inputs.arrays([Chunk(request, 1) for request in decodes])
         times.append(time.thread_time() - started)
     ours = inputs.arrays([], scheduler.rows)
     assert all(np.array_equal(values, made[name]) for name, values in ours.items())
     return statistics.median(times)
-
-
-def one_token(request: Request) -> Chunk:
-    assert request.table is not None
-    return Chunk(request.token_ids[-1:], request.num_cached, request.prefill_length, request.table, "last")
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ def spans(server: Server, step: Step) -> list[tuple[int, int]]:
     """Of each running request: the first position that the step computes, and the end of what is cached then."""
     lengths = {scheduled.request.id: scheduled.length for scheduled in step.chunks}
     lengths |= dict.fromkeys((request.id for request in step.decodes), 1)
-    return [(r.num_cached, r.num_cached + lengths.get(r.id, 0)) for r in server.running()]
+    return [(r.num_computed, r.num_computed + lengths.get(r.id, 0)) for r in server.running()]
 
 
 @dataclasses.dataclass(frozen=True)

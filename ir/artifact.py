@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from precast.ir import encoding, limits
+from precast.ir import encoding
 from precast.ir.bundle import codec, oci
 from precast.ir.bundle.layout import Contents, Layer, check_file_name, is_bundle, read_layout
-from precast.ir.errors import BundleError
+from precast.ir.errors import BundleError, some
 from precast.ir.graph.schema import Graph, Node
 from precast.ir.manifest import Blob, Manifest
 from precast.ir.ops import table as ops
@@ -138,15 +138,14 @@ def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
         for layer in layers
     )
     if manifest.blobs != expected:
-        listed = ", ".join(blob.name for blob in manifest.blobs[: limits.MAX_LISTED])
-        held = ", ".join(blob.name for blob in expected[: limits.MAX_LISTED])
+        listed, held = (", ".join(some([blob.name for blob in blobs])) for blobs in (manifest.blobs, expected))
         raise BundleError("blob-list", f"manifest: lists {listed}, which are not the layers {held}")
 
 
 def _check_ops_known(manifest: Manifest) -> None:
     unknown = [f"{name}@{version}" for name, version in manifest.ops.items() if ops.lookup(name, version) is None]
     if unknown:
-        message = f"the graph uses ops that this Precast does not have: {', '.join(unknown[: limits.MAX_LISTED])}"
+        message = f"the graph uses ops that this Precast does not have: {', '.join(some(unknown))}"
         raise BundleError("op-unknown", message, fix="upgrade Precast, or build the bundle with this version")
 
 

@@ -7,7 +7,10 @@ never one of these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
+
+from precast.ir import limits
 
 CODES: dict[str, str] = {
     # --- bundle: the container --------------------------------------------------------------------------------
@@ -85,6 +88,7 @@ CODES: dict[str, str] = {
     "cache-too-small": "the cache cannot hold what the engine options ask for",
     "tokenizer-missing": "text was given or asked for, and the bundle has no tokenizer",
     "engine-closed": "the engine is closed",
+    "logits-not-finite": "the model gave logits that are NaN or all infinite",
     "input-mismatch": "inputs of a program are missing, unexpected, or of another shape or dtype",
     "symbol-unbound": "a symbol has no value, or two different ones",
     # --- the target machine -----------------------------------------------------------------------------------
@@ -106,6 +110,12 @@ FIXES: dict[str, str] = {
     "checkpoint-read": "check the file's permissions and its disk, or download or copy it again",
 }
 """What to do about the errors of a code, where who raises one knows no better."""
+
+
+def some(items: Sequence[str]) -> list[str]:
+    """The first of the items, and in place of the others how many they are."""
+    more = len(items) - limits.MAX_LISTED
+    return [*items[: limits.MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
 
 
 class PrecastError(Exception):

@@ -37,8 +37,8 @@ class Checkpoint(Wire, frozen=True):
     """How tensor names of a checkpoint are read, beyond the recipes.
 
     `optional_prefixes` may be missing from, or stand before, every name of the checkpoint (GPT-2's `transformer.`).
-    `ignored` are name patterns of tensors that are present in some checkpoints and used by none; `*` stands for any
-    run of characters, all else for itself. `tied` maps a second name of a tensor to the name that recipes read: a
+    `ignored` are patterns of names of tensors that some checkpoints have and no model uses; `*` stands for any run of
+    characters, all else for itself. `tied` maps a second name of a tensor to the name that recipes read: a
     checkpoint holds either of them, or both with equal content. `unused` are patterns of tensors that belong to the
     model but not to its graph: the vision tower of a model whose text decoder was built. A name that begins with a key
     of `prefixes` may begin with its value instead.

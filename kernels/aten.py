@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
@@ -54,10 +53,10 @@ _PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.matmul.default")
 
 
 def _record(op: str, version: int) -> Record:
-    dtypes = dict.fromkeys(("input", "weight", "self", "other", "mat1", "mat2"), COMPUTED) if op in _PRODUCTS else {}
+    factors = ("input", "weight", "self", "other", "mat1", "mat2") if op in _PRODUCTS else ()
     return Record(
         name=f"torch.{op.removeprefix('aten.')}", op=op, op_versions=(version,), runs=f"torch:ops.{op}",
-        workspace=_WORKSPACES.get(op, nothing), dtypes=MappingProxyType(dtypes),
+        workspace=_WORKSPACES.get(op, nothing), dtypes=dict.fromkeys(factors, COMPUTED),
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from typing import Any, TypeVar, get_type_hints
 
 from precast.ir.ops import table as ops
@@ -19,33 +18,41 @@ def implements(op: str, version: int = 1) -> Callable[[Callable[..., Result]], C
     It takes the arguments that its parameters name. A parameter that is a NamedTuple takes those that the tuple's
     fields name, as one.
     """
-    args = arguments(f"precast.{op}", version)
-    signature = inspect.Signature([_parameter(arg) for arg in args])
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         hints = get_type_hints(function)
-        groups = {name: _fields(hints.get(name)) for name in inspect.signature(function).parameters}
+        groups = {name: getattr(hints[name], "_fields", None) for name in inspect.signature(function).parameters}
 
-        @wraps(function)
-        def call(*positional: Any, **named: Any) -> Result:
-            given = bound(args, positional, named)
-            grouped = {
-                name: given[name] if fields is None else hints[name](*(given[field] for field in fields))
-                for name, fields in groups.items()
-            }
-            return function(**grouped)
+        def grouped(given: dict[str, Any]) -> Result:
+            return function(
+                *(
+                    given[name] if fields is None else hints[name](*(given[field] for field in fields))
+                    for name, fields in groups.items()
+                )
+            )
 
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        return call
+        return called_as(op, grouped, version, like=function)
 
     return decorate
 
 
-def arguments(op: str, version: int = 1) -> tuple[ArgDef, ...]:
-    """The arguments of an op of the op table."""
-    definition = ops.lookup(op, version)
-    assert definition is not None, f"{op}@{version} is not in the op table"
-    return definition.args
+def called_as(
+    op: str, function: Callable[[dict[str, Any]], Result], version: int = 1, *, like: Callable[..., Any]
+) -> Callable[..., Result]:
+    """`function`, which takes all arguments of `precast.<op>` by name in one dictionary, called as the op is.
+
+    What is written about the result is what is written about `like`.
+    """
+    definition = ops.lookup(f"precast.{op}", version)
+    assert definition is not None, f"precast.{op}@{version} is not in the op table"
+    args = definition.args
+
+    def call(*positional: Any, **named: Any) -> Result:
+        return function(bound(args, positional, named))
+
+    call.__module__, call.__name__, call.__qualname__, call.__doc__ = like.__module__, op, op, like.__doc__
+    call.__signature__ = inspect.Signature(list(map(_parameter, args)))  # type: ignore[attr-defined]
+    return call
 
 
 def bound(args: Sequence[ArgDef], positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +69,3 @@ def bound(args: Sequence[ArgDef], positional: Sequence[Any], named: Mapping[str,
 def _parameter(arg: ArgDef) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY if arg.keyword_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Parameter(arg.name, kind, default=arg.default if arg.has_default else inspect.Parameter.empty)
-
-
-def _fields(hint: Any) -> tuple[str, ...] | None:
-    return getattr(hint, "_fields", None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from typing import NamedTuple
 
 from precast.ir.errors import BundleError, TargetError
@@ -15,32 +16,15 @@ from precast.ir.graph import symbols
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.ops import table as ops
 from precast.kernels import aten
-from precast.kernels.attention import records as attention
-from precast.kernels.causal_conv import records as causal_conv
-from precast.kernels.delta_rule import records as delta_rule
-from precast.kernels.embedding import records as embedding
-from precast.kernels.experts import records as experts
-from precast.kernels.gated_activation import records as gated_activation
-from precast.kernels.gather_rows import records as gather_rows
-from precast.kernels.latent_attention import records as latent_attention
-from precast.kernels.layer_norm import records as layer_norm
-from precast.kernels.linear_attention import records as linear_attention
-from precast.kernels.linear_recurrence import records as linear_recurrence
 from precast.kernels.records import Ranges, Record
-from precast.kernels.rms_norm import records as rms_norm
-from precast.kernels.rotary import records as rotary
-from precast.kernels.route import records as route
-from precast.kernels.sampling import records as sampling
-from precast.kernels.selective_scan import records as selective_scan
-from precast.kernels.state_space_scan import records as state_space_scan
 from precast.kernels.use import Target, Use, size, type_bytes
-from precast.kernels.wkv import records as wkv
 
 _FAMILIES = (
-    aten, attention, causal_conv, delta_rule, embedding, experts, gated_activation, gather_rows, latent_attention,
-    layer_norm, linear_attention, linear_recurrence, rms_norm, rotary, route, sampling, selective_scan,
-    state_space_scan, wkv,
+    "attention", "causal_conv", "delta_rule", "embedding", "experts", "gated_activation", "gather_rows",
+    "latent_attention", "layer_norm", "linear_attention", "linear_recurrence", "rms_norm", "rotary", "route",
+    "sampling", "selective_scan", "state_space_scan", "wkv",
 )  # fmt: skip
+"""The folders of this room: each has a module `records`, imported when a record is first asked for."""
 
 CPU_COPIES = 16
 """How often a CPU may hold an op's results and the activations that it takes, copied, widened and sorted."""
@@ -71,9 +55,11 @@ class Measured(NamedTuple):
     order: tuple[str, ...]
 
 
+@cache
 def all_records() -> tuple[Record, ...]:
     """Every record, family by family, the fastest of an op first."""
-    return tuple(record for family in _FAMILIES for record in family.RECORDS)
+    families = [import_module(f"precast.kernels.{family}.records") for family in _FAMILIES]
+    return (*aten.RECORDS, *(record for family in families for record in family.RECORDS))
 
 
 def records_of(op: str, version: int) -> tuple[Record, ...]:
@@ -186,11 +172,9 @@ def _refusal(record: Record, use: Use, sizes: Mapping[str, int]) -> str | None:
     for condition in record.takes:
         if not condition.holds(use):
             return f"it wants {condition.text}"
-    for symbol in record.sizes:
-        if not _within(record.sizes, {symbol: sizes.get(symbol, -1)}):
-            low, high = record.sizes[symbol]
-            found = sizes.get(symbol, "not known")
-            return f"{symbol} is {found}, it takes {low} to {'any' if high is None else high}"
+    for symbol, (low, high) in record.sizes.items():
+        if not _within({symbol: (low, high)}, sizes):
+            return f"{symbol} is {sizes.get(symbol, 'not known')}, it takes {low} to {'any' if high is None else high}"
     return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx.experimental.sym_node import SymNode
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr, TensorType
@@ -34,20 +35,34 @@ def fake_of(op: OpDef) -> Callable[..., Any]:
 
 def _results(op: OpDef, given: Mapping[str, Any], sizes: list[Size]) -> list[tuple[TensorType, list[Size]]]:
     try:
-        known: dict[Expr, Size] = {_symbolic(size): size for size in sizes}
+        symbols_of = _symbols(sizes)
         types = op.shape_rule({name: _argument(value, _symbolic) for name, value in given.items()})
-        return [(kind, [_value(size, known) for size in kind.shape]) for kind in types]
-    except (ShapeError, NoExpressionError, KeyError):
+    except (ShapeError, NoExpressionError):
         if all(isinstance(size, int) for size in sizes):
             raise
-        # Symbols that are related by their values alone, as where torch makes every size of a call dynamic.
-        types = op.shape_rule({name: _argument(value, int) for name, value in given.items()})
-        return [(kind, [symbols.evaluate(size, {}) for size in kind.shape]) for kind in types]
+        # Symbols that fit by their values alone, as where torch makes every size of a call dynamic. No guard is set:
+        # if that isn't meant, the results are at odds with the arguments, and the verifier refuses the graph.
+        symbols_of = {}
+        types = op.shape_rule({name: _argument(value, _hint) for name, value in given.items()})
+    return [(kind, [symbols.evaluate(size, symbols_of) for size in kind.shape]) for kind in types]
 
 
-def _value(size: Expr, known: Mapping[Expr, Size]) -> Size:
-    named = {name: value for name, value in known.items() if isinstance(name, str)}
-    return known[size] if size in known else symbols.evaluate(size, named)
+def _symbols(sizes: list[Size]) -> dict[str, torch.SymInt]:
+    """The symbols that the sizes are made of."""
+    symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
+    made = {
+        symbol.name: torch.SymInt(SymNode(symbol, size.node.shape_env, int, None))
+        for size in symbolic
+        for symbol in size.node.expr.free_symbols
+    }
+    return made | {size.node.expr.name: size for size in symbolic if size.node.expr.is_symbol}
+
+
+def _hint(size: Size) -> int:
+    known = size if isinstance(size, int) else size.node.hint
+    if known is None:
+        raise ShapeError(f"{size} has no value to fall back on")
+    return int(known)
 
 
 def _symbolic(size: Size) -> Expr:

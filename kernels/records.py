@@ -75,14 +75,9 @@ def nothing(use: Use) -> Expr:
 def reference(op: str, module: str, workspace: Callable[[Use], Expr]) -> Record:
     """The op's definition in `precast.kernels.<module>`, on all devices."""
     name = op.removeprefix("precast.")
-    runs = f"precast.kernels.{module}:{name}"
-    return Record(name=f"reference.{name}", op=op, runs=runs, workspace=workspace)
+    return Record(name=f"reference.{name}", op=op, runs=f"precast.kernels.{module}:{name}", workspace=workspace)
 
 
 def reference_on_cpu(op: str, module: str) -> Record:
     """The definition of an op that other implementations compute on GPUs."""
-    name = op.removeprefix("precast.")
-    runs = f"precast.kernels.{module}:{name}"
-    return Record(
-        name=f"reference.{name}", op=op, runs=runs, workspace=nothing, devices=("cpu",), capture="host"
-    )  # fmt: skip
+    return msgspec.structs.replace(reference(op, module, nothing), devices=("cpu",), capture="host")

@@ -16,86 +16,21 @@ from typing import Any, NamedTuple
 import torch
 
 from precast.ir.ops import table as ops
-from precast.kernels.attention.attention import ATTENTION
-from precast.kernels.attention.paged import PAGED_ATTENTION
-from precast.kernels.attention.write_kv import WRITE_KV
-from precast.kernels.causal_conv.causal_conv import CAUSAL_CONV
-from precast.kernels.causal_conv.stateful import STATEFUL_CAUSAL_CONV
-from precast.kernels.choices import cases, fastest
-from precast.kernels.delta_rule.delta_rule import DELTA_RULE
-from precast.kernels.delta_rule.stateful import STATEFUL_DELTA_RULE
-from precast.kernels.embedding.embedding import EMBEDDING
-from precast.kernels.experts.experts import EXPERTS
-from precast.kernels.experts.grouped_linear import GROUPED_LINEAR
-from precast.kernels.gated_activation.gated_activation import GATED_ACTIVATION
-from precast.kernels.gather_rows.gather_rows import GATHER_ROWS
-from precast.kernels.latent_attention.latent_attention import LATENT_ATTENTION
-from precast.kernels.latent_attention.paged import PAGED_LATENT_ATTENTION
-from precast.kernels.latent_attention.write_latent import WRITE_LATENT
-from precast.kernels.layer_norm.layer_norm import LAYER_NORM
-from precast.kernels.linear_attention.linear_attention import LINEAR_ATTENTION
-from precast.kernels.linear_attention.stateful import STATEFUL_LINEAR_ATTENTION
-from precast.kernels.linear_recurrence.linear_recurrence import LINEAR_RECURRENCE
-from precast.kernels.linear_recurrence.stateful import STATEFUL_LINEAR_RECURRENCE
+from precast.kernels.choices import all_records, cases, fastest
 from precast.kernels.records import Ranges, Record
-from precast.kernels.rms_norm.residual_rms_norm import RESIDUAL_RMS_NORM
-from precast.kernels.rms_norm.rms_norm import RMS_NORM
-from precast.kernels.rotary.rope_frequencies import ROPE_FREQUENCIES
-from precast.kernels.rotary.rotary import ROTARY
-from precast.kernels.rotary.rotary_tables import ROTARY_TABLES
-from precast.kernels.route.route import ROUTE
-from precast.kernels.sampling.sample import SAMPLE
-from precast.kernels.selective_scan.selective_scan import SELECTIVE_SCAN
-from precast.kernels.selective_scan.stateful import STATEFUL_SELECTIVE_SCAN
 from precast.kernels.spec import OpSpec
-from precast.kernels.state_space_scan.state_space_scan import STATE_SPACE_SCAN
-from precast.kernels.state_space_scan.stateful import STATEFUL_STATE_SPACE_SCAN
 from precast.kernels.use import GPU, Target, Use
-from precast.kernels.wkv.stateful import STATEFUL_WKV
-from precast.kernels.wkv.wkv import WKV
 
 _NAMESPACE = "precast"
 
-_SPECS = (
-    ATTENTION,
-    CAUSAL_CONV,
-    DELTA_RULE,
-    EMBEDDING,
-    EXPERTS,
-    GATED_ACTIVATION,
-    GATHER_ROWS,
-    GROUPED_LINEAR,
-    LATENT_ATTENTION,
-    LAYER_NORM,
-    LINEAR_ATTENTION,
-    LINEAR_RECURRENCE,
-    PAGED_ATTENTION,
-    PAGED_LATENT_ATTENTION,
-    RESIDUAL_RMS_NORM,
-    RMS_NORM,
-    ROPE_FREQUENCIES,
-    ROTARY,
-    ROTARY_TABLES,
-    ROUTE,
-    SAMPLE,
-    SELECTIVE_SCAN,
-    STATE_SPACE_SCAN,
-    STATEFUL_CAUSAL_CONV,
-    STATEFUL_DELTA_RULE,
-    STATEFUL_LINEAR_ATTENTION,
-    STATEFUL_LINEAR_RECURRENCE,
-    STATEFUL_SELECTIVE_SCAN,
-    STATEFUL_STATE_SPACE_SCAN,
-    STATEFUL_WKV,
-    WKV,
-    WRITE_KV,
-    WRITE_LATENT,
-)
 
-
+@cache
 def specs() -> tuple[OpSpec, ...]:
-    """The spec of every `precast.*` op, sorted by name."""
-    return _SPECS
+    """The spec of every `precast.*` op, from beside the references that records name; sorted by name and version."""
+    runs = [record.runs for record in all_records() if record.name.startswith("reference.")]
+    modules = sorted({module.partition(":")[0] for module in runs if isinstance(module, str)})
+    found = [value for name in modules for value in vars(import_module(name)).values() if isinstance(value, OpSpec)]
+    return tuple(sorted(found, key=lambda spec: (spec.name, spec.version)))
 
 
 @cache
@@ -107,9 +42,9 @@ def register() -> torch.library.Library:
     from precast.kernels.fakes import fake_of
 
     library = torch.library.Library(_NAMESPACE, "DEF")
-    for spec in _SPECS:
-        name = spec.name.removeprefix("precast.")
-        library.define(ops.signature(spec.name, spec.version).replace("Dtype ", "ScalarType "))
+    for spec in specs():
+        name, signature = spec.torch_name, ops.signature(spec.name, spec.version)
+        library.define(name + signature[signature.index("(") :].replace("Dtype ", "ScalarType "))
         library.impl(name, spec.reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{name}", fake_of(spec.definition), lib=library)
     return library

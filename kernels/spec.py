@@ -1,8 +1,7 @@
 """What an op is to tests, verifier and docs: one `OpSpec`, beside the op's formula and its reference.
 
-The signature, the shape rule and what it mutates stand in `precast.ir.ops.table`; a spec adds what only torch
-can say, and takes all else from there. No kernel is imported to make a spec: implementations are named by functions
-that import them when they are first wanted.
+The signature, the shape rule and what it mutates stand in `precast.ir.ops.table`; a spec adds what only torch can say,
+and takes all else from there. What computes the op fast stands in its family's records.
 """
 
 from __future__ import annotations
@@ -85,10 +84,8 @@ class OpSpec:
 
     `axes` and `results` give each tensor's axes, results in order: `"1 T H D"`, with `...` for any number of leading
     axes, `2F` for a multiple and `B+1` for a sum; one letter has one size in a call. `dtypes` names the element types
-    of each tensor argument that it takes. `implementations` maps a device type to what imports the fastest
-    implementation there; a device type that isn't in it has the reference. `tolerances` are for the largest of the
-    floating results' dtypes, and for what is written; a dtype that isn't in it must be met exactly. `reads_metadata`:
-    its implementation for CUDA reads metadata on the host, which is a wait for the device.
+    of each tensor argument that it takes. `tolerances` are for the largest of the floating results' dtypes,
+    and for what is written; a dtype that isn't in it must be met exactly.
     """
 
     name: str
@@ -99,8 +96,12 @@ class OpSpec:
     reference: Callable[..., Any]
     samples: Callable[[Draw], Iterator[Sample]]
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=dict)
-    implementations: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
-    reads_metadata: bool = False
+
+    @property
+    def torch_name(self) -> str:
+        """The name in `torch.ops.precast`: that of the op, for later versions with the version."""
+        name = self.name.removeprefix("precast.")
+        return name if self.version == 1 else f"{name}_{self.version}"
 
     @property
     def definition(self) -> ops.OpDef:

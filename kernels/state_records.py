@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, floordiv, largest, maximum, minimum, mul
+from precast.ir.ops import table as ops
 from precast.kernels.limits import TOGETHER
 from precast.kernels.records import Record, reference_on_cpu
 from precast.kernels.use import Use, copied, wide
@@ -23,19 +24,23 @@ def forms(
     name: str,
     module: str,
     workspace: Callable[[Use], Expr],
-    state: Callable[[Use], tuple[Expr, ...]],
     *,
     capture: Literal["static", "host"] = "host",
 ) -> tuple[Record, ...]:
     """The records of `precast.stateful_<name>` and of `precast.<name>`, the form without a cache.
 
-    `precast.kernels.<name>.<module>` has the implementation of both. `state` gives the sizes of a sequence's state:
-    the form without a cache makes new ones, in the type that it computes in.
+    `precast.kernels.<name>.<module>` has the implementation of both. The form without a cache makes new states, in the
+    type that it computes in.
     """
+    op = ops.lookup(f"precast.{name}")
+    assert op is not None
+    assert op.state is not None
+    shape_of = op.state.shape
 
     def beginning(use: Use) -> Expr:
         full = 8 if use.result.dtype == "float64" else 4
-        return add(workspace(use), mul(full, sequences_of(use), *state(use)))
+        state = shape_of({name: operand.type for name, operand in use.operands.items()})
+        return add(workspace(use), mul(full, sequences_of(use), *state))
 
     stateful = f"stateful_{name}"
     kept = Record(
@@ -48,7 +53,7 @@ def forms(
     )  # fmt: skip
     return (
         kept,
-        reference_on_cpu(f"precast.{stateful}", f"{name}.stateful"),
+        reference_on_cpu(f"precast.{stateful}", f"{name}.{name}"),
         fresh,
         reference_on_cpu(f"precast.{name}", f"{name}.{name}"),
     )

@@ -6,11 +6,11 @@ No torch: `inspect` asks too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Block, Const, Dtype, Expr, Graph, Node, Ref, TensorType
+from precast.ir.graph.schema import Block, Call, Const, Dtype, Expr, Graph, Node, Ref, TensorType
 from precast.ir.graph.symbols import mul, numel
 from precast.ir.memory import caches
 from precast.ir.memory.liveness import Operand
@@ -100,12 +100,14 @@ def use_of(node: Node, types: Mapping[str, TensorType], target: Target) -> Use:
 
 def types_in(function: Graph | Block) -> dict[str, TensorType]:
     """The type of every name in `main` or in a block."""
+    found: dict[str, TensorType] = {value.name: value.type for value in (*function.inputs, *function.params)}
+    steps: Sequence[Node | Call]
     if isinstance(function, Graph):
-        given = (*function.inputs, *function.params, *function.constants, *caches.tensors(function.caches))
-        steps = function.main
+        others, steps = (*function.constants, *caches.tensors(function.caches)), function.main
     else:
-        given, steps = (*function.inputs, *function.params, *function.caches), function.nodes
-    return {value.name: value.type for value in (*given, *(made for step in steps for made in step.outputs))}
+        others, steps = function.caches, function.nodes
+    made = (value for step in steps for value in step.outputs)
+    return found | {value.name: value.type for value in (*others, *made)}
 
 
 def width(operand: Operand) -> int:

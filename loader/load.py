@@ -26,6 +26,8 @@ from precast.loader.engine.engine import Engine
 from precast.loader.placement import Placement, bind_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.allocator import cut_blocks_to_size
+from precast.loader.run.batch import BatchInputs
+from precast.loader.run.runner import Runner
 from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
 from precast.loader.weights.stream import load_weights
@@ -69,6 +71,7 @@ def load(
             graph = rank_graph(opened, placement)
             limits = Limits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
             sizing.check_limits(graph, limits)
+            BatchInputs(graph)  # refuses a graph that no step's inputs can be made for
             if not allow_config_mismatch:
                 config_facts.check(opened.manifest.config, weights)
             program = restore(graph, device=torch.device(target.name))
@@ -76,27 +79,16 @@ def load(
         with timeline.phase("weights") as phase:
             loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
             program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))
-            phase.bytes = loaded.bytes_read
-            phase.counters |= {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
+            phase.note(loaded.bytes_read, {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed})
         with timeline.phase("pools") as phase:
             size = sizing.size_arena(graph, limits, target, free=target.free_bytes())
             memory = CacheMemory(graph.caches, size.num_slabs, target)
             program.bind(memory.tensors)
             cut_blocks_to_size(torch.device(target.name))
-            phase.bytes = size.num_bytes
-            phase.counters |= size.counters()
-    return Engine(
-        program,
-        graph,
-        opened.manifest.model,
-        device=torch.device(target.name),
-        memory=memory,
-        max_num_seqs=max_num_seqs,
-        max_num_tokens=max_num_tokens,
-        tokenizer_files=opened.files("tokenizer"),
-        timeline=timeline,
-        reuses_prefixes=reuse_prefixes,
-    )
+            runner = Runner(program, graph, memory, target, limits)
+            phase.note(size.num_bytes, size.counters())
+    model, tokenizer = opened.manifest.model, opened.files("tokenizer")
+    return Engine(runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes)
 
 
 def rank_graph(bundle: Bundle, placement: Placement) -> Graph:

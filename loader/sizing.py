@@ -58,14 +58,8 @@ class ArenaSize(NamedTuple):
 
     def counters(self) -> dict[str, int]:
         """The arithmetic as a phase of the load reports it."""
-        return {
-            "bytes_free": self.free,
-            "bytes_for_activations": self.activations,
-            "bytes_reserved": self.reserve,
-            "bytes_for_cache": self.num_bytes,
-            "slabs": self.num_slabs,
-            "slab_bytes": self.slab_bytes,
-        }
+        apart = {"bytes_free": self.free, "bytes_for_activations": self.activations, "bytes_reserved": self.reserve}
+        return apart | {"bytes_for_cache": self.num_bytes, "slabs": self.num_slabs, "slab_bytes": self.slab_bytes}
 
 
 def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> ArenaSize:
@@ -97,7 +91,9 @@ def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> Ar
         num_slabs = min(max(several, filled_by(1, limits.max_seq_len)), int(free * CPU_FRACTION) // slab_bytes)
     size = ArenaSize(num_slabs, slab_bytes, free, needed(num_slabs), reserve)
     _check_fits(size, limits, device)
-    _check_room(size, plan)
+    if num_slabs < len(plan.pools):
+        held = f"; {free} bytes are free after the weights, of which a step's activations take up to "
+        raise _too_small(plan, num_slabs, f"{held}{size.activations}, and {reserve} are set aside")
     return size
 
 
@@ -158,12 +154,6 @@ def _check_fits(size: ArenaSize, limits: Limits, device: Device) -> None:
             f"of which a step's activations take up to {size.activations}, and {size.reserve} are set aside",
             fix="give fewer cache_bytes, lower max_num_tokens or max_num_seqs, or free memory on the device",
         )
-
-
-def _check_room(size: ArenaSize, plan: CachePlan) -> None:
-    if size.num_slabs < len(plan.pools):
-        held = f"; {size.free} bytes are free after the weights, of which a step's activations take up to "
-        raise _too_small(plan, size.num_slabs, f"{held}{size.activations}, and {size.reserve} are set aside")
 
 
 def _too_small(plan: CachePlan, num_slabs: int, held: str) -> RequestError:

@@ -29,9 +29,9 @@ class Phase(msgspec.Struct):
     bytes: int | None = None
     counters: dict[str, int] = {}
 
-    def count(self, counter: str, by: int = 1) -> None:
-        """Add `by` to a counter of this phase."""
-        self.counters[counter] = self.counters.get(counter, 0) + by
+    def note(self, num_bytes: int, counters: dict[str, int]) -> None:
+        """Say what the phase moved and counted."""
+        self.bytes, self.counters = num_bytes, counters
 
 
 class Timeline:
@@ -45,7 +45,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Record the body as a phase; the body may set `bytes` and count on what it is given."""
+        """Record the body as a phase; the body may note what it moved and counted."""
         phase = Phase(name, self._clock() - self.origin)
         self.phases.append(phase)
         yield phase

@@ -1,7 +1,7 @@
 """Whether a loaded bundle computes what transformers computes: the same logits, the same greedy tokens.
 
 The prompts are unequal, packed into one batch, or arrive one after another and are computed in chunks; transformers
-computes each by itself.
+computes each alone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from precast.ir.memory import caches
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.memory import CacheMemory
-from precast.loader.cache.tables import PageTables, SequenceTable
+from precast.loader.cache.tables import PageTables
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.load import constant_tensors, load
 from precast.loader.program.restore import restore
-from precast.loader.run.batch import BatchInputs, Chunk, Staging
+from precast.loader.run.runner import Runner
+from precast.loader.schedule.requests import Chunk, Request, Step
+from precast.loader.sizing import Limits
 from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
@@ -96,19 +98,17 @@ def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) 
     memory = CacheMemory(graph.caches, num_slabs, device)
     memory.arena.fill_(0xFF)  # NaN in every floating type
     program.bind(memory.tensors)
-    tables, inputs = PageTables(memory.plan, Arena(num_slabs)), BatchInputs(graph)
+    tables = PageTables(memory.plan, Arena(num_slabs))
 
-    def table_of(num_tokens: int) -> SequenceTable:
-        table = tables.new_table()
-        tables.grow(table, num_tokens)
-        return table
+    def chunk_of(ids: Sequence[int]) -> Chunk:
+        request = Request(0, array("q", ids), len(ids) + 1)
+        request.table = tables.new_table()
+        tables.grow(request.table, len(ids))
+        return Chunk(request, len(ids), "all")
 
-    chunks = [Chunk(array("q", ids), 0, len(ids), table_of(len(ids)), "all") for ids in prompts]
-    num_bytes = inputs.max_bytes(
-        max_num_seqs=len(prompts), max_num_tokens=sum(map(len, prompts)), num_pages=memory.num_pages
-    )
-    outputs = program(**inputs.shaped(Staging(num_bytes, torch.device("cpu")).to_device(inputs.arrays(chunks))))
-    return list(outputs["logits"][0].float().split([len(ids) for ids in prompts]))
+    limits = Limits(len(prompts), sum(map(len, prompts)), longest)
+    ticket = Runner(program, graph, memory, device, limits).launch(Step([], [chunk_of(ids) for ids in prompts]))
+    return list(ticket.logits.float().split([len(ids) for ids in prompts]))
 
 
 def arrive_one_after_another(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
@@ -127,7 +127,7 @@ def arrive_one_after_another(engine: Engine, prompts: Sequence[Sequence[int]], n
 
 
 def hf_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """transformers' logits of each sequence by itself, `[T, V]`."""
+    """transformers' logits of each sequence, computed alone, `[T, V]`."""
     with torch.no_grad():
         return [model(input_ids=torch.tensor([list(prompt)]), use_cache=False).logits[0].clone() for prompt in prompts]
 
@@ -145,7 +145,7 @@ def hf_greedy(model: Any, prompt: Sequence[int], count: int, *, use_cache: bool 
 
 
 def is_greedy(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-    """Whether each token of the answer is the likeliest after those before it, by transformers without a cache.
+    """Whether each token of the answer is the likeliest one after those before it, by transformers without a cache.
 
     That is what `generate` gives for a model whose cache changes nothing, in one pass instead of one a token. Where two
     tokens are as likely within `TOLERANCE`, either will do: which one is a matter of the machine's arithmetic.
@@ -154,7 +154,7 @@ def is_greedy(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> bool:
     steps = logits[len(prompt) - 1 :]
     if not answer or len(steps) != len(answer):
         return False
-    chosen = steps.gather(1, torch.tensor([answer]).T)[:, 0]
+    chosen = steps.gather(1, torch.tensor([list(answer)]).T)[:, 0]
     return bool((steps.amax(1) - chosen <= TOLERANCE * steps.abs().amax(1)).all())
 
 

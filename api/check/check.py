@@ -86,11 +86,11 @@ def _first_difference(bundle: Bundle, weights: Path, model: PreTrainedModel) -> 
                 relative_error(torch.stack(list(parts)).sum(0), hidden) < TOLERANCE for parts in _parts(found, hidden)
             ):
                 return layer
-    return f"what comes behind {next(reversed(expected))}" if expected else "the model, which has no layers"
+    return f"what comes after {next(reversed(expected))}" if expected else "the model, which has no layers"
 
 
 def _parts(found: list[torch.Tensor], hidden: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """Each result of a layer, and each two: a layer's last addition may be done by the one behind it."""
+    """Each result of a layer, and each two: a layer's last addition may be done by the next one."""
     fitting = [tensor for tensor in found if tensor.shape == hidden.shape]
     return chain(combinations(fitting, 1), combinations(fitting, 2))
 

@@ -167,7 +167,7 @@ def sweep(wanted: Sequence[str], *, workers: int = 1, done: Callable[[Row], None
 
 
 def _import_all() -> None:
-    """Imports here what each child would import by itself: the passes, and what the exporter's first call imports."""
+    """Imports once, here, what each child would import: the passes, and what the exporter's first call imports."""
     pipeline.passes()
     linear = torch.nn.Linear(2, 2, device="meta")
     torch.export.export(linear, (torch.empty(1, 2, device="meta"),))

@@ -31,7 +31,7 @@ def difference(first: Bundle, second: Bundle) -> Report:
 
 
 def _manifest(bundle: Bundle) -> dict[str, str]:
-    """The manifest's entries by dotted name, but for what is compared by itself."""
+    """The manifest's entries by dotted name, without those that are compared one by one."""
     flat: dict[str, str] = {}
     for key, value in msgspec.to_builtins(bundle.manifest).items():
         if key in ("blobs", "config", "passes"):

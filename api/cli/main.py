@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,12 @@ from precast import __version__
 from precast.ir.errors import BuildError, PrecastError, RequestError, TargetError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
     from precast.loader.engine.engine import Engine
+    from precast.loader.engine.results import Event, Output
     from precast.loader.engine.sampling import SamplingParams
 
 # What can't be read is an error of Precast's own, with a code, not one of usage.
@@ -45,7 +49,7 @@ class _Verb(click.Command):
             click.echo(_printable(f"error: {error}"), err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("\ninterrupted", err=True)  # behind the terminal's ^C
+            click.echo("\ninterrupted", err=True)  # after the terminal's ^C
             ctx.exit(130)
 
 
@@ -113,8 +117,9 @@ def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> N
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
-    views = {"graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache}
-    views["kernels"] = kernels
+    views: dict[str, Callable[[Bundle], Report]] = {
+        "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
+    }  # fmt: skip
     reports = [view(opened) for name, view in views.items() if parts[name]]
     _report(show.together(reports or [show.summary(opened)]), as_json)
 
@@ -207,7 +212,7 @@ def digest(bundle: Path, as_json: bool) -> None:
 )
 @click.option("--seed", type=int, help="Equal seeds give equal answers.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends the answer; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-sequence token.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
 @click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Sequences that run at once.")
 @click.option("--max-num-tokens", type=int, default=8192, show_default=True, help="Tokens that one step computes.")
 @click.option(
@@ -232,30 +237,41 @@ def run(
     with stages(LOAD_PHASES, "loading") as progress:
         timeline = AnnouncedTimeline(progress)
         with timeline.phase("import"):
+            from precast.ir.artifact import Bundle
+            from precast.loader.engine.prompts import check_prompts
             from precast.loader.engine.sampling import SamplingParams
+            from precast.loader.engine.tokenizer import Tokenizer
+
+            params = SamplingParams(**sampling)
+            opened = Bundle.open(bundle)  # what is wrong with a prompt is said before torch is imported
+            tokenizer = Tokenizer.from_files(opened.files("tokenizer"))
+            check_prompts(all_prompts, params, opened.manifest.model, lambda: tokenizer)
             from precast.loader.load import load
-        params = SamplingParams(**sampling)
         engine = load(
-            bundle, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
+            opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
             cache_bytes=cache_bytes, allow_config_mismatch=allow_config_mismatch, timeline=timeline,
         )  # fmt: skip
+        engine.tokenizer = tokenizer
     with engine:
         if as_json:
-            outputs = [msgspec.to_builtins(output) for output in engine.generate(all_prompts, params)]
-            found = {"outputs": outputs, "stats": engine.stats.to_dict(), "timeline": json.loads(timeline.to_json())}
+            answers = [msgspec.to_builtins(output) for output in engine.generate(all_prompts, params)]
+            found = {"outputs": answers, "stats": engine.stats.to_dict(), "timeline": json.loads(timeline.to_json())}
             _echo(json.dumps(found))
         elif len(all_prompts) == 1:
             _stream(engine, all_prompts[0], params)
         else:
-            for prompt, output in zip(all_prompts, engine.generate(all_prompts, params), strict=True):
+            outputs = engine.generate(all_prompts, params)
+            for prompt, output in zip(all_prompts, outputs, strict=True):
                 answer = output.text if engine.tokenizer is not None else output.token_ids
                 _echo(f"{prompt!r} -> {answer!r}")
+            for i, output in enumerate(outputs):
+                _check_finished(output, f"prompt {i}")
         if with_timeline:
             click.echo(timeline.text(), err=True)
 
 
 def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:
-    """`precast.build`, with what it raises besides Precast's errors turned into those."""
+    """`precast.build`, with other errors that it raises turned into Precast's own."""
     try:
         from precast import build as build_bundle
 
@@ -281,7 +297,13 @@ def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams) -> 
         elif event.token_ids:
             _echo(space + " ".join(map(str, event.token_ids)), nl=False)
             space = " "
+        _check_finished(event)
     _echo("")
+
+
+def _check_finished(found: Event | Output, where: str | None = None) -> None:
+    if found.error is not None:
+        raise RequestError(found.error.code, found.error.message, where=where)
 
 
 def _token_ids(text: str) -> list[int]:

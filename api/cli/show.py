@@ -207,7 +207,7 @@ def _pairs(record: Mapping[str, object]) -> str:
 
 
 def _spec_fields(spec: PagedSpec | LatentSpec | StateSpec) -> dict[str, Any]:
-    """All fields of the spec, those that have their defaults too, behind the kind: paged, latent, state or conv."""
+    """The spec's kind (paged, latent, state or conv) and all of its fields, also those that have their defaults."""
     fields = {name: msgspec.to_builtins(getattr(spec, name)) for name in spec.__struct_fields__}
     return {"kind": spec.__struct_config__.tag, **fields}
 

@@ -40,6 +40,7 @@ def config_facts(source: Source) -> ConfigFacts:
 
 
 def _facts(source: Source) -> ConfigFacts:
+    """Entries that the class does not declare are compared where both configs have them: some model code reads them."""
     text = source.config.get_text_config()
     part = next(_ways(source.config, text), ())
     plain = text.to_dict()
@@ -68,12 +69,12 @@ def _reconcile(facts: ConfigFacts, written: Mapping[str, Any]) -> None:
     for name, value in decoder_entries(written, facts.part).items():
         if name.partition(".")[0] not in facts.spellings and facts.values.setdefault(name, value) != value:
             facts.same[name] = (*facts.same.get(name, ()), value)
-    for name, _, value in differences(facts, written):
-        name = name.partition("[")[0]
-        if facts.values.pop(name, None) is None:
-            facts.values[name] = value
-        facts.absent.pop(name, None)
-        facts.absent_objects.pop(name, None)
+    for each in differences(facts, written):  # what the file leaves out is what the class made of it
+        facts.absent.pop(each.name, None)
+        facts.absent_objects.pop(each.name, None)
+    for each in differences(facts, written):
+        if facts.values.pop(each.name.partition("[")[0], None) is None:
+            facts.values[each.name] = each.checkpoint
 
 
 def _ways(config: PreTrainedConfig, text: PreTrainedConfig) -> Iterator[tuple[str, ...]]:
@@ -93,7 +94,9 @@ def _declared(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 def _spellings(config_class: type[PreTrainedConfig], plain: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Other names that the class reads entries under, with the names that it keeps them under."""
-    found = {name: (own,) for name, own in config_class.attribute_map.items() if name not in plain}
+    found: dict[str, tuple[str, ...]] = {
+        name: (own,) for name, own in config_class.attribute_map.items() if name not in plain
+    }
     without = {name: value for name, value in plain.items() if name != ROPE}
     probes = dict.fromkeys(_OLD_ROPE, _PROBE) | {"rope_scaling": {"rope_type": "linear", "factor": _PROBE}}
     for name, probe in probes.items():

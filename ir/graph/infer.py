@@ -16,7 +16,7 @@ from precast.ir.ops.op import ArgDef, Kind, OpDef, ShapeError
 
 
 def infer(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """The types of the op's results, in order; `types` has the type of every name that is in sight.
+    """The types of the op's results, in order; `types` has the type of every name defined so far.
 
     Raises `ShapeError`, with all that is wrong with the arguments, or what the op's shape rule expected.
     """
@@ -27,7 +27,7 @@ def infer(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -
 
 
 def apply_shape_rule(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """As `infer`, for arguments that fit the signature and refer to names in sight only."""
+    """As `infer`, for arguments that fit the signature and refer only to names in `types`."""
     given = {arg.name: _bound(args[arg.name], types) if arg.name in args else arg.default for arg in op.args}
     try:
         return op.shape_rule(given)

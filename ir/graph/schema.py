@@ -1,12 +1,12 @@
 """The language of a bundle: frozen structs, nothing else.
 
-Every struct here is wire format. A field that is added, removed or renamed changes `tests/ir/schema_v*.json`
-and needs a bump of the version (`docs/versioning.md`). Behaviour (evaluation, inference, verification,
-printing) lives in the modules beside this one; nothing in this room imports torch.
+Every struct here is wire format: adding, removing or renaming a field changes `tests/ir/schema_v1.json` and needs a new
+version of the format (`docs/versioning.md`). What is done with graphs (evaluation, inference, printing) stands in the
+modules beside this one. The manifest's structs are in `precast.ir.manifest`.
 
-Words: a *graph* is the program; a *block* is a function of it, stored once and called once a layer; a *node* is
-one operation; a *value* is a typed result; a *param* is made from checkpoint tensors by its *recipe*; a *slot* is
-one layer's place in a cache *group*; a group's pages live in a *pool*.
+Words: a *graph* is the program; a *block* is a function of it, stored once and called once per layer; a *node* is one
+operation; a *value* is a typed result; a *param* is made from checkpoint tensors by its *recipe*; a *slot* is one
+layer's place in a cache *group*; a group's pages live in a *pool*.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Slice(Wire, frozen=True, tag="slice", tag_field="k"):
 
 
 class Concat(Wire, frozen=True, tag="concat", tag_field="k"):
-    """The parts one behind the other along the existing dimension `dim`."""
+    """The parts one after the other, along the existing dimension `dim`."""
 
     parts: tuple[Recipe, ...]
     dim: int
@@ -186,7 +186,7 @@ class Each(Wire, frozen=True, tag="each", tag_field="k"):
     """`of` once for each number `start .. start + count`, along a new dimension `dim`.
 
     Each `*` in a name that `of` reads stands for the number: the experts of a layer are one `Each`, not hundreds of
-    parts. Inside of it there is no other `Each`.
+    parts. There is no `Each` inside another.
     """
 
     of: Recipe
@@ -296,8 +296,8 @@ class Group(Wire, frozen=True):
 
 
 class StateGroup(Wire, frozen=True):
-    """Layers whose states are of equal spec. `slot_ids` is the input that says which of the pool's pages, each of
-    which holds one state a layer, a sequence has."""
+    """Layers whose states are of equal spec. A page of the pool holds a sequence's state in each of these layers; the
+    input `slot_ids` says which page each sequence has."""
 
     name: str
     pool: str
@@ -307,9 +307,9 @@ class StateGroup(Wire, frozen=True):
 
 
 class Pool(Wire, frozen=True):
-    """Memory for the pages of one group; `pages` is the symbol that counts them.
+    """Memory for the pages of one group. `pages` is the symbol that counts them; a slab holds `pages_per_slab`.
 
-    A slab holds `pages_per_slab` of them. In plans without slabs, groups of one page geometry may share a pool.
+    In plans without slabs, groups whose pages have the same geometry may share a pool.
     """
 
     name: str
@@ -318,7 +318,7 @@ class Pool(Wire, frozen=True):
 
 
 class CachePlan(Wire, frozen=True):
-    """The only source of truth for the graph's metadata inputs and the loader's allocations.
+    """What caches there are: the graph's metadata inputs and the loader's allocations both follow from it alone.
 
     All cache memory is one arena of slabs of `slab_bytes`, which pools draw and give back; 0: the loader chooses.
     """

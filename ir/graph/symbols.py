@@ -145,12 +145,17 @@ def text(expr: Expr) -> str:
     if isinstance(expr, int):
         return str(expr)
     if isinstance(expr, str):
-        return expr if _PLAIN.fullmatch(expr) else json.dumps(expr)
+        return expr if is_plain(expr) else json.dumps(expr)
     parts = [text(arg) for arg in expr.args]
     infix = {"add": " + ", "mul": " * "}.get(expr.op)
     if infix and len(parts) > 1:
         return f"({infix.join(parts)})"
     return f"{expr.op}({', '.join(parts)})"
+
+
+def is_plain(name: str) -> bool:
+    """Whether the text form writes this name without quotes."""
+    return _PLAIN.fullmatch(name) is not None
 
 
 def _exceeds(a: Polynomial, b: Polynomial) -> bool:

@@ -32,7 +32,6 @@ that a graph is valid.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
@@ -72,12 +71,11 @@ from precast.ir.graph.schema import (
     Transpose,
     Value,
 )
+from precast.ir.graph.symbols import is_plain
 from precast.ir.ops import table as ops
 
 RESERVED = frozenset((*get_args(Dtype), "none", "true", "false", "inf", "nan"))
 """Bare words that stand for something other than a symbol where an argument is expected."""
-
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 
 def format_graph(graph: Graph) -> str:
@@ -180,14 +178,7 @@ def _param(param: Param) -> str:
 
 
 def _group(group: Group) -> str:
-    names = group.inputs
-    inputs = {
-        "page_indices": names.page_indices,
-        "page_indptr": names.page_indptr,
-        "page_start": names.page_start,
-        "slot_mapping": names.slot_mapping,
-    }
-    fields = ", ".join(f"{field}={_ref(name)}" for field, name in inputs.items())
+    fields = ", ".join(f"{field}={_ref(getattr(group.inputs, field))}" for field in group.inputs.__struct_fields__)
     return f"group {_name(group.name)}(pool={_name(group.pool)}, spec={_spec(group.spec)}, {fields})"
 
 
@@ -233,7 +224,7 @@ def _ordered(args: Iterable[str], order: Sequence[str]) -> list[str]:
 
 
 def _name(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+    return name if is_plain(name) else json.dumps(name)
 
 
 def _ref(name: str) -> str:
@@ -251,9 +242,7 @@ def _arg(arg: Arg) -> str:
         case Const(value):
             return _literal(value)
         case Dim(expr):
-            bare = isinstance(expr, Apply) or (
-                isinstance(expr, str) and expr not in RESERVED and _PLAIN.fullmatch(expr) is not None
-            )
+            bare = isinstance(expr, Apply) or (isinstance(expr, str) and expr not in RESERVED and is_plain(expr))
             return symbols.text(expr) if bare else f"dim({symbols.text(expr)})"
         case DtypeArg(dtype):
             return dtype

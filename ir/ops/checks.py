@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Expr, TensorType
+from precast.ir.graph.schema import Dtype, Expr, TensorType
 from precast.ir.ops.op import Args, ShapeError
 
-COMPUTED = ("float16", "bfloat16", "float32", "float64")
+COMPUTED: tuple[Dtype, ...] = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("bool", "int8", "uint8", "int32", "int64")
 COUNTS = tuple(name for name in INTEGERS if name != "bool")
 FLOATS = ("float8_e4m3fn", *COMPUTED)

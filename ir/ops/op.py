@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from precast.ir.graph.schema import TensorType
+from precast.ir.graph.schema import Expr, TensorType
 from precast.ir.ops.work import Work, elements
 
 Args = Mapping[str, Any]
@@ -60,6 +60,16 @@ def last_of(arg: str) -> Tokens:
     return Tokens("last", arg)
 
 
+class State(msgspec.Struct, frozen=True):
+    """What the stateful form of an op keeps of each sequence, by the op's arguments.
+
+    `conv`: earlier tokens, in the dtype of the op's result. `state`: what they come to, in float32.
+    """
+
+    kind: Literal["conv", "state"]
+    shape: Callable[[Args], tuple[Expr, ...]]
+
+
 class ArgDef(msgspec.Struct, frozen=True):
     """One argument: its name, its kind, whether the op writes it, and its default, if it has one."""
 
@@ -72,7 +82,11 @@ class ArgDef(msgspec.Struct, frozen=True):
 
 
 class OpDef(msgspec.Struct, frozen=True):
-    """One version of an op; `signature` is without name and version, `work` counts its floating-point operations."""
+    """One version of an op.
+
+    `signature` is without name and version; `work` counts floating-point operations; an op with a `state` has a second
+    form, named `stateful_<op>`, which takes `state`, `slots`, `cu_seqlens` and `kv_lens` after its other tensors.
+    """
 
     name: str
     version: int
@@ -82,6 +96,7 @@ class OpDef(msgspec.Struct, frozen=True):
     shape_rule: ShapeRule
     tokens: Tokens
     work: Work
+    state: State | None = None
 
     @property
     def mutated(self) -> tuple[str, ...]:
@@ -89,14 +104,22 @@ class OpDef(msgspec.Struct, frozen=True):
         return tuple(arg.name for arg in self.args if arg.mutated)
 
 
-def row(text: str, shape_rule: ShapeRule, tokens: Tokens, work: Work = elements, version: int = 1) -> OpDef:
+def row(
+    text: str,
+    shape_rule: ShapeRule,
+    tokens: Tokens,
+    work: Work = elements,
+    *,
+    version: int = 1,
+    state: State | None = None,
+) -> OpDef:
     """A row from `name(arguments) -> results`. `tokens` has no default: an op that doesn't say is not in the table."""
     name, _, rest = text.partition("(")
     params, _, returns = rest.partition(") -> ")
     positional, star, keywords = params.partition(", *, ")
     args = [_argument(name, part) for part in positional.split(", ")]
     args += [_argument(name, part, keyword_only=True) for part in keywords.split(", ") if star]
-    return OpDef(name, version, "(" + rest, tuple(args), returns.count("Tensor"), shape_rule, tokens, work)
+    return OpDef(name, version, "(" + rest, tuple(args), returns.count("Tensor"), shape_rule, tokens, work, state)
 
 
 _PARAM = re.compile(

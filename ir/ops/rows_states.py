@@ -23,14 +23,11 @@ from precast.ir.ops.checks import (
     expect_vector,
     shape_text,
 )
-from precast.ir.ops.op import SEQUENCES, Args, OpDef, row
+from precast.ir.ops.op import SEQUENCES, Args, OpDef, State, row
 from precast.ir.ops.work import Work, each
 
 CONV_ACTIVATIONS = ("none", "silu")
 RECURRENCES = ("sum", "max")
-
-Result = Callable[[Args], TensorType]
-State = Callable[[Args], tuple[Expr, ...]]
 
 
 def causal_conv(args: Args) -> TensorType:
@@ -131,13 +128,9 @@ def _multiple(name: str, heads: Expr, groups: Expr) -> None:
 
 
 def _both(
-    name: str, tensors: str, options: str, result: Result, state: State, work: Work, same_dtype: bool = False
+    name: str, tensors: str, options: str, result: Callable[[Args], TensorType], state: State, work: Work
 ) -> tuple[OpDef, OpDef]:
-    """The rows of an op and its stateful form.
-
-    `result` checks the tokens and gives the op's one result; `state` is the shape of a sequence's state, which is of
-    the first tensor's dtype if `same_dtype`, else float32.
-    """
+    """The rows of an op and its stateful form; `result` checks the tokens and gives the op's one result."""
 
     def from_zero(args: Args) -> tuple[TensorType, ...]:
         expect_vector("cu_seqlens", args["cu_seqlens"], "int32")
@@ -145,10 +138,10 @@ def _both(
 
     def from_state(args: Args) -> tuple[TensorType, ...]:
         y = result(args)
-        held, slots, shape = args["state"], args["slots"], state(args)
+        held, slots, shape = args["state"], args["slots"], state.shape(args)
         expect_rank("state", held, len(shape) + 1)
         expect_shape("state, but for its slots", held.shape[1:], shape)
-        expect_dtype("state", held, y.dtype if same_dtype else "float32")
+        expect_dtype("state", held, y.dtype if state.kind == "conv" else "float32")
         expect_rank("slots", slots, 1)
         expect_shape("kv_lens", args["kv_lens"].shape, slots.shape)
         expect_shape("cu_seqlens", args["cu_seqlens"].shape, (symbols.add(slots.shape[0], 1),))
@@ -158,14 +151,14 @@ def _both(
 
     held = "Tensor(a!) state, Tensor slots, Tensor cu_seqlens, Tensor kv_lens"
     return (
-        row(f"precast.{name}({tensors}, Tensor cu_seqlens{options}) -> Tensor", from_zero, SEQUENCES, work),
+        row(
+            f"precast.{name}({tensors}, Tensor cu_seqlens{options}) -> Tensor", from_zero, SEQUENCES, work, state=state
+        ),
         row(f"precast.stateful_{name}({tensors}, {held}{options}) -> Tensor", from_state, SEQUENCES, work),
     )
 
 
-def _key_value(args: Args) -> tuple[Expr, ...]:
-    return (args["v"].shape[2], args["q"].shape[3], args["v"].shape[3])
-
+_KEY_VALUE = State("state", lambda args: (args["v"].shape[2], args["q"].shape[3], args["v"].shape[3]))
 
 ROWS = (
     *_both(
@@ -173,9 +166,8 @@ ROWS = (
         "Tensor x, Tensor weight, Tensor? bias",
         ", *, str activation='none'",
         causal_conv,
-        lambda args: (args["x"].shape[2], symbols.add(args["weight"].shape[1], -1)),
+        State("conv", lambda args: (args["x"].shape[2], symbols.add(args["weight"].shape[1], -1))),
         each(2, "x", by="weight"),
-        same_dtype=True,
     ),
     # decay, input and its addition, output, for each element of the state and token
     *_both(
@@ -183,7 +175,7 @@ ROWS = (
         "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias",
         ", *, bool softplus",
         selective_scan,
-        lambda args: args["a"].shape,
+        State("state", lambda args: args["a"].shape),
         each(6, "x", by="b"),
     ),
     *_both(
@@ -191,7 +183,7 @@ ROWS = (
         "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias",
         ", *, bool softplus, float dt_min, float dt_max",
         state_space_scan,
-        lambda args: (*args["x"].shape[2:], args["b"].shape[3]),
+        State("state", lambda args: (*args["x"].shape[2:], args["b"].shape[3])),
         each(6, "x", by="b"),
     ),
     # as a scan, and what the state already holds for the key
@@ -200,7 +192,7 @@ ROWS = (
         "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor beta",
         ", *, float scale, bool normalise",
         delta_rule,
-        _key_value,
+        _KEY_VALUE,
         each(8, "v", by="k"),
     ),
     *_both(
@@ -208,7 +200,7 @@ ROWS = (
         "Tensor q, Tensor k, Tensor v, Tensor? decay",
         ", *, float scale",
         linear_attention,
-        _key_value,
+        _KEY_VALUE,
         each(6, "v", by="k"),
     ),
     *_both(
@@ -216,7 +208,7 @@ ROWS = (
         "Tensor x, Tensor factor",
         ", *, str kind='sum'",
         linear_recurrence,
-        lambda args: args["x"].shape[2:],
+        State("state", lambda args: args["x"].shape[2:]),
         each(2, "x"),
     ),
     # of both sums: decay, addition, and the token's own; their quotient
@@ -225,7 +217,7 @@ ROWS = (
         "Tensor k, Tensor v, Tensor decay, Tensor first",
         "",
         wkv,
-        lambda args: (3, *args["v"].shape[2:]),
+        State("state", lambda args: (3, *args["v"].shape[2:])),
         each(8, "v"),
     ),
 )

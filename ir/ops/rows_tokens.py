@@ -206,6 +206,6 @@ ROWS = (
             last_of("logits"),
             version=version,
         )
-        for version in (1,)
+        for version in (1, 2)
     ),
 )

@@ -10,8 +10,7 @@ from itertools import islice
 
 import msgspec
 
-from precast.ir import limits
-from precast.ir.errors import BundleError
+from precast.ir.errors import BundleError, some
 from precast.ir.graph.schema import Graph
 from precast.ir.verify.cache_rules import CACHE_RULES
 from precast.ir.verify.facts import Facts
@@ -50,7 +49,5 @@ def check(graph: Graph) -> None:
     if not found:
         return
     lines = [f"the graph breaks {len({violation.rule for violation in found})} of the language's rules"]
-    lines += [f"  {item.rule} {item.where}: {item.message}" for item in found[: limits.MAX_LISTED]]
-    if len(found) > limits.MAX_LISTED:
-        lines.append(f"  and {len(found) - limits.MAX_LISTED} more")
+    lines += [f"  {line}" for line in some([f"{item.rule} {item.where}: {item.message}" for item in found])]
     raise BundleError("graph-invalid", "\n".join(lines), fix="build the bundle again, with a builder of this version")

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from precast.ir import limits
-from precast.ir.errors import WeightsError
+from precast.ir.errors import WeightsError, some
 from precast.ir.weights.tensorfile import TensorEntry, TensorFileError, read_header
 
 SINGLE = "model.safetensors"
@@ -100,7 +100,7 @@ def _indexed(root: Path) -> dict[str, StoredTensor]:
         raise WeightsError("checkpoint-index", message, where=str(root / INDEX))
     missing = [name for name in shards if not (root / name).is_file()]
     if missing:
-        message = f"{len(missing)} of {len(shards)} shards are missing: {_some(missing)}"
+        message = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(some(missing))}"
         fix = "download or copy the rest of the checkpoint"
         raise WeightsError("checkpoint-shard-missing", message, where=str(root), fix=fix)
     tensors = _collect(root, shards)
@@ -110,7 +110,7 @@ def _indexed(root: Path) -> dict[str, StoredTensor]:
         if (found := tensors.get(name)) is None or found.file.name != file
     ]
     if wrong:
-        message = f"{len(wrong)} tensors are not where the index says: {_some(wrong)}"
+        message = f"{len(wrong)} tensors are not where the index says: {', '.join(some(wrong))}"
         raise WeightsError("checkpoint-index", message, where=str(root / INDEX))
     return tensors
 
@@ -139,7 +139,7 @@ def _collect(root: Path, names: list[str]) -> dict[str, StoredTensor]:
                 twice.append(f"{tensor} in {tensors[tensor].file.name} and {name}")
             tensors[tensor] = StoredTensor(file, entry.dtype, entry.shape, entry.start, entry.nbytes)
     if twice:
-        message = f"{len(twice)} tensors are in two files: {_some(twice)}"
+        message = f"{len(twice)} tensors are in two files: {', '.join(some(twice))}"
         fix = f"move one of the files away, or have {INDEX} name only those that count"
         raise WeightsError("checkpoint-duplicate", message, where=str(root), fix=fix)
     return tensors
@@ -153,9 +153,3 @@ def _header_of(file: Path) -> dict[str, TensorEntry]:
         raise WeightsError("checkpoint-header", str(error), where=str(file), fix=fix) from None
     except OSError as error:
         raise WeightsError("checkpoint-read", f"{error.strerror}", where=str(file)) from None
-
-
-def _some(items: list[str]) -> str:
-    """The first of the items, and how many more there are."""
-    shown = ", ".join(items[: limits.MAX_LISTED])
-    return shown + (f", and {len(items) - limits.MAX_LISTED} more" if len(items) > limits.MAX_LISTED else "")

@@ -29,8 +29,8 @@ def shape(recipe: Dequantise, of: Sequence[Expr], scales: Sequence[Expr], *rest:
     """
     for name in ("block", "zeros", "groups"):
         given, wanted = getattr(recipe, name) is not None, name in _ALLOWED[recipe.format]
-        _expect(given == wanted, f"{recipe.format}: {name} is {'missing' if wanted else 'not part of the format'}")
-    _expect(recipe.zero_offset == 0 or recipe.zeros is not None, f"{recipe.format}: a zero_offset without zeros")
+        expect(given == wanted, f"{recipe.format}: {name} is {'missing' if wanted else 'not part of the format'}")
+    expect(recipe.zero_offset == 0 or recipe.zeros is not None, f"{recipe.format}: a zero_offset without zeros")
     sizes = [_constant(recipe.format, part) for part in (of, scales, *rest)]
     if recipe.format == "fp8":
         return _fp8(sizes[0], sizes[1], recipe.block)
@@ -42,32 +42,32 @@ def shape(recipe: Dequantise, of: Sequence[Expr], scales: Sequence[Expr], *rest:
 def dtype(recipe: Dequantise, of: Dtype | None, scales: Dtype | None, *rest: Dtype | None) -> Dtype:
     """float32. Raises RecipeError for parts of other element types than the format has."""
     stored = _STORED[recipe.format]
-    _expect(of == stored, f"{recipe.format}: expected values of {stored}, found {of or 'any floating type'}")
+    expect(of == stored, f"{recipe.format}: expected values of {stored}, found {of or 'any floating type'}")
     wanted = ("uint8",) if recipe.format == "mxfp4" else (None, "float32", "bfloat16", "float16")
-    _expect(scales in wanted, f"{recipe.format}: scales of {scales}")
-    _expect(all(part == "int32" for part in rest), f"{recipe.format}: zeros and groups are of int32")
+    expect(scales in wanted, f"{recipe.format}: scales of {scales}")
+    expect(all(part == "int32" for part in rest), f"{recipe.format}: zeros and groups are of int32")
     return "float32"
 
 
 def _fp8(of: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, ...]:
-    _expect(block is not None and min(block) > 0, f"fp8: a block of {block}")
+    expect(block is not None and min(block) > 0, f"fp8: a block of {block}")
     assert block is not None
-    _expect(len(of) >= 2, f"fp8: values of {list(of)}, expected rows and columns")
+    expect(len(of) >= 2, f"fp8: values of {list(of)}, expected rows and columns")
     expected = (*of[:-2], -(-of[-2] // block[0]), -(-of[-1] // block[1]))
-    _expect(scales == expected, f"fp8: expected scales of {list(expected)}, found {list(scales)}")
+    expect(scales == expected, f"fp8: expected scales of {list(expected)}, found {list(scales)}")
     return of
 
 
 def _mxfp4(of: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
     fits = len(of) >= 2 and scales == of[:-1]
-    _expect(fits, f"mxfp4: blocks of {list(of)} and scales of {list(scales)} don't fit")
+    expect(fits, f"mxfp4: blocks of {list(of)} and scales of {list(scales)} don't fit")
     return (*of[:-2], math.prod(of[-2:]) * 2)
 
 
 def _awq(of: tuple[int, ...], scales: tuple[int, ...], zeros: tuple[int, ...]) -> tuple[int, ...]:
     fits = len(of) == 2 and len(scales) == 2 and scales[0] > 0 and of[0] % scales[0] == 0
     fits = fits and scales[1] == of[1] * PER_INT32 and zeros == (scales[0], of[1])
-    _expect(fits, f"awq: values of {list(of)}, scales of {list(scales)} and zeros of {list(zeros)} don't fit")
+    expect(fits, f"awq: values of {list(of)}, scales of {list(scales)} and zeros of {list(zeros)} don't fit")
     return (of[0], of[1] * PER_INT32)
 
 
@@ -78,17 +78,18 @@ def _gptq(
     fits = fits and len(zeros) == 2 and (zeros[0], zeros[1] * PER_INT32) == scales
     fits = fits and groups == (of[0] * PER_INT32,)
     found = f"values of {list(of)}, scales of {list(scales)}, zeros of {list(zeros)}, groups of {list(groups)}"
-    _expect(fits, f"gptq: {found} don't fit")
+    expect(fits, f"gptq: {found} don't fit")
     return (of[0] * PER_INT32, of[1])
 
 
 def _constant(format: str, sizes: Sequence[Expr]) -> tuple[int, ...]:
     found = tuple(size for size in sizes if isinstance(size, int))
     written = ", ".join(map(symbols.text, sizes))
-    _expect(len(found) == len(sizes), f"{format}: a part of [{written}], expected constants")
+    expect(len(found) == len(sizes), f"{format}: a part of [{written}], expected constants")
     return found
 
 
-def _expect(ok: bool, message: str) -> None:
+def expect(ok: bool, message: str) -> None:
+    """Raise RecipeError unless this holds."""
     if not ok:
         raise RecipeError(message)

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from precast.ir import limits
-from precast.ir.errors import RecipeError, WeightsError
+from precast.ir.errors import RecipeError, WeightsError, some
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
     Cast,
@@ -33,6 +33,7 @@ from precast.ir.graph.schema import (
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import quantised
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
+from precast.ir.weights.quantised import expect
 
 ANY_FLOAT: tuple[Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
 """The stored dtypes that a `Read` without a dtype accepts."""
@@ -106,7 +107,7 @@ def shape(recipe: Recipe) -> tuple[Expr, ...]:
     Raises RecipeError where parts don't fit each other, and for a `Tie`, which has the shape of its param.
     """
     if isinstance(recipe, Read):
-        _expect(all(size >= 0 for size in recipe.shape), f"read of {recipe.tensor}: a negative size")
+        expect(all(size >= 0 for size in recipe.shape), f"read of {recipe.tensor}: a negative size")
         return recipe.shape
     if isinstance(recipe, Tie):
         raise RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
@@ -127,7 +128,7 @@ def shape(recipe: Recipe) -> tuple[Expr, ...]:
         return tuple(sizes)
     if isinstance(recipe, Reshape):
         same = symbols.equal(symbols.numel(found), symbols.numel(recipe.shape))
-        _expect(same, f"reshape: {_text(found)} has other elements than {_text(recipe.shape)}")
+        expect(same, f"reshape: {_text(found)} has other elements than {_text(recipe.shape)}")
         return recipe.shape
     return found
 
@@ -143,7 +144,7 @@ def dtype(recipe: Recipe) -> Dtype | None:
         raise RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
     if isinstance(recipe, (Concat, Stack)):
         found: set[Dtype | None] = {dtype(part) for part in recipe.parts}
-        _expect(len(found) == 1, f"parts of different dtypes: {', '.join(sorted(map(str, found)))}")
+        expect(len(found) == 1, f"parts of different dtypes: {', '.join(sorted(map(str, found)))}")
         return found.pop()
     if isinstance(recipe, Dequantise):
         return quantised.dtype(recipe, *map(dtype, parts(recipe)))
@@ -164,7 +165,7 @@ def _leaves(recipe: Recipe) -> Iterator[Read]:
 
 def _joined(recipe: Concat | Stack) -> tuple[Expr, ...]:
     kind = type(recipe).__name__.lower()
-    _expect(len(recipe.parts) > 0, f"{kind}: no parts")
+    expect(len(recipe.parts) > 0, f"{kind}: no parts")
     shapes = [shape(part) for part in recipe.parts]
     first, dim = shapes[0], recipe.dim
     stacked = isinstance(recipe, Stack)
@@ -173,7 +174,7 @@ def _joined(recipe: Concat | Stack) -> tuple[Expr, ...]:
         fits = len(other) == len(first) and all(
             symbols.equal(a, b) for i, (a, b) in enumerate(zip(first, other, strict=True)) if stacked or i != dim
         )
-        _expect(fits, f"{kind} along {dim}: {_text(first)} and {_text(other)} don't fit")
+        expect(fits, f"{kind} along {dim}: {_text(first)} and {_text(other)} don't fit")
     if stacked:
         return (*first[:dim], len(shapes), *first[dim:])
     return (*first[:dim], symbols.add(*(sizes[dim] for sizes in shapes)), *first[dim + 1 :])
@@ -182,8 +183,8 @@ def _joined(recipe: Concat | Stack) -> tuple[Expr, ...]:
 def _repeated(recipe: Each, found: tuple[Expr, ...]) -> tuple[Expr, ...]:
     _axis("each", recipe.dim, len(found) + 1)
     in_bounds = 0 < recipe.count <= limits.MAX_EACH and recipe.start >= 0
-    _expect(in_bounds, f"each: {recipe.count} parts from {recipe.start} on, expected 1 to {limits.MAX_EACH}")
-    _expect(not _repeats(recipe.of), "each: another each inside of it")
+    expect(in_bounds, f"each: {recipe.count} parts from {recipe.start} on, expected 1 to {limits.MAX_EACH}")
+    expect(not _repeats(recipe.of), "each: another each inside of it")
     return (*found[: recipe.dim], recipe.count, *found[recipe.dim :])
 
 
@@ -195,21 +196,16 @@ def _sliced(recipe: Slice, found: tuple[Expr, ...]) -> tuple[Expr, ...]:
     _axis("slice", recipe.dim, len(found))
     start, length, size = recipe.start, recipe.length, found[recipe.dim]
     for bound in (start, length):
-        _expect(not isinstance(bound, int) or bound >= 0, f"slice: {bound} is negative")
+        expect(not isinstance(bound, int) or bound >= 0, f"slice: {bound} is negative")
     if isinstance(start, int) and isinstance(length, int) and isinstance(size, int):
-        _expect(
+        expect(
             start + length <= size, f"slice: {start} and {length} more are past the {size} of dimension {recipe.dim}"
         )
     return (*found[: recipe.dim], length, *found[recipe.dim + 1 :])
 
 
 def _axis(kind: str, dim: int, rank: int) -> None:
-    _expect(0 <= dim < rank, f"{kind}: dimension {dim} is not one of {rank}")
-
-
-def _expect(ok: bool, message: str) -> None:
-    if not ok:
-        raise RecipeError(message)
+    expect(0 <= dim < rank, f"{kind}: dimension {dim} is not one of {rank}")
 
 
 def _text(sizes: Sequence[Expr]) -> str:
@@ -283,9 +279,7 @@ def mismatch(found: Sequence[Problem], where: str) -> WeightsError:
     lines = ["the checkpoint doesn't fit the bundle's recipes"]
     for kind, group in by_kind.items():
         lines.append(f"  {len(group)} {'tensor' if len(group) == 1 else 'tensors'} {_TITLES[kind]}:")
-        lines += [f"    {problem.tensor}: {problem.message}" for problem in group[: limits.MAX_LISTED]]
-        if len(group) > limits.MAX_LISTED:
-            lines.append(f"    and {len(group) - limits.MAX_LISTED} more")
+        lines += [f"    {line}" for line in some([f"{problem.tensor}: {problem.message}" for problem in group])]
     fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"
     return WeightsError("weights-mismatch", "\n".join(lines), where=where, fix=fix)
 

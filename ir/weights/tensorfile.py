@@ -2,7 +2,7 @@
 
 A file is 8 bytes of header length (little endian), the header as JSON, and the tensors' bytes, row-major and little
 endian. Reading is strict where safetensors is: no byte is unaccounted for, no byte belongs to two tensors. Files of
-constants are canonical besides: `decode` refuses what `encode` would not have written.
+constants are also canonical: `decode` refuses what `encode` would not have written.
 """
 
 from __future__ import annotations
@@ -18,17 +18,9 @@ from precast.ir import limits
 
 # The file's names of the element types that the schema knows, in the schema's words.
 _FROM_FILE = {
-    "BOOL": "bool",
-    "I8": "int8",
-    "U8": "uint8",
-    "I32": "int32",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-}
+    "BOOL": "bool", "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+}  # fmt: skip
 _TO_FILE = {dtype: name for name, dtype in _FROM_FILE.items()}
 
 # Bits of an element. Types that only checkpoints have keep the file's name.
@@ -154,7 +146,7 @@ def _header(head: bytes, file_size: int) -> dict[str, TensorEntry]:
 
 
 def _placed(found: Mapping[str, _RawEntry], data_start: int, file_size: int) -> dict[str, TensorEntry]:
-    """The entries in file order, each byte behind the header in exactly one of them."""
+    """The entries in file order, each byte after the header in exactly one of them."""
     entries = {}
     position = 0
     for name, raw in sorted(found.items(), key=lambda item: (item[1].data_offsets, item[0])):

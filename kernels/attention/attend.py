@@ -12,36 +12,51 @@ i - j < window; with chunks, i // chunk == j // chunk. A query that sees no key 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from precast.kernels.dtypes import widened
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One sequence: `q` [Q, H, D], `k` [L, K, D], `v` [L, K, Dv], `visible` [Q, L] bool; [Q, H, Dv] in q's dtype.
+class Scoring(NamedTuple):
+    """How keys are scored, the same for all sequences of a call."""
 
-    `bias` [Q, H, L] is what slopes add to the scores.
-    """
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    slopes: torch.Tensor | None = None
+    chunk: int | None = None
+    sinks: torch.Tensor | None = None
+
+
+class Pages(NamedTuple):
+    """The metadata of a call over pages, int32: `cu_seqlens`, `page_indptr` [B + 1]; `kv_lens`, `page_start` [B];
+    `page_indices` [N]."""
+
+    cu_seqlens: torch.Tensor
+    kv_lens: torch.Tensor
+    page_indices: torch.Tensor
+    page_indptr: torch.Tensor
+    page_start: torch.Tensor
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """One sequence: `q` [Q, H, D], `k` [L, K, D], `v` [L, K, Dv] at positions `queries` [Q] and `keys` [L];
+    [Q, H, Dv] in q's dtype."""
     group = q.shape[1] // k.shape[1]
     wide = widened(q)
-    keys = k.to(wide.dtype).repeat_interleave(group, dim=1)
     values = v.to(wide.dtype).repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,lhd->qhl", wide, keys) * scale
-    if bias is not None:
-        scores = scores + bias
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = torch.einsum("qhd,lhd->qhl", wide, k.to(wide.dtype).repeat_interleave(group, dim=1)) * scoring.scale
+    if scoring.slopes is not None:
+        scores = scores + scoring.slopes[:, None] * (keys - queries[:, None])[:, None]
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
+    visible = visible_keys(queries, keys, scoring.window, scoring.chunk)
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
-    return torch.einsum("qhl,lhd->qhd", probabilities(scores, sinks), values).to(q.dtype)
+    return torch.einsum("qhl,lhd->qhd", probabilities(scores, scoring.sinks), values).to(q.dtype)
 
 
 def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -72,13 +87,6 @@ def visible_keys(
     if chunk is not None:
         visible = visible & (queries // chunk == keys // chunk)
     return visible
-
-
-def distance_bias(slopes: torch.Tensor | None, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-    """`slopes[h] * (j - i)` [Q, H, L] for positions i of `queries` [Q] and j of `keys` [L]; None without slopes."""
-    if slopes is None:
-        return None
-    return slopes[:, None] * (keys - queries[:, None])[:, None]
 
 
 def first_seen(query: int, window: int | None, chunk: int | None) -> int:

@@ -12,39 +12,27 @@ from typing import Any
 
 import torch
 
-from precast.kernels.attention import batched, cuda
-from precast.kernels.attention.attend import attend, check_window, distance_bias, visible_keys
+from precast.kernels.attention.attend import Scoring, attend, check_window
+from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 
 
+@implements("attention")
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    slopes: torch.Tensor | None = None,
-    chunk: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """`q` [1, T, H, D], `k` [1, T, K, D], `v` [1, T, K, Dv], `sinks` [H], `cu_seqlens` [B + 1] int32; [1, T, H, Dv].
 
     `slopes` [H] float32. Computed in float32, rounded once to q's dtype. Raises ValueError for a window or chunk below
     1, and for both at once.
     """
-    check_window(window, chunk)
+    check_window(scoring.window, scoring.chunk)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    bounds = cu_seqlens.tolist()
-    for first, end in pairwise(bounds):
+    for first, end in pairwise(cu_seqlens.tolist()):
         positions = torch.arange(end - first, device=q.device)
-        visible = visible_keys(positions, positions, window, chunk)
-        bias = distance_bias(slopes, positions, positions)
         rows = slice(first, end)
-        out[0, rows] = attend(q[0, rows], k[0, rows], v[0, rows], visible, sinks, scale, soft_cap, bias)
+        out[0, rows] = attend(q[0, rows], k[0, rows], v[0, rows], positions, positions, scoring)
     return out
 
 
@@ -90,5 +78,4 @@ ATTENTION = OpSpec(
     reference=attention,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": lambda: batched.attention, "cuda": cuda.attention},
 )

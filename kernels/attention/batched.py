@@ -15,21 +15,19 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from precast.kernels.attention.attend import check_window, first_seen, probabilities, visible_keys
+from precast.kernels.attention.attend import Pages, Scoring, check_window, first_seen, probabilities, visible_keys
 from precast.kernels.attention.limits import BLOCK, MAX_GATHERED
+from precast.kernels.calls import implements
 from precast.kernels.dtypes import widened
 from precast.kernels.storage import gathered
 
 
-class _Rule(NamedTuple):
-    """What is the same for all sequences of a call."""
+class _Cache(NamedTuple):
+    """The pages of all sequences, and the lists that name them."""
 
-    sinks: torch.Tensor | None
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    slopes: torch.Tensor | None
-    chunk: int | None
+    k: torch.Tensor
+    v: torch.Tensor
+    page_indices: torch.Tensor
 
 
 class _Sequence(NamedTuple):
@@ -44,84 +42,56 @@ class _Sequence(NamedTuple):
     end_page: int
 
 
+@implements("attention")
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    slopes: torch.Tensor | None = None,
-    chunk: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """`precast.attention`, see `precast.kernels.attention.attention`."""
-    check_window(window, chunk)
-    rule = _Rule(sinks, scale, window, soft_cap, slopes, chunk)
+    check_window(scoring.window, scoring.chunk)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    bounds = cu_seqlens.tolist()
-    for first, end in pairwise(bounds):
+    for first, end in pairwise(cu_seqlens.tolist()):
         rows = slice(first, end)
-        _in_blocks(out[0, rows], q[0, rows], k[0, rows], v[0, rows], 0, 0, rule)
+        _in_blocks(out[0, rows], q[0, rows], k[0, rows], v[0, rows], 0, 0, scoring)
     return out
 
 
+@implements("paged_attention")
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    page_indices: torch.Tensor,
-    page_indptr: torch.Tensor,
-    page_start: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    slopes: torch.Tensor | None = None,
-    chunk: int | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, scoring: Scoring
 ) -> torch.Tensor:
     """`precast.paged_attention`, see `precast.kernels.attention.paged`."""
-    check_window(window, chunk)
-    rule = _Rule(sinks, scale, window, soft_cap, slopes, chunk)
+    check_window(scoring.window, scoring.chunk)
+    cache = _Cache(k_cache, v_cache, pages.page_indices)
     out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
-    page_size = k_cache.shape[1]
     decoding: dict[int, list[_Sequence]] = {}
-    for sequence in _sequences(cu_seqlens, kv_lens, page_indptr, page_start, page_size, rule):
+    for sequence in _sequences(pages, k_cache.shape[1], scoring):
         if sequence.queries == 1:
             # Lists of one class differ by less than a factor of two: that bounds what padding costs.
             decoding.setdefault((sequence.end_page - sequence.first_page).bit_length(), []).append(sequence)
             continue
-        _prefill(out, q, k_cache, v_cache, page_indices, sequence, rule)
+        _prefill(out, q, cache, sequence, scoring)
     elements = k_cache[:1].numel() + v_cache[:1].numel()
     for sequences in decoding.values():
         longest = max(sequence.end_page - sequence.first_page for sequence in sequences)
         step = max(1, MAX_GATHERED // max(1, longest * elements))
         for first in range(0, len(sequences), step):
-            _decode(out, q, k_cache, v_cache, page_indices, sequences[first : first + step], rule)
+            _decode(out, q, cache, sequences[first : first + step], scoring)
     return out
 
 
 def _sequences(
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    page_indptr: torch.Tensor,
-    page_start: torch.Tensor,
+    pages: Pages,
     page_size: int,
-    rule: _Rule,
+    scoring: Scoring,
 ) -> list[_Sequence]:
-    """The sequences that have queries and keys, without pages that no query sees or that lie behind the last key."""
-    bounds, indptr = cu_seqlens.tolist(), page_indptr.tolist()
+    """The sequences that have queries and keys, without pages that no query sees or that lie past the last key."""
+    bounds, indptr = pages.cu_seqlens.tolist(), pages.page_indptr.tolist()
     found = []
-    for b, (kv_len, start) in enumerate(zip(kv_lens.tolist(), page_start.tolist(), strict=True)):
+    for b, (kv_len, start) in enumerate(zip(pages.kv_lens.tolist(), pages.page_start.tolist(), strict=True)):
         queries = bounds[b + 1] - bounds[b]
         position = kv_len - queries
         keys = min(kv_len - start, (indptr[b + 1] - indptr[b]) * page_size)
-        skipped = max(first_seen(position, rule.window, rule.chunk) - start, 0) // page_size
+        skipped = max(first_seen(position, scoring.window, scoring.chunk) - start, 0) // page_size
         held = -(-keys // page_size)
         if queries > 0 and held > skipped:
             slots = skipped * page_size
@@ -133,45 +103,41 @@ def _sequences(
 def _prefill(
     out: torch.Tensor,
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_indices: torch.Tensor,
+    cache: _Cache,
     sequence: _Sequence,
-    rule: _Rule,
+    scoring: Scoring,
 ) -> None:
     """A sequence of several queries; into `out`."""
-    pages = page_indices[sequence.first_page : sequence.end_page]
-    k = gathered(k_cache, pages).flatten(0, 1)[: sequence.keys]
-    v = gathered(v_cache, pages).flatten(0, 1)[: sequence.keys]
+    pages = cache.page_indices[sequence.first_page : sequence.end_page]
+    k = gathered(cache.k, pages).flatten(0, 1)[: sequence.keys]
+    v = gathered(cache.v, pages).flatten(0, 1)[: sequence.keys]
     rows = slice(sequence.row, sequence.row + sequence.queries)
-    _in_blocks(out[0, rows], q[0, rows], k, v, sequence.position, sequence.start, rule)
+    _in_blocks(out[0, rows], q[0, rows], k, v, sequence.position, sequence.start, scoring)
 
 
 def _in_blocks(
-    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, start: int, rule: _Rule
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, start: int, scoring: Scoring
 ) -> None:
     """One sequence: `q` [Q, H, D] from `position` on, over `k`, `v` [L, K, .] from position `start` on; into `out`."""
     for first in range(0, q.shape[0], BLOCK):
         end = min(first + BLOCK, q.shape[0])
-        low = max(first_seen(position + first, rule.window, rule.chunk) - start, 0)
+        low = max(first_seen(position + first, scoring.window, scoring.chunk) - start, 0)
         high = min(position + end - start, k.shape[0])
         if high <= low:
             continue
         queries = torch.arange(position + first, position + end, device=q.device)[None]
         keys = torch.arange(start + low, start + high, device=q.device)[None]
-        visible = visible_keys(queries, keys, rule.window, rule.chunk)
+        visible = visible_keys(queries, keys, scoring.window, scoring.chunk)
         part = (q[None, first:end], k[None, low:high], v[None, low:high])
-        out[first:end] = _product(*part, visible, _distance(queries, keys, rule), rule)[0]
+        out[first:end] = _product(*part, visible, _distance(queries, keys, scoring), scoring)[0]
 
 
 def _decode(
     out: torch.Tensor,
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_indices: torch.Tensor,
+    cache: _Cache,
     sequences: list[_Sequence],
-    rule: _Rule,
+    scoring: Scoring,
 ) -> None:
     """Sequences of one query each, in one product; into `out`."""
     rows, positions, starts, lengths, first_pages, counts = torch.tensor(
@@ -180,20 +146,20 @@ def _decode(
     ).unbind(1)
     column = torch.arange(max(s.end_page - s.first_page for s in sequences), device=q.device)
     # Lists shorter than the longest repeat their first page; its slots are masked like others without a key.
-    table = page_indices[first_pages[:, None] + torch.where(column < counts[:, None], column, 0)]
-    slots = torch.arange(len(column) * k_cache.shape[1], device=q.device)
+    table = cache.page_indices[first_pages[:, None] + torch.where(column < counts[:, None], column, 0)]
+    slots = torch.arange(len(column) * cache.k.shape[1], device=q.device)
     empty = slots >= lengths[:, None]
     # Slots without a key hold anything, NaN too; a probability of zero would not keep that out of a product.
-    k = gathered(k_cache, table).flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
-    v = gathered(v_cache, table).flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
+    k = gathered(cache.k, table).flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
+    v = gathered(cache.v, table).flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
     queries, keys = positions[:, None], starts[:, None] + slots
-    visible = visible_keys(queries, keys, rule.window, rule.chunk) & ~empty[:, None]
-    out[0, rows] = _product(q[0, rows][:, None], k, v, visible, _distance(queries, keys, rule), rule)[:, 0]
+    visible = visible_keys(queries, keys, scoring.window, scoring.chunk) & ~empty[:, None]
+    out[0, rows] = _product(q[0, rows][:, None], k, v, visible, _distance(queries, keys, scoring), scoring)[:, 0]
 
 
-def _distance(queries: torch.Tensor, keys: torch.Tensor, rule: _Rule) -> torch.Tensor | None:
+def _distance(queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor | None:
     """How far each of `keys` [B, L] stands behind each of `queries` [B, Q], [B, Q, L]; None where no slope asks."""
-    return None if rule.slopes is None else keys[:, None, :] - queries[:, :, None]
+    return None if scoring.slopes is None else keys[:, None, :] - queries[:, :, None]
 
 
 def _product(
@@ -202,7 +168,7 @@ def _product(
     v: torch.Tensor,
     visible: torch.Tensor,
     distance: torch.Tensor | None,
-    rule: _Rule,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """`q` [B, Q, H, D] over `k`, `v` [B, L, K, .] where `visible` [B, Q, L]; [B, Q, H, Dv] in q's dtype."""
     batch, queries, heads, size = q.shape
@@ -212,14 +178,14 @@ def _product(
     rows = q.view(batch, queries, kv_heads, group, size).transpose(1, 2).reshape(batch, kv_heads, -1, size)
     k, v = k.transpose(1, 2).to(q.dtype), v.transpose(1, 2).to(q.dtype)
     mask = _for_each_row(visible, group)
-    if rule.sinks is None and rule.soft_cap is None and distance is None:
+    if scoring.sinks is None and scoring.soft_cap is None and distance is None:
         if rows.is_cuda:  # its kernels don't ask at which address a part of a tensor begins, and some stumble on it
             k, v = k.contiguous(), v.contiguous()
-        y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=rule.scale)
+        y = functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scoring.scale)
         # What a row gives that sees nothing, torch leaves to each of its kernels.
         y = torch.where(mask.any(-1, keepdim=True), y, 0.0)
     else:
-        y = _with_extras(rows, k, v, mask, None if distance is None else _for_each_row(distance, group), rule)
+        y = _with_extras(rows, k, v, mask, None if distance is None else _for_each_row(distance, group), scoring)
     return y.view(batch, kv_heads, queries, group, -1).transpose(1, 2).reshape(batch, queries, heads, -1)
 
 
@@ -234,7 +200,7 @@ def _with_extras(
     v: torch.Tensor,
     mask: torch.Tensor,
     distance: torch.Tensor | None,
-    rule: _Rule,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """The product in float32 with slopes, soft cap and sinks; `rows` [B, K, Q * G, D], others [B, 1, Q * G, L]."""
     kv_heads, num_rows = rows.shape[1:3]
@@ -243,11 +209,11 @@ def _with_extras(
         group = len(heads) // kv_heads
         return heads.view(kv_heads, 1, group).expand(-1, num_rows // group, -1).reshape(kv_heads, num_rows)
 
-    scores = torch.matmul(widened(rows), widened(k).transpose(-1, -2)) * rule.scale
-    if rule.slopes is not None and distance is not None:
-        scores = scores + for_rows(rule.slopes)[:, :, None] * distance
-    if rule.soft_cap is not None:
-        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    scores = torch.matmul(widened(rows), widened(k).transpose(-1, -2)) * scoring.scale
+    if scoring.slopes is not None and distance is not None:
+        scores = scores + for_rows(scoring.slopes)[:, :, None] * distance
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
     scores = scores.masked_fill(~mask, float("-inf"))
-    sinks = None if rule.sinks is None else for_rows(rule.sinks)
+    sinks = None if scoring.sinks is None else for_rows(scoring.sinks)
     return torch.matmul(probabilities(scores, sinks), widened(v)).to(rows.dtype)

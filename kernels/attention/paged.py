@@ -15,52 +15,40 @@ from typing import Any
 
 import torch
 
-from precast.kernels.attention import batched, cuda
-from precast.kernels.attention.attend import attend, check_window, distance_bias, first_seen, visible_keys
+from precast.kernels.attention.attend import Pages, Scoring, attend, check_window, first_seen
+from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 from precast.kernels.storage import STORED, gathered
 
 
+@implements("paged_attention")
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    page_indices: torch.Tensor,
-    page_indptr: torch.Tensor,
-    page_start: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    slopes: torch.Tensor | None = None,
-    chunk: int | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, scoring: Scoring
 ) -> torch.Tensor:
     """`q` [1, T, H, D], `k_cache` [P, S, K, D], `v_cache` [P, S, K, Dv], `sinks` [H]; [1, T, H, Dv] in q's dtype.
 
-    All metadata is int32: `cu_seqlens`, `page_indptr` [B + 1]; `kv_lens`, `page_start` [B]; `page_indices` [N].
-    `slopes` [H] float32. A cache of another dtype, float8_e4m3fn too, is
-    converted as it is read. Computed in float32, rounded once. Raises
-    ValueError for a window or chunk below 1, and for both at once.
+    `slopes` [H] float32. A cache of another dtype, float8_e4m3fn too, is converted as it is read. Computed in float32,
+    rounded once. Raises ValueError for a window or chunk below 1, and for both at once.
     """
-    check_window(window, chunk)
+    check_window(scoring.window, scoring.chunk)
     out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
-    bounds, indptr = cu_seqlens.tolist(), page_indptr.tolist()
-    for b, (kv_len, start) in enumerate(zip(kv_lens.tolist(), page_start.tolist(), strict=True)):
-        rows = slice(bounds[b], bounds[b + 1])
-        pages = page_indices[indptr[b] : indptr[b + 1]]
+    for rows, queries, keys, held in each_sequence(pages, q.device):
         # What lies past the last key was never written, or by another sequence: it must not enter any product.
-        k = gathered(k_cache, pages).flatten(0, 1)[: max(kv_len - start, 0)]
-        v = gathered(v_cache, pages).flatten(0, 1)[: max(kv_len - start, 0)]
-        queries = torch.arange(kv_len - (bounds[b + 1] - bounds[b]), kv_len, device=q.device)
-        keys = torch.arange(start, start + len(k), device=q.device)
-        visible = visible_keys(queries, keys, window, chunk)
-        bias = distance_bias(slopes, queries, keys)
-        out[0, rows] = attend(q[0, rows], k, v, visible, sinks, scale, soft_cap, bias)
+        k, v = (gathered(cache, held).flatten(0, 1)[: len(keys)] for cache in (k_cache, v_cache))
+        out[0, rows] = attend(q[0, rows], k, v, queries, keys[: len(k)], scoring)
     return out
+
+
+def each_sequence(
+    pages: Pages, device: torch.device
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Each sequence's tokens, their positions, those of its keys, and the pages that hold these."""
+    bounds, indptr = pages.cu_seqlens.tolist(), pages.page_indptr.tolist()
+    for b, (kv_len, start) in enumerate(zip(pages.kv_lens.tolist(), pages.page_start.tolist(), strict=True)):
+        queries = torch.arange(kv_len - (bounds[b + 1] - bounds[b]), kv_len, device=device)
+        keys = torch.arange(start, max(kv_len, start), device=device)
+        yield slice(bounds[b], bounds[b + 1]), queries, keys, pages.page_indices[indptr[b] : indptr[b + 1]]
 
 
 def paged_sample(
@@ -158,7 +146,7 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     yield paged_sample(draw, [], heads=2, kv_heads=1, size=8, padding=3)
 
 
-_METADATA = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
+PAGES_AXES = {"cu_seqlens": "B+1", "kv_lens": "B", "page_indices": "N", "page_indptr": "B+1", "page_start": "B"}
 
 PAGED_ATTENTION = OpSpec(
     name="precast.paged_attention",
@@ -167,18 +155,13 @@ PAGED_ATTENTION = OpSpec(
         "k_cache": "P S K D",
         "v_cache": "P S K E",
         "sinks": "H",
-        "cu_seqlens": "B+1",
-        "kv_lens": "B",
-        "page_indices": "N",
-        "page_indptr": "B+1",
-        "page_start": "B",
         "slopes": "H",
+        **PAGES_AXES,
     },
     results={"y": "1 T H E"},
     dtypes={"q": FLOAT, "k_cache": STORED, "v_cache": STORED, "sinks": FLOAT, "slopes": (torch.float32,)}
-    | dict.fromkeys(_METADATA, (torch.int32,)),
+    | dict.fromkeys(PAGES_AXES, (torch.int32,)),
     reference=paged_attention,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": lambda: batched.paged_attention, "cuda": cuda.paged_attention},
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from precast.ir.graph.schema import Expr
+from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul
 from precast.kernels.attention import workspace
 from precast.kernels.records import Condition, Record, nothing, reference, reference_on_cpu
 from precast.kernels.use import Use, numbers
 
-_COMPUTED = ("float16", "bfloat16", "float32")
+_COMPUTED: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 _CONVERTS = Condition(
     "compute capability 8.9 or higher for a cache of 8 bits",
     lambda use: use.width("k_cache") > 1 or use.target.capability >= (8, 9),

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from precast.kernels.attention import cuda
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import Draw, OpSpec, Sample
 from precast.kernels.storage import STORED, bits, rounded
@@ -74,5 +73,4 @@ WRITE_KV = OpSpec(
     dtypes={"k": FLOAT, "v": FLOAT, "k_cache": STORED, "v_cache": STORED, "slot_mapping": (torch.int64,)},
     reference=write_kv,
     samples=_samples,
-    implementations={"cuda": cuda.write_kv},
 )

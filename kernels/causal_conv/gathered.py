@@ -10,16 +10,17 @@ import torch
 from torch.nn import functional
 
 from precast.ir.ops.rows_states import CONV_ACTIVATIONS
-from precast.kernels.states import computed_in
+from precast.kernels.calls import implements
+from precast.kernels.states import Slots, computed_in
 
 
+@implements("causal_conv")
 def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
-    *,
-    activation: str = "none",
+    activation: str,
 ) -> torch.Tensor:
     """`precast.causal_conv`, see `precast.kernels.causal_conv.causal_conv`."""
     count = cu_seqlens.shape[0] - 1
@@ -27,22 +28,19 @@ def causal_conv(
     return _convolved(_table(before, x), x, weight, bias, cu_seqlens, activation)
 
 
+@implements("stateful_causal_conv")
 def stateful_causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    activation: str = "none",
+    held: Slots,
+    activation: str,
 ) -> torch.Tensor:
-    """`precast.stateful_causal_conv`, see `precast.kernels.causal_conv.stateful`."""
-    lengths = cu_seqlens.diff()
-    held = state[slots.clamp(min=0)] if len(state) else state.new_zeros((len(slots), *state.shape[1:]))
-    continues = (slots >= 0) & (kv_lens != lengths)
-    table = _table(torch.where(continues[:, None, None], held, 0), x)
+    """`precast.stateful_causal_conv`, see `precast.kernels.causal_conv.causal_conv`."""
+    state, slots, cu_seqlens, kv_lens = held
+    before = state[slots.clamp(min=0)] if len(state) else state.new_zeros((len(slots), *state.shape[1:]))
+    continues = (slots >= 0) & (kv_lens != cu_seqlens.diff())
+    table = _table(torch.where(continues[:, None, None], before, 0), x)
     y = _convolved(table, x, weight, bias, cu_seqlens, activation)
     _store(table, state, slots, cu_seqlens)
     return y

@@ -16,8 +16,4 @@ def _causal_conv(use: Use) -> Expr:
     return add(mul(narrow + 2 * full, numbers(x)), before, mul(80, x.type.shape[1]))
 
 
-def _state(use: Use) -> tuple[Expr, ...]:
-    return (use.shape("x")[2], add(use.shape("weight")[1], -1))
-
-
-RECORDS = forms("causal_conv", "gathered", _causal_conv, _state, capture="static")
+RECORDS = forms("causal_conv", "gathered", _causal_conv, capture="static")

@@ -10,43 +10,10 @@ from __future__ import annotations
 import torch
 
 from precast.kernels.delta_rule.step import prepared, step
+from precast.kernels.forms import forms
 from precast.kernels.linear_attention.chunks import chunk_size, join, products, reach, split
 from precast.kernels.linear_attention.step import token_decays
-from precast.kernels.states import Slots, fresh, together
-
-
-def delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    beta: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
-    normalise: bool,
-) -> torch.Tensor:
-    """`precast.delta_rule`, see `precast.kernels.delta_rule.delta_rule`."""
-    held = fresh(cu_seqlens, (v.shape[2], q.shape[3], v.shape[3]), q)
-    return _apply(q, k, v, decay, beta, held, scale, normalise)
-
-
-def stateful_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    scale: float,
-    normalise: bool,
-) -> torch.Tensor:
-    """`precast.stateful_delta_rule`, see `precast.kernels.delta_rule.stateful`."""
-    return _apply(q, k, v, decay, beta, Slots(state, slots, cu_seqlens, kv_lens), scale, normalise)
+from precast.kernels.states import Slots, together
 
 
 def _apply(
@@ -103,3 +70,6 @@ def _scan(
         y[:, :, g] = torch.matmul(q[:, :, g], state) + torch.matmul(inner[:, :, g], difference)
         state = state * factors.whole[:, :, g] + torch.matmul(k[:, :, g], difference)
     return join(y, tokens), state
+
+
+delta_rule, stateful_delta_rule = forms("delta_rule", _apply)

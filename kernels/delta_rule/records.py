@@ -32,8 +32,4 @@ def _delta_rule(use: Use) -> Expr:
     return add(scan, mul(padded_tokens(use, tokens), add(held, given)), mul(64, tokens))
 
 
-def _state(use: Use) -> tuple[Expr, ...]:
-    return (*use.shape("v")[2:], use.shape("q")[3])
-
-
-RECORDS = forms("delta_rule", "chunked", _delta_rule, _state)
+RECORDS = forms("delta_rule", "chunked", _delta_rule)

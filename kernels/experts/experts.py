@@ -11,7 +11,7 @@ float64), rounded once at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
@@ -82,12 +82,6 @@ def _activate(a: torch.Tensor, kind: str, alpha: float) -> torch.Tensor:
     raise ValueError(f"activation: expected one of {', '.join(EXPERT_ACTIVATIONS)}, found {kind!r}")
 
 
-def _implementation() -> Callable[..., torch.Tensor]:
-    from precast.kernels.experts.grouped import experts
-
-    return experts
-
-
 def _sample(draw: Draw, tokens: int, top_k: int, *, gated: bool, bias: bool = False, size: int = 9) -> Sample:
     num, inner = 5, 6 if size == 9 else 24
     rows = inner * (2 if gated else 1)
@@ -136,5 +130,4 @@ EXPERTS = OpSpec(
     reference=experts,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": _implementation, "cuda": _implementation},
 )

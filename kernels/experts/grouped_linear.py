@@ -5,7 +5,7 @@ A row whose id is no expert's gives zeros. Computed in float32 (float64 for floa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
@@ -27,12 +27,6 @@ def grouped_linear(
         expert_bias = None if bias is None else widened(bias[expert])
         out[rows] = functional.linear(widened(x[rows]), widened(weight[expert]), expert_bias).to(x.dtype)
     return out
-
-
-def _implementation() -> Callable[..., torch.Tensor]:
-    from precast.kernels.experts.grouped import grouped_linear
-
-    return grouped_linear
 
 
 def _samples(draw: Draw) -> Iterator[Sample]:
@@ -61,5 +55,4 @@ GROUPED_LINEAR = OpSpec(
     reference=grouped_linear,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": _implementation, "cuda": _implementation},
 )

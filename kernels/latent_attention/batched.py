@@ -14,75 +14,58 @@ absorbing is cheaper, with many (prefill) expanding. The metadata is read on the
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from precast.kernels.attention import batched
-from precast.kernels.attention.attend import check_window
-from precast.kernels.latent_attention.expand import Sizes, expand, sizes_of, split
+from precast.kernels.attention.attend import Pages, check_window
+from precast.kernels.calls import implements
+from precast.kernels.latent_attention.expand import LatentScoring, Sizes, expand, sizes_of, split
 from precast.kernels.latent_attention.limits import MAX_EXPANDED
 from precast.kernels.storage import gathered
 
 
-class _Pages(NamedTuple):
-    """The metadata of a paged call."""
-
-    cu_seqlens: torch.Tensor
-    kv_lens: torch.Tensor
-    page_indices: torch.Tensor
-    page_indptr: torch.Tensor
-    page_start: torch.Tensor
-
-
+@implements("latent_attention")
 def latent_attention(
     q: torch.Tensor,
     latent: torch.Tensor,
     k_rope: torch.Tensor,
     weight: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
     value_size: int,
-    window: int | None = None,
+    scoring: LatentScoring,
 ) -> torch.Tensor:
     """`precast.latent_attention`, see `precast.kernels.latent_attention.latent_attention`."""
     sizes = sizes_of(q, weight, k_rope.shape[-1], value_size)
     k, v = expand(latent, k_rope, weight, sizes)
-    return batched.attention(q, k, v, None, cu_seqlens, scale=scale, window=window)
+    return batched.attention(q, k, v, None, cu_seqlens, **scoring._asdict())
 
 
+@implements("paged_latent_attention")
 def paged_latent_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
     weight: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    page_indices: torch.Tensor,
-    page_indptr: torch.Tensor,
-    page_start: torch.Tensor,
-    *,
-    scale: float,
+    pages: Pages,
     value_size: int,
-    window: int | None = None,
+    scoring: LatentScoring,
 ) -> torch.Tensor:
     """`precast.paged_latent_attention`, see `precast.kernels.latent_attention.paged`."""
-    check_window(window)
+    check_window(scoring.window)
     sizes = sizes_of(q, weight, cache.shape[-1] - weight.shape[1], value_size)
-    pages = _Pages(cu_seqlens, kv_lens, page_indices, page_indptr, page_start)
-    bounds, indptr = cu_seqlens.tolist(), page_indptr.tolist()
+    bounds, indptr = pages.cu_seqlens.tolist(), pages.page_indptr.tolist()
     absorbed = [_is_cheaper_absorbed(end - first, sizes) for first, end in pairwise(bounds)]
     if all(absorbed):
-        return _absorbed(q, cache, weight, pages, sizes, scale, window)
+        return _absorbed(q, cache, weight, pages, sizes, scoring)
     out = q.new_zeros((*q.shape[:-1], value_size))
     together = [b for b, kept in enumerate(absorbed) if kept]
     if together:
         rows, part = _only(together, pages, bounds, indptr)
-        out[:, rows] = _absorbed(q[:, rows], cache, weight, part, sizes, scale, window)
+        out[:, rows] = _absorbed(q[:, rows], cache, weight, part, sizes, scoring)
     for b, kept in enumerate(absorbed):  # one by one: what is expanded at a time is no more than one sequence
         if not kept:
             rows, part = _only([b], pages, bounds, indptr)
-            out[:, rows] = _expanded(q[:, rows], cache, weight, part, sizes, scale, window)
+            out[:, rows] = _expanded(q[:, rows], cache, weight, part, sizes, scoring)
     return out
 
 
@@ -95,8 +78,8 @@ def _is_cheaper_absorbed(queries: int, sizes: Sizes) -> bool:
     return queries * (2 * sizes.latent - made) <= sizes.latent * made
 
 
-def _only(numbers: list[int], pages: _Pages, bounds: list[int], indptr: list[int]) -> tuple[torch.Tensor, _Pages]:
-    """The tokens of these sequences, one behind the other, and the metadata of a call for them alone.
+def _only(numbers: list[int], pages: Pages, bounds: list[int], indptr: list[int]) -> tuple[torch.Tensor, Pages]:
+    """The tokens of these sequences, one after the other, and the metadata of a call for them alone.
 
     `bounds` and `indptr` are `cu_seqlens` and `page_indptr` on the host.
     """
@@ -104,7 +87,7 @@ def _only(numbers: list[int], pages: _Pages, bounds: list[int], indptr: list[int
     rows, starts = _ranges(numbers, bounds, device)
     entries, lists = _ranges(numbers, indptr, device)
     kept = torch.tensor(numbers, device=device)
-    return rows, _Pages(starts, pages.kv_lens[kept], pages.page_indices[entries], lists, pages.page_start[kept])
+    return rows, Pages(starts, pages.kv_lens[kept], pages.page_indices[entries], lists, pages.page_start[kept])
 
 
 def _ranges(numbers: list[int], bounds: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,18 +104,15 @@ def _absorbed(
     q: torch.Tensor,
     cache: torch.Tensor,
     weight: torch.Tensor,
-    pages: _Pages,
+    pages: Pages,
     sizes: Sizes,
-    scale: float,
-    window: int | None,
+    scoring: LatentScoring,
 ) -> torch.Tensor:
     keys, values = split(weight, sizes)
     q_latent = torch.einsum("bthd,hdc->bthc", q[..., : sizes.nope], keys)
     q_latent = torch.cat((q_latent, q[..., sizes.nope :]), dim=-1)
     one_head = cache[:, :, None]
-    y = batched.paged_attention(
-        q_latent, one_head, one_head[..., : sizes.latent], None, *pages, scale=scale, window=window
-    )
+    y = batched.paged_attention(q_latent, one_head, one_head[..., : sizes.latent], None, *pages, **scoring._asdict())
     return torch.einsum("bthc,hdc->bthd", y, values).contiguous()
 
 
@@ -140,10 +120,9 @@ def _expanded(
     q: torch.Tensor,
     cache: torch.Tensor,
     weight: torch.Tensor,
-    pages: _Pages,
+    pages: Pages,
     sizes: Sizes,
-    scale: float,
-    window: int | None,
+    scoring: LatentScoring,
 ) -> torch.Tensor:
     """As pages of keys and values in the order of the page lists, for as many heads at a time as fit."""
     kept = gathered(cache, pages.page_indices).to(q.dtype)
@@ -155,7 +134,7 @@ def _expanded(
 
     def some_heads(first: int, end: int) -> torch.Tensor:
         k, v = expand(latent, k_rope, weight[first * rows : end * rows], sizes._replace(heads=end - first))
-        return batched.paged_attention(q[:, :, first:end], k, v, None, *numbered, scale=scale, window=window)
+        return batched.paged_attention(q[:, :, first:end], k, v, None, *numbered, **scoring._asdict())
 
     ends = range(step, sizes.heads + step, step)
     return torch.cat([some_heads(end - step, min(end, sizes.heads)) for end in ends], dim=2)

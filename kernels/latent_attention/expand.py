@@ -14,6 +14,13 @@ from typing import NamedTuple
 import torch
 
 
+class LatentScoring(NamedTuple):
+    """How keys are scored, the same for all sequences of a call."""
+
+    scale: float
+    window: int | None = None
+
+
 class Sizes(NamedTuple):
     """The sizes of a call. A head's key has `nope + rope` elements, a token's cache `latent + rope`."""
 

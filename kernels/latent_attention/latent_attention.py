@@ -13,23 +13,22 @@ from typing import Any
 
 import torch
 
-from precast.kernels.attention.attend import attend, check_window, visible_keys
+from precast.kernels.attention.attend import Scoring, attend, check_window
+from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
-from precast.kernels.latent_attention import batched
-from precast.kernels.latent_attention.expand import expand, sizes_of
+from precast.kernels.latent_attention.expand import LatentScoring, expand, sizes_of
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 
 
+@implements("latent_attention")
 def latent_attention(
     q: torch.Tensor,
     latent: torch.Tensor,
     k_rope: torch.Tensor,
     weight: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
     value_size: int,
-    window: int | None = None,
+    scoring: LatentScoring,
 ) -> torch.Tensor:
     """`q` [1, T, H, Dn + Dr], `latent` [1, T, C], `k_rope` [1, T, Dr], `weight` [H * (Dn + Dv), C], `value_size` Dv,
     `cu_seqlens` [B + 1] int32; [1, T, H, Dv].
@@ -37,15 +36,14 @@ def latent_attention(
     Computed in float32, rounded once to q's dtype. Raises ValueError for a window below 1, and for a weight that
     doesn't fit the heads.
     """
-    check_window(window)
+    check_window(scoring.window)
     sizes = sizes_of(q, weight, k_rope.shape[-1], value_size)
     out = q.new_zeros((*q.shape[:-1], value_size))
     for first, end in pairwise(cu_seqlens.tolist()):
         rows = slice(first, end)
         k, v = expand(widened(latent[0, rows]), widened(k_rope[0, rows]), widened(weight), sizes)
         positions = torch.arange(end - first, device=q.device)
-        visible = visible_keys(positions, positions, window)
-        out[0, rows] = attend(q[0, rows], k, v, visible, None, scale, None)
+        out[0, rows] = attend(q[0, rows], k, v, positions, positions, Scoring(*scoring))
     return out
 
 
@@ -86,6 +84,4 @@ LATENT_ATTENTION = OpSpec(
     reference=latent_attention,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": lambda: batched.latent_attention, "cuda": lambda: batched.latent_attention},
-    reads_metadata=True,
 )

@@ -12,49 +12,37 @@ from typing import Any
 
 import torch
 
-from precast.kernels.attention.attend import attend, check_window, visible_keys
-from precast.kernels.attention.paged import paged_sample
+from precast.kernels.attention.attend import Pages, Scoring, attend, check_window
+from precast.kernels.attention.paged import PAGES_AXES, each_sequence, paged_sample
+from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
-from precast.kernels.latent_attention import batched
-from precast.kernels.latent_attention.expand import expand, sizes_of
+from precast.kernels.latent_attention.expand import LatentScoring, expand, sizes_of
 from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
 from precast.kernels.storage import STORED, gathered
 
 
+@implements("paged_latent_attention")
 def paged_latent_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
     weight: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    page_indices: torch.Tensor,
-    page_indptr: torch.Tensor,
-    page_start: torch.Tensor,
-    *,
-    scale: float,
+    pages: Pages,
     value_size: int,
-    window: int | None = None,
+    scoring: LatentScoring,
 ) -> torch.Tensor:
     """`q` [1, T, H, Dn + Dr], `cache` [P, S, C + Dr], `weight` [H * (Dn + Dv), C], `value_size` Dv; [1, T, H, Dv].
 
-    All metadata is int32: `cu_seqlens`, `page_indptr` [B + 1]; `kv_lens`, `page_start` [B]; `page_indices` [N].
     A cache of another dtype, float8_e4m3fn too, is converted as it is read. Computed in float32, rounded once to q's
     dtype. Raises ValueError for a window below 1, and for a weight that doesn't fit the heads.
     """
-    check_window(window)
+    check_window(scoring.window)
     sizes = sizes_of(q, weight, cache.shape[-1] - weight.shape[1], value_size)
     out = q.new_zeros((*q.shape[:-1], value_size))
-    bounds, indptr = cu_seqlens.tolist(), page_indptr.tolist()
-    for b, (kv_len, start) in enumerate(zip(kv_lens.tolist(), page_start.tolist(), strict=True)):
-        rows = slice(bounds[b], bounds[b + 1])
-        pages = page_indices[indptr[b] : indptr[b + 1]]
+    for rows, queries, keys, held in each_sequence(pages, q.device):
         # What lies past the last key was never written, or by another sequence: it must not enter any product.
-        kept = gathered(cache, pages).flatten(0, 1)[: max(kv_len - start, 0)].to(widened(q).dtype)
+        kept = gathered(cache, held).flatten(0, 1)[: len(keys)].to(widened(q).dtype)
         k, v = expand(kept[:, : sizes.latent], kept[:, sizes.latent :], weight.to(kept.dtype), sizes)
-        queries = torch.arange(kv_len - (bounds[b + 1] - bounds[b]), kv_len, device=q.device)
-        keys = torch.arange(start, start + len(kept), device=q.device)
-        visible = visible_keys(queries, keys, window)
-        out[0, rows] = attend(q[0, rows], k, v, visible, None, scale, None)
+        out[0, rows] = attend(q[0, rows], k, v, queries, keys[: len(k)], Scoring(*scoring))
     return out
 
 
@@ -108,25 +96,17 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     yield paged_latent_sample(draw, [], **large)
 
 
-_METADATA = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
-
 PAGED_LATENT_ATTENTION = OpSpec(
     name="precast.paged_latent_attention",
     axes={
         "q": "1 T H D",
         "cache": "P S L",
         "weight": "W C",
-        "cu_seqlens": "B+1",
-        "kv_lens": "B",
-        "page_indices": "N",
-        "page_indptr": "B+1",
-        "page_start": "B",
+        **PAGES_AXES,
     },
     results={"y": "1 T H E"},
-    dtypes={"q": FLOAT, "cache": STORED, "weight": FLOAT} | dict.fromkeys(_METADATA, (torch.int32,)),
+    dtypes={"q": FLOAT, "cache": STORED, "weight": FLOAT} | dict.fromkeys(PAGES_AXES, (torch.int32,)),
     reference=paged_latent_attention,
     samples=_samples,
     tolerances=PRODUCT,
-    implementations={"cpu": lambda: batched.paged_latent_attention, "cuda": lambda: batched.paged_latent_attention},
-    reads_metadata=True,
 )

@@ -4,38 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from precast.kernels.forms import forms
 from precast.kernels.linear_attention.chunks import scan
 from precast.kernels.linear_attention.step import step, token_decays
-from precast.kernels.states import Slots, fresh, together
-
-
-def linear_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    scale: float,
-) -> torch.Tensor:
-    """`precast.linear_attention`, see `precast.kernels.linear_attention.linear_attention`."""
-    return _attend(q, k, v, decay, fresh(cu_seqlens, (*v.shape[2:3], q.shape[3], v.shape[3]), q), scale)
-
-
-def stateful_linear_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    scale: float,
-) -> torch.Tensor:
-    """`precast.stateful_linear_attention`, see `precast.kernels.linear_attention.stateful`."""
-    return _attend(q, k, v, decay, Slots(state, slots, cu_seqlens, kv_lens), scale)
+from precast.kernels.states import Slots, together
 
 
 def _attend(
@@ -51,3 +23,6 @@ def _attend(
 
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     return together(batch, (q, k, v, token_decays(decay, v)), out, held)
+
+
+linear_attention, stateful_linear_attention = forms("linear_attention", _attend)

@@ -22,8 +22,4 @@ def _linear_attention(use: Use) -> Expr:
     return add(mul(padded_tokens(use, tokens), heads, held), held_by_scan, mul(64, tokens))
 
 
-def _state(use: Use) -> tuple[Expr, ...]:
-    return (*use.shape("v")[2:], use.shape("q")[3])
-
-
-RECORDS = forms("linear_attention", "chunked", _linear_attention, _state)
+RECORDS = forms("linear_attention", "chunked", _linear_attention)

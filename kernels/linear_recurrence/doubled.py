@@ -8,29 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from precast.kernels.forms import forms
 from precast.kernels.linear_recurrence.joining import joining
-from precast.kernels.states import Slots, computed_in, fresh, together
-
-
-def linear_recurrence(
-    x: torch.Tensor, factor: torch.Tensor, cu_seqlens: torch.Tensor, *, kind: str = "sum"
-) -> torch.Tensor:
-    """`precast.linear_recurrence`, see `precast.kernels.linear_recurrence.linear_recurrence`."""
-    return _scan(x, factor, fresh(cu_seqlens, x.shape[2:], x), kind)
-
-
-def stateful_linear_recurrence(
-    x: torch.Tensor,
-    factor: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    kind: str = "sum",
-) -> torch.Tensor:
-    """`precast.stateful_linear_recurrence`, see `precast.kernels.linear_recurrence.stateful`."""
-    return _scan(x, factor, Slots(state, slots, cu_seqlens, kv_lens), kind)
+from precast.kernels.states import Slots, computed_in, together
 
 
 def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torch.Tensor:
@@ -48,3 +28,6 @@ def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torc
 
     # Behind a shorter sequence's end 1 - factor is 0, as x is, and the state stays what it is.
     return together(batch, (x, 1 - factor.to(computed_in(x))), x.new_zeros(x.shape), held)
+
+
+linear_recurrence, stateful_linear_recurrence = forms("linear_recurrence", _scan)

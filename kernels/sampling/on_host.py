@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import torch
 
-from precast.kernels.sampling.sample import passed, pick, scaled
+from precast.kernels.calls import implements
+from precast.kernels.sampling.sample import Parameters, marked, passed, pick, scaled
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> torch.Tensor:
-    """`precast.sample`, see `precast.kernels.sampling.sample`."""
+@implements("sample")
+def sample(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """`precast.sample@1`, see `precast.kernels.sampling.sample`."""
+    return _drawn(logits, parameters)
+
+
+@implements("sample", version=2)
+def sample_2(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """`precast.sample@2`."""
+    return marked(logits, _drawn(logits, parameters))
+
+
+def _drawn(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    temperature, top_k, top_p, min_p, seeds, steps = parameters
     tokens = logits.argmax(-1)
     rows = (temperature > 0).nonzero()[:, 0]
     if len(rows) == 0:

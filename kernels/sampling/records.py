@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, maximum, minimum, mul, numel
 from precast.kernels.records import Record, reference
@@ -22,10 +24,16 @@ def _drawing(use: Use) -> Expr:
     return add(mul(42, together, size), numbered, mul(64, rows), 16 << 10)
 
 
-RECORDS = (
-    Record(
-        name="torch.sample", op="precast.sample", devices=("cpu",), capture="host", workspace=_drawing,
-        runs="precast.kernels.sampling.on_host:sample",
-    ),
-    reference("precast.sample", "sampling.sample", _drawing),
+_ON_HOST = Record(
+    name="torch.sample", op="precast.sample", devices=("cpu",), capture="host", workspace=_drawing,
+    runs="precast.kernels.sampling.on_host:sample",
 )  # fmt: skip
+_REFERENCE = reference("precast.sample", "sampling.sample", _drawing)
+
+
+def _second(record: Record) -> Record:
+    """The record's implementation of version 2, which marks rows besides: less than drawing from them holds."""
+    return replace(record, name=f"{record.name}_2", op_versions=(2,), runs=f"{record.runs}_2")
+
+
+RECORDS = (_ON_HOST, _REFERENCE, _second(_ON_HOST), _second(_REFERENCE))

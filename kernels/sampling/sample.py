@@ -1,4 +1,4 @@
-"""sample@1: one token for each row of logits, the same whatever other rows are in the batch.
+"""sample@1 and sample@2: one token for each row of logits, the same whatever other rows are in the batch.
 
 A row with temperature 0 takes its largest logit, the first of them if several are equal. Any other row, with
 x[i] = (logits[i] - max(logits)) / temperature, keeps the tokens that pass all filters:
@@ -9,16 +9,21 @@ x[i] = (logits[i] - max(logits)) / temperature, keeps the tokens that pass all f
    probability reaches top_p; 1: off. The first always passes.
 
 It takes the largest of x[i] + g[i] among them, where g is Gumbel noise of (seed, step, i): this draws token i with
-its probability among those kept. A row of nothing but -inf gives token 0.
+its probability among those kept.
+
+The versions differ in rows from which nothing can be drawn. In version 2 a row that has a NaN, or no finite logit at
+all, gives -1, which is no token: whatever computed it is broken, and its request can't go on. In version 1 a row of
+nothing but -inf gives token 0, and so may one that has a NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.sampling.limits import TOGETHER
 from precast.kernels.sampling.noise import gumbel
@@ -28,36 +33,44 @@ from precast.kernels.spec import Draw, OpSpec, Sample
 _ONE = 2.0**40
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> torch.Tensor:
-    """Token ids [R] int64 from `logits` [R, V] and one of each parameter a row.
+class Parameters(NamedTuple):
+    """One of each for every row [R]: float32, `top_k` int32, `seeds` and `steps` int64."""
 
-    `temperature`, `top_p`, `min_p` are float32, `top_k` int32, `seeds` and `steps` int64. Nothing is read back to the
-    host.
-    """
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    steps: torch.Tensor
+
+
+@implements("sample")
+def sample(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """Token ids [R] int64 from `logits` [R, V]. Nothing is read back to the host."""
+    return torch.cat([_drawn(*part) for part in _parts(logits, parameters)])
+
+
+@implements("sample", version=2)
+def sample_2(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """As `sample`; -1 where a row has a NaN or no finite logit."""
+    return torch.cat([marked(part, _drawn(part, own)) for part, own in _parts(logits, parameters)])
+
+
+def marked(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`tokens` [R], -1 where a row of `logits` [R, V] has a NaN or no finite one."""
+    # The least magnitude is NaN if any is, and infinite if all are.
+    return torch.where(logits.abs().amin(-1).isfinite(), tokens, -1)
+
+
+def _parts(logits: torch.Tensor, parameters: Parameters) -> Iterator[tuple[torch.Tensor, Parameters]]:
+    """As many rows at a time as bound what a step holds; all, if there are none."""
     rows = max(1, TOGETHER // max(1, logits.shape[1]))
-    if len(logits) <= rows:
-        return _together(logits, temperature, top_k, top_p, min_p, seeds, steps)
-    parts = zip(*(each.split(rows) for each in (logits, temperature, top_k, top_p, min_p, seeds, steps)), strict=True)
-    return torch.cat([_together(*part) for part in parts])
+    for each in zip(*(x.split(rows) for x in (logits, *parameters)), strict=True):
+        yield each[0], Parameters(*each[1:])
 
 
-def _together(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> torch.Tensor:
+def _drawn(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    temperature, top_k, top_p, min_p, seeds, steps = parameters
     x = scaled(logits, temperature)
     kept = passed(x, top_k, top_p, min_p)
     drawn = pick(x.masked_fill(~kept, float("-inf")), seeds, steps)
@@ -91,12 +104,6 @@ def passed(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: tor
 def pick(x: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """A token for each row of `x` [R, V], with probability in proportion to exp(x); [R] int64."""
     return (x + gumbel(seeds, steps, x.shape[1])).argmax(-1)
-
-
-def _on_cpu() -> Callable[..., Any]:
-    from precast.kernels.sampling import on_host
-
-    return on_host.sample
 
 
 def _samples(draw: Draw) -> Iterator[Sample]:
@@ -133,12 +140,30 @@ def _samples(draw: Draw) -> Iterator[Sample]:
 _ROW = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32,
         "seeds": torch.int64, "steps": torch.int64}  # fmt: skip
 
-SAMPLE = OpSpec(
-    name="precast.sample",
-    axes={"logits": "R V"} | dict.fromkeys(_ROW, "R"),
-    results={"tokens": "R"},
-    dtypes={"logits": FLOAT} | {name: (dtype,) for name, dtype in _ROW.items()},
-    reference=sample,
-    samples=_samples,
-    implementations={"cpu": _on_cpu},
-)
+
+def _samples_2(draw: Draw) -> Iterator[Sample]:
+    yield from _samples(draw)
+    broken = draw.normal(7, 9)
+    broken[0] = float("-inf")
+    broken[1, 4] = float("nan")
+    broken[2] = float("inf")
+    broken[3, 1:] = float("-inf")
+    broken[4, 2] = float("inf")
+    for more in ({}, {"temperature": draw.of([0.0] * 7, torch.float32)}):
+        yield {name: x[:7] for name, x in next(_samples(draw)).items()} | {"logits": broken, **more}
+
+
+def _spec(version: int, reference: Callable[..., Any], samples: Callable[[Draw], Iterator[Sample]]) -> OpSpec:
+    return OpSpec(
+        name="precast.sample",
+        version=version,
+        axes={"logits": "R V"} | dict.fromkeys(_ROW, "R"),
+        results={"tokens": "R"},
+        dtypes={"logits": FLOAT} | {name: (dtype,) for name, dtype in _ROW.items()},
+        reference=reference,
+        samples=samples,
+    )
+
+
+SAMPLE = _spec(1, sample, _samples)
+SAMPLE_2 = _spec(2, sample_2, _samples_2)

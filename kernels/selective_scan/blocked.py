@@ -12,50 +12,14 @@ import math
 import torch
 from torch.nn import functional
 
+from precast.kernels.forms import forms
 from precast.kernels.selective_scan.limits import MIN_BLOCK
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Slots, computed_in, fresh, together
+from precast.kernels.states import Slots, computed_in, together
 
 # Blocks do the arithmetic twice. On a CPU that pays while a step costs more to start than to compute: measured on one
 # core, up to states of about this many numbers.
 _MAX_CPU_STATE = 4096
-
-
-def selective_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    softplus: bool,
-) -> torch.Tensor:
-    """`precast.selective_scan`, see `precast.kernels.selective_scan.selective_scan`."""
-    dt = steps(dt, dt_bias, computed_in(x), softplus)
-    return _scan(x, dt, a, b, c, d, fresh(cu_seqlens, a.shape, x))
-
-
-def stateful_selective_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    softplus: bool,
-) -> torch.Tensor:
-    """`precast.stateful_selective_scan`, see `precast.kernels.selective_scan.stateful`."""
-    dt = steps(dt, dt_bias, computed_in(x), softplus)
-    return _scan(x, dt, a, b, c, d, Slots(state, slots, cu_seqlens, kv_lens))
 
 
 def _scan(
@@ -65,15 +29,19 @@ def _scan(
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     held: Slots,
+    softplus: bool,
 ) -> torch.Tensor:
+    size = steps(dt, dt_bias, computed_in(x), softplus)
+
     def batch(
         x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y, state = _in_blocks(dt * x, dt, a.to(dt.dtype), b, c, state)
         return y if d is None else y + d * x, state
 
-    return together(batch, (x, dt, b, c), x.new_zeros(x.shape), held)
+    return together(batch, (x, size, b, c), x.new_zeros(x.shape), held)
 
 
 def _block_size(tokens: int, state: torch.Tensor) -> int:
@@ -114,3 +82,6 @@ def _in_blocks(
         h = advanced(h, i)
         rows.append(torch.matmul(h, c[:, :, i, :, None])[..., 0])
     return torch.stack(rows, 2).flatten(1, 2)[:, :tokens], h[:, -1]
+
+
+selective_scan, stateful_selective_scan = forms("selective_scan", _scan)

@@ -25,8 +25,4 @@ def _root(tokens: Expr) -> Expr:
     return minimum(*(add(floordiv(tokens, 2 * at), at // 2 + 3) for at in (16, 32, 64, 128, 256)))
 
 
-def _state(use: Use) -> tuple[Expr, ...]:
-    return use.shape("a")
-
-
-RECORDS = forms("selective_scan", "blocked", _selective_scan, _state)
+RECORDS = forms("selective_scan", "blocked", _selective_scan)

@@ -1,4 +1,11 @@
-"""selective_scan@1: as `precast.kernels.selective_scan.stateful`, with states that begin at zero."""
+"""selective_scan@1 and stateful_selective_scan@1, the scan of Mamba 1, for each channel:
+
+    step[t] = act(dt[t] + dt_bias), where act is softplus if wanted
+    h[t, n] = exp(a[n] * step[t]) * h[t - 1, n] + step[t] * x[t] * b[t, n]
+    y[t] = sum_n h[t, n] * c[t, n] + d * x[t]
+
+h [N] is the state; b and c are the same for all channels. Packed sequences and slots: `precast.kernels.states`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +13,13 @@ from collections.abc import Iterator
 
 import torch
 
-from precast.kernels.dtypes import FLOAT
-from precast.kernels.selective_scan import blocked
-from precast.kernels.selective_scan.stateful import STATEFUL_SELECTIVE_SCAN, scan
-from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+from precast.kernels.forms import form_specs, forms
+from precast.kernels.spec import Draw, Sample
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import computed_in, fresh, without_states
+from precast.kernels.states import Slots, bounds_of, computed_in, one_by_one, sequence_samples, spoiled, state_sample
 
 
-def selective_scan(
+def _scan(
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -22,41 +27,67 @@ def selective_scan(
     c: torch.Tensor,
     d: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
+    held: Slots,
     softplus: bool,
 ) -> torch.Tensor:
-    """`x`, `dt` [1, T, C], `a` (below 0) [C, N], `b`, `c` [1, T, N], `d`, `dt_bias` [C]; [1, T, C] in x's dtype.
+    """`x`, `dt` [1, T, C], `a` (below 0) [C, N], `b`, `c` [1, T, N], state [C, N] float32; [1, T, C] in x's dtype.
 
-    `cu_seqlens` [B + 1] int32. Computed in float32, rounded once.
+    `d`, `dt_bias` [C]. Computed in float32, rounded once.
     """
-    dt = steps(dt, dt_bias, computed_in(x), softplus)
-    return scan(x, dt, a, b, c, d, fresh(cu_seqlens, a.shape, x))
+    size = steps(dt, dt_bias, computed_in(x), softplus)
+
+    def sequence(
+        x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = []
+        for t in range(len(x)):
+            state = torch.exp(a.to(dt.dtype) * dt[t, :, None]) * state + (dt[t] * x[t])[:, None] * b[t]
+            rows.append((state * c[t]).sum(-1))
+        y = torch.stack(rows)
+        return y if d is None else y + d * x, state
+
+    return one_by_one(sequence, (x, size, b, c), x.new_zeros(x.shape), held)
+
+
+selective_scan, stateful_selective_scan = forms("selective_scan", _scan)
 
 
 def _samples(draw: Draw) -> Iterator[Sample]:
-    return map(without_states, STATEFUL_SELECTIVE_SCAN.samples(draw))
+    channels, width = 7, 5
+    for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
+        end = bounds_of(sequences)[-1]
+        tokens = end + padding
+        yield {
+            "x": spoiled(draw.normal(1, tokens, channels), end),
+            "dt": spoiled(draw.normal(1, tokens, channels), end),
+            "a": -draw.uniform(channels, width, low=0.1, high=(2.0, 40.0)[i % 2], dtype=torch.float32),
+            "b": spoiled(draw.normal(1, tokens, width), end),
+            "c": spoiled(draw.normal(1, tokens, width), end),
+            "d": draw.normal(channels) if i % 3 else None,
+            "dt_bias": draw.normal(channels) if i % 4 else None,
+            **state_sample(draw, sequences, nameless, (channels, width), torch.float32),
+            "softplus": True,
+        }
+    sequences = ((5, 9), (1, 1))
+    fused = draw.uniform(1, 6, 16, high=0.5)
+    yield {
+        "x": fused[..., :4],
+        "dt": fused[..., 4:8],
+        "a": -draw.uniform(4, 4),
+        "b": fused[..., 8:12],
+        "c": fused[..., 12:],
+        "d": draw.normal(4, dtype=torch.float32),
+        "dt_bias": None,
+        **state_sample(draw, sequences, (), (4, 4), torch.float32),
+        "softplus": False,
+    }
 
 
-_FLOATING = ("x", "dt", "a", "b", "c", "d", "dt_bias")
-
-SELECTIVE_SCAN = OpSpec(
-    name="precast.selective_scan",
-    axes={
-        "x": "1 T C",
-        "dt": "1 T C",
-        "a": "C N",
-        "b": "1 T N",
-        "c": "1 T N",
-        "d": "C",
-        "dt_bias": "C",
-        "cu_seqlens": "B+1",
-    },
-    results={"y": "1 T C"},
-    dtypes=dict.fromkeys(_FLOATING, FLOAT) | {"cu_seqlens": (torch.int32,)},
-    reference=selective_scan,
+SELECTIVE_SCAN, STATEFUL_SELECTIVE_SCAN = form_specs(
+    "selective_scan",
+    axes={"x": "1 T C", "dt": "1 T C", "a": "C N", "b": "1 T N", "c": "1 T N", "d": "C", "dt_bias": "C"},
+    state="C N",
+    result="1 T C",
+    reference=(selective_scan, stateful_selective_scan),
     samples=_samples,
-    tolerances=PRODUCT,
-    implementations={"cpu": lambda: blocked.selective_scan, "cuda": lambda: blocked.selective_scan},
-    reads_metadata=True,
 )

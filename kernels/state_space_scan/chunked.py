@@ -6,51 +6,11 @@ from __future__ import annotations
 
 import torch
 
+from precast.kernels.forms import forms
 from precast.kernels.linear_attention.chunks import scan
 from precast.kernels.linear_attention.step import step
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Slots, computed_in, fresh, together
-
-
-def state_space_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    *,
-    softplus: bool,
-    dt_min: float,
-    dt_max: float,
-) -> torch.Tensor:
-    """`precast.state_space_scan`, see `precast.kernels.state_space_scan.state_space_scan`."""
-    dt = steps(dt, dt_bias, computed_in(x), softplus, dt_min, dt_max)
-    return _scan(x, dt, a, b, c, d, fresh(cu_seqlens, (*x.shape[2:], b.shape[3]), x))
-
-
-def stateful_state_space_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    softplus: bool,
-    dt_min: float,
-    dt_max: float,
-) -> torch.Tensor:
-    """`precast.stateful_state_space_scan`, see `precast.kernels.state_space_scan.stateful`."""
-    dt = steps(dt, dt_bias, computed_in(x), softplus, dt_min, dt_max)
-    return _scan(x, dt, a, b, c, d, Slots(state, slots, cu_seqlens, kv_lens))
+from precast.kernels.states import Slots, computed_in, together
 
 
 def _scan(
@@ -60,8 +20,13 @@ def _scan(
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     held: Slots,
+    softplus: bool,
+    dt_min: float,
+    dt_max: float,
 ) -> torch.Tensor:
+    size = steps(dt, dt_bias, computed_in(x), softplus, dt_min, dt_max)
     heads, groups = x.shape[2], b.shape[2]
 
     def batch(
@@ -77,4 +42,7 @@ def _scan(
             y = y[:, None]
         return y if d is None else y + d[:, None] * x, state.transpose(-1, -2)
 
-    return together(batch, (x, dt, b, c), x.new_zeros(x.shape), held)
+    return together(batch, (x, size, b, c), x.new_zeros(x.shape), held)
+
+
+state_space_scan, stateful_state_space_scan = forms("state_space_scan", _scan)

@@ -23,8 +23,4 @@ def _state_space_scan(use: Use) -> Expr:
     return add(mul(padded, heads, held), held_by_scan, given, mul(tokens, add(mul(4 * full, heads), 64)))
 
 
-def _state(use: Use) -> tuple[Expr, ...]:
-    return (*use.shape("x")[2:], use.shape("b")[3])
-
-
-RECORDS = forms("state_space_scan", "chunked", _state_space_scan, _state)
+RECORDS = forms("state_space_scan", "chunked", _state_space_scan)

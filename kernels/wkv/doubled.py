@@ -7,29 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from precast.kernels.states import Slots, fresh, together
+from precast.kernels.forms import forms
+from precast.kernels.states import Slots, together
 from precast.kernels.wkv.step import Sums, added, begun, kept, mean, one
-
-
-def wkv(
-    k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, first: torch.Tensor, cu_seqlens: torch.Tensor
-) -> torch.Tensor:
-    """`precast.wkv`, see `precast.kernels.wkv.wkv`."""
-    return _scan(k, v, decay, first, fresh(cu_seqlens, (3, v.shape[2]), v))
-
-
-def stateful_wkv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    first: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    kv_lens: torch.Tensor,
-) -> torch.Tensor:
-    """`precast.stateful_wkv`, see `precast.kernels.wkv.stateful`."""
-    return _scan(k, v, decay, first, Slots(state, slots, cu_seqlens, kv_lens))
 
 
 def _scan(k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, first: torch.Tensor, held: Slots) -> torch.Tensor:
@@ -45,6 +25,9 @@ def _scan(k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, first: torch.Te
         return y, kept(sums)[torch.arange(len(k), device=k.device), last[:, 0]]
 
     return together(batch, (k, v, v.new_ones((*v.shape[:2], 1))), v.new_zeros(v.shape), held)
+
+
+wkv, stateful_wkv = forms("wkv", _scan)
 
 
 def _doubled(start: Sums, rate: torch.Tensor, each: Sums) -> Sums:

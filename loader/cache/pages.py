@@ -81,8 +81,14 @@ class PagePool:
 
     def retain(self, page: int) -> None:
         """One more holder of a page that is held."""
-        assert self._holders[page], f"page {page} is shared, and nobody holds it"
-        self._holders[page] += 1
+        self.retain_many((page,))
+
+    def retain_many(self, pages: Iterable[int]) -> None:
+        """`retain` for each page."""
+        holders = self._holders
+        for page in pages:
+            assert holders[page], f"page {page} is shared, and nobody holds it"
+            holders[page] += 1
 
     def free(self, page: int) -> None:
         """One holder less; without any the page is free, and its slab the arena's if all its pages are."""

@@ -1,18 +1,18 @@
 """Reuse of what other sequences computed: pages and states of a prefix, found by the content of its tokens.
 
-A sequence is cut into blocks of whole pages of every group. The digest of a block covers all tokens up to its end, so
-equal digests mean equal prefixes. A computed block stays known when its sequence has ended, with its pages in the
-groups that see everything. A sequence can go on from the end of a block only if two more things are there, which are
-kept at some blocks only, the points:
+A sequence is cut into spans of whole pages of every group. The digest of a span covers all tokens up to its end, so
+equal digests mean equal prefixes. A computed span stays known when its sequence has ended, with its pages in the
+groups that see everything. A sequence can go on from the end of a span only if two more things are there, which are
+kept at some spans only, the points:
 
-- in groups with a window or chunk, the pages that the next token sees (not those of the block, which may be behind),
-- in groups of states, a copy of the state behind the block's last token, in a page of its own.
+- in groups with a window or chunk, the pages that the next token sees (not always those of the span),
+- in groups of states, a copy of the state after the span's last token, in a page of its own.
 
 Points are made where a chunk of a prompt ends, where a prompt leaves what was known, and where a sequence ends.
 What is reused is what would have been computed: no digest is shared by sequences whose keys are rotated differently,
 and at least one token of a sequence is always computed.
 
-Pages that only known blocks hold are given up, those used longest ago first, whenever a sequence needs pages.
+Pages that only known spans hold are given up, those used longest ago first, whenever a sequence needs pages.
 """
 
 from __future__ import annotations
@@ -21,158 +21,182 @@ import hashlib
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import NamedTuple
 
 from precast.ir.memory import caches
-from precast.loader.cache.tables import PageTables, forgets
-from precast.loader.schedule.requests import PageCopy, Request
+from precast.loader.cache.sequence import Sequence
+from precast.loader.cache.spans import PageCopy, Point, Span
+from precast.loader.cache.tables import PageTables, SequenceTable, forgets
 
-STATE_BLOCK = 64
-"""Tokens a block where no group has pages."""
-MAX_BLOCKS = 1 << 16
-"""Known blocks that no sequence uses: without pages nothing else bounds them."""
-
-
-class Point:
-    """What a sequence needs to go on behind a block: pages of the groups that forget, and states, by group."""
-
-    __slots__ = ("first", "pages", "states")
-
-    def __init__(self, first: dict[str, int], pages: dict[str, array[int]]) -> None:
-        self.first = first
-        self.pages = pages
-        self.states: dict[str, int] = {}
+STATE_SPAN = 64
+"""Tokens a span where no group has pages."""
+MAX_SPANS = 1 << 16
+"""Known spans that no sequence uses: without pages nothing else bounds them."""
 
 
-class Block:
-    """A known block: its pages in the groups that see everything, and how many running sequences stand on it."""
+class Match(NamedTuple):
+    """What a sequence could go on from. Nothing is held for it: it is true until spans are given up.
 
-    __slots__ = ("digest", "num_users", "pages", "point")
+    The `spans` are those of its first `length` tokens, and `table` would be its page table; `known_length` tokens are
+    known, and of those after `length` no point tells what comes next.
+    """
 
-    def __init__(self, digest: bytes, pages: dict[str, array[int]]) -> None:
-        self.digest = digest
-        self.pages = pages
-        self.point: Point | None = None
-        self.num_users = 0
+    spans: list[Span]
+    length: int
+    known_length: int
+    table: SequenceTable
 
 
 class Prefixes:
-    """The known blocks. They hold pages of the pools like any sequence, and give them up when they are asked to."""
+    """The known spans. They hold pages of the pools like any sequence, and give them up when they are asked to."""
 
-    def __init__(self, tables: PageTables, *, kind_of: Callable[[int], Hashable] = lambda _: 0) -> None:
-        """Sequences of unequal `kind_of(prefill_length)` share nothing."""
+    def __init__(
+        self, tables: PageTables, *, kind_of: Callable[[int], Hashable] = lambda _: 0, reuses: bool = True
+    ) -> None:
+        """Sequences of unequal `kind_of(prefill_length)` share nothing. `reuses` False: nothing is ever known."""
         self._tables = tables
         self._kind_of = kind_of
+        self._reuses = reuses
         plan = tables.plan
         self._full = [group for group in plan.groups if not forgets(group.spec)]
         self._forgetting = [group for group in plan.groups if forgets(group.spec)]
-        self._states = plan.states
-        self.block = math.lcm(*(group.spec.page_size for group in plan.groups)) if plan.groups else STATE_BLOCK
-        self._known: dict[bytes, Block] = {}
-        self._unused: dict[bytes, Block] = {}  # of the known ones, those without users: used longest ago first
-        self._points: dict[bytes, Block] = {}  # of the known ones, those with a point: made or used longest ago first
+        self._states = plan.states if reuses else ()
+        self.span_tokens = math.lcm(*(group.spec.page_size for group in plan.groups)) if plan.groups else STATE_SPAN
+        self._known: dict[bytes, Span] = {}
+        self._unused: dict[bytes, Span] = {}  # of the known ones, those without users: used longest ago first
+        self._points: dict[bytes, Span] = {}  # of the known ones, those with a point: made or used longest ago first
         self._reclaimable = dict.fromkeys(tables.pool_of, 0)
         self._saves: dict[tuple[str, int], int] = {}  # group and target: the source, in the order of the copies
 
     @property
-    def num_blocks(self) -> int:
+    def num_spans(self) -> int:
         return len(self._known)
 
     @property
     def has_states(self) -> bool:
         return bool(self._states)
 
-    def reclaimable(self) -> dict[str, int]:
+    def reclaimable(self, match: Match | None = None) -> dict[str, int]:
         """Pages by group that `drop_one` gives back at most; some of windows may still be in use."""
-        return self._reclaimable
+        found = self._reclaimable.copy()
+        for span in () if match is None else match.spans:
+            if not span.num_users:
+                for name, pages in span.pages.items():
+                    found[name] -= len(pages)
+        return found
 
-    # --- going on behind a prefix --------------------------------------------------------------------------------
+    # --- going on after a prefix ---------------------------------------------------------------------------------
 
-    def match(self, request: Request) -> int:
-        """The longest prefix of the request that need not be computed, in tokens. Notes how far it is known."""
-        blocks = self._chain(request) if request.shares else []
-        request.shared_length = len(blocks) * self.block
+    def match(self, sequence: Sequence) -> Match:
+        """What the sequence, which has no pages, could go on from; it changes nothing."""
+        spans = self._chain(sequence) if sequence.shares else []
+        known = len(spans) * self.span_tokens
         if self._forgetting or self._states:
-            while blocks and blocks[-1].point is None:
-                blocks.pop()
-        return len(blocks) * self.block
-
-    def adopt(self, request: Request, length: int) -> None:
-        """Let the request, which has no pages, go on behind its first `length` tokens, as `match` gave them."""
-        count = length // self.block
-        request.num_computed = request.num_reused = length
-        request.num_registered = count
-        if not count:
-            return
-        blocks = self._chain(request)[:count]
-        for block in blocks:
-            self._use(block, request)
-        pages: dict[str, array[int]] = {group.name: array("i") for group in self._full}
-        for block in blocks:
-            for name, some in block.pages.items():
-                pages[name].extend(some)
-        first: dict[str, int] = {}
-        point = blocks[-1].point
+            while spans and spans[-1].point is None:
+                spans.pop()
+        table = self._tables.new_table()
+        for span in spans:
+            for name, pages in span.pages.items():
+                table.pages[name].extend(pages)
+        point = spans[-1].point if spans else None
         if point is not None:
-            pages |= point.pages
-            first = point.first
+            table.first.update(point.first)
+            for name, pages in point.pages.items():
+                table.pages[name].extend(pages)
+        return Match(spans, len(spans) * self.span_tokens, known, table)
+
+    def start(self, sequence: Sequence, match: Match) -> None:
+        """Let the sequence go on from what `match` has just found for it."""
+        sequence.num_computed = sequence.num_reused = match.length
+        sequence.num_registered = len(match.spans)
+        sequence.shared_length = match.known_length
+        sequence.table = match.table
+        self._tables.hold(match.table)
+        for span in match.spans:
+            self._use(span, sequence)
+        point = match.spans[-1].point if match.spans else None
+        if point is not None:
             for name, page in point.states.items():
                 self._tables.pool_of[name].retain(page)
-                request.restores[name] = page
-            self._points[blocks[-1].digest] = self._points.pop(blocks[-1].digest)
-        assert request.table is not None
-        self._tables.adopt(request.table, length, pages, first)
+                sequence.restores[name] = page
+            self._touch_point(match.spans[-1])
 
-    def restores(self, request: Request) -> list[PageCopy]:
-        """The states that the request goes on from, to be copied before its first chunk."""
-        assert request.table is not None
-        table = request.table
-        return [PageCopy(name, page, table.pages[name][0]) for name, page in request.restores.items()]
+    def restores(self, sequence: Sequence) -> list[PageCopy]:
+        """The states that the sequence goes on from, to be copied before its first chunk."""
+        assert sequence.table is not None
+        table = sequence.table
+        return [PageCopy(name, page, table.pages[name][0]) for name, page in sequence.restores.items()]
 
-    def restored(self, request: Request) -> None:
-        """The request's first chunk is computed: the states that it went on from may be dropped."""
-        for name, page in request.restores.items():
+    def restored(self, sequence: Sequence) -> None:
+        """The sequence's first chunk is computed: the states that it went on from may be dropped."""
+        for name, page in sequence.restores.items():
             self._free_state(name, page)
-        request.restores.clear()
+        sequence.restores.clear()
 
     # --- what sequences leave ------------------------------------------------------------------------------------
 
-    def register(self, request: Request) -> None:
-        """Make known what the request has computed, while it has its pages. A point is made at its last whole block.
+    def register(self, sequence: Sequence) -> None:
+        """Make known what the sequence has computed, while it has its pages. A point is made at its last whole span.
 
-        Where the request left what was known, and its pages still show it, there is a point too; and where all of its
-        tokens are whole blocks, one block before, for who begins with the same ones and has to compute the last.
+        Where the sequence left what was known, and its pages still show it, there is a point too; and where all of its
+        tokens are whole spans, one span before, for who begins with the same ones and has to compute the last.
         """
         # With states to restore nothing is computed yet, and its states are not its own.
-        if request.restores or not request.shares:
+        if sequence.restores or not sequence.shares or not self._reuses or self._is_withdrawn(sequence):
             return
-        count = request.num_cached // self.block
-        digests = self._digests(request, count)
-        for index in range(request.num_registered, count):
-            block = self._known.get(digests[index])
-            if block is None:
-                self._add(digests[index], index, request)
-            elif not block.num_users:
-                self._take_over(block, index, request)
-        request.num_registered = max(request.num_registered, count)
+        count = sequence.num_computed // self.span_tokens
+        digests = self._digests(sequence, count)
+        for index in range(sequence.num_registered, count):
+            span = self._known.get(digests[index])
+            if span is None:
+                self._add(digests[index], index, sequence)
+            elif not span.num_users:
+                self._take_over(span, index, sequence)
+        sequence.num_registered = max(sequence.num_registered, count)
         if self._forgetting or self._states:
-            same = min(request.num_cached, len(request.token_ids) - 1) // self.block
-            for end in {count, same, min(request.shared_length // self.block, count)} - {0}:
-                self._make_point(digests[end - 1], end * self.block, request)
+            same = min(sequence.num_computed, len(sequence.token_ids) - 1) // self.span_tokens
+            for end in {count, same, min(sequence.shared_length // self.span_tokens, count)} - {0}:
+                self._make_point(digests[end - 1], end * self.span_tokens, sequence)
 
-    def leave(self, request: Request) -> None:
-        """The request gives up its pages: its blocks may be dropped, the last ones first."""
-        self.restored(request)
-        while request.blocks:
-            block = request.blocks.pop()
-            block.num_users -= 1
-            if not block.num_users:
-                self._unused[block.digest] = block
-                self._count(block.pages, 1)
-        request.num_registered = 0
-        request.shared_length = 0
-        while len(self._unused) > MAX_BLOCKS:
+    def leave(self, sequence: Sequence) -> None:
+        """The sequence gives up its pages: its spans may be dropped, the last ones first."""
+        self.restored(sequence)
+        while sequence.spans:
+            span = sequence.spans.pop()
+            span.num_users -= 1
+            if span.num_users:
+                continue
+            if self._known.get(span.digest) is span:
+                self._unused[span.digest] = span
+                self._count(span.pages, 1)
+            else:  # withdrawn meanwhile
+                self._free(span.pages)
+        sequence.num_registered = 0
+        sequence.shared_length = 0
+        while len(self._unused) > MAX_SPANS:
             self.drop_one()
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Forget all spans that the sequence stands on, and those that continue them: nobody goes on from them again.
+
+        For caches that may hold what is no number. Sequences that share them now go on, and leave nothing.
+        """
+        sequence.shares = False
+        gone = {span.digest for span in sequence.spans if self._known.get(span.digest) is span}
+        while more := {span.digest for span in self._known.values() if span.parent in gone} - gone:
+            gone |= more
+        for digest in gone:
+            span = self._known[digest]
+            if span.num_users:
+                self._drop_point(span)
+                del self._known[digest]
+            else:
+                self._drop(span)
+
+    def _is_withdrawn(self, sequence: Sequence) -> bool:
+        """Whether a span that the sequence stands on was withdrawn: then so was the last one."""
+        return bool(sequence.spans) and self._known.get(sequence.spans[-1].digest) is not sequence.spans[-1]
 
     def take_saves(self) -> list[PageCopy]:
         """The states to be copied into points before the next step, each target once."""
@@ -184,43 +208,62 @@ class Prefixes:
 
     # --- giving up -----------------------------------------------------------------------------------------------
 
-    def drop_one(self) -> bool:
-        """Give up the block that was used longest ago, or where all are in use a point; False: nothing left to free."""
-        if self._unused:
-            digest, block = next(iter(self._unused.items()))
-            del self._unused[digest], self._known[digest]
-            self._count(block.pages, -1)
-            for name, pages in block.pages.items():
-                self._tables.pool_of[name].free_many(pages)
-            self._drop_point(block)
+    def drop_one(self, keep: Match | None = None) -> bool:
+        """Give up the span that was used longest ago, or where all are in use a point; False: nothing left to free.
+
+        What `keep` needs stays; `touch` has been called for it.
+        """
+        kept = [] if keep is None else keep.spans
+        oldest = next(iter(self._unused.values()), None)
+        if oldest is not None and oldest is not next((span for span in reversed(kept) if not span.num_users), None):
+            self._drop(oldest)
             return True
-        found = next(filter(self._frees, self._points.values()), None)
-        if found is None:
-            found = next(filter(self._frees_with_others(), self._points.values()), None)
+        points: Collection[Span] = self._points.values()
+        if kept:
+            points = [span for span in points if span is not kept[-1]]
+        found = next(filter(self._frees, points), None) or next(filter(self._frees_with_others(points), points), None)
         if found is not None:
             self._drop_point(found)
         return found is not None
 
-    def _frees(self, block: Block) -> bool:
-        """Whether a page becomes free without the block's point: windows of running sequences may show the same ones.
+    def touch(self, match: Match) -> None:
+        """What `match` found is wanted: it is given up last."""
+        for span in reversed(match.spans):
+            if not span.num_users:
+                self._unused[span.digest] = self._unused.pop(span.digest)
+        if match.spans and match.spans[-1].point is not None:
+            self._touch_point(match.spans[-1])
+
+    def _touch_point(self, span: Span) -> None:
+        self._points[span.digest] = self._points.pop(span.digest)
+
+    def _drop(self, span: Span) -> None:
+        """Give up a span without users."""
+        del self._unused[span.digest], self._known[span.digest]
+        self._count(span.pages, -1)
+        self._free(span.pages)
+        self._drop_point(span)
+
+    def _frees(self, span: Span) -> bool:
+        """Whether a page becomes free without the span's point: windows of running sequences may show the same ones.
 
         Of a row of pages sequences give back the first ones first, and share the first ones with longer rows.
         """
-        point = block.point
+        point = span.point
         assert point is not None
         rows = [(self._tables.pool_of[name], pages) for name, pages in point.pages.items() if pages]
         return bool(point.states) or any(1 in (pool.holders(row[0]), pool.holders(row[-1])) for pool, row in rows)
 
-    def _frees_with_others(self) -> Callable[[Block], bool]:
-        """Whether a page becomes free without the block's point and others: none but points hold it.
+    def _frees_with_others(self, spans: Iterable[Span]) -> Callable[[Span], bool]:
+        """Whether a page becomes free without a span's point and others of `spans`: none but those hold it.
 
         So it is where several points begin with the first page of all, which a sequence has given back since.
         """
-        points = [block.point for block in self._points.values() if block.point is not None]
+        points = [span.point for span in spans if span.point is not None]
         counts = Counter((name, page) for point in points for name, pages in point.pages.items() for page in pages)
 
-        def frees(block: Block) -> bool:
-            rows = {} if block.point is None else block.point.pages
+        def frees(span: Span) -> bool:
+            rows = {} if span.point is None else span.point.pages
             return any(
                 self._tables.pool_of[name].holders(page) == counts[name, page]
                 for name, pages in rows.items()
@@ -231,8 +274,8 @@ class Prefixes:
 
     def drop_points(self) -> None:
         """Give up all points, for states that may be wrong."""
-        for block in list(self._points.values()):
-            self._drop_point(block)
+        for span in list(self._points.values()):
+            self._drop_point(span)
 
     def clear(self) -> None:
         """Give up everything that no running sequence stands on, and all points."""
@@ -240,70 +283,70 @@ class Prefixes:
             pass
         self.drop_points()
 
-    # --- blocks --------------------------------------------------------------------------------------------------
+    # --- spans ---------------------------------------------------------------------------------------------------
 
-    def _chain(self, request: Request) -> list[Block]:
-        """The known blocks that the request begins with, leaving one token to compute."""
-        found: list[Block] = []
-        most = (len(request.token_ids) - 1) // self.block
+    def _chain(self, sequence: Sequence) -> list[Span]:
+        """The known spans that the sequence begins with, leaving one token to compute."""
+        found: list[Span] = []
+        most = (len(sequence.token_ids) - 1) // self.span_tokens
         while len(found) < most:
             # Digests are made as far as they are needed: most requests differ from all others early.
-            digests = self._digests(request, len(found) + 1)
-            block = self._known.get(digests[len(found)])
-            if block is None:
+            digests = self._digests(sequence, len(found) + 1)
+            span = self._known.get(digests[len(found)])
+            if span is None:
                 break
-            found.append(block)
+            found.append(span)
         return found
 
-    def _digests(self, request: Request, count: int) -> list[bytes]:
-        """The digests of at least the first `count` blocks, which have all their tokens."""
-        made = request.digests
+    def _digests(self, sequence: Sequence, count: int) -> list[bytes]:
+        """The digests of at least the first `count` spans, which have all their tokens."""
+        made = sequence.digests
         while len(made) < count:
-            before = made[-1] if made else repr(self._kind_of(request.prefill_length)).encode()
-            start = len(made) * self.block
-            tokens = request.token_ids[start : start + self.block].tobytes()
+            before = made[-1] if made else repr(self._kind_of(sequence.prefill_length)).encode()
+            start = len(made) * self.span_tokens
+            tokens = sequence.token_ids[start : start + self.span_tokens].tobytes()
             made.append(hashlib.blake2b(before + tokens, digest_size=32).digest())
         return made
 
-    def _add(self, digest: bytes, index: int, request: Request) -> None:
-        block = self._known[digest] = self._unused[digest] = Block(digest, self._pages_of(index, request))
-        self._count(block.pages, 1)
-        self._use(block, request)
+    def _add(self, digest: bytes, index: int, sequence: Sequence) -> None:
+        parent = sequence.digests[index - 1] if index else None
+        span = self._known[digest] = self._unused[digest] = Span(digest, parent, self._pages_of(index, sequence))
+        self._count(span.pages, 1)
+        self._use(span, sequence)
 
-    def _take_over(self, block: Block, index: int, request: Request) -> None:
-        """A known block that the request has computed itself, as no point led there: its own pages are kept instead.
+    def _take_over(self, span: Span, index: int, sequence: Sequence) -> None:
+        """A known span that the sequence has computed itself, as no point led there: its own pages are kept instead.
 
-        So its later blocks aren't kept without this one, and nothing is kept twice.
+        So its later spans aren't kept without this one, and nothing is kept twice.
         """
-        pages = self._pages_of(index, request)
-        for name, some in block.pages.items():
-            self._tables.pool_of[name].free_many(some)
-        block.pages = pages
-        self._use(block, request)
+        pages = self._pages_of(index, sequence)
+        self._free(span.pages)
+        span.pages = pages
+        self._use(span, sequence)
 
-    def _pages_of(self, index: int, request: Request) -> dict[str, array[int]]:
-        """The request's pages of a block, with one holder more."""
-        assert request.table is not None
+    def _pages_of(self, index: int, sequence: Sequence) -> dict[str, array[int]]:
+        """The sequence's pages of a span, with one holder more."""
+        assert sequence.table is not None
         pages = {}
         for group in self._full:
-            a_block = self.block // group.spec.page_size
-            pages[group.name] = request.table.pages[group.name][index * a_block : (index + 1) * a_block]
-            self._retain(group.name, pages[group.name])
+            per_span = self.span_tokens // group.spec.page_size
+            pages[group.name] = sequence.table.pages[group.name][index * per_span : (index + 1) * per_span]
+            self._tables.pool_of[group.name].retain_many(pages[group.name])
         return pages
 
-    def _use(self, block: Block, request: Request) -> None:
-        if not block.num_users:
-            del self._unused[block.digest]
-            self._count(block.pages, -1)
-        block.num_users += 1
-        request.blocks.append(block)
+    def _use(self, span: Span, sequence: Sequence) -> None:
+        if not span.num_users:
+            del self._unused[span.digest]
+            self._count(span.pages, -1)
+        span.num_users += 1
+        sequence.spans.append(span)
 
     # --- points --------------------------------------------------------------------------------------------------
 
-    def _make_point(self, digest: bytes, length: int, request: Request) -> None:
-        """A point behind the first `length` tokens, if the request's pages and states show it."""
-        block, table = self._known.get(digest), request.table
-        if block is None or block.point is not None or (self._states and length != request.num_cached):
+    def _make_point(self, digest: bytes, length: int, sequence: Sequence) -> None:
+        """A point after the first `length` tokens, if the sequence's pages and states show it."""
+        span, table = self._known.get(digest), sequence.table
+        if span is None or span.point is not None or (self._states and length != sequence.num_computed):
             return
         assert table is not None
         first, pages = {}, {}
@@ -315,36 +358,35 @@ class Prefixes:
             first[name] = begin
             pages[name] = table.pages[name][begin - evicted : length // size - evicted]
         point = Point(first, pages)
-        if self._states and not self._save_states(point, block, request):
+        if self._states and not self._save_states(point, span, sequence):
             return
         for name, some in pages.items():
-            self._retain(name, some)
+            self._tables.pool_of[name].retain_many(some)
         self._count(pages, 1)
-        block.point = point
-        self._points[digest] = block
+        span.point = point
+        self._points[digest] = span
 
-    def _save_states(self, point: Point, block: Block, request: Request) -> bool:
-        """Take pages for copies of the request's states. Older blocks give way to them, running sequences don't."""
-        assert request.table is not None
+    def _save_states(self, point: Point, span: Span, sequence: Sequence) -> bool:
+        """Take pages for copies of the sequence's states. Older spans give way to them, running sequences don't."""
+        assert sequence.table is not None
         wanted = {group.name: 1 for group in self._states}
         while not self._tables.can_take(wanted):
-            if not self._unused or next(iter(self._unused.values())) is block:
+            if not self._unused or next(iter(self._unused.values())) is span:
                 return False
             self.drop_one()
         for name in wanted:
             page = point.states[name] = self._tables.pool_of[name].allocate()
-            self._saves[name, page] = request.table.pages[name][0]
+            self._saves[name, page] = sequence.table.pages[name][0]
             self._reclaimable[name] += 1
         return True
 
-    def _drop_point(self, block: Block) -> None:
-        point, block.point = block.point, None
+    def _drop_point(self, span: Span) -> None:
+        point, span.point = span.point, None
         if point is None:
             return
-        del self._points[block.digest]
+        del self._points[span.digest]
         self._count(point.pages, -1)
-        for name, pages in point.pages.items():
-            self._tables.pool_of[name].free_many(pages)
+        self._free(point.pages)
         for name, page in point.states.items():
             self._free_state(name, page)
             self._reclaimable[name] -= 1
@@ -356,10 +398,9 @@ class Prefixes:
         if not pool.holders(page):
             self._saves.pop((name, page), None)
 
-    def _retain(self, name: str, pages: Iterable[int]) -> None:
-        pool = self._tables.pool_of[name]
-        for page in pages:
-            pool.retain(page)
+    def _free(self, pages: dict[str, array[int]]) -> None:
+        for name, some in pages.items():
+            self._tables.pool_of[name].free_many(some)
 
     def _count(self, pages: dict[str, array[int]], sign: int) -> None:
         for name, some in pages.items():

@@ -7,7 +7,6 @@ tokens that must not be cached have slot -1.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -23,7 +22,6 @@ from precast.loader.cache.pages import PagePool
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-NEVER = sys.maxsize
 Positions = TypeVar("Positions", int, "npt.NDArray[np.int64]")
 
 
@@ -48,18 +46,13 @@ class SequenceTable:
 
     `pages[group]` are in the order of their positions, `first[group]` were evicted in front of them: the page of
     position `p` is `pages[group][p // page_size - first[group]]`. A group of states has one page, its slot.
-    `length` tokens fit, as `grow` was told; up to `capacity` it grows without another page. From position `evictable`
-    on, `evict` has something to do.
     """
 
-    __slots__ = ("capacity", "evictable", "first", "length", "pages")
+    __slots__ = ("first", "pages")
 
     def __init__(self, groups: Iterable[str]) -> None:
         self.pages: dict[str, array[int]] = {name: array("i") for name in groups}
         self.first = dict.fromkeys(self.pages, 0)
-        self.length = 0
-        self.capacity = 0
-        self.evictable = NEVER
 
 
 class PageTables:
@@ -75,15 +68,14 @@ class PageTables:
         self.groups = caches.groups(self.plan)
         self.pools = {pool.name: PagePool(arena, pool.pages_per_slab) for pool in self.plan.pools}
         self.pool_of = {group.name: self.pools[group.pool] for group in self.groups}
-        self._paged = tuple((group.name, group.spec, group.spec.page_size) for group in self.plan.groups)
-        self._windowed = tuple(entry for entry in self._paged if forgets(entry[1]))
-        self._lasting = {name for name, spec, _ in self._paged if not forgets(spec)}
+        self._forgetting = tuple(group for group in self.plan.groups if forgets(group.spec))
+        self._lasting = {group.name for group in self.plan.groups if not forgets(group.spec)}
         self._filled_bytes = {group.pool: caches.filled_bytes(group) for group in self.groups}
         self._evicted = dict.fromkeys(self.pools, 0)
         self._pool_names = {group.name: group.pool for group in self.groups}
 
     def new_table(self) -> SequenceTable:
-        """A sequence without pages."""
+        """The table of a sequence without pages."""
         return SequenceTable(group.name for group in self.groups)
 
     # --- what fits ---------------------------------------------------------------------------------------------
@@ -143,14 +135,14 @@ class PageTables:
 
     def can_grow(self, table: SequenceTable, length: int) -> bool:
         """Whether the pages that are missing can be had now."""
-        return length <= table.capacity or self.can_take(self.missing(table, length))
+        return self.can_take(self.missing(table, length))
 
     def can_hold(self, length: int, step: int) -> bool:
         """Whether the empty cache holds a sequence that grows to `length` tokens, up to `step` of them at a time."""
         return caches.slabs_for(self.plan, 1, length, step) <= self.arena.num_slabs
 
     def step_for(self, length: int, most: int) -> int:
-        """Tokens to compute at a time, so that the empty cache holds the sequence: `most`, or so often half of it.
+        """Tokens to compute at a time, so that the empty cache holds the sequence: `most`, halved until it does.
 
         The caller knows that it does at one token at a time.
         """
@@ -186,36 +178,25 @@ class PageTables:
 
     def grow(self, table: SequenceTable, length: int) -> None:
         """Take the missing pages. The caller has asked `can_grow`."""
-        if length > table.capacity:
-            missing = self.missing(table, length)
-            assert self.can_take(missing), f"pages {missing} wanted, {self.arena.num_free} slabs are free"
-            # Pages that stay until the sequence ends are given back together: they get slabs of their own, as long as
-            # that leaves the others half of the free ones.
-            spare = max(0, self.arena.num_free - self._slabs_for(missing)) // 2 // max(1, len(self._lasting))
-            for name, count in missing.items():
-                pool = self.pool_of[name]
-                table.pages[name].extend(pool.allocate_many(count, spare=spare if name in self._lasting else 0))
-            self._note(table)
-        table.length = max(table.length, length)
+        missing = self.missing(table, length)
+        if not missing:
+            return
+        assert self.can_take(missing), f"pages {missing} wanted, {self.arena.num_free} slabs are free"
+        # Pages that stay until the sequence ends are given back together: they get slabs of their own, as long as that
+        # leaves the others half of the free ones.
+        spare = max(0, self.arena.num_free - self._slabs_for(missing)) // 2 // max(1, len(self._lasting))
+        for name, count in missing.items():
+            pool = self.pool_of[name]
+            table.pages[name].extend(pool.allocate_many(count, spare=spare if name in self._lasting else 0))
 
-    def adopt(
-        self, table: SequenceTable, length: int, pages: Mapping[str, Iterable[int]], first: Mapping[str, int]
-    ) -> None:
-        """Share held pages with an empty table, for its first `length` tokens: pages and evicted counts by group."""
-        assert not any(table.pages.values()), "the table has pages"
-        table.first.update(first)
-        for name, shared in pages.items():
-            table.pages[name].extend(shared)
-            for page in table.pages[name]:
-                self.pool_of[name].retain(page)
-        table.length = length
-        self._note(table)
+    def hold(self, table: SequenceTable) -> None:
+        """Share the pages of a table that was put together from those of others: one holder more for each page."""
+        for name, pages in table.pages.items():
+            self.pool_of[name].retain_many(pages)
 
     def evict(self, table: SequenceTable, position: int) -> None:
-        """Give back the pages that the token at `position`, and those behind it, can't see any more."""
-        if position < table.evictable:
-            return
-        for group in self.plan.groups:
+        """Give back the pages that the token at `position`, and those after it, can't see any more."""
+        for group in self._forgetting:
             name = group.name
             seen = caches.first_visible(group.spec, position) // group.spec.page_size
             count = min(seen - table.first[name], len(table.pages[name]))
@@ -224,13 +205,9 @@ class PageTables:
                 del table.pages[name][:count]
                 table.first[name] += count
                 self._evicted[group.pool] += count
-        self._note(table)
 
     def append_page(self, group: str, tables: Sequence[SequenceTable]) -> array[int]:
-        """One page more of the group for each of the sequences, which is the pages' order. The caller has asked.
-
-        What the tables note of themselves stays as it was, which is less than what holds; so with `drop_first_page`.
-        """
+        """One page more of the group for each of the sequences, in their order. The caller has asked."""
         taken = self.pool_of[group].allocate_many(len(tables))
         for table, page in zip(tables, taken, strict=True):
             table.pages[group].append(page)
@@ -249,8 +226,6 @@ class PageTables:
             self.pool_of[name].free_many(pages)
             del pages[:]
             table.first[name] = 0
-        table.length = table.capacity = 0
-        table.evictable = NEVER
 
     def usage(self, reclaimable: Mapping[str, int] | None = None) -> dict[str, PoolUsage]:
         """All pools, by name. `reclaimable`: pages by group that are only kept for reuse, at most."""
@@ -262,16 +237,6 @@ class PageTables:
                 held + pool.num_available, held, pool.num_room, self._evicted[name], waste, min(kept[name], held)
             )
         return found
-
-    def _note(self, table: SequenceTable) -> None:
-        """Note up to where the table needs no page, and from where on it can give one back."""
-        first, pages = table.first, table.pages
-        table.capacity = min(((first[name] + len(pages[name])) * size for name, _, size in self._paged), default=NEVER)
-        if any(not pages[states.name] for states in self.plan.states):
-            table.capacity = 0
-        table.evictable = min(
-            (unseen_from(spec, (first[name] + 1) * size) for name, spec, size in self._windowed), default=NEVER
-        )
 
 
 def forgets(spec: PagedSpec | LatentSpec) -> bool:

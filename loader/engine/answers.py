@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container
 
-from precast.loader.engine.results import Event, FinishReason, Output
-from precast.loader.engine.sampling import SampledRow, SamplingParams
+from precast.loader.engine.results import Event, Failure, FinishReason, Output
+from precast.loader.engine.sampling import SamplingParams
 from precast.loader.engine.tokenizer import AnswerText
-from precast.loader.schedule.requests import Request
+from precast.loader.run.sampling import Draw
+from precast.loader.schedule.requests import NO_TOKEN, Request
+
+NOT_FINITE = Failure(
+    "logits-not-finite",
+    "the model gave logits that are NaN or all infinite for this request: its weights are damaged, or its dtype is too "
+    "narrow for them",
+)
 
 
 class Answer:
@@ -30,12 +37,20 @@ class Answer:
         self.events: deque[Event] = deque()
         self.gives_text = True
 
-    def row(self) -> SampledRow:
+    def draw(self) -> Draw:
         """How its next token is drawn."""
-        return SampledRow(self.params, self.seed, self.request.num_generated)
+        params = self.params
+        return Draw(
+            params.temperature, params.top_k or 0, params.top_p, params.min_p, self.seed, self.request.num_generated
+        )
 
     def take(self, token_id: int, eos_token_ids: Container[int]) -> Event:
-        """The event of the token that the request has just got; it has a reason if the token ends the answer."""
+        """The event of the token that the request has just got; it has a reason if the token ends the answer.
+
+        `NO_TOKEN` ends it with an error.
+        """
+        if token_id == NO_TOKEN:
+            return Event(self.request.id, (), self._rest(), "error", NOT_FINITE)
         reason: FinishReason | None = None
         if token_id in eos_token_ids and not self.params.ignore_eos:
             reason = "stop"
@@ -53,10 +68,14 @@ class Answer:
 
     def cancelled(self) -> Event:
         """The last event of an answer that is not to go on, with the text that was held back."""
-        text = "" if self.text is None else self.text.read(final=True)
-        return Event(self.request.id, (), text, "cancelled")
+        return Event(self.request.id, (), self._rest(), "cancelled")
 
-    def output(self, text: str, reason: FinishReason) -> Output:
-        """The whole answer; `text` and `reason` are those of its events."""
+    def output(self, text: str, last: Event) -> Output:
+        """The whole answer, from the text of all its events and the last one."""
+        assert last.finish_reason is not None
         ids, prompt_length = self.request.token_ids, self.request.prompt_length
-        return Output(list(ids[:prompt_length]), list(ids[prompt_length:]), text, reason)
+        return Output(list(ids[:prompt_length]), list(ids[prompt_length:]), text, last.finish_reason, last.error)
+
+    def _rest(self) -> str:
+        """The text that was held back, as nothing comes after it."""
+        return "" if self.text is None else self.text.read(final=True)

@@ -16,25 +16,26 @@ _COUNTERS = {
     "tokens_reused": ("precast_tokens_reused_total", "Tokens not computed, since known pages and states hold them."),
     "requests_finished": ("precast_requests_finished_total", "Requests that ended by themselves."),
     "requests_cancelled": ("precast_requests_cancelled_total", "Requests that were cancelled."),
+    "requests_failed": ("precast_requests_failed_total", "Requests that ended with an error."),
     "preemptions": ("precast_preemptions_total", "Running requests that gave up their pages, to be computed again."),
 }
 _GAUGES = {
     "requests_waiting": ("precast_requests_waiting", "Requests that wait for room."),
     "requests_running": ("precast_requests_running", "Requests that run."),
-    "prefix_blocks": ("precast_prefix_blocks", "Blocks of tokens known for reuse."),
+    "prefix_spans": ("precast_prefix_spans", "Spans of tokens known for reuse."),
     "slabs": ("precast_cache_slabs", "Slabs of cache memory."),
     "slabs_free": ("precast_cache_slabs_free", "Slabs that no pool holds."),
 }
 _POOL_METRICS = {
     "pages": ("precast_pool_pages", "gauge", "Pages that the pool can have: in use, free, and in free slabs."),
-    "pages_in_use": ("precast_pool_pages_in_use", "gauge", "Pages that sequences or known blocks hold."),
+    "pages_in_use": ("precast_pool_pages_in_use", "gauge", "Pages that sequences or known spans hold."),
     "pages_reclaimable": (
         "precast_pool_pages_reclaimable",
         "gauge",
         "Pages in use only for reuse, given up when needed; at most.",
     ),
     "pages_free": ("precast_pool_pages_free", "gauge", "Pages in the pool's slabs that nobody holds."),
-    "pages_evicted": ("precast_pool_pages_evicted_total", "counter", "Pages given back behind windows."),
+    "pages_evicted": ("precast_pool_pages_evicted_total", "counter", "Pages given back as windows left them."),
     "waste_bytes": ("precast_pool_waste_bytes", "gauge", "Bytes of the pool's slabs that belong to no page in use."),
 }
 

@@ -6,16 +6,61 @@ import operator
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from precast.ir.errors import RequestError
+from precast.ir.manifest import ModelInfo
+from precast.loader.engine.sampling import SamplingParams, params_of
 from precast.loader.engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 """Text, or token ids: a list, a tuple, a one-dimensional tensor or array of integers."""
 
 
-def token_ids_of(prompt: object, *, tokenizer: Callable[[], Tokenizer | None], vocab_size: int) -> array[int]:
+TokenizerOf = Callable[[], Tokenizer | None]
+"""Gives the bundle's tokenizer, None where it has none; called when it is first needed."""
+
+
+def check_prompts(prompts: object, params: object, model: ModelInfo, tokenizer: TokenizerOf) -> None:
+    """Raise RequestError for the first prompt, or params of one, that the model can't serve.
+
+    It takes the arguments of `Engine.generate`, and needs no engine: what remains for it is whether the cache, whose
+    size is known when the weights are loaded, can hold them.
+    """
+    listed = prompts_of(prompts)
+    for i, (prompt, each) in enumerate(zip(listed, params_of(params, len(listed)), strict=True)):
+        try:
+            check_prompt(prompt, check_params(each), model, tokenizer)
+        except RequestError as error:
+            raise error.inside(f"prompt {i}") from None
+
+
+def check_params(params: object) -> SamplingParams:
+    """The params, or the defaults for None. Raises RequestError for anything else."""
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise RequestError("sampling-invalid", f"params is a {_kind(params)}, expected SamplingParams")
+    return params
+
+
+def check_prompt(prompt: object, params: SamplingParams, model: ModelInfo, tokenizer: TokenizerOf) -> array[int]:
+    """The prompt's token ids. Raises RequestError where the model can't answer it with these params."""
+    ids = token_ids_of(prompt, tokenizer=tokenizer, vocab_size=model.vocab_size)
+    if len(ids) >= model.max_seq_len:
+        raise too_long(len(ids), model, " and at least one token of answer")
+    if params.stop and tokenizer() is None:
+        raise RequestError("tokenizer-missing", "stop strings are given, and the bundle has no tokenizer")
+    return ids
+
+
+def too_long(length: int, model: ModelInfo, more: str) -> RequestError:
+    """The error of a prompt of `length` tokens that, with `more`, the model's limit doesn't allow."""
+    return RequestError(
+        "prompt-too-long",
+        f"the prompt has {length} tokens; it{more} must fit max_seq_len, {model.max_seq_len}",
+        fix="shorten the prompt, or build the bundle with a larger max_seq_len if the model allows it",
+    )
+
+
+def token_ids_of(prompt: object, *, tokenizer: TokenizerOf, vocab_size: int) -> array[int]:
     """The prompt's token ids, int64, at least one, each in `0 .. vocab_size - 1`.
 
     `tokenizer` is called for text only. Raises RequestError that says what was given and what was expected.
@@ -65,8 +110,8 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _integers(prompt: object) -> array[int]:
-    if isinstance(prompt, torch.Tensor):
-        prompt = prompt.tolist()
+    if _is_tensor(prompt):
+        prompt = prompt.tolist()  # type: ignore[attr-defined]
     if not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, bytearray, dict, set)):
         raise RequestError("prompt-invalid", f"the prompt is a {_kind(prompt)}, expected text or a list of token ids")
     ids = array("q")
@@ -85,8 +130,13 @@ def _integers(prompt: object) -> array[int]:
 
 def _is_integer(item: object) -> bool:
     """Integers of any library, and no booleans, floats or arrays, some of which have an `__index__` too."""
-    is_array = isinstance(item, torch.Tensor) or getattr(item, "ndim", 0) != 0
+    is_array = _is_tensor(item) or getattr(item, "ndim", 0) != 0
     return hasattr(item, "__index__") and not is_array and not isinstance(item, bool)
+
+
+def _is_tensor(value: object) -> bool:
+    """Whether it is a tensor of torch, which this room doesn't import."""
+    return hasattr(value, "is_cuda") and hasattr(value, "tolist")
 
 
 def _kind(value: object) -> str:

@@ -8,7 +8,14 @@ import msgspec
 
 from precast.loader.cache.tables import PoolUsage
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a request ended with an error: a code as those of `precast.ir.errors`, and a message."""
+
+    code: str
+    message: str
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -16,26 +23,30 @@ class Event(msgspec.Struct, frozen=True):
 
     `text` is empty while a character is unfinished or the text may become a stop string; joined, the texts of all
     events are the answer's text. `finish_reason` is set on the last event only: "stop" (an end-of-sequence token or a
-    stop string), "length" (`max_tokens` or the model's sequence limit), "cancelled".
+    stop string), "length" (`max_tokens` or the model's sequence limit), "cancelled", "error". With "error" comes the
+    `error` that ended this request; others go on.
     """
 
     request_id: int
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
+    error: Failure | None = None
 
 
-class Output(msgspec.Struct, frozen=True):
+class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     """A whole answer.
 
     `token_ids` holds every generated token, a final end-of-sequence token included. `text` leaves special tokens out
-    and ends before the stop string; without a tokenizer in the bundle it is empty.
+    and ends before the stop string; without a tokenizer in the bundle it is empty. `error` says why the answer ended,
+    where `finish_reason` is "error": the tokens are those before it.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
+    error: Failure | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -43,7 +54,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     `tokens_prefilled` and `tokens_decoded` are computed tokens: of prompts, and of answers as they are fed back; what
     is computed again after a preemption counts as prefilled. `tokens_reused` were not computed when a request began or
-    was resumed, since pages and states that were kept hold them. `prefix_blocks` are known for reuse. `eager_steps` ran
+    was resumed, since pages and states that were kept hold them. `prefix_spans` are known for reuse. `eager_steps` ran
     op by op and not from a captured graph. `pools` share `slabs` of memory.
     """
 
@@ -56,9 +67,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     requests_running: int = 0
     requests_finished: int = 0
     requests_cancelled: int = 0
+    requests_failed: int = 0
     preemptions: int = 0
     tokens_reused: int = 0
-    prefix_blocks: int = 0
+    prefix_spans: int = 0
     slabs: int = 0
     slabs_free: int = 0
     pools: dict[str, PoolUsage] = {}

@@ -1,4 +1,4 @@
-"""What a request may ask of sampling, and the arrays in which the device gets it."""
+"""What a request may ask of sampling."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from precast.ir.errors import RequestError
-from precast.loader.run.batch import Arrays
 
 MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
 
@@ -58,34 +54,6 @@ class SamplingParams:
             if not allows(getattr(self, name)):
                 raise RequestError("sampling-invalid", f"{name} is {getattr(self, name)!r}, expected {expected}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-
-
-class SampledRow(msgspec.Struct, frozen=True):
-    """One row of logits from which a token is drawn. `step` counts the tokens that its answer has so far."""
-
-    params: SamplingParams
-    seed: int
-    step: int
-
-
-def sampling_arrays(rows: Sequence[SampledRow]) -> Arrays:
-    """The per-row arguments of `precast.sample` by name, `[R]` each; `top_k` 0 keeps all tokens."""
-    return {
-        "temperature": np.array([row.params.temperature for row in rows], np.float32),
-        "top_k": np.array([row.params.top_k or 0 for row in rows], np.int32),
-        "top_p": np.array([row.params.top_p for row in rows], np.float32),
-        "min_p": np.array([row.params.min_p for row in rows], np.float32),
-        "seeds": np.array([row.seed for row in rows], np.int64),
-        "steps": np.array([row.step for row in rows], np.int64),
-    }
-
-
-def sampling_bytes(max_num_seqs: int, alignment: int) -> int:
-    """Bytes that the arrays of `max_num_seqs` rows take at most."""
-    return sum(
-        len(values) * values.itemsize * max_num_seqs + alignment
-        for values in sampling_arrays([SampledRow(SamplingParams(), 0, 0)]).values()
-    )
 
 
 def params_of(params: object, num_prompts: int) -> Sequence[SamplingParams | None]:

@@ -110,7 +110,7 @@ class AnswerText:
         return given
 
     def _decoded(self, final: bool) -> str:
-        """The text of the tokens behind `_read`, or nothing while it ends in an unfinished character."""
+        """The text of the tokens from `_read` on, or nothing while it ends in an unfinished character."""
         if self._read == len(self._ids):
             return ""
         window = self._tokenizer.decode(self._ids[self._context :])

@@ -1,38 +1,30 @@
-"""A step's inputs: from the sequences that decode, and chunks of others, to the tensors that the graph takes, by name.
+"""A step's inputs: from the sequences that decode, and chunks of others, to the arrays that the graph takes, by name.
 
-Tokens are packed: `[1, T]`, sequences are told apart by `cu_seqlens`, those that decode come first. The host makes flat
-arrays, which go into one pinned staging buffer and to the device in one copy; the tensors are views of that copy.
-Positions and lengths are absolute; page lists are cut to the window or chunk here, and `page_start` says where they
-begin.
+Tokens are packed: `[1, T]`, sequences are told apart by `cu_seqlens`, those that decode come first. Positions and
+lengths are absolute; page lists are cut to the window or chunk here, and `page_start` says where they begin.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
-import torch
 
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import Graph, Group
+from precast.ir.graph.schema import Dtype, Graph, Group
 from precast.ir.memory import caches
-from precast.loader.cache.tables import SequenceTable
+from precast.loader.schedule.requests import Chunk
+from precast.loader.schedule.rows import DecodeRows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from precast.loader.schedule.rows import DecodeRows
-
 Array: TypeAlias = "npt.NDArray[Any]"
 Arrays = dict[str, Array]
 
-ALIGNMENT = 16
-"""Bytes to which each array in the staging buffer is aligned: the widest load that a kernel issues."""
-
-_INPUTS: dict[str, tuple[str, int]] = {
+_INPUTS: dict[str, tuple[Dtype, int]] = {
     # name: (dtype, dimensions)
     "input_ids": ("int64", 2),
     "positions": ("int64", 2),
@@ -41,32 +33,9 @@ _INPUTS: dict[str, tuple[str, int]] = {
     "kv_lens": ("int32", 1),
     "logit_rows": ("int64", 1),
 }
-_GROUP_INPUTS = {"page_indices": "int32", "page_indptr": "int32", "page_start": "int32", "slot_mapping": "int64"}
-_TORCH_DTYPES = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-}
-
-
-class Chunk(msgspec.Struct, frozen=True):
-    """The part of one sequence that a step computes.
-
-    `token_ids` are int64 and stand at the absolute positions `start ..`. `prefill_length` counts the
-    tokens that were known when the computation of the sequence began: the prompt, or more if it began anew.
-    `logits` says of which tokens the logits are wanted.
-    """
-
-    token_ids: array[int]
-    start: int
-    prefill_length: int
-    pages: SequenceTable
-    logits: Literal["none", "last", "all"]
-
-    @property
-    def end(self) -> int:
-        """One past the last position."""
-        return self.start + len(self.token_ids)
+_GROUP_INPUTS: dict[str, Dtype] = {
+    "page_indices": "int32", "page_indptr": "int32", "page_start": "int32", "slot_mapping": "int64",
+}  # fmt: skip
 
 
 class _Part(msgspec.Struct):
@@ -99,7 +68,7 @@ class BatchInputs:
             )
         self._groups = graph.caches.groups
         self._states = graph.caches.states
-        self._dimensions = {name: kind[1] for name, kind in found.items()}
+        self._kinds = {name: known[name] for name in found}
         self._bounds = {"cu_seqlens", *(group.inputs.page_indptr for group in self._groups)}
 
     def arrays(self, chunks: Sequence[Chunk], rows: DecodeRows | None = None) -> Arrays:
@@ -116,7 +85,7 @@ class BatchInputs:
             made = self._joined(self._decode_arrays(rows), self._chunk_arrays(chunks))
         if not len(made["logit_rows"]):
             made["logit_rows"] = np.zeros(1, np.int64)
-        return {name: made[name] for name in self._dimensions}
+        return {name: made[name] for name in self._kinds}
 
     def _decode_arrays(self, rows: DecodeRows) -> Arrays:
         positions, bounds = rows.positions(), rows.bounds()
@@ -147,7 +116,7 @@ class BatchInputs:
             "input_ids": _flat(ids),
             "positions": _flat(positions),
             "rope_lengths": _flat(
-                [np.maximum(at + 1, chunk.prefill_length) for chunk, at in zip(chunks, positions, strict=True)]
+                [np.maximum(at + 1, chunk.request.prefill_length) for chunk, at in zip(chunks, positions, strict=True)]
             ),
             "cu_seqlens": bounds,
             "kv_lens": np.array([chunk.end for chunk in chunks], np.int32),
@@ -158,7 +127,7 @@ class BatchInputs:
             whole = _Part(*(_flat([getattr(part, name) for part in parts]) for name in _Part.__struct_fields__))
             made |= _named(group, whole)
         for states in self._states:
-            made[states.slot_ids] = np.array([chunk.pages.pages[states.name][0] for chunk in chunks], np.int32)
+            made[states.slot_ids] = np.array([chunk.table.pages[states.name][0] for chunk in chunks], np.int32)
         return made
 
     def _joined(self, first: Arrays, second: Arrays) -> Arrays:
@@ -173,29 +142,30 @@ class BatchInputs:
             made[name] = np.concatenate((left, right))
         return made
 
-    def shaped(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The graph's inputs among the flat `tensors`, with their dimensions."""
-        return {
-            name: tensors[name].view(1, -1) if dimensions == 2 else tensors[name]
-            for name, dimensions in self._dimensions.items()
-        }
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """How many dimensions each input of the graph has: 1, or 2 for `[1, T]`."""
+        return {name: dimensions for name, (_, dimensions) in self._kinds.items()}
 
-    def max_bytes(self, *, max_num_seqs: int, max_num_tokens: int, num_pages: Mapping[str, int]) -> int:
-        """Bytes that a step's arrays take as long as no two sequences share pages. `num_pages` by pool."""
-        total = 0
-        for name in self._dimensions:
-            counts_tokens = name in ("input_ids", "positions", "rope_lengths", "logit_rows")
-            total += 8 * max_num_tokens if counts_tokens else 4 * (max_num_seqs + 1)
-            total += ALIGNMENT
-        for group in self._groups:
-            total += 8 * max_num_tokens + 4 * num_pages[group.pool]
-        return total
+    def capacities(
+        self, *, num_seqs: int, num_tokens: int, num_pages: Mapping[str, int]
+    ) -> dict[str, tuple[Dtype, int]]:
+        """The dtype of each array, and how long it can become.
+
+        A step has at most `num_seqs` sequences and `num_tokens` tokens, and a sequence at most `num_pages` pages of a
+        group.
+        """
+        lists = {group.inputs.page_indices: num_seqs * num_pages[group.name] for group in self._groups}
+        of_tokens = {"input_ids", "positions", "rope_lengths", "logit_rows"}
+        of_tokens |= {group.inputs.slot_mapping for group in self._groups}
+        lengths = lists | dict.fromkeys(of_tokens, num_tokens)
+        return {name: (dtype, lengths.get(name, num_seqs + 1)) for name, (dtype, _) in self._kinds.items()}
 
 
 def _group_part(group: Group, chunk: Chunk, positions: Array) -> _Part:
     """The chunk's page list, cut to what its queries can see, and the slots that its tokens are written to."""
     size = group.spec.page_size
-    pages, evicted = chunk.pages.pages[group.name], chunk.pages.first[group.name]
+    pages, evicted = chunk.table.pages[group.name], chunk.table.first[group.name]
     first = caches.first_visible(group.spec, chunk.start) // size
     assert first >= evicted, f"group {group.name}: pages from {first} on are seen, {evicted} were evicted"
     # Of a copy: a table can't change while an array shows its memory, and a traceback would keep that alive.
@@ -219,46 +189,7 @@ def _flat(parts: Sequence[Array]) -> Array:
 
 
 def _bounds(lengths: Sequence[int] | Array) -> Array:
-    """Where each of consecutive spans begins, and where the last one ends: `[len + 1]` int32."""
+    """Where each of consecutive rows of items begins, and where the last one ends: `[len + 1]` int32."""
     bounds = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=bounds[1:])
     return bounds
-
-
-class Staging:
-    """One host buffer, pinned for a GPU, and its copy on the device. Each step overwrites the step before.
-
-    Both grow when a step needs more than any before: pages that sequences share stand in the lists of all of them.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._place = device
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self._reserve(num_bytes)
-
-    def to_device(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """The arrays as tensors `[len]` on the device, by name: int32, int64 or float32, views of one buffer.
-
-        They hold until the next call.
-        """
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy of the step before may still read the host's side
-        places, end = {}, 0
-        for name, values in arrays.items():
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            end = start + values.nbytes
-            places[name] = (start, end, _TORCH_DTYPES[values.dtype])
-        if end > len(self._bytes):
-            self._reserve(2 * end)
-        for name, values in arrays.items():
-            start, stop, _ = places[name]
-            self._bytes[start:stop].view(values.dtype)[:] = values
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._place))
-        return {name: self._device[start:stop].view(dtype) for name, (start, stop, dtype) in places.items()}
-
-    def _reserve(self, num_bytes: int) -> None:
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._place.type == "cuda")
-        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
-        self._bytes: npt.NDArray[np.uint8] = self._host.numpy()

@@ -1,11 +1,13 @@
 """The sequences that decode, as arrays with a place for each: what a step changes costs no work a sequence.
 
 In decode each sequence has one token a step. Positions, last tokens, last pages and page counts are numpy arrays that
-are advanced for all at once; only a sequence that needs a page, or has one to give back, is looked at by itself.
+are advanced for all at once; only a sequence that needs a page, or has one to give back, is looked at by itself. What
+they say is what the requests and their tables say, after each method: `add` makes a row from those.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -13,13 +15,14 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import numpy as np
 
 from precast.ir.graph.schema import CachePlan
-from precast.loader.cache.tables import NEVER, PageTables, SequenceTable, forgets, unseen_from
+from precast.loader.cache.tables import PageTables, SequenceTable, forgets, unseen_from
 from precast.loader.schedule.requests import Request
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
+NEVER = sys.maxsize
 
 
 class DecodeRows:
@@ -64,8 +67,7 @@ class DecodeRows:
         self.refresh(row)
 
     def remove(self, request: Request) -> None:
-        """Forget a request; it knows its length by itself again."""
-        request.num_computed = request.num_cached
+        """Forget a request."""
         row, last = request.row, len(self.requests) - 1
         request.row = -1
         moved = self.requests.pop()
@@ -129,7 +131,10 @@ class DecodeRows:
         return [cast(SequenceTable, requests[row].table) for row in rows.tolist()]
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Each row has been computed, and its next token is known. The rows are those of `requests`, in order."""
+        """Each row has been computed, and its next token is known. The rows are those of `requests`, in order.
+
+        One token a row: the one that was pending is computed, and another is pending.
+        """
         count = len(self.requests)
         assert len(token_ids) == count
         self._token_ids[:count] = token_ids

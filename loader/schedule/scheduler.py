@@ -18,9 +18,9 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from precast.ir.errors import RequestError
-from precast.loader.cache.prefixes import Prefixes
+from precast.loader.cache.prefixes import Match, Prefixes
 from precast.loader.cache.tables import PageTables, SequenceTable
-from precast.loader.schedule.requests import Rank, Request, ScheduledChunk, Step
+from precast.loader.schedule.requests import NO_TOKEN, Chunk, Rank, Request, Step
 from precast.loader.schedule.rows import DecodeRows
 
 GROWTH_TOKENS = 32
@@ -43,12 +43,15 @@ class Scheduler:
         restart_length: int | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
-        """A sequence that grows to `restart_length` tokens is computed anew, from its first token."""
+        """A sequence that grows to `restart_length` tokens is computed anew, from its first token.
+
+        `prefixes` of the same tables; None: nothing is reused.
+        """
         self.rows = DecodeRows(tables.plan, max_num_seqs)
         self.num_preemptions = 0
         self.num_tokens_reused = 0
         self._tables = tables
-        self._prefixes = prefixes
+        self._prefixes = Prefixes(tables, reuses=False) if prefixes is None else prefixes
         self._restart_length = restart_length
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
@@ -103,28 +106,31 @@ class Scheduler:
         self._steps_to_wait = max(0, self._steps_to_wait - 1)
         self._is_short = False
         self._grow_rows()
-        chunks: list[ScheduledChunk] = []
+        chunks: list[Chunk] = []
         for request in sorted(self._prefilling.values(), key=lambda request: request.rank):
             if not self._is_short:
                 self._admit_to(chunks, above=request.priority)
             # One that goes before it may have preempted it meanwhile.
             budget = self._budget(chunks)
             if budget and request.id in self._prefilling and (length := self._chunk(request, budget)):
-                chunks.append(ScheduledChunk(request, length))
+                chunks.append(Chunk(request, length))
         if not self.num_running or not self._is_short:
             self._admit_to(chunks)
-        step = Step(list(self.rows.requests), chunks)
-        if self._prefixes is not None:
-            step.saves.extend(self._prefixes.take_saves())
-            for scheduled in chunks:
-                step.restores.extend(self._prefixes.restores(scheduled.request))
-        return step
+        restores = [copy for chunk in chunks for copy in self._prefixes.restores(chunk.request)]
+        return Step(list(self.rows.requests), chunks, self._prefixes.take_saves(), restores)
 
     def complete(self, step: Step, token_ids: Sequence[int]) -> None:
-        """The step is computed; `token_ids` are what was drawn for `step.sampled`. Nothing changed since `schedule`."""
+        """The step is computed; `token_ids` are what was drawn for `step.sampled`. Nothing changed since `schedule`.
+
+        A request that got `NO_TOKEN` is removed: its caches may hold what is no number, so nothing of it is reused.
+        """
         count = len(step.decodes)
-        if self._prefixes is not None:
-            self._prefixes.saved()
+        failed = []
+        if NO_TOKEN in token_ids:
+            failed = [request for request, token in zip(step.sampled, token_ids, strict=True) if token == NO_TOKEN]
+        for request in failed:  # before anything of it becomes known
+            self._prefixes.withdraw(request)
+        self._prefixes.saved()
         if count:
             self.rows.advance(token_ids[:count])
             if self._restart_length is not None:
@@ -133,31 +139,33 @@ class Scheduler:
                     self._prefilling[request.id] = request
                     self._restart(request)
         drawn = iter(token_ids[count:])
-        for scheduled in step.chunks:
-            self._complete_chunk(scheduled.request, scheduled.length, next(drawn) if scheduled.samples else None)
+        for chunk in step.chunks:
+            self._complete_chunk(chunk, next(drawn) if chunk.samples else None)
         assert next(drawn, None) is None, "more tokens than sequences that sample"
+        for request in failed:
+            self.remove(request)
+            request.token_ids.pop()
 
     def abandon(self, step: Step) -> None:
         """The step failed. Pages are written again as they were, but states may have been changed: they start anew."""
         if not self._tables.plan.states:
             return
-        if self._prefixes is not None:
-            self._prefixes.drop_points()
-        for request in [*step.decodes, *(scheduled.request for scheduled in step.chunks)]:
+        self._prefixes.drop_points()
+        for request in [*step.decodes, *(chunk.request for chunk in step.chunks)]:
             self._stop(request, keep=False)
             self._enqueue(request)
 
-    def _complete_chunk(self, request: Request, length: int, token_id: int | None) -> None:
-        table = request.table
-        assert table is not None
-        request.num_computed += length
-        if self._prefixes is not None:
-            self._prefixes.restored(request)
-            self._prefixes.register(request)
-        self._tables.evict(table, request.num_computed)
+    def _complete_chunk(self, chunk: Chunk, token_id: int | None) -> None:
+        request = chunk.request
+        assert request.table is not None
+        request.num_pending -= chunk.length
+        self._prefixes.restored(request)
+        self._prefixes.register(request)
+        self._tables.evict(request.table, request.num_computed)
         if token_id is None:
             return
         request.token_ids.append(token_id)
+        request.num_pending += 1
         if len(request.token_ids) == self._restart_length:
             self._restart(request)
         else:
@@ -221,38 +229,41 @@ class Scheduler:
             # Nothing is given up for it: with larger chunks its windows could keep slabs that it needs later.
             length = min(length, self._tables.step_for(request.max_length - 1, self._max_num_tokens))
         length = self._aligned(request, length)
-        while length and not self.make_room(request.table, request.num_cached + length):
+        while length and not self.make_room(request.table, request.num_computed + length):
             length //= 2
         return length
 
     def _aligned(self, request: Request, length: int) -> int:
-        """Cut a chunk where its states are worth keeping: at the end of what was known, or of its last whole block.
+        """Cut a chunk where its states are worth keeping: at the end of what was known, or of its last whole span.
 
-        Of all known tokens the last one is in no such block: who begins with the same ones has to compute it.
+        Of all known tokens the last one is in no such span: who begins with the same ones has to compute it.
         """
-        if self._prefixes is None or not self._prefixes.has_states:
+        if not self._prefixes.has_states:
             return length
-        block, start = self._prefixes.block, request.num_cached
+        span, start = self._prefixes.span_tokens, request.num_computed
         most = min(start + length, len(request.token_ids) - 1)
-        for end in (request.shared_length, most // block * block):
+        for end in (request.shared_length, most // span * span):
             if start < end < start + length:
                 return end - start
         return length
 
-    def _reclaim(self, pages: Mapping[str, int]) -> bool:
-        """Give up prefixes until so many pages by group can be had; False: all are given up, and it isn't enough."""
+    def _reclaim(self, pages: Mapping[str, int], keep: Match | None = None) -> bool:
+        """Give up prefixes until so many pages by group can be had; False: all are given up, and it isn't enough.
+
+        What `keep` needs is not given up.
+        """
         while not self._tables.can_take(pages):
-            if self._prefixes is None or not self._prefixes.drop_one():
+            if not self._prefixes.drop_one(keep):
                 return False
         return True
 
     # --- who runs ------------------------------------------------------------------------------------------------
 
-    def _budget(self, chunks: Sequence[ScheduledChunk]) -> int:
+    def _budget(self, chunks: Sequence[Chunk]) -> int:
         """Tokens that the step can still compute."""
-        return self._max_num_tokens - len(self.rows) - sum(scheduled.length for scheduled in chunks)
+        return self._max_num_tokens - len(self.rows) - sum(chunk.length for chunk in chunks)
 
-    def _admit_to(self, chunks: list[ScheduledChunk], *, above: int | None = None) -> None:
+    def _admit_to(self, chunks: list[Chunk], *, above: int | None = None) -> None:
         """Admit who waits first, while there is room: all, or those of a priority `above`."""
         while (first := self._first_waiting()) is not None and (above is None or first.priority > above):
             # Where as many decode as a step has tokens, one of them may have to give up its place.
@@ -261,30 +272,33 @@ class Scheduler:
             if not self._admit(first, chunks):
                 break
 
-    def _admit(self, request: Request, chunks: list[ScheduledChunk]) -> bool:
+    def _admit(self, request: Request, chunks: list[Chunk]) -> bool:
         """Let the request that waits first run, from its first chunk on; False: it has to wait on.
 
         Nobody in `chunks` is of a lower priority: those that are preempted for it have no chunk yet.
         """
         if self._steps_to_wait and self.num_running:
             return False
-        if not self._join(request):
+        match = self._join(request)
+        if match is None:
             if self.num_running:
                 self._steps_to_wait = RETRY_STEPS
                 return False
-            self._start_alone(request, self._budget(chunks))
+            match = self._alone(request)
+        self._prefixes.start(request, match)
+        self._prefilling[request.id] = request
         length = self._fit(request, self._budget(chunks))
         assert length, f"request {request.id} doesn't fit the empty cache"
         heapq.heappop(self._queue)
         del self._waiting[request.id]
         self.num_tokens_reused += request.num_reused
-        chunks.append(ScheduledChunk(request, length))
+        chunks.append(Chunk(request, length))
         return True
 
-    def _join(self, request: Request) -> bool:
-        """Start a request beside others. If need be those of a lower priority are preempted, the last ones first.
+    def _join(self, request: Request) -> Match | None:
+        """What a request can start from beside others. None: it has to wait, or nobody else runs any more.
 
-        False: it has to wait, or nobody else runs any more.
+        If need be those of a lower priority are preempted, the last ones first. Room is made by then.
         """
         while others := self._running():
             lower = [other for other in others if other.priority < request.priority]
@@ -293,53 +307,58 @@ class Scheduler:
             else:
                 has_place = len(others) < min(self._max_num_seqs, self._max_num_tokens)
                 if not has_place and not lower:
-                    return False
-                self._start(request)
-                if has_place and self._has_room(request):
-                    return True
-                is_enough = bool(lower) and self._is_enough(request, others, lower)
-                self._stop(request)
+                    return None
+                match = self._match(request)
+                if has_place and self._would_fit(request, match) and self._reclaim(self._needed(request, match), match):
+                    return match
+                is_enough = bool(lower) and self._would_fit_without(request, match, lower)
             if not is_enough:
-                return False
+                return None
             self.preempt(max(lower, key=lambda other: other.rank))
-        return False
+        return None
 
-    def _start_alone(self, request: Request, budget: int) -> None:
-        """Start a request where no other runs."""
+    def _alone(self, request: Request) -> Match:
+        """What a request can start from where no other runs. Room is made for its first token."""
         if not request.shares:
-            self._forget_prefixes()
-        self._start(request)
-        if not self._fit(request, budget):
-            # What it shares may lie on too many slabs: it fits alone.
-            self._stop(request, keep=False)
-            self._forget_prefixes()
-            self._start(request)
+            self._prefixes.clear()
+        match = self._match(request)
+        if not self._reclaim(self._tables.missing(match.table, match.length + 1), match):
+            # What it would share lies on too many slabs: it fits alone.
+            self._prefixes.clear()
+            match = self._match(request)
+        return match
 
-    def _has_room(self, request: Request) -> bool:
-        """Whether all its known tokens fit, and those by which the others grow; prefixes are given up for them."""
-        needed = self._needed(request, self.num_running)
-        if self._tables.can_take(needed):
-            return True
-        # Before anything is given up in vain: not even all of it may be enough.
-        freed = self._tables.by_pool({} if self._prefixes is None else self._prefixes.reclaimable())
-        return self._tables.could_take(needed, freed) and self._reclaim(needed)
+    def _match(self, request: Request) -> Match:
+        """What the request could go on from, which is given up last from now on: it will be wanted."""
+        match = self._prefixes.match(request)
+        self._prefixes.touch(match)
+        return match
 
-    def _is_enough(self, request: Request, others: Sequence[Request], lower: Sequence[Request]) -> bool:
-        """Whether a started request could have room if those of `lower` were preempted; at best, as `could_take`."""
-        if len(lower) == len(others):
+    def _would_fit(self, request: Request, match: Match) -> bool:
+        """Whether a request could have what it needs beside all that run if prefixes were given up; at best."""
+        freed = self._tables.by_pool(self._prefixes.reclaimable(match))
+        return self._tables.could_take(self._needed(request, match), freed)
+
+    def _would_fit_without(self, request: Request, match: Match, lower: Sequence[Request]) -> bool:
+        """The same if those of `lower`, who run, were preempted too."""
+        staying = [other for other in self._running() if other.priority >= request.priority]
+        if not staying:
             return True
-        # What none of those that stay has can be had: prefixes are given up too.
-        staying = [request, *(other for other in others if other.priority >= request.priority)]
-        kept = self._tables.by_pool({name: _num_pages(staying, name) for name in self._tables.pool_of})
+        # What none of those that stay has can be had.
+        tables = [match.table, *(other.table for other in staying if other.table is not None)]
+        held = {name: len({page for table in tables for page in table.pages[name]}) for name in self._tables.pool_of}
+        kept = self._tables.by_pool(held)
         freed = {name: pool.num_held - kept[name] for name, pool in self._tables.pools.items()}
-        return self._tables.could_take(self._needed(request, len(staying)), freed)
+        return self._tables.could_take(self._needed(request, match, len(staying)), freed)
 
-    def _needed(self, request: Request, num_running: int) -> dict[str, int]:
-        """Pages by group that a started request should find, as one of `num_running`."""
-        assert request.table is not None
-        return self._tables.with_growth(
-            request.table, len(request.token_ids), self._max_num_tokens, num_running, GROWTH_TOKENS
-        )
+    def _needed(self, request: Request, match: Match, num_others: int | None = None) -> dict[str, int]:
+        """Pages by group that a request should find where it starts: for its known tokens, and for all to grow.
+
+        `num_others` run beside it, by default all that run now.
+        """
+        others = self.num_running if num_others is None else num_others
+        length = len(request.token_ids)
+        return self._tables.with_growth(match.table, length, self._max_num_tokens, others + 1, GROWTH_TOKENS)
 
     def _first_waiting(self) -> Request | None:
         while self._queue and self._queue[0][1].id not in self._waiting:
@@ -372,13 +391,6 @@ class Scheduler:
         self._stop(request)
         self._enqueue(request)
 
-    def _start(self, request: Request) -> None:
-        """Let a request run, behind what is known of its tokens."""
-        request.table = self._tables.new_table()
-        self._prefilling[request.id] = request
-        if self._prefixes is not None:
-            self._prefixes.adopt(request, self._prefixes.match(request))
-
     def _stop(self, request: Request, *, keep: bool = True) -> None:
         """Let it run no more. `keep`: what it computed stays known."""
         if request.row >= 0:
@@ -390,19 +402,9 @@ class Scheduler:
 
     def _give_back(self, request: Request, *, keep: bool = True) -> None:
         assert request.table is not None
-        if self._prefixes is not None:
-            if keep:
-                self._prefixes.register(request)
-            self._prefixes.leave(request)
+        if keep:
+            self._prefixes.register(request)
+        self._prefixes.leave(request)
         self._tables.release(request.table)
         request.table = None
         request.num_computed = request.num_reused = 0
-
-    def _forget_prefixes(self) -> None:
-        if self._prefixes is not None:
-            self._prefixes.clear()
-
-
-def _num_pages(requests: Sequence[Request], group: str) -> int:
-    """Pages of the group that running requests hold, those that they share counted once."""
-    return len({page for request in requests if request.table is not None for page in request.table.pages[group]})

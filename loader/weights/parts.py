@@ -44,6 +44,10 @@ Casts = tuple[Dtype, ...]
 """The element types that a value is converted to, one after the other, the target's last; none: it stays as it is."""
 
 
+Inputs = tuple[int, int, int | None, int | None]
+"""The targets of what a computation reads: values, scales, zeros, groups."""
+
+
 class Target(msgspec.Struct, frozen=True):
     """A tensor to be filled: a param, or a temporary one without a name. Contiguous."""
 
@@ -84,64 +88,37 @@ class Computed(msgspec.Struct, frozen=True):
     casts: Casts
 
 
-class Inputs(msgspec.Struct, frozen=True):
-    """The targets of what a computation reads."""
-
-    values: int
-    scales: int
-    zeros: int | None
-    groups: int | None
-
-
-class Assembly(msgspec.Struct, frozen=True):
-    """All that fills the targets, and `ties`: a param to the one whose memory it shares."""
-
-    targets: tuple[Target, ...]
-    parts: tuple[Part, ...]
-    moves: tuple[Move, ...]
-    computed: tuple[Computed, ...]
-    ties: dict[str, str]
-
-
 def param_parts(params: Iterable[Param], stored_dtype: Callable[[str], str]) -> Assembly:
     """Take the recipes of `params` apart; `stored_dtype` gives the element type of a stored tensor by its name.
 
     Raises BundleError (graph-invalid) for a recipe that doesn't make what its param is, and (symbol-unbound) for a size
     that is no number.
     """
-    maker = _Maker(stored_dtype)
-    ties: dict[str, str] = {}
+    assembly = Assembly(stored_dtype)
     for param in params:
-        if isinstance(param.recipe, Tie):
-            ties[param.name] = param.recipe.param
-            continue
         try:
-            maker.add_param(param)
+            if not isinstance(param.recipe, Tie):
+                assembly.add_param(param)
         except BundleError as error:
             raise error.inside(f"param {param.name}") from None
-    return maker.assembly(ties)
+    return assembly
 
 
-def input_parts(
-    computed: Sequence[Computed], stored_dtype: Callable[[str], str]
-) -> tuple[Assembly, tuple[Inputs, ...]]:
+def input_parts(computed: Sequence[Computed], stored_dtype: Callable[[str], str]) -> tuple[Assembly, list[Inputs]]:
     """The tensors that these computations need, in temporary targets, and which of them each one needs."""
-    maker = _Maker(stored_dtype)
-    inputs = tuple(maker.add_inputs(each) for each in computed)
-    return maker.assembly({}), inputs
+    assembly = Assembly(stored_dtype)
+    return assembly, [assembly.add_inputs(each) for each in computed]
 
 
-class _Maker:
+class Assembly:
+    """The targets, and what fills them: parts of stored tensors, what is computed, and, after both, moves in order."""
+
     def __init__(self, stored_dtype: Callable[[str], str]) -> None:
         self._stored_dtype = stored_dtype
-        self._targets: list[Target] = []
-        self._parts: list[Part] = []
-        self._moves: list[Move] = []
-        self._computed: list[Computed] = []
-
-    def assembly(self, ties: dict[str, str]) -> Assembly:
-        """What was added."""
-        return Assembly(tuple(self._targets), tuple(self._parts), tuple(self._moves), tuple(self._computed), ties)
+        self.targets: list[Target] = []
+        self.parts: list[Part] = []
+        self.computed: list[Computed] = []
+        self.moves: list[Move] = []
 
     def add_param(self, param: Param) -> None:
         """A target for the param, and what fills it."""
@@ -159,7 +136,7 @@ class _Maker:
         zeros, groups = (
             None if part is None else self._input(part, computed) for part in (recipe.zeros, recipe.groups)
         )
-        return Inputs(values, scales, zeros, groups)
+        return values, scales, zeros, groups
 
     def _input(self, part: Recipe, computed: Computed) -> int:
         window = _whole(_shape(part))
@@ -172,8 +149,8 @@ class _Maker:
         return target
 
     def _add_target(self, target: Target) -> int:
-        self._targets.append(target)
-        return len(self._targets) - 1
+        self.targets.append(target)
+        return len(self.targets) - 1
 
     def _place(self, recipe: Recipe, destination: View, window: Window, target: int, casts: Casts) -> None:
         """Fill `destination`, of the window's shape, with the window of what the recipe makes."""
@@ -186,7 +163,7 @@ class _Maker:
                 source = views.narrow(source, dim, start, length)
             if isinstance(origin, Read):
                 kept = _conversions(self._stored_dtype(origin.tensor), (*inner, *casts))
-                self._parts.append(Part(origin.tensor, source, target, destination, kept))
+                self.parts.append(Part(origin.tensor, source, target, destination, kept))
             else:
                 self._compute(origin, source, target, destination, _conversions("float32", (*inner, *casts)))
         elif isinstance(recipe, Slice):
@@ -230,10 +207,10 @@ class _Maker:
         shape = _shape(recipe)
         parts = views.split(source, destination, math.prod(shape[1:])) if len(shape) > 2 else None
         if parts is None:
-            self._computed.append(Computed(recipe, None, source, target, destination, casts))
+            self.computed.append(Computed(recipe, None, source, target, destination, casts))
             return
         for index, inside, place in parts:
-            self._computed.append(Computed(recipe, index, inside, target, place, casts))
+            self.computed.append(Computed(recipe, index, inside, target, place, casts))
 
     def _place_reshape(self, recipe: Reshape, destination: View, window: Window, target: int, casts: Casts) -> None:
         shape, inner = _shape(recipe), _shape(recipe.of)
@@ -247,7 +224,7 @@ class _Maker:
         view = views.contiguous(shape)
         for dim, (start, length) in enumerate(window):
             view = views.narrow(view, dim, start, length)
-        self._moves.append(Move(temporary, view, target, destination))
+        self.moves.append(Move(temporary, view, target, destination))
 
 
 def _leaf(recipe: Recipe) -> tuple[Read | Dequantise, View, Casts] | None:

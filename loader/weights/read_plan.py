@@ -125,7 +125,8 @@ def plan_reads(assembly: Assembly, find: Callable[[str], StoredTensor], sizes: G
     cuts = [cut for part in assembly.parts for cut in cuts_of(part, find(part.tensor), sizes.job)]
     cuts.sort(key=lambda cut: (cut.file, cut.start, cut.end))
     smallest = (_job_of(cluster, sizes) for cluster in _clusters(cuts))
-    return Plan(assembly.targets, tuple(map(_joined, _groups(smallest, sizes.job))), assembly.moves)
+    jobs = tuple(map(_joined, _groups(smallest, sizes.job)))
+    return Plan(tuple(assembly.targets), jobs, tuple(assembly.moves))
 
 
 # --- the smallest jobs: what has to be read together -------------------------------------------------------------

@@ -8,14 +8,13 @@ quantised is read and computed in rounds, a few matrices at a time.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import torch
 
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Graph
+from precast.ir.graph.schema import Graph, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
@@ -25,7 +24,7 @@ from precast.loader.torch_device import tensor_of
 from precast.loader.weights.dequantise import dequantise
 from precast.loader.weights.parts import Computed, Inputs, Target, input_parts, param_parts
 from precast.loader.weights.read_plan import plan_reads
-from precast.loader.weights.workers import PinnedBuffers, copy_converted, execute, move_all, read_all, strided
+from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_all, read_all, strided
 
 PARAM_ALIGNMENT = 256
 """Where params begin, in bytes: what CUDA's own allocations guarantee, and kernels with wide loads rely on."""
@@ -44,7 +43,6 @@ class Weights(msgspec.Struct, frozen=True):
     tensors: dict[str, torch.Tensor]
     bytes_read: int
     bytes_needed: int
-    seconds: float
 
 
 def load_weights(
@@ -57,7 +55,6 @@ def load_weights(
     (checkpoint-read) for a file that can't be read to its end; TargetError (device-memory) if the params don't fit a
     GPU.
     """
-    started = time.perf_counter()
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
         stored = recipes.require(graph, rules, files)
         assembly = param_parts(graph.params, lambda name: stored[name].dtype)
@@ -68,8 +65,9 @@ def load_weights(
         move_all(plan, memory)
     bytes_read, bytes_needed = (sum(column) for column in zip(*counts, strict=True))
     tensors = dict(zip((target.name for target in plan.targets), _typed(plan.targets, memory), strict=True))
-    made = {param.name: tensors[_made_name(param.name, assembly.ties)] for param in graph.params}
-    return Weights(made, bytes_read, bytes_needed, time.perf_counter() - started)
+    recipe_of = {param.name: param.recipe for param in graph.params}
+    made = {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
+    return Weights(made, bytes_read, bytes_needed)
 
 
 def _round(
@@ -82,7 +80,8 @@ def _round(
     assembly, inputs = input_parts(computed, lambda name: stored[name].dtype)
     plan = plan_reads(assembly, stored.__getitem__)
     read = _allocate(plan.targets, buffers.device)
-    num_bytes = execute(plan, read, buffers)
+    num_bytes = read_all(plan, read, buffers)
+    move_all(plan, read)
     tensors = _typed(plan.targets, read)
     for each, places in zip(computed, inputs, strict=True):
         _compute(each, places, tensors, memory)
@@ -92,8 +91,9 @@ def _round(
 def _compute(
     computed: Computed, inputs: Inputs, tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]
 ) -> None:
-    zeros, groups = (None if place is None else tensors[place] for place in (inputs.zeros, inputs.groups))
-    made = dequantise(computed.recipe, tensors[inputs.values], tensors[inputs.scales], zeros, groups)
+    values, scales, *optional = inputs
+    zeros, groups = (None if place is None else tensors[place] for place in optional)
+    made = dequantise(computed.recipe, tensors[values], tensors[scales], zeros, groups)
     source = strided(made.contiguous().flatten(), computed.source)
     copy_converted(source, memory[computed.target], computed.destination, computed.casts)
 
@@ -152,10 +152,10 @@ def _typed(targets: Sequence[Target], memory: Sequence[torch.Tensor]) -> list[to
     ]
 
 
-def _made_name(name: str, ties: Mapping[str, str]) -> str:
-    while name in ties:
-        name = ties[name]
-    return name
+def _made_name(name: str, recipe_of: Mapping[str, Recipe]) -> str:
+    """The param whose memory the one called `name` has: its own, or that of the one that it is tied to."""
+    recipe = recipe_of[name]
+    return _made_name(recipe.param, recipe_of) if isinstance(recipe, Tie) else name
 
 
 def _aligned(size: int) -> int:

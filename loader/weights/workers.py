@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -36,18 +35,11 @@ Worker = Callable[[Job, int], int]
 """What one thread does with a job, whose file is open by this descriptor; the bytes read."""
 
 
-def execute(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers) -> int:
-    """Fill all targets of `plan`; the bytes read. `memory` holds the bytes of each target, uint8.
+def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers) -> int:
+    """Do the jobs of `plan`; the bytes read. `memory` holds the bytes of each target, uint8.
 
     `buffers` are those of the device that `memory` is on. Raises WeightsError (checkpoint-read).
     """
-    num_bytes = read_all(plan, memory, buffers)
-    move_all(plan, memory)
-    return num_bytes
-
-
-def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers) -> int:
-    """Do the jobs of `plan`, as `execute` does, and leave out the moves."""
     device = buffers.device
     if device.kind == "cpu":
         threads = min(MAX_HOST_THREADS, THREADS_A_CORE * _num_cores())
@@ -67,14 +59,6 @@ def move_all(plan: Plan, memory: Sequence[torch.Tensor]) -> None:
     for move in plan.moves:
         source = memory[move.source].view(dtypes.BY_NAME[plan.targets[move.source].dtype])
         copy_converted(strided(source, move.view), memory[move.target], move.destination)
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the host. The view keeps that memory alive."""
-    assert tensor.dtype == torch.uint8
-    assert tensor.device.type == "cpu"
-    assert tensor.is_contiguous()
-    return tensor.numpy().data
 
 
 def _num_cores() -> int:
@@ -122,9 +106,9 @@ def _share(jobs: Sequence[Job], open_worker: Callable[[], AbstractContextManager
 @contextmanager
 def _host_worker(plan: Plan, memory: Sequence[torch.Tensor]) -> Iterator[Worker]:
     """Reads into the targets, and into a buffer what has to be copied from there."""
-    views = [byte_view(raw) for raw in memory]
+    views = [raw.numpy().data for raw in memory]
     buffer = torch.empty(max(job.buffer_bytes for job in plan.jobs), dtype=torch.uint8)
-    buffer_view = byte_view(buffer)
+    buffer_view = buffer.numpy().data
 
     def ranges_of(job: Job) -> Iterator[Range]:
         for ranges in job.ranges:
@@ -180,9 +164,7 @@ class PinnedBuffers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._pinned:
             self._pinned.popleft().cancel()
 
@@ -199,7 +181,7 @@ class PinnedBuffers:
     def _pin(self) -> _Buffer:
         with self.device.use():
             raw = tensor_of(self.device.alloc(BUFFER_BYTES, pinned=True))
-            return _Buffer(raw, byte_view(raw), self.device.event())
+            return _Buffer(raw, raw.numpy().data, self.device.event())
 
 
 @contextmanager
@@ -242,7 +224,7 @@ def _run_on_device(job: Job, descriptor: int, buffer: _Buffer, memory: Sequence[
     if job.size > BUFFER_BYTES:
         # Rare, and seldom worth pinning: tensors that are needed both as they are and transposed.
         raw = torch.empty(job.size, dtype=torch.uint8)
-        view = byte_view(raw)
+        view = raw.numpy().data
     places, uploads = through_buffer(job)
     ranges = [Range(start, view[place : place + length]) for start, length, place in places]
     num_bytes = read_ranges(descriptor, job.file, ranges)

@@ -81,7 +81,7 @@ def test_every_request_ends_and_all_memory_comes_back(layers: tuple[Layers, ...]
     assert not server.requests
     assert most < 50, "there is room for all, so this shows nothing"
     if server.prefixes is not None:
-        assert server.prefixes.num_blocks
+        assert server.prefixes.num_spans
         server.prefixes.clear()
     assert tested.tables.arena.num_free == tested.tables.arena.num_slabs
 

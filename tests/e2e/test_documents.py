@@ -108,6 +108,16 @@ def test_views_of_the_walkthrough(view: str, folder: Path) -> None:
     assert [line for line in shown if line not in printed] == []
 
 
+@pytest.mark.parametrize("options", ["--kernels", "--kernels --target cpu"])
+def test_kernels_of_the_command_line(options: str, folder: Path) -> None:
+    page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    shown = [line for line in indented(page, f"    $ precast inspect recite.bundle {options}\n") if line.strip(".")]
+    printed = CliRunner().invoke(main, ["inspect", str(folder / "recite.bundle"), *options.split()]).stdout.splitlines()
+
+    assert len(shown) > 0
+    assert [line for line in shown if line not in printed] == []
+
+
 def test_summary_of_the_walkthrough(folder: Path) -> None:
     """But for the digest, which changes with every version, and the size, to which the provenance belongs."""
     shown = pasted("precast build examples/recite/model -o recite.bundle --dump dump")

@@ -17,8 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from precast.kernels.delta_rule import chunked
-from precast.kernels.delta_rule.delta_rule import delta_rule
-from precast.kernels.delta_rule.stateful import stateful_delta_rule
+from precast.kernels.delta_rule.delta_rule import delta_rule, stateful_delta_rule
 from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize(

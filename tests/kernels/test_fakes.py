@@ -58,7 +58,18 @@ def test_sizes_that_torch_does_not_relate_are_taken_as_numbers(mode: FakeTensorM
     bounds, sequences = (symbolic(mode, size, dynamic=0, dtype=torch.int32) for size in (4, 3))
     y = torch.ops.precast.stateful_linear_recurrence(x, x, torch.empty(9, 6), sequences, bounds, sequences)
 
+    assert tuple(map(type, y.shape)) == (int, int, int)
     assert tuple(y.shape) == (1, 7, 6)
+    assert mode.shape_env is not None
+    assert not mode.shape_env.guards
+    assert isinstance(x.shape[1], torch.SymInt)
+
+
+def test_result_may_have_a_size_that_no_argument_has(mode: FakeTensorMode) -> None:
+    x = symbolic(mode, 3, 8, dynamic=1)
+    doubled = torch.cat((x, x), 1)
+
+    assert str(torch.ops.precast.gated_activation(doubled, kind="silu").shape[1]) == str(x.shape[1])
 
 
 def test_what_does_not_fit_is_refused_by_the_shape_rule(mode: FakeTensorMode) -> None:

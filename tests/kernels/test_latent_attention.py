@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from precast.kernels.attention.attend import Pages
 from precast.kernels.attention.attention import attention
 from precast.kernels.latent_attention import batched
 from precast.kernels.latent_attention import latent_attention as reference
-from precast.kernels.latent_attention.expand import Sizes
+from precast.kernels.latent_attention.expand import LatentScoring, Sizes
 from precast.kernels.latent_attention.paged import paged_latent_attention as paged_reference
 from precast.kernels.latent_attention.paged import paged_latent_sample
 from precast.kernels.latent_attention.write_latent import write_latent
@@ -166,13 +167,13 @@ def test_absorbed_and_expanded_are_one_computation(sequences: list[tuple[int, in
     sample = paged_latent_sample(Draw(torch.float64, CPU), sequences, **SIZES, page_size=3)
     tensors = [sample[name] for name in ("q", "cache", "weight")]
     names = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
-    pages = batched._Pages(*(sample[name] for name in names))
+    pages = Pages(*(sample[name] for name in names))
     pages = pages._replace(page_indices=pages.page_indices[:-1])
     sizes = Sizes(HEADS, NOPE, ROPE, LATENT, VALUE)
     expected = paged_reference(**sample)
 
     for way in (batched._absorbed, batched._expanded):
-        close(way(*tensors, pages, sizes, sample["scale"], None), expected)
+        close(way(*tensors, pages, sizes, LatentScoring(sample["scale"])), expected)
 
 
 def test_expanding_few_heads_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ from transformers import MiniMaxConfig
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from precast.kernels.linear_attention import chunked
-from precast.kernels.linear_attention.linear_attention import linear_attention
-from precast.kernels.linear_attention.stateful import stateful_linear_attention
+from precast.kernels.linear_attention.linear_attention import linear_attention, stateful_linear_attention
 from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize(

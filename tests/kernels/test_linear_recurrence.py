@@ -9,8 +9,7 @@ import torch
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from precast.kernels.linear_recurrence import doubled
-from precast.kernels.linear_recurrence.linear_recurrence import linear_recurrence
-from precast.kernels.linear_recurrence.stateful import stateful_linear_recurrence
+from precast.kernels.linear_recurrence.linear_recurrence import linear_recurrence, stateful_linear_recurrence
 from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize(

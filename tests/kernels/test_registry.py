@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -9,11 +10,16 @@ import pytest
 import torch
 
 from precast.ir.errors import BundleError
+from precast.ir.graph.schema import Node, Ref, TensorType, Value
+from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.kernels import registry
 from precast.kernels.attention import batched
+from precast.kernels.choices import all_records
+from precast.kernels.records import Record
 from precast.kernels.rms_norm.rms_norm import RMS_NORM
 from precast.kernels.sampling import on_host
+from precast.kernels.use import Target, Use
 
 CPU = torch.device("cpu")
 
@@ -112,3 +118,32 @@ def test_importing_the_room_registers_nothing_and_loads_no_compiler() -> None:
     run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
 
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("record", all_records(), ids=lambda record: record.name)
+def test_every_record_names_a_function_of_its_op(record: Record) -> None:
+    if record.kind == "triton":
+        pytest.importorskip("triton", reason="Triton is published for Linux only")
+    function = registry.function_of(record)
+    if record.op.startswith("aten."):
+        assert str(function) == record.op
+        return
+    expected = {arg.name for arg in ops.lookup(record.op).args}  # type: ignore[union-attr]
+    has_results = ops.lookup(record.op).num_outputs > 0  # type: ignore[union-attr]
+
+    assert set(inspect.signature(function).parameters) == expected | (
+        {"out"} if has_results and not record.allocates else set()
+    )
+
+
+def test_implementations_of_a_node_are_functions() -> None:
+    value = Value("y", TensorType("bfloat16", ("T", 4)))
+    node = Node("aten.neg.default", {"self": Ref("x")}, (value,))
+    use = Use(node, {"self": Operand(value.type, True)}, Target("cpu"))
+
+    assert registry.implementations(use) == (({}, torch.ops.aten.neg.default, True),)
+
+
+def test_the_target_is_what_the_device_is() -> None:
+    assert registry.target_of(CPU).device == "cpu"
+    assert registry.target_of(CPU).tp == 1

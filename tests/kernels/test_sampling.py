@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from precast.kernels import registry
 from precast.kernels.sampling import noise, on_host
-from precast.kernels.sampling.sample import passed, sample, scaled
+from precast.kernels.sampling.sample import passed, sample, sample_2, scaled
 
 each_sample = pytest.mark.parametrize("function", [sample, on_host.sample], ids=["reference", "on_host"])
 
@@ -260,6 +260,47 @@ def test_a_row_is_drawn_alone(function: Callable[..., torch.Tensor]) -> None:
     for r in range(rows):
         alone = call(function, logits[r : r + 1], **{name: [values[r]] for name, values in parameters.items()})
         assert alone.tolist() == [together[r]]
+
+
+each_second = pytest.mark.parametrize("function", [sample_2, on_host.sample_2], ids=["reference", "on_host"])
+NAN, INF = float("nan"), float("inf")
+
+
+@each_second
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("row", "is_marked"),
+    [
+        ([1.0, NAN, 9.0], True),
+        ([NAN, NAN, NAN], True),
+        ([-INF, NAN, INF], True),
+        ([-INF, -INF, -INF], True),
+        ([INF, INF, INF], True),
+        ([-INF, INF, -INF], True),
+        ([-INF, -INF, -3.0], False),
+        ([INF, -INF, 0.0], False),
+        ([0.0, 0.0, 0.0], False),
+    ],
+)
+def test_version_2_marks_rows_from_which_nothing_can_be_drawn(
+    function: Callable[..., torch.Tensor], temperature: float, dtype: torch.dtype, row: list[float], is_marked: bool
+) -> None:
+    logits = torch.tensor([[0.5, 0.0, 4.0], row, [3.0, 0.0, 0.0]], dtype=dtype)
+    found, first = (call(each, logits, temperature=temperature, top_k=1).tolist() for each in (function, sample))
+
+    assert (found[1] == -1) is is_marked
+    assert found[::2] == first[::2] == [2, 0]
+    if not is_marked:
+        assert found[1] == first[1]
+
+
+@each_second
+def test_version_2_draws_what_version_1_does(function: Callable[..., torch.Tensor]) -> None:
+    logits = torch.randn(40, 300) * 3
+    rows = {"temperature": [0.0, 0.8, 1.5, 1.0] * 10, "top_p": [1.0, 0.7] * 20, "seeds": list(range(40)), "steps": 7}
+
+    assert call(function, logits, **rows).tolist() == call(sample, logits, **rows).tolist()
 
 
 def test_same_seed_and_step_draw_the_same_and_others_do_not() -> None:

@@ -9,8 +9,7 @@ import torch
 from transformers.models.jamba.modeling_jamba import mamba_selective_scan, mamba_selective_state_update
 
 from precast.kernels.selective_scan import blocked
-from precast.kernels.selective_scan.selective_scan import selective_scan
-from precast.kernels.selective_scan.stateful import stateful_selective_scan
+from precast.kernels.selective_scan.selective_scan import selective_scan, stateful_selective_scan
 from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from precast.kernels.choices import fastest
 from precast.kernels.fakes import fake_of
 from precast.kernels.spec import Draw, OpSpec, Sample
 
-SPECS = {spec.name: spec for spec in registry.specs()}
+SPECS = {f"{spec.name}@{spec.version}": spec for spec in registry.specs()}
 each_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -60,7 +60,7 @@ def keyword_only_of(spec: OpSpec) -> set[str]:
 
 
 def test_every_precast_op_of_the_table_has_a_spec() -> None:
-    expected = {name for name, _ in ops.names() if name.startswith("precast.")}
+    expected = {f"{name}@{version}" for name, version in ops.names() if name.startswith("precast.")}
 
     assert set(SPECS) == expected
     assert list(SPECS) == sorted(SPECS)
@@ -83,10 +83,9 @@ def test_signature_is_that_of_the_op_table(spec: OpSpec) -> None:
 def test_implementations_take_the_same_arguments(spec: OpSpec) -> None:
     expected = inspect.signature(spec.reference)
     for device in ("cpu", "cuda"):
-        found = inspect.signature(registry.resolve(spec.name, 1, torch.device(device)))
-        given = [
-            p for p in found.parameters.values() if p.name != "out"
-        ]  # of those that write into what they are given
+        found = inspect.signature(registry.resolve(spec.name, spec.version, torch.device(device)))
+        # Those that write into what they are given take `out` besides.
+        given = [p for p in found.parameters.values() if p.name != "out"]
 
         assert [(p.name, p.kind, p.default) for p in given] == [
             (p.name, p.kind, p.default) for p in expected.parameters.values()
@@ -206,7 +205,7 @@ def test_cuda_implementation_does_not_wait_for_the_device(
 @each_op
 def test_opcheck(spec: OpSpec, device: torch.device) -> None:
     registry.register()
-    op = getattr(torch.ops.precast, spec.name.removeprefix("precast.")).default
+    op = getattr(torch.ops.precast, spec.torch_name).default
     keyword_only = keyword_only_of(spec)
     for sample in spec.samples(Draw(torch.float32, device)):
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in sample.values()):

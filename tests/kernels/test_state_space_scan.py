@@ -11,8 +11,7 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan, mamba2
 
 from precast.kernels.spec import Draw
 from precast.kernels.state_space_scan import chunked
-from precast.kernels.state_space_scan.state_space_scan import state_space_scan
-from precast.kernels.state_space_scan.stateful import stateful_state_space_scan
+from precast.kernels.state_space_scan.state_space_scan import state_space_scan, stateful_state_space_scan
 
 each_form = pytest.mark.parametrize(
     "scan", [stateful_state_space_scan, chunked.stateful_state_space_scan], ids=["reference", "implementation"]

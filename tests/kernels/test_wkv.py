@@ -11,8 +11,7 @@ from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
 
 from precast.kernels.spec import Draw
 from precast.kernels.wkv import doubled
-from precast.kernels.wkv.stateful import stateful_wkv
-from precast.kernels.wkv.wkv import wkv
+from precast.kernels.wkv.wkv import stateful_wkv, wkv
 
 each_form = pytest.mark.parametrize("attend", [stateful_wkv, doubled.stateful_wkv], ids=["reference", "implementation"])
 

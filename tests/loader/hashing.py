@@ -6,7 +6,7 @@ below it. The likeliest token is the last hash modulo the size of the vocabulary
 a cache. It is fast, and it is exact: no tolerance lets a wrong page pass.
 
 With a rope a token's hash depends on the length by which its key would be rotated, as in
-`precast.loader.cache.restarts`.
+`precast.loader.cache.rotation`.
 """
 
 from __future__ import annotations

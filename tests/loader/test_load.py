@@ -18,7 +18,7 @@ from tokenizers_by_hand import letters
 from precast.ir.artifact import Bundle, ops_of, write_bundle
 from precast.ir.encoding import FORMAT
 from precast.ir.errors import BundleError, PrecastError, RequestError, WeightsError
-from precast.ir.graph.schema import Graph
+from precast.ir.graph.schema import Graph, TensorType, Value
 from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.load import collector_held, load
@@ -80,7 +80,7 @@ def test_prefixes_are_reused_unless_that_is_switched_off(bundle: Path, checkpoin
     with load(bundle, weights=checkpoint, device="cpu", reuse_prefixes=reuses) as engine:
         first, second = (engine.generate([[9] * 17], SamplingParams(max_tokens=3)) for _ in range(2))
         assert first == second
-        assert (engine.stats.tokens_reused, engine.stats.prefix_blocks) == ((16, 2) if reuses else (0, 0))
+        assert (engine.stats.tokens_reused, engine.stats.prefix_spans) == ((16, 2) if reuses else (0, 0))
 
 
 @pytest.mark.gpu
@@ -107,6 +107,16 @@ def test_what_can_be_known_is_refused_before_a_tensor_is_read(
     with pytest.raises(PrecastError) as error:
         load(limited, weights=checkpoint, device="cpu", timeline=timeline, **options)
     assert error.value.code == code
+    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+
+
+def test_inputs_that_nobody_feeds_are_refused_before_a_tensor_is_read(tmp_path: Path, checkpoint: Path) -> None:
+    unknown = Value("patches", TensorType("float32", (1, "T", 16)))
+    other = write(tmp_path / "other.bundle", msgspec.structs.replace(GRAPH, inputs=(*GRAPH.inputs, unknown)))
+    timeline = Timeline()
+    with pytest.raises(BundleError, match="the graph takes patches") as error:
+        load(other, weights=checkpoint, device="cpu", timeline=timeline)
+    assert error.value.code == "input-mismatch"
     assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
 
 

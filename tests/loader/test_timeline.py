@@ -20,10 +20,9 @@ def loaded() -> Timeline:
     timeline = Timeline(clock=clock(100.0, 100.0, 101.0, 100.5, 102.0).__next__)
     timeline.add("import", start=98.0, seconds=2.0)
     with timeline.phase("bundle") as phase:
-        phase.count("blobs")
-        phase.count("blobs", 2)
+        phase.counters = {"blobs": 3}
     with timeline.phase("weights") as phase:
-        phase.bytes = 3_000_000_000
+        phase.note(3_000_000_000, {})
     return timeline
 
 
@@ -44,8 +43,7 @@ def test_the_total_goes_from_the_first_start_to_the_last_end() -> None:
 
 def test_counters_are_summed_over_phases() -> None:
     timeline = loaded()
-    timeline.phases[2].count("blobs")
-    timeline.phases[2].count("fallbacks", 0)
+    timeline.phases[2].counters = {"blobs": 1, "fallbacks": 0}
 
     assert timeline.counters() == {"blobs": 4, "fallbacks": 0}
 

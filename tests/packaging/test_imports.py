@@ -84,6 +84,15 @@ def test_command_line_starts_without_torch(root: Path, package_dirs: dict[str, s
     assert inside(loaded, "precast.kernels", "precast.builder", "precast.loader") == []
 
 
+def test_records_are_read_without_torch(root: Path) -> None:
+    files = sorted((root / "kernels").glob("*/records.py"))
+    names = [f"precast.kernels.{file.parent.name}.records" for file in files]
+    loaded = loaded_by("precast.kernels.records", "precast.kernels.choices", "precast.kernels.activations", *names)
+
+    assert len(names) > 10
+    assert tops(loaded) <= LIGHT
+
+
 # Whole for the loader, which must stay light in each of its modules. Of the kernels only the package: a module that
 # holds Triton kernels imports triton, and is itself imported when the kernel is first wanted.
 @pytest.mark.parametrize(("package", "whole"), [("precast.kernels", False), ("precast.loader", True)])
@@ -100,12 +109,35 @@ TENSORLESS = (
     *("precast.loader.device", "precast.loader.placement", "precast.loader.timeline"),
     *(f"precast.loader.weights.{name}" for name in ("views", "parts", "cuts", "read_plan", "files")),
 )
+# The same, of what counts in arrays of numpy.
+ARRAYS_ALONE = (
+    *(f"precast.loader.cache.{name}" for name in ("arena", "pages", "prefixes", "rotation", "sequence", "tables")),
+    *(f"precast.loader.schedule.{name}" for name in ("requests", "rows", "scheduler")),
+    *(
+        f"precast.loader.engine.{name}"
+        for name in ("answers", "metrics", "prompts", "results", "sampling", "tokenizer")
+    ),
+    *("precast.loader.run.batch", "precast.loader.run.sampling"),
+)
 
 
 def test_what_needs_no_tensor_imports_no_torch() -> None:
     loaded = loaded_by(*TENSORLESS)
 
     assert inside(loaded, "torch") == []
+    assert tops(loaded) <= LIGHT
+
+
+def test_schedules_tables_and_requests_need_numpy_and_no_torch() -> None:
+    loaded = loaded_by(*ARRAYS_ALONE)
+
+    assert inside(loaded, "torch") == []
+    assert tops(loaded) <= LIGHT | {"numpy"}
+
+
+def test_prompts_and_sampling_options_need_neither() -> None:
+    loaded = loaded_by("precast.loader.engine.prompts", "precast.loader.engine.sampling")
+
     assert tops(loaded) <= LIGHT
 
 

@@ -284,6 +284,23 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        ("token-out-of-range", ("--token-ids", "1,512")),
+        ("prompt-too-long", ("--token-ids", ",".join(["7"] * 1025))),
+        ("prompt-empty", ("--prompt", "a", "--prompt", "")),
+    ],
+)
+def test_prompts_are_checked_before_the_weights(
+    code: str, arguments: tuple[str, ...], bundle: Path, tmp_path: Path, command: Command
+) -> None:
+    result = command("run", bundle, "--weights", tmp_path / "nothing", "--device", "cpu", *arguments)
+
+    assert result.exit_code == 1
+    assert result.stderr.endswith(f"\n  code: {code}\n")
+
+
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 @pytest.mark.parametrize("case", WRONG)
 def test_errors_have_a_code_and_an_exit_code(

@@ -13,9 +13,11 @@ from graph_text import parse_graph
 from recitation import Command
 
 from precast.cli import show
+from precast.cli.kernels_view import kernels
 from precast.ir.artifact import Bundle
 from precast.ir.encoding import FORMAT
-from precast.ir.graph.schema import CachePlan
+from precast.ir.graph.schema import CachePlan, Graph, Node, Ref, TensorType, Value
+from precast.kernels.use import Target
 
 
 def fields_of(command: Command, *arguments: str | Path) -> dict[str, Any]:
@@ -255,3 +257,61 @@ def test_what_only_one_bundle_has(swapped: bool, bundle: Path, bare_bundle: Path
     (line,) = [line for line in lines if line.startswith("file tokenizer.json: ")]
     assert line.endswith(" -> absent") is not swapped
     assert line.startswith("file tokenizer.json: absent -> ") is swapped
+
+
+# --- kernels -----------------------------------------------------------------------------------------------------
+
+
+def kernels_of(command: Command, bundle: Path, *target: str) -> dict[str, dict[str, Any]]:
+    """The rows of `inspect --kernels`, by op."""
+    fields = fields_of(command, "inspect", bundle, "--kernels", *target)
+    assert fields["target"] == (target[1] if target else "sm_90")
+    return {row["op"]: row for row in fields["kernels"]}
+
+
+def test_kernels_of_a_gpu_are_shown_by_default(bundle: Path, command: Command) -> None:
+    found = kernels_of(command, bundle)
+
+    assert found["precast.paged_attention@1"] == {
+        "op": "precast.paged_attention@1", "dtype": "float32", "implementation": "triton.paged_attention",
+        "sizes": "all", "capture": "static", "reason": "the fastest of 2", "nodes": 2,
+    }  # fmt: skip
+    assert {row["capture"] for row in found.values()} == {"static"}
+    assert sum(row["nodes"] for row in found.values()) == 41
+
+
+def test_kernels_of_a_cpu_say_why_not_the_faster_ones(bundle: Path, command: Command) -> None:
+    row = kernels_of(command, bundle, "--target", "cpu")["precast.write_kv@1"]
+
+    assert row["implementation"] == "reference.write_kv"
+    assert row["reason"] == "the only one; not triton.write_kv: it runs on cuda"
+
+
+def test_an_op_that_nothing_computes_is_shown_as_such(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    given = Value("x", TensorType("float8_e4m3fn", (2, 2)))
+    node = Node("aten.matmul.default", {"self": Ref("x"), "other": Ref("x")}, (Value("y", given.type),))
+    graph = Graph((), (given,), (), (), (), (node,), {"y": "y"})
+
+    report = kernels(msgspec.structs.replace(opened, graph=graph), Target.parse("sm_90"))
+
+    (row,) = report.fields["kernels"]
+    assert (row["implementation"], row["nodes"]) == ("none", 1)
+    assert "self is float8_e4m3fn, it takes float16, bfloat16, float32, float64" in row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "cpu"], "--target goes with --kernels"),
+        (["--kernels", "--target", "h100"], "'h100' is no target: expected cpu, or a compute capability as sm_90"),
+        (["--kernels", "--target", "sm_9"], "'sm_9' is no target"),
+    ],
+)
+def test_targets_that_are_none_are_usage_errors(
+    bundle: Path, command: Command, options: list[str], message: str
+) -> None:
+    result = command("inspect", bundle, *options)
+
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -12,7 +12,7 @@ from tiny import tiny_graph
 from precast.ir.graph.schema import Const, Graph, Node
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.prefixes import Prefixes
-from precast.loader.cache.restarts import Rotations
+from precast.loader.cache.rotation import Rotations
 from precast.loader.cache.tables import PageTables
 from precast.loader.schedule.requests import Request
 
@@ -27,10 +27,9 @@ def made(graph: Graph, slabs: int = 50, **options: Any) -> tuple[PageTables, Pre
 
 
 def started(tables: PageTables, prefixes: Prefixes, *token_ids: int, number: int = 1) -> Request:
-    """A request that runs, behind what is known of it."""
+    """A request that runs, after what is known of it."""
     request = Request(number, array("q", token_ids), len(token_ids) + 9)
-    request.table = tables.new_table()
-    prefixes.adopt(request, prefixes.match(request))
+    prefixes.start(request, prefixes.match(request))
     return request
 
 
@@ -55,7 +54,7 @@ def leave(tables: PageTables, prefixes: Prefixes, request: Request) -> None:
 
 def reused(tables: PageTables, prefixes: Prefixes, *token_ids: int) -> int:
     """How much of these tokens need not be computed; nothing is changed."""
-    return prefixes.match(Request(9, array("q", token_ids), len(token_ids) + 1))
+    return prefixes.match(Request(9, array("q", token_ids), len(token_ids) + 1)).length
 
 
 def in_use(tables: PageTables) -> int:
@@ -65,12 +64,12 @@ def in_use(tables: PageTables) -> int:
 TEN = tuple(range(10))
 
 
-def test_whole_blocks_are_reused_and_one_token_is_always_computed() -> None:
+def test_whole_spans_are_reused_and_one_token_is_always_computed() -> None:
     tables, prefixes = made(FULL)
-    assert prefixes.block == 4
+    assert prefixes.span_tokens == 4
     leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *TEN)))
 
-    assert prefixes.num_blocks == 2
+    assert prefixes.num_spans == 2
     assert reused(tables, prefixes, *TEN) == 8
     assert reused(tables, prefixes, *TEN[:9]) == 8
     assert reused(tables, prefixes, *TEN[:8]) == 4
@@ -94,11 +93,11 @@ def test_shared_pages_are_held_by_all_who_share_them() -> None:
     leave(tables, prefixes, second)
     assert in_use(tables) == 2
     prefixes.clear()
-    assert in_use(tables) == prefixes.num_blocks == 0
+    assert in_use(tables) == prefixes.num_spans == 0
     assert tables.arena.num_free == 50
 
 
-def test_blocks_in_use_are_not_dropped() -> None:
+def test_spans_in_use_are_not_dropped() -> None:
     tables, prefixes = made(FULL)
     running = compute(tables, prefixes, started(tables, prefixes, *TEN))
     assert not prefixes.drop_one()
@@ -126,7 +125,7 @@ def test_the_longest_unused_goes_first_and_the_end_before_the_beginning() -> Non
 
 def test_a_window_needs_the_tail_only_and_only_where_it_is_there() -> None:
     tables, prefixes = made(WINDOW)
-    assert prefixes.block == 8
+    assert prefixes.span_tokens == 8
     whole = tuple(range(30))
     leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *whole), 16))
 
@@ -154,13 +153,13 @@ def test_a_point_is_made_where_a_prompt_leaves_what_is_known() -> None:
 
 
 @pytest.mark.parametrize("graph", [FULL, WINDOW, STATE])
-def test_a_prompt_of_whole_blocks_is_reused_when_it_comes_again(graph: Graph) -> None:
+def test_a_prompt_of_whole_spans_is_reused_when_it_comes_again(graph: Graph) -> None:
     tables, prefixes = made(graph)
-    whole = tuple(range(4 * prefixes.block))
-    ends = (3 * prefixes.block,) if prefixes.has_states else ()  # where the scheduler cuts it
+    whole = tuple(range(4 * prefixes.span_tokens))
+    ends = (3 * prefixes.span_tokens,) if prefixes.has_states else ()  # where the scheduler cuts it
     leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *whole), *ends))
-    assert reused(tables, prefixes, *whole) == 3 * prefixes.block
-    assert reused(tables, prefixes, *whole, 7) == 4 * prefixes.block
+    assert reused(tables, prefixes, *whole) == 3 * prefixes.span_tokens
+    assert reused(tables, prefixes, *whole, 7) == 4 * prefixes.span_tokens
 
 
 def test_a_point_stays_while_a_running_sequence_holds_its_pages() -> None:
@@ -234,28 +233,28 @@ def test_a_point_that_was_used_is_given_up_later() -> None:
     assert [reused(tables, prefixes, *request.token_ids) for request in running] == [24, 0]
 
 
-def test_blocks_computed_again_are_kept_as_long_as_those_behind_them() -> None:
+def test_spans_computed_again_are_kept_as_long_as_those_behind_them() -> None:
     tables, prefixes = made(WINDOW)
     leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(30))))
     other = (*range(16), *range(70, 80))
     running = started(tables, prefixes, *other, number=2)
-    assert running.num_reused == 0, "no point leads to the blocks that both begin with"
+    assert running.num_reused == 0, "no point leads to the spans that both begin with"
     compute(tables, prefixes, running)
     assert running.table is not None
     while prefixes.drop_one():
         pass
-    assert tables.pools["b"].num_held == len(running.table.pages["far"]), "no block is kept twice"
+    assert tables.pools["b"].num_held == len(running.table.pages["far"]), "no span is kept twice"
 
     leave(tables, prefixes, running)
-    assert prefixes.num_blocks == 3
+    assert prefixes.num_spans == 3
     assert prefixes.reclaimable()["far"] == tables.pools["b"].num_held == 3
 
 
-def test_known_blocks_without_pages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precast.loader.cache.prefixes.MAX_BLOCKS", 3)
+def test_known_spans_without_pages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precast.loader.cache.prefixes.MAX_SPANS", 3)
     tables, prefixes = made(tiny_graph({}, (), state=True))
-    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(5 * prefixes.block))))
-    assert prefixes.num_blocks == 3
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(5 * prefixes.span_tokens))))
+    assert prefixes.num_spans == 3
 
 
 def test_copies_of_states_are_counted_as_reclaimable_while_they_are_there() -> None:
@@ -289,10 +288,10 @@ def test_states_are_copied_into_a_page_of_their_own_and_back() -> None:
     assert tables.pools["states"].holders(restore.source) == 0
 
 
-def test_a_state_in_the_middle_of_a_block_is_not_kept() -> None:
+def test_a_state_in_the_middle_of_a_span_is_not_kept() -> None:
     tables, prefixes = made(STATE)
     leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *TEN), 7))
-    assert prefixes.num_blocks == 2
+    assert prefixes.num_spans == 2
     assert reused(tables, prefixes, *TEN) == 0
 
 
@@ -344,12 +343,11 @@ def test_one_that_does_not_share_takes_nothing_and_leaves_nothing() -> None:
     leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *TEN)))
     alone = Request(2, array("q", [*TEN, 10, 11, 12, 13]), 20)
     alone.shares = False
-    alone.table = tables.new_table()
-    prefixes.adopt(alone, prefixes.match(alone))
+    prefixes.start(alone, prefixes.match(alone))
 
     assert alone.num_reused == 0
     leave(tables, prefixes, compute(tables, prefixes, alone))
-    assert prefixes.num_blocks == 2
+    assert prefixes.num_spans == 2
 
 
 @pytest.mark.parametrize(
@@ -373,3 +371,60 @@ def test_sequences_that_are_rotated_differently_share_nothing(
     assert reuse(*short) == 8
     assert reuse(*long) == 16
     assert reuse(*other) == 0
+
+
+# --- asking changes nothing; what is wrong is withdrawn ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", [FULL, WINDOW, STATE])
+def test_a_match_holds_nothing(graph: Graph) -> None:
+    tables, prefixes = made(graph)
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(16))))
+    before = in_use(tables), prefixes.reclaimable(), tables.usage()
+
+    match = prefixes.match(Request(2, array("q", range(20)), 30))
+
+    assert match.length > 0
+    assert (in_use(tables), prefixes.reclaimable(), tables.usage()) == before
+    prefixes.clear()
+    assert in_use(tables) == 0
+
+
+def test_what_a_match_needs_is_given_up_last() -> None:
+    tables, prefixes = made(WINDOW)
+    for start in (0, 100):
+        leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(start, start + 24))))
+    match = prefixes.match(Request(2, array("q", range(24)), 30))
+    assert prefixes.reclaimable(match)["far"] == prefixes.reclaimable()["far"] - 2
+
+    prefixes.touch(match)
+    while prefixes.drop_one(match):
+        pass
+
+    assert [reused(tables, prefixes, *range(start, start + 24)) for start in (0, 100)] == [16, 0]
+    assert [span for span in match.spans if span.point is not None] == match.spans[-1:]
+
+
+def test_what_is_withdrawn_is_found_no_more_and_neither_is_what_continues_it() -> None:
+    tables, prefixes = made(FULL)
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(8)))
+    sharing = compute(tables, prefixes, started(tables, prefixes, *range(14), number=2))
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(12), 50, 51, 52, 53, number=3)))
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(60, 70), number=4)))
+    assert reused(tables, prefixes, *range(13)) == 12
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(13)) == 0
+    assert reused(tables, prefixes, *range(60, 70)) == 8
+    # One that shares what was withdrawn goes on, and leaves nothing: its pages are given back with it.
+    sharing.token_ids.extend(range(14, 20))
+    sharing.num_pending += 6
+    compute(tables, prefixes, sharing)
+    leave(tables, prefixes, sharing)
+    assert prefixes.num_spans == in_use(tables) == 2
+    leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *range(9), number=5)))
+    assert reused(tables, prefixes, *range(20)) == 8, "computed anew, without what once followed it"
+    prefixes.clear()
+    assert in_use(tables) == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 from graph_text import parse_graph
 from hypothesis import given
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from precast.ir.graph.schema import CachePlan, Pool
 from precast.ir.memory import caches
 from precast.loader.cache.arena import Arena
-from precast.loader.cache.tables import NEVER, PageTables, PoolUsage, SequenceTable
+from precast.loader.cache.tables import PageTables, PoolUsage, SequenceTable
 
 PAGED = "paged(num_kv_heads=2, head_size=16, value_size=16, dtype=float16"  # 64 bytes a token and tensor
 MIXED = parse_graph(
@@ -58,9 +56,9 @@ def held(table: SequenceTable) -> dict[str, tuple[int, int]]:
 
 def advance(tables: PageTables, table: SequenceTable, length: int, step: int = 1) -> None:
     """Grow to `length`, up to `step` tokens at a time, giving back what the next token can't see."""
-    while table.length < length:
-        tables.evict(table, table.length)
-        target = min(table.length + step, length)
+    for start in range(0, length, step):
+        tables.evict(table, start)
+        target = min(start + step, length)
         assert tables.can_grow(table, target)
         tables.grow(table, target)
 
@@ -96,11 +94,10 @@ def test_pages_by_group(length: int, near: int, far: int, chunks: int) -> None:
     assert tables.missing(table, length) == expected
     tables.grow(table, length)
     assert {name: len(pages) for name, pages in table.pages.items()} == expected
-    assert (tables.missing(table, length), table.length) == ({}, length)
+    assert tables.missing(table, length) == {}
     tables.release(table)
     assert tables.arena.num_free == 20
     assert held(table) == dict.fromkeys(expected, (0, 0))
-    assert (table.length, table.capacity, table.evictable) == (0, 0, NEVER)
 
 
 def test_growth_within_the_pages_takes_none() -> None:
@@ -109,8 +106,7 @@ def test_growth_within_the_pages_takes_none() -> None:
     tables.grow(table, 1)
     before = {name: list(pages) for name, pages in table.pages.items()}
 
-    assert table.capacity == 2, "the smallest page has two tokens"
-    tables.grow(table, 2)
+    tables.grow(table, 2)  # the smallest page has two tokens
     assert {name: list(pages) for name, pages in table.pages.items()} == before
     tables.grow(table, 3)
     assert list(table.pages["chunks"])[:1] == before["chunks"]
@@ -136,18 +132,23 @@ def test_pages_behind_the_window_are_given_back() -> None:
     assert {name: pool.pages_evicted for name, pool in found.items()} == {"near": 3, "far": 0, "chunks": 8, "states": 0}
 
 
-def test_the_table_knows_when_there_is_something_to_give_back() -> None:
+def test_a_page_is_given_back_when_no_later_token_sees_it() -> None:
     tables = tables_of(20)
     table = tables.new_table()
     tables.grow(table, 20)
 
-    assert table.evictable == 8  # the first chunk ends there; the window leaves its first page at 9
+    def seen() -> tuple[tuple[int, int], tuple[int, int]]:
+        return held(table)["chunks"], held(table)["near"]
+
     tables.evict(table, 7)
-    assert held(table)["chunks"] == (0, 10)
-    tables.evict(table, 8)
-    assert (held(table)["chunks"], table.evictable) == ((4, 6), 9)
-    tables.evict(table, 9)
-    assert table.evictable == 13
+    assert seen() == ((0, 10), (0, 5))
+    tables.evict(table, 8)  # the first chunk ends there
+    assert seen() == ((4, 6), (0, 5))
+    tables.evict(table, 9)  # the window leaves its first page
+    tables.evict(table, 12)
+    assert seen() == ((4, 6), (1, 4))
+    tables.evict(table, 13)
+    assert seen() == ((4, 6), (2, 3))
 
 
 @pytest.mark.parametrize("step", [1, 3, 50])
@@ -155,7 +156,7 @@ def test_a_long_sequence_holds_a_window_a_step_and_one_page(step: int) -> None:
     tables = tables_of(40, WINDOWS_ALONE)
     table, most = tables.new_table(), 0
     for length in range(step, 1000, step):
-        tables.evict(table, table.length)
+        tables.evict(table, length - step)
         tables.grow(table, length)
         most = max(most, len(table.pages["near"]))
 
@@ -180,7 +181,6 @@ def test_states_alone_never_need_another_page() -> None:
     table = tables.new_table()
     tables.grow(table, 1)
 
-    assert table.capacity == NEVER
     assert tables.missing(table, 10**9) == {}
     assert tables.can_grow(table, 10**9)
 
@@ -191,7 +191,7 @@ def test_states_alone_need_one_all_the_same() -> None:
         tables.grow(tables.new_table(), 1)
 
     third = tables.new_table()
-    assert (third.capacity, tables.missing(third, 1)) == (0, {"state": 1})
+    assert tables.missing(third, 1) == {"state": 1}
     assert not tables.can_grow(third, 1), "no group with pages lacks one, and still it doesn't fit"
 
 
@@ -290,8 +290,10 @@ def test_pages_are_shared_until_the_last_sequence_ends() -> None:
     tables.evict(first, 32)  # the window sees 27 and on: page 6; the chunk begins anew
 
     shared = {"far": list(first.pages["far"]), "near": list(first.pages["near"])}
-    tables.adopt(second, 32, shared, {"near": 6, "chunks": 16})
-    assert (second.length, second.first["near"], second.capacity) == (32, 6, 0), "it has no state of its own yet"
+    second.first.update({"near": 6, "chunks": 16})
+    for name, pages in shared.items():
+        second.pages[name].extend(pages)
+    tables.hold(second)
     assert tables.missing(second, 33) == {"near": 1, "far": 1, "chunks": 1, "state": 1}
 
     tables.grow(second, 33)
@@ -302,13 +304,13 @@ def test_pages_are_shared_until_the_last_sequence_ends() -> None:
     assert tables.arena.num_free == 20
 
 
-def test_a_table_with_pages_adopts_none() -> None:
+def test_pages_that_nobody_holds_are_not_shared() -> None:
     tables = tables_of(20)
     table = tables.new_table()
-    tables.grow(table, 1)
+    table.pages["far"].append(3)
 
-    with pytest.raises(AssertionError, match="the table has pages"):
-        tables.adopt(table, 16, {"far": array("i", [0])}, {})
+    with pytest.raises(AssertionError, match="page 3 is shared, and nobody holds it"):
+        tables.hold(table)
 
 
 def test_usage_of_pools() -> None:

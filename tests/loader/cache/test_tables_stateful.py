@@ -167,7 +167,10 @@ class Tables(RuleBasedStateMachine):
             return
         if not self.tables.can_take({group.name: 1 for group in self.plan.states}):
             return
-        self.tables.adopt(own, length, pages, first)
+        own.first.update(first)
+        for name, shared in pages.items():
+            own.pages[name].extend(shared)
+        self.tables.hold(own)
         self.tables.grow(own, length)
         for group in self.plan.states:
             self.memory.copy_page(group.name, table.pages[group.name][0], own.pages[group.name][0])

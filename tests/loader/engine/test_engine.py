@@ -24,6 +24,8 @@ from precast.loader.engine.engine import Engine
 from precast.loader.engine.results import Event, Output
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
+from precast.loader.run.runner import Runner
+from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import open_device
 
@@ -53,26 +55,20 @@ def build(
     device: torch.device = CPU,
     wrap: Callable[[Any], Any] = lambda program: program,
     reuses: bool = True,
+    weights: dict[str, torch.Tensor] = WEIGHTS,
 ) -> Engine:
     graph = tiny_graph() if graph is None else graph
     program = restore(graph, device=device)
     names = [*(param.name for param in graph.params), *(value.name for value in graph.constants)]
-    program.bind({name: WEIGHTS[name].to(device) for name in names})
-    memory = CacheMemory(graph.caches, slabs, open_device(device))
+    program.bind({name: weights[name].to(device) for name in names})
+    opened = open_device(device)
+    memory = CacheMemory(graph.caches, slabs, opened)
     memory.arena.fill_(0xFF)  # NaN: whoever reads what no token wrote is found out
     program.bind(memory.tensors)
-    return Engine(
-        wrap(program),
-        graph,
-        tiny_model(max_seq_len, eos),
-        device=device,
-        memory=memory,
-        max_num_seqs=seqs,
-        max_num_tokens=tokens,
-        tokenizer_files={"tokenizer.json": letters(VOCAB)} if text else {},
-        timeline=Timeline(),
-        reuses_prefixes=reuses,
-    )
+    runner = Runner(wrap(program), graph, memory, opened, Limits(seqs, tokens, max_seq_len))
+    files = {"tokenizer.json": letters(VOCAB)} if text else {}
+    model = tiny_model(max_seq_len, eos)
+    return Engine(runner, model, tokenizer_files=files, timeline=Timeline(), reuses_prefixes=reuses)
 
 
 def pages_in_use(engine: Engine) -> int:
@@ -677,23 +673,14 @@ def test_a_graph_without_a_cache_is_refused() -> None:
     graph = tiny_graph()
     fields = {name: getattr(graph, name) for name in graph.__struct_fields__}
     with pytest.raises(BundleError, match="no cache or no output logits"):
-        build_engine_only(Graph(**{**fields, "caches": CachePlan()}))
+        runner_of(Graph(**{**fields, "caches": CachePlan()}))
     with pytest.raises(BundleError, match="no cache or no output logits"):
-        build_engine_only(Graph(**{**fields, "outputs": {"hidden": "logits"}}))
+        runner_of(Graph(**{**fields, "outputs": {"hidden": "logits"}}))
 
 
-def build_engine_only(graph: Graph) -> Engine:
-    return Engine(
-        lambda: {},
-        graph,
-        tiny_model(),
-        device=CPU,
-        memory=CacheMemory(tiny_graph().caches, 2, open_device("cpu")),
-        max_num_seqs=1,
-        max_num_tokens=1,
-        tokenizer_files={},
-        timeline=Timeline(),
-    )
+def runner_of(graph: Graph) -> Runner:
+    device = open_device(CPU)
+    return Runner(lambda: {}, graph, CacheMemory(tiny_graph().caches, 2, device), device, Limits(1, 1, 8))
 
 
 # --- failures, the end, counters -------------------------------------------------------------------------------
@@ -774,7 +761,7 @@ def test_counters() -> None:
     nothing = {
         "steps": 0, "eager_steps": 0, "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
         "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0,
-        "preemptions": 0, "tokens_reused": 0, "prefix_blocks": 0, "slabs": 75, "slabs_free": 75,
+        "requests_failed": 0, "preemptions": 0, "tokens_reused": 0, "prefix_spans": 0, "slabs": 75, "slabs_free": 75,
     }  # fmt: skip
 
     def pools(small: tuple[int, int], large: tuple[int, int]) -> dict[str, dict[str, int]]:
@@ -807,7 +794,7 @@ def test_counters() -> None:
     found = after.pop("pools")
     assert after == {
         **nothing, "steps": 3, "eager_steps": 3, "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
-        "requests_waiting": 1, "requests_running": 2, "prefix_blocks": 1, "slabs_free": 69,
+        "requests_waiting": 1, "requests_running": 2, "prefix_spans": 1, "slabs_free": 69,
     }  # fmt: skip
     # The first has 11 tokens: its first page of 4 is behind the window, though a known block keeps it.
     assert (found["small"]["pages_in_use"], found["small"]["pages_evicted"]) == (4, 1)
@@ -839,3 +826,107 @@ def test_the_timeline_ends_with_the_first_token() -> None:
     engine.generate(PROMPTS, greedy(3))
     assert [phase.name for phase in engine.timeline.phases] == ["first token"]
     assert engine.timeline.phases[0].seconds is not None
+
+
+# --- logits that are no numbers --------------------------------------------------------------------------------
+
+
+def build_poisoned(token: int, **options: Any) -> Engine:
+    """With weights that make NaN of a sequence from its first `token` on, in its caches too."""
+    embed = WEIGHTS["embed"].clone()
+    embed[token] = float("nan")
+    return build(weights={**WEIGHTS, "embed": embed}, **options)
+
+
+NOT_FINITE = "logits-not-finite"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("state", [False, True])
+def test_a_request_with_nan_logits_ends_with_an_error_and_others_go_on(state: bool, temperature: float) -> None:
+    graph = tiny_graph(state=state)
+    whole = build(graph=graph, tokens=7).generate([PROMPTS[1], PROMPTS[0]], greedy(9))
+    known = {token for output in whole for token in (*output.prompt_token_ids, *output.token_ids)}
+    damaged = next(token for token in range(VOCAB) if token not in known)
+    engine = build_poisoned(damaged, graph=graph, tokens=7)
+    params = [greedy(9), greedy(9, temperature=temperature, seed=1), greedy(9)]
+
+    good, bad, other = engine.generate([PROMPTS[1], [5, 6, damaged, 8, 9, 10, 11, 12], PROMPTS[0]], params)
+
+    assert (bad.token_ids, bad.finish_reason) == ([], "error")
+    assert bad.error is not None
+    assert bad.error.code == NOT_FINITE
+    assert [good, other] == whole
+    stats = engine.stats
+    assert (stats.requests_failed, stats.requests_finished, stats.requests_cancelled) == (1, 2, 0)
+    assert is_idle(engine)
+
+
+def test_an_answer_that_meets_nan_keeps_the_tokens_before_it() -> None:
+    prompt = PROMPTS[3]
+    answer = expected(tuple(prompt), 9)
+    last = next(i for i, token in enumerate(answer) if token not in (*prompt, *answer[:i]) and i > 1)
+    engine = build_poisoned(answer[last], text=True)
+
+    events = list(engine.stream(prompt, greedy(9)))
+    (output,) = engine.generate([prompt], greedy(9))
+
+    assert tokens_of(events) == output.token_ids == answer[: last + 1]
+    assert [event.finish_reason for event in events] == [None] * (last + 1) + ["error"]
+    assert events[-1].error == output.error
+    assert events[-1].error is not None
+    assert "NaN" in events[-1].error.message
+    assert "".join(event.text for event in events) == output.text
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_nothing_of_a_request_with_nan_is_reused(state: bool) -> None:
+    engine = build_poisoned(47, graph=tiny_graph(state=state), tokens=8)
+    prefix = list(range(3, 19))
+    engine.generate([[*prefix, 20]], greedy(1))
+    assert engine.stats.prefix_spans == 2
+    bad = [*prefix, 47, *range(20, 40)]
+
+    (failed,) = engine.generate([bad], greedy(3))
+    assert failed.finish_reason == "error"
+    # Its chunks were known before its logits were: all that it stood on is forgotten, its first spans too.
+    assert engine.stats.prefix_spans == 0
+
+    before = engine.stats.tokens_reused
+    (again,) = engine.generate([[*prefix, 21]], greedy(2))
+    assert again.finish_reason == "length"
+    assert engine.stats.tokens_reused == before
+    assert is_idle(engine)
+
+
+def test_what_shares_a_prefix_with_a_request_with_nan_goes_on_and_leaves_nothing() -> None:
+    engine = build_poisoned(47, tokens=64, seqs=2)
+    prefix = list(range(3, 19))
+    engine.generate([[*prefix, 20]], greedy(1))
+    sharing = engine.submit([*prefix, 21, 22], greedy(20))
+    engine.step()
+    failing = engine.submit([*prefix, 47, 23], greedy(20))
+
+    found = drained(engine)
+
+    assert found[failing][-1].finish_reason == "error"
+    assert tokens_of(found[sharing]) == expected((*prefix, 21, 22), 20)[1:]
+    assert engine.stats.prefix_spans == 0
+    assert pages_in_use(engine) == 0
+
+
+@pytest.mark.parametrize(("value", "fails"), [("nan", True), ("inf", False), ("-inf", True)])
+def test_rows_without_a_finite_logit_or_with_a_nan_fail(value: str, fails: bool) -> None:
+    def spoiling(program: Any) -> Any:
+        def run(**inputs: torch.Tensor) -> Any:
+            outputs = program(**inputs)
+            row = outputs["logits"][0, -1]
+            row[0 if value != "-inf" else slice(None)] = float(value)
+            return outputs
+
+        return run
+
+    for temperature in (0.0, 0.5):
+        (output,) = build(wrap=spoiling).generate([[5]], greedy(2, temperature=temperature, seed=3))
+        assert (output.finish_reason == "error") == fails

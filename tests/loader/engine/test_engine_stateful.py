@@ -1,7 +1,7 @@
 """Any order of requests, forks, steps, cancellations, preemptions, failures, over any geometry: right tokens, no leak.
 
 Each answer is compared with the model without a cache: the tiny model in plain torch, or the one that hashes, which is
-exact. After each action every page is counted: it has as many holders as tables, known blocks, points and pending
+exact. After each action every page is counted: it has as many holders as tables, known spans, points and pending
 copies hold it.
 
 The tests try sixty scripts of a hundred actions, and ten thousand drawn at random. Run as a program the module goes on
@@ -36,7 +36,9 @@ from precast.loader.engine.engine import Engine
 from precast.loader.engine.results import Event
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
+from precast.loader.run.runner import Runner
 from precast.loader.schedule.requests import Request
+from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import CpuDevice
 
@@ -150,17 +152,10 @@ class EngineMachine(RuleBasedStateMachine):
         memory.arena.fill_(0xFF)
         self.program = FailsWhenTold(self.made(memory))
         self.max_num_seqs = max_num_seqs
+        limits = Limits(max_num_seqs, max_num_tokens, MAX_LENGTH)
+        runner = Runner(self.program, self.graph, memory, CpuDevice(), limits)
         self.engine = Engine(
-            self.program,
-            self.graph,
-            tiny_model(MAX_LENGTH),
-            device=CPU,
-            memory=memory,
-            max_num_seqs=max_num_seqs,
-            max_num_tokens=max_num_tokens,
-            tokenizer_files={},
-            timeline=Timeline(),
-            reuses_prefixes=reuses,
+            runner, tiny_model(MAX_LENGTH), tokenizer_files={}, timeline=Timeline(), reuses_prefixes=reuses
         )
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.answers: dict[int, list[int]] = {}
@@ -253,7 +248,7 @@ class EngineMachine(RuleBasedStateMachine):
     def give_up(self) -> None:
         """What is kept for reuse is given up until nothing is left of it but what running sequences hold."""
         prefixes = self.engine._prefixes
-        while prefixes is not None and prefixes.drop_one():
+        while prefixes.drop_one():
             pass
         held: dict[str, set[int]] = {name: set() for name in self.engine._tables.pools}
         for request in self.running():
@@ -276,13 +271,13 @@ class EngineMachine(RuleBasedStateMachine):
                 held[name].update(pages)
             for name, page in request.restores.items():
                 held[name][page] += 1
-        for block in [] if engine._prefixes is None else engine._prefixes._known.values():
-            for name, pages in block.pages.items():
+        for span in engine._prefixes._known.values():
+            for name, pages in span.pages.items():
                 held[name].update(pages)
-            if block.point is not None:
-                for name, pages in block.point.pages.items():
+            if span.point is not None:
+                for name, pages in span.point.pages.items():
                     held[name].update(pages)
-                for name, page in block.point.states.items():
+                for name, page in span.point.states.items():
                     held[name][page] += 1
         in_pools: dict[str, Counter[int]] = {name: Counter() for name in engine._tables.pools}
         for group in engine._tables.groups:
@@ -300,18 +295,16 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def what_can_be_given_up_is_counted(self) -> None:
         prefixes = self.engine._prefixes
-        if prefixes is None:
-            return
         counted = dict.fromkeys(self.engine._tables.pool_of, 0)
-        for block in prefixes._known.values():
-            kept = [] if block.num_users else [block.pages]
-            if block.point is not None:
-                kept += [block.point.pages, {name: array("i", [page]) for name, page in block.point.states.items()}]
+        for span in prefixes._known.values():
+            kept = [] if span.num_users else [span.pages]
+            if span.point is not None:
+                kept += [span.point.pages, {name: array("i", [page]) for name, page in span.point.states.items()}]
             for name, pages in ((name, pages) for held in kept for name, pages in held.items()):
                 counted[name] += len(pages)
         assert prefixes.reclaimable() == counted
         for request in self.running():
-            assert all(prefixes._known[block.digest] is block for block in request.blocks)
+            assert all(prefixes._known[span.digest] is span for span in request.spans)
 
     @invariant()
     def what_is_written_next_is_nobody_elses(self) -> None:
@@ -320,7 +313,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert request.table is not None
             for group in self.engine._tables.plan.groups:
                 first = request.table.first[group.name]
-                pages = request.table.pages[group.name][request.num_cached // group.spec.page_size - first :]
+                pages = request.table.pages[group.name][request.num_computed // group.spec.page_size - first :]
                 assert all(pools[group.name].holders(page) == 1 for page in pages)
             for states in self.engine._tables.plan.states:
                 assert all(pools[states.name].holders(page) == 1 for page in request.table.pages[states.name])
@@ -331,7 +324,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert request.table is not None
             for group in self.engine._tables.plan.groups:
                 # Rows give theirs back when the next step is scheduled.
-                seen = caches.first_visible(group.spec, max(request.num_cached - 1, 0)) // group.spec.page_size
+                seen = caches.first_visible(group.spec, max(request.num_computed - 1, 0)) // group.spec.page_size
                 assert request.table.first[group.name] >= seen
 
     @invariant()

@@ -1,4 +1,4 @@
-"""Sampling options: their ranges, and the arrays that the device gets."""
+"""Sampling options and their ranges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pickle
 import pytest
 
 from precast.ir.errors import RequestError
-from precast.loader.engine.sampling import MAX_INT64, SampledRow, SamplingParams, sampling_arrays, sampling_bytes
+from precast.loader.engine.sampling import MAX_INT64, SamplingParams
 
 
 def test_defaults_are_greedy() -> None:
@@ -96,25 +96,3 @@ def test_params_are_values() -> None:
     assert hash(params) == hash(SamplingParams(max_tokens=3, stop=("x",)))
     with pytest.raises(AttributeError):
         params.max_tokens = 4  # type: ignore[misc]
-
-
-def test_arrays_have_a_row_for_each_answer() -> None:
-    rows = [
-        SampledRow(SamplingParams(), 5, 0),
-        SampledRow(SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125), MAX_INT64, 3),
-    ]
-    arrays = sampling_arrays(rows)
-    assert {name: (values.dtype.char, values.tolist()) for name, values in arrays.items()} == {
-        "temperature": ("f", [0.0, 0.5]),
-        "top_k": ("i", [0, 7]),
-        "top_p": ("f", [1.0, 0.25]),
-        "min_p": ("f", [0.0, 0.125]),
-        "seeds": ("l", [5, MAX_INT64]),
-        "steps": ("l", [0, 3]),
-    }
-
-
-def test_room_for_the_arrays() -> None:
-    rows = [SampledRow(SamplingParams(), 0, 0)] * 5
-    used = sum(len(values) * values.itemsize for values in sampling_arrays(rows).values())
-    assert used <= sampling_bytes(5, 16) <= used + 6 * 16

@@ -11,8 +11,10 @@ import torch
 from graph_text import parse_graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precast.ir.errors import BundleError, RequestError
+from precast.ir.errors import BundleError, RequestError, TargetError
 from precast.ir.graph.schema import Graph, Node, Ref, TensorType, Value
+from precast.kernels.registry import Implementation
+from precast.kernels.use import Use
 from precast.loader.program.restore import Program, restore
 
 CPU = torch.device("cpu")
@@ -487,6 +489,76 @@ def test_an_error_inside_an_op_says_which_one_and_in_which_call() -> None:
         "in precast.gather_rows that makes picked",
         "in the call of block pick that makes y",
     ]
+
+
+# --- what computes a node ----------------------------------------------------------------------------------------
+
+
+def scaled(factor: float, calls: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """In the place of an op: writes the argument times a factor into what it is given."""
+
+    def function(self: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        calls.append(out)
+        return torch.mul(self, factor, out=out)
+
+    return function
+
+
+def chosen_by_rows(calls: list[torch.Tensor]) -> Callable[[Use], tuple[Implementation, ...]]:
+    """Up to 2 tokens doubled, up to 5 tripled, more of them times ten; each into a given tensor."""
+    ranges = {2.0: (0, 2), 3.0: (3, 5), 10.0: (6, None)}
+    return lambda use: tuple(
+        Implementation({"T": sizes}, scaled(factor, calls), allocates=False) for factor, sizes in ranges.items()
+    )
+
+
+def test_what_does_not_allocate_writes_into_tensors_of_the_node_s_type() -> None:
+    calls: list[torch.Tensor] = []
+    choose = chosen_by_rows(calls)
+    graph = parse_graph(main_of("%y = aten.neg.default(self=%x) return y=%y"))
+    restored = restore(graph, device=CPU, choose=lambda use: choose(use)[:1])
+    x = torch.randn(2, 9)
+
+    y = restored(x=x)["y"]
+
+    assert y is calls[0]
+    assert torch.equal(y, 2 * x)
+
+
+def test_results_of_several_are_given_as_a_tuple() -> None:
+    def divided(self: torch.Tensor, dim: int, out: tuple[torch.Tensor, torch.Tensor]) -> None:
+        out[0].copy_(self.amax(dim)), out[1].copy_(self.argmax(dim))
+
+    graph = parse_graph(main_of("%most, %at = aten.max.dim(self=%x, dim=1) return most=%most, at=%at"))
+    restored = restore(graph, device=CPU, choose=lambda use: [Implementation({}, divided, allocates=False)])
+    x = torch.randn(2, 9)
+
+    found = restored(x=x)
+
+    assert torch.equal(found["most"], x.amax(1))
+    assert torch.equal(found["at"], x.argmax(1))
+
+
+@pytest.mark.parametrize("calls_a_block", [False, True])
+def test_sizes_of_a_step_choose_what_computes_a_node(calls_a_block: bool) -> None:
+    block = "block one { inputs { %a: float32[2, T] } %b = aten.neg.default(self=%a) return %b }"
+    body = "%y = call one(a=%x) return y=%y" if calls_a_block else "%y = aten.neg.default(self=%x) return y=%y"
+    graph = parse_graph(main_of(body, blocks=block if calls_a_block else ""))
+    restored = restore(graph, device=CPU, choose=chosen_by_rows([]))
+
+    for length, factor in ((1, 2), (2, 2), (3, 3), (5, 3), (6, 10), (50, 10), (2, 2)):
+        x = torch.randn(2, length)
+        assert torch.equal(restored(x=x)["y"], factor * x)
+
+
+def test_a_node_that_nothing_computes_is_refused_at_restore() -> None:
+    value = Value("y", TensorType("float8_e4m3fn", (2, 2)))
+    node = Node("aten.matmul.default", {"self": Ref("x"), "other": Ref("x")}, (value,))
+    graph = Graph((), (Value("x", value.type),), (), (), (), (node,), {"y": "y"})
+
+    with pytest.raises(TargetError, match="self is float8_e4m3fn") as caught:
+        restore(graph, device=CPU)
+    assert caught.value.code == "implementation-missing"
 
 
 # --- a GPU -------------------------------------------------------------------------------------------------------

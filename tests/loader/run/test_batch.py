@@ -7,7 +7,6 @@ from array import array
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_graph
@@ -15,19 +14,30 @@ from tiny import tiny_graph
 from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Graph, StateGroup, StateSpec, TensorType, Value
 from precast.loader.cache.tables import SequenceTable
-from precast.loader.run.batch import ALIGNMENT, BatchInputs, Chunk, Staging
-from precast.loader.schedule.requests import Request
+from precast.loader.run.batch import BatchInputs
+from precast.loader.schedule.requests import Chunk, Request
 from precast.loader.schedule.rows import DecodeRows
 
 GRAPH = tiny_graph()
-CPU = torch.device("cpu")
 
 
 def chunk(
-    start: int, tokens: list[int], *, near: list[int], far: list[int], logits: str = "last", prompt: int = 0
+    start: int,
+    tokens: list[int],
+    *,
+    near: list[int],
+    far: list[int],
+    logits: str = "last",
+    prompt: int = 0,
+    **states: int,
 ) -> Chunk:
-    table = table_of({"near": near, "far": far})
-    return Chunk(array("q", tokens), start, prompt or start + len(tokens), table, logits)  # type: ignore[arg-type]
+    """A chunk of a sequence that has these pages and states, and had `prompt` tokens when it started."""
+    end = start + len(tokens)
+    request = Request(0, array("q", [0] * start + tokens), end + 1)
+    request.prefill_length = prompt or end
+    request.num_computed = start
+    request.table = table_of({"near": near, "far": far, **{name: [slot] for name, slot in states.items()}})
+    return Chunk(request, len(tokens), logits)  # type: ignore[arg-type]
 
 
 def table_of(pages: dict[str, list[int]], **evicted: int) -> SequenceTable:
@@ -149,23 +159,14 @@ def test_each_sequence_names_its_state() -> None:
     plan = msgspec.structs.replace(GRAPH.caches, states=(state, conv))
     graph = msgspec.structs.replace(GRAPH, inputs=(*GRAPH.inputs, *slot_ids), caches=plan)
     chunks = [
-        msgspec.structs.replace(
-            made,
-            pages=table_of({**made.pages.pages, "state": [own], "conv": [other]}),  # type: ignore[dict-item]
-        )
-        for made, own, other in (
-            (chunk(9, [40], near=[5, 3, 8], far=[1, 2]), 4, 7),
-            (chunk(0, [11, 12, 13], near=[0], far=[4]), 0, 2),
-        )
+        chunk(9, [40], near=[5, 3, 8], far=[1, 2], state=4, conv=7),
+        chunk(0, [11, 12, 13], near=[0], far=[4], state=0, conv=2),
     ]
 
     found = lists(chunks, graph)
 
     assert (found["ids"], found["conv_ids"]) == ([4, 0], [7, 2])
-    made = BatchInputs(graph)
-    assert made.arrays(chunks)["ids"].dtype == np.int32
-    tensors = made.shaped(Staging(1000, CPU).to_device(made.arrays(chunks)))
-    assert (tensors["conv_ids"].dtype, tensors["conv_ids"].tolist()) == (torch.int32, [7, 2])
+    assert BatchInputs(graph).arrays(chunks)["ids"].dtype == np.int32
 
 
 def test_slot_ids_of_another_type_are_refused() -> None:
@@ -179,11 +180,11 @@ def test_slot_ids_of_another_type_are_refused() -> None:
 
 def test_a_table_can_change_while_a_traceback_holds_what_was_made_of_it() -> None:
     broken = chunk(0, [1, 2], near=[0], far=[4])
-    del broken.pages.pages["far"]
+    del broken.table.pages["far"]
     with pytest.raises(KeyError, match="far") as error:
         BatchInputs(GRAPH).arrays([broken])
     assert error.value.__traceback__ is not None
-    del broken.pages.pages["near"][:]  # what `release` does
+    del broken.table.pages["near"][:]  # what `release` does
 
 
 def test_without_wanted_logits_there_is_one_row_to_ignore() -> None:
@@ -217,69 +218,22 @@ def test_an_input_that_is_not_fed_is_refused(value: Value) -> None:
     assert error.value.code == "input-mismatch"
 
 
-def test_staging_gives_tensors_of_the_arrays() -> None:
-    arrays = {
-        "a": np.array([1, -2, 3], np.int32),
-        "none": np.zeros(0, np.int32),
-        "b": np.array([2**40]),
-        "c": np.array([0.5, 1.5], np.float32),
-    }
-    tensors = Staging(100, CPU).to_device(arrays)
-    expected = {"a": torch.int32, "none": torch.int32, "b": torch.int64, "c": torch.float32}
-    assert {name: tensor.dtype for name, tensor in tensors.items()} == expected
-    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
-        name: values.tolist() for name, values in arrays.items()
-    }
-    base = tensors["a"].data_ptr()
-    assert all((tensor.data_ptr() - base) % ALIGNMENT == 0 for tensor in tensors.values())
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
-
-
-def test_staging_grows_with_what_a_step_needs() -> None:
-    staging = Staging(3, CPU)
-    for count in (1, 100, 7):
-        tensors = staging.to_device({"a": np.arange(count), "b": np.arange(count, dtype=np.int32)})
-        assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
-            "a": list(range(count)), "b": list(range(count)),
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize("longer", ["near", "far"])
-def test_the_lists_of_all_groups_grow_together(longer: str) -> None:
-    # Sequences that share their pages list more than there are: first in one group, whose list is longer than ever.
-    inputs = BatchInputs(GRAPH)
-    staging = Staging(inputs.max_bytes(max_num_seqs=2, max_num_tokens=2, num_pages={"small": 2, "large": 2}), CPU)
-    for count in (1, 500, 1, 900):
-        pages = {"near": [7], "far": [9], longer: list(range(count))}
-        start = count * 8 - 1 if longer == "far" else count * 4 - 1
-        evicted = {name: start // size + 1 - len(pages[name]) for name, size in (("near", 4), ("far", 8))}
-        table = table_of(pages, **evicted)
-        rows = decoding(table, lengths=[start + 1])
-        arrays = inputs.arrays([], rows)
-        tensors = staging.to_device(arrays)
-        assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
-            name: values.tolist() for name, values in arrays.items()
-        }
-        assert tensors[f"page_indices_{longer}"].tolist() == list(range(count))
-        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
-
-
-def test_tensors_of_a_graph_have_its_dimensions() -> None:
-    inputs = BatchInputs(GRAPH)
-    arrays = inputs.arrays([chunk(0, [1, 2, 3], near=[0], far=[0])])
-    tensors = inputs.shaped(Staging(1000, CPU).to_device({**arrays, "temperature": np.ones(1, np.float32)}))
-    assert {name: tensor.dim() for name, tensor in tensors.items()} == {
-        value.name: len(value.type.shape) for value in GRAPH.inputs
-    }
-    assert tensors["input_ids"].shape == (1, 3)
-
-
 @pytest.mark.parametrize(("seqs", "tokens"), [(1, 1), (1, 24), (5, 9), (24, 24)])
-def test_the_largest_step_fits_the_staging_buffer(seqs: int, tokens: int) -> None:
-    # as many sequences as may be, each with its share of the tokens and of all pages
+def test_no_array_is_longer_than_its_capacity(seqs: int, tokens: int) -> None:
+    """As many sequences as may be, each with its share of the tokens, all of them listing the same pages."""
     inputs = BatchInputs(with_input(Value("rope_lengths", TensorType("int64", (1, "T")))))
-    share, pages = tokens // seqs, 24 // seqs
-    one = chunk(pages * 8 - share, [1] * share, near=[0] * 48, far=[0] * pages, logits="all")
-    chunks = [one] * seqs
-    room = inputs.max_bytes(max_num_seqs=seqs, max_num_tokens=tokens, num_pages={"small": 24, "large": 24})
-    Staging(room, CPU).to_device(inputs.arrays(chunks))
+    share = tokens // seqs
+    one = chunk(24 * 8 - share, [1] * share, near=[0] * 48, far=[0] * 24, logits="all")
+
+    arrays = inputs.arrays([one] * seqs)
+    capacities = inputs.capacities(num_seqs=seqs, num_tokens=tokens, num_pages={"near": 48, "far": 24})
+
+    assert {name: values.dtype for name, values in arrays.items()} == {
+        name: dtype for name, (dtype, _) in capacities.items()
+    }
+    assert all(len(values) <= capacities[name][1] for name, values in arrays.items())
+    assert len(arrays["page_indices_far"]) == capacities["page_indices_far"][1]
+
+
+def test_inputs_have_the_graphs_dimensions() -> None:
+    assert BatchInputs(GRAPH).dimensions == {value.name: len(value.type.shape) for value in GRAPH.inputs}

@@ -18,7 +18,7 @@ from precast.loader.cache.arena import Arena
 from precast.loader.cache.prefixes import Prefixes
 from precast.loader.cache.tables import PageTables
 from precast.loader.run.batch import BatchInputs
-from precast.loader.schedule.requests import Request, ScheduledChunk, Step
+from precast.loader.schedule.requests import Chunk, Request, Step
 from precast.loader.schedule.scheduler import MANY_GONE, RETRY_STEPS, Scheduler
 
 GRAPH = tiny_graph()
@@ -308,8 +308,7 @@ def test_the_preempted_wait_at_the_head_and_are_computed_again_as_they_were() ->
     spans = []
     for _ in range(80):
         step = queue.schedule()
-        spans += [(chunk.request.id, chunk.chunk().start, chunk.chunk().end, chunk.chunk().prefill_length)
-                  for chunk in step.chunks]  # fmt: skip
+        spans += [(chunk.request.id, chunk.start, chunk.end, chunk.request.prefill_length) for chunk in step.chunks]
         finish(queue, step)
     assert spans[:2] == [(1, 0, 6, 6), (2, 0, 6, 6)]
     number, start, end, prefill_length = spans[2]
@@ -454,10 +453,10 @@ def test_prefixes_are_not_given_up_in_vain() -> None:
     assert ended(queue, 1) == [1]
     queue.submit(request(2, prompt=48, answer=60))
     run(queue)
-    known = prefixes.num_blocks
+    known = prefixes.num_spans
     queue.submit(request(3, prompt=64, answer=2, first=2))
     run(queue)
-    assert (queue.num_running, prefixes.num_blocks) == (1, known)
+    assert (queue.num_running, prefixes.num_spans) == (1, known)
 
 
 def test_what_a_failed_step_may_have_changed_is_not_reused() -> None:
@@ -470,7 +469,7 @@ def test_what_a_failed_step_may_have_changed_is_not_reused() -> None:
     assert len(prefixes.take_saves()) == 1
     queue.abandon(queue.schedule())
     assert prefixes.take_saves() == []
-    assert prefixes.match(request(2, prompt=17, answer=1)) == 0
+    assert prefixes.match(request(2, prompt=17, answer=1)).length == 0
     step = queue.schedule()
     assert ([scheduled.length for scheduled in step.chunks], step.restores) == ([8], [])
 
@@ -482,10 +481,10 @@ def test_what_is_computed_anew_for_its_length_is_known_as_such() -> None:
     queue.submit(request(1, prompt=5, answer=5))
     assert ended(queue, 10) == [1]
     prompt = array("q", [0, 1, 2, 3, 4, 7, 7, 7, 7, 7])
-    assert prefixes.match(Request(2, prompt, 20)) == 8
-    assert prefixes.match(Request(3, prompt[:6], 20)) == 4
+    assert prefixes.match(Request(2, prompt, 20)).length == 8
+    assert prefixes.match(Request(3, prompt[:6], 20)).length == 4
     # Both are known, and they lie on pages of their own.
-    assert in_use(memory) == prefixes.num_blocks == 3
+    assert in_use(memory) == prefixes.num_spans == 3
 
 
 @pytest.mark.parametrize("chunk", [64, 512, 8192])
@@ -603,14 +602,15 @@ def test_invariants(script: list[Any], seqs: int, tokens: int, slabs: int, reuse
             for page, count in owners.items():
                 assert memory.pool_of[group].holders(page) >= count
                 assert reuses or count == 1, f"a page of group {group} has two owners"
+        ends = {chunk.request.id: chunk.end for chunk in planned.chunks}
         for each in running:
+            end = ends.get(each.id, each.num_computed + (each.row >= 0))
             for group, size in (("near", 4), ("far", 8)):
                 held = len(each.table.pages[group]) + each.table.first[group]  # type: ignore[union-attr]
-                assert held == -(-(each.num_cached + 1 if each.row >= 0 else each.table.length) // size)  # type: ignore[union-attr]
+                assert held == -(-end // size)
         # The arrays that decode keeps up are those that are made from the tables.
-        chunks = [chunk.chunk() for chunk in planned.chunks]
-        decodes = [ScheduledChunk(each, 1).chunk() for each in planned.decodes]
-        kept, made = inputs.arrays(chunks, queue.rows), inputs.arrays([*decodes, *chunks])
+        decodes = [Chunk(each, 1) for each in planned.decodes]
+        kept, made = inputs.arrays(planned.chunks, queue.rows), inputs.arrays([*decodes, *planned.chunks])
         assert {name: v.tolist() for name, v in kept.items()} == {name: v.tolist() for name, v in made.items()}
         assert {name: v.dtype for name, v in kept.items()} == {name: v.dtype for name, v in made.items()}
         for ended in finish(queue, planned):
@@ -650,10 +650,8 @@ def test_a_sequence_that_reaches_the_restart_length_is_computed_anew() -> None:
     for _ in range(7):
         step = queue.schedule()
         for each in step.decodes:
-            spans.append((each.num_cached, each.num_cached + 1, each.prefill_length))
-        for scheduled in step.chunks:
-            chunk = scheduled.chunk()
-            spans.append((chunk.start, chunk.end, chunk.prefill_length))
+            spans.append((each.num_computed, each.num_computed + 1, each.prefill_length))
+        spans += [(chunk.start, chunk.end, chunk.request.prefill_length) for chunk in step.chunks]
         finish(queue, step)
     # prompt in two chunks, one token that decodes; then all seven tokens in two chunks, and decoding goes on
     assert spans == [(0, 4, 5), (4, 5, 5), (5, 6, 5), (0, 4, 7), (4, 7, 7), (7, 8, 7), (8, 9, 7)]

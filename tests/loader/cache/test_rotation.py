@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_graph
 
 from precast.ir.graph.schema import Const, Graph, Node
-from precast.loader.cache.restarts import restart_length
+from precast.loader.cache.rotation import Rotations
 
 
 def with_rope(kind: str | None) -> Graph:
@@ -23,4 +23,4 @@ def with_rope(kind: str | None) -> Graph:
 
 @pytest.mark.parametrize(("kind", "expected"), [(None, None), ("dynamic", None), ("longrope", 17)])
 def test_restart_length(kind: str | None, expected: int | None) -> None:
-    assert restart_length(with_rope(kind)) == expected
+    assert Rotations(with_rope(kind)).restart_length == expected

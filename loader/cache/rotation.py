@@ -1,8 +1,8 @@
-"""What the length of a sequence changes: where the rotation of its tokens depends on how many there are.
+"""Lengths that change the rotation: where the rotary frequencies of a sequence depend on how many tokens it has.
 
-Models with `longrope` have two sets of rope frequencies: one for sequences up to a length, one for longer ones. A
-sequence that grows past that length needs all its keys rotated by the other set, so it is computed anew. With `dynamic`
-the frequencies of a prompt longer than a limit are made from its length.
+Models with `longrope` have two sets of frequencies: one for sequences up to a length, one for longer ones. A sequence
+that grows past that length needs all its keys rotated by the other set, so it is computed anew. With `dynamic` the
+frequencies of a prompt longer than a limit are made from its length.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from precast.ir.graph.schema import Const, Graph, Node
 _OP = "precast.rope_frequencies"
 
 
-def restart_length(graph: Graph) -> int | None:
-    """The number of tokens at which a growing sequence is computed anew; None for graphs without such a length."""
-    return min((limit + 1 for kind, limit in _limits(graph) if kind == "longrope"), default=None)
-
-
 class Rotations:
-    """Which sequences have equal keys where they have equal tokens: those of one `kind_of`."""
+    """What a graph's rotary frequencies make of lengths.
+
+    `restart_length` is the number of tokens at which a growing sequence is computed anew; None where there is none.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._limits = tuple(sorted(set(_limits(graph))))
+        self.restart_length = min((limit + 1 for kind, limit in self._limits if kind == "longrope"), default=None)
 
     def kind_of(self, prefill_length: int) -> tuple[int, ...]:
-        """The kind of a sequence that had `prefill_length` tokens when its computation began, or began anew."""
+        """Sequences of one kind have equal keys where they have equal tokens.
+
+        `prefill_length` tokens were known when the computation of the sequence began, or began anew.
+        """
         return tuple(
             0 if prefill_length <= limit else 1 if kind == "longrope" else prefill_length
             for kind, limit in self._limits

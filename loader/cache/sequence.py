@@ -1,0 +1,57 @@
+"""The one account of a sequence: its tokens, how many of them are computed, and the pages and prefix that it holds."""
+
+from __future__ import annotations
+
+from array import array
+
+from precast.loader.cache.spans import Span
+from precast.loader.cache.tables import SequenceTable
+
+
+class Sequence:
+    """Tokens that are known, and what the caches hold of them.
+
+    `num_pending` tokens at the end of `token_ids` are not computed yet. `prefill_length` is the length that the tokens
+    had when their computation began, or began anew because of their length; a sequence that is computed again because
+    its pages were taken keeps it. `table` is None while it waits. One that doesn't `share` goes on from nothing that
+    others left, and leaves nothing.
+    """
+
+    __slots__ = (
+        "digests",
+        "num_pending",
+        "num_registered",
+        "num_reused",
+        "prefill_length",
+        "restores",
+        "shared_length",
+        "shares",
+        "spans",
+        "table",
+        "token_ids",
+    )
+
+    def __init__(self, token_ids: array[int]) -> None:
+        """`token_ids` are int64, at least one."""
+        self.token_ids = token_ids
+        self.num_pending = self.prefill_length = len(token_ids)
+        self.num_reused = 0  # computed tokens that another sequence computed
+        self.shares = True
+        self.table: SequenceTable | None = None
+        # Of its prefix, kept by `Prefixes`: the digests of its first spans, the spans that it keeps from being dropped,
+        # how many it has offered, how many tokens were known when it started, and the states to copy before its first
+        # chunk.
+        self.digests: list[bytes] = []
+        self.spans: list[Span] = []
+        self.num_registered = 0
+        self.shared_length = 0
+        self.restores: dict[str, int] = {}
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys, values and states are in the caches."""
+        return len(self.token_ids) - self.num_pending
+
+    @num_computed.setter
+    def num_computed(self, count: int) -> None:
+        self.num_pending = len(self.token_ids) - count

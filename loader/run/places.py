@@ -1,0 +1,81 @@
+"""A place on the device for each input of a step: its address is the same in every step, whatever the batch.
+
+The places lie one after the other, the shortest first, each as long as the engine's limits let its array become. The
+host's side is pinned memory of the same layout. What a step uses is copied in few copies: places are filled from their
+beginning, and what lies between two used ranges is copied with them where it is shorter than `GAP_BYTES`. So one copy
+takes all the short inputs, and the page lists, which can be megabytes long, cost a copy each of what is in them.
+On a CPU the host's side is the device's, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import torch
+
+from precast.ir.graph.schema import Dtype
+from precast.loader.device import Device, host_bytes
+from precast.loader.run.batch import Array, Arrays
+from precast.loader.torch_device import tensor_of
+
+ALIGNMENT = 16
+"""Bytes to which each place is aligned: the widest load that a kernel issues."""
+GAP_BYTES = 1 << 16
+"""What a link of 25 to 50 GB/s moves in the 2 microseconds that one more copy takes."""
+
+
+class Places:
+    """Memory for arrays by name, on the device and on the host."""
+
+    def __init__(self, capacities: Mapping[str, tuple[Dtype, int]], device: Device) -> None:
+        """`capacities`: of each array its dtype and how long it can become."""
+        self._device = device
+        starts, end = {}, 0
+        for name, (dtype, length) in sorted(capacities.items(), key=lambda entry: _num_bytes(*entry[1])):
+            starts[name] = end
+            end += -(-_num_bytes(dtype, length) // ALIGNMENT) * ALIGNMENT
+        self._starts = starts
+        self._target = device.alloc(end)
+        self._source = self._target if device.kind == "cpu" else device.alloc(end, pinned=True)
+        self._copied = device.event()
+        host = host_bytes(self._source)
+        self._arrays: dict[str, Array] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, (dtype, length) in capacities.items():
+            self._arrays[name] = np.frombuffer(host, dtype, length, starts[name])
+            self._tensors[name] = tensor_of(self._target.view(starts[name], (length,), dtype=dtype))
+
+    def fill(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+        """The arrays as tensors `[len]` on the device, by name, at their places. They hold until the next call.
+
+        Copies are made in the order of the device's current stream.
+        """
+        self._copied.synchronize()  # copies of the step before may still read the host's side
+        for name, values in arrays.items():
+            self._arrays[name][: len(values)] = values
+        if self._source is not self._target:
+            used = sorted((self._starts[name], self._starts[name] + values.nbytes) for name, values in arrays.items())
+            for start, end in joined(used):
+                size = (end - start,)
+                self._device.copy(self._target.view(start, size), self._source.view(start, size))
+            self._copied.record()
+        return {name: self._tensors[name][: len(values)] for name, values in arrays.items()}
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The ranges of bytes, which are in order, with those made one that lie less than `GAP_BYTES` apart."""
+    whole: tuple[int, int] | None = None
+    for start, end in ranges:
+        if whole is not None and start - whole[1] < GAP_BYTES:
+            whole = whole[0], end
+        else:
+            if whole is not None:
+                yield whole
+            whole = start, end
+    if whole is not None:
+        yield whole
+
+
+def _num_bytes(dtype: Dtype, length: int) -> int:
+    return int(np.dtype(dtype).itemsize) * length

@@ -1,0 +1,123 @@
+"""Steps to tokens: fills the inputs of a step, runs the program on them, and draws.
+
+`launch` begins a step and `collect` gives its tokens. For now one follows the other; nothing here relies on it but
+that the inputs of a step are overwritten by the next.
+
+A step draws one token a row of logits. That is assumed in `Runner._draw`, `DecodeRows.advance`, `Scheduler.complete`
+and `Answer.take`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from precast.ir.errors import BundleError, RequestError
+from precast.ir.graph.schema import Graph
+from precast.ir.memory import caches
+from precast.kernels import registry
+from precast.loader.cache.memory import CacheMemory
+from precast.loader.cache.spans import PageCopy
+from precast.loader.device import Device
+from precast.loader.run.batch import BatchInputs
+from precast.loader.run.places import Places
+from precast.loader.run.sampling import DTYPES, Draw, draw_arrays
+from precast.loader.schedule.requests import NO_TOKEN, Step
+from precast.loader.schedule.rows import DecodeRows
+from precast.loader.sizing import Limits
+
+Program = Callable[..., dict[str, torch.Tensor]]
+
+
+class Ticket(NamedTuple):
+    """A step that was launched. `logits` are `[R, V]`, `drawn` a token id for each of the rows that draw, `[R]`.
+
+    Both are on the device, and may not be computed yet.
+    """
+
+    logits: torch.Tensor
+    drawn: torch.Tensor | None
+
+
+class Runner:
+    """A program with its caches, and a fixed place on the device for each of its inputs.
+
+    `graph` and `memory` are those that the program is bound to. No step goes beyond `limits`.
+    """
+
+    def __init__(self, program: Program, graph: Graph, memory: CacheMemory, device: Device, limits: Limits) -> None:
+        """Raises BundleError for a graph without logits, or with inputs that this release doesn't feed."""
+        if not caches.groups(graph.caches) or "logits" not in graph.outputs:
+            raise BundleError("graph-invalid", "the graph has no cache or no output logits: the engine can't decode")
+        self.graph = graph
+        self.device = device
+        self.num_slabs = memory.num_slabs
+        self.limits = limits
+        self._program: Program | None = program
+        self._memory: CacheMemory | None = memory
+        self._inputs = BatchInputs(graph)
+        self._dimensions = self._inputs.dimensions
+        self._sample = registry.resolve("precast.sample", 1, torch.device(device.name))
+        num_pages = {
+            group.name: min(
+                memory.num_pages[group.pool], caches.peak_pages(group, limits.max_seq_len, limits.max_num_tokens)
+            )
+            for group in graph.caches.groups
+        }
+        num_seqs, num_tokens = min(limits.max_num_seqs, limits.max_num_tokens), limits.max_num_tokens
+        capacities = self._inputs.capacities(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=num_pages)
+        self._places = Places(capacities | {name: (dtype, num_seqs) for name, dtype in DTYPES.items()}, device)
+
+    def launch(self, step: Step, rows: DecodeRows | None = None, draws: Sequence[Draw] = ()) -> Ticket:
+        """Begin a step: copy its pages, fill its inputs, run the program, draw.
+
+        `rows` are those of `step.decodes`. `draws`: how the token of each row of logits is drawn, in their order, for
+        all rows or, where only logits are wanted, for none.
+
+        Raises RequestError after `close`, and what the program raises.
+        """
+        program = self.open_program()
+        arrays = self._inputs.arrays(step.chunks, rows)
+        drawing = draw_arrays(draws)
+        with self.device.use(), torch.inference_mode():
+            self.copy_pages([*step.saves, *step.restores])
+            tensors = self._places.fill(arrays | drawing)
+            given = {name: tensors[name].view(1, -1) if dimensions == 2 else tensors[name]
+                     for name, dimensions in self._dimensions.items()}  # fmt: skip
+            logits = program(**given)["logits"][0]
+            drawn = self._draw(logits, {name: tensors[name] for name in drawing}) if draws else None
+        return Ticket(logits, drawn)
+
+    def collect(self, ticket: Ticket) -> list[int]:
+        """Wait for a step: the token id of each row that draws, `NO_TOKEN` where its logits are not finite."""
+        if ticket.drawn is None:
+            return []
+        token_ids: list[int] = ticket.drawn.tolist()
+        return token_ids
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Copy pages, in this order and in that of the device's stream."""
+        self.open_program()
+        assert self._memory is not None
+        for copy in copies:
+            self._memory.copy_page(copy.group, copy.source, copy.target)
+
+    def open_program(self) -> Program:
+        """The program. Raises RequestError after `close`."""
+        if self._program is None:
+            raise RequestError("engine-closed", "the engine is closed", fix="load the bundle again")
+        return self._program
+
+    def close(self) -> None:
+        """Drop the program with its weights, and the caches."""
+        self._program = self._memory = None
+        if self.device.kind == "cuda":
+            torch.cuda.empty_cache()
+
+    def _draw(self, logits: torch.Tensor, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
+        """One token a row. Without arguments all rows are greedy: what `precast.sample` gives, without its sort."""
+        tokens = self._sample(logits=logits, **arguments) if arguments else logits.argmax(-1)
+        # The least magnitude of a row is NaN if any logit is, and infinite if all are.
+        return torch.where(logits.abs().amin(-1).isfinite(), tokens, NO_TOKEN)

@@ -1,0 +1,43 @@
+"""How tokens are drawn in a step, as the arrays that the device gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from precast.ir.graph.schema import Dtype
+from precast.loader.run.batch import Arrays
+
+DTYPES: dict[str, Dtype] = {
+    # argument of `precast.sample`, and field of `Draw`: dtype
+    "temperature": "float32",
+    "top_k": "int32",
+    "top_p": "float32",
+    "min_p": "float32",
+    "seeds": "int64",
+    "steps": "int64",
+}
+
+
+class Draw(NamedTuple):
+    """How the token of one row of logits is drawn: the arguments of `precast.sample` for it.
+
+    `top_k` 0 keeps all tokens. `steps` counts the tokens that the row's answer has so far.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seeds: int
+    steps: int
+
+
+def draw_arrays(draws: Sequence[Draw]) -> Arrays:
+    """The arguments of `precast.sample` by name, `[R]` each; no arrays where all rows take their likeliest token."""
+    if all(draw.temperature == 0 for draw in draws):
+        return {}
+    columns = zip(*draws, strict=True)
+    return {name: np.array(column, dtype) for (name, dtype), column in zip(DTYPES.items(), columns, strict=True)}

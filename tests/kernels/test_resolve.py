@@ -1,0 +1,305 @@
+"""Which implementation computes each node: of a layer of Llama, written by hand, on the targets that are to come; and
+of artificial records, for what none of today's says.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from graph_text import parse_graph
+from msgspec.structs import replace
+
+from precast.ir.errors import BundleError, TargetError
+from precast.ir.graph.schema import Dtype, Node, Ref, TensorType, Value
+from precast.ir.memory.liveness import Operand
+from precast.ir.ops import table as ops
+from precast.kernels.choices import Case, Measured, all_records, cases, records_of, resolve
+from precast.kernels.records import Condition, Record, nothing
+from precast.kernels.sources import digest, sources
+from precast.kernels.use import GPU, Target, Use, types_in, use_of
+
+CPU = Target("cpu")
+OLD = Target("cuda", (8, 0))
+PAIR = GPU._replace(tp=2)
+
+# KV: heads of keys and values on a rank, floordiv(2, tp).
+LAYER = """
+symbols { T: 1..  B: 1..  N: 0..  P: 0..  tp: 1..2 }
+inputs {
+  %h: bfloat16[1, T, 256]  %cos: bfloat16[1, T, 32]  %sin: bfloat16[1, T, 32]
+  %slots: int64[T]  %cu_seqlens: int32[(B + 1)]  %kv_lens: int32[B]
+  %pages: int32[N]  %indptr: int32[(B + 1)]  %start: int32[B]
+}
+params {
+  %norm: bfloat16[256] = read("norm", [256])
+  %qkv: bfloat16[(256 * KV), 256] = slice(read("qkv", [512, 256]), dim=0, start=0, length=(256 * KV))
+  %o: bfloat16[256, (128 * KV)] = slice(read("o", [256, 256]), dim=1, start=0, length=(128 * KV))
+}
+pool main(pages=P)
+group full(pool=main, spec=paged(num_kv_heads=KV, head_size=64, value_size=64, dtype=CACHED, page_size=16, window=none),
+           page_indices=%pages, page_indptr=%indptr, page_start=%start, slot_mapping=%slots) {
+  slot layer(%keys: CACHED[P, 16, KV, 64], %values: CACHED[P, 16, KV, 64])
+}
+main {
+  %normed = precast.rms_norm(x=%h, weight=%norm, eps=1e-05, cast_before_scale=true)
+  %fused = aten.linear.default(input=%normed, weight=%qkv)
+  %heads = aten.reshape.default(self=%fused, shape=[1, T, (4 * KV), 64])
+  %q = aten.slice.Tensor(self=%heads, dim=2, start=0, end=(2 * KV))
+  %k = aten.slice.Tensor(self=%heads, dim=2, start=(2 * KV), end=(3 * KV))
+  %v = aten.slice.Tensor(self=%heads, dim=2, start=(3 * KV), end=(4 * KV))
+  %turned_q = precast.rotary(x=%q, cos=%cos, sin=%sin, interleaved=false)
+  %turned_k = precast.rotary(x=%k, cos=%cos, sin=%sin, interleaved=false)
+  precast.write_kv(k=%turned_k, v=%v, k_cache=%keys, v_cache=%values, slot_mapping=%slots)
+  %y = precast.paged_attention(q=%turned_q, k_cache=%keys, v_cache=%values, sinks=none, cu_seqlens=%cu_seqlens,
+      kv_lens=%kv_lens, page_indices=%pages, page_indptr=%indptr, page_start=%start, scale=0.125)
+  %flat = aten.reshape.default(self=%y, shape=[1, T, (128 * KV)])
+  %projected = aten.linear.default(input=%flat, weight=%o)
+  return out=%projected
+}
+"""
+
+
+def uses(target: Target, *, cached: Dtype = "bfloat16") -> dict[str, Use]:
+    """The layer's nodes by what they make, `write` for the one that makes nothing."""
+    graph = parse_graph(LAYER.replace("KV", "floordiv(2, tp)").replace("CACHED", cached))
+    types = types_in(graph)
+    nodes = [node for node in graph.main if isinstance(node, Node)]
+    return {node.outputs[0].name if node.outputs else "write": use_of(node, types, target) for node in nodes}
+
+
+def chosen(found: dict[str, Use]) -> dict[str, str]:
+    """The names of the records, by what their nodes make."""
+    return {name: resolve(use).record.name for name, use in found.items()}
+
+
+ANYWHERE = {
+    "normed": "reference.rms_norm", "fused": "torch.linear.default", "heads": "torch.reshape.default",
+    "q": "torch.slice.Tensor", "k": "torch.slice.Tensor", "v": "torch.slice.Tensor", "turned_q": "reference.rotary",
+    "turned_k": "reference.rotary", "flat": "torch.reshape.default", "projected": "torch.linear.default",
+}  # fmt: skip
+ON_GPUS = {"write": "triton.write_kv", "y": "triton.paged_attention"}
+IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention"}
+
+
+# --- the layer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [GPU, PAIR, OLD], ids=["one", "two", "old"])
+def test_a_layer_on_gpus(target: Target) -> None:
+    found = uses(target)
+
+    assert chosen(found) == {**ANYWHERE, **ON_GPUS}
+    assert {resolve(use).record.capture for use in found.values()} == {"static"}
+    assert resolve(found["y"]).reason == "the fastest of 2"
+    assert resolve(found["fused"]).reason == "the only one"
+
+
+def test_a_layer_on_a_cpu() -> None:
+    found = uses(CPU)
+
+    assert chosen(found) == {**ANYWHERE, **IN_TORCH}
+    assert resolve(found["y"]).reason == "the fastest of 2; not triton.paged_attention: it runs on cuda"
+
+
+def test_without_triton_attention_reads_the_host() -> None:
+    found = uses(GPU._replace(kinds=GPU.kinds - {"triton"}))
+
+    assert chosen(found) == {**ANYWHERE, **IN_TORCH}
+    choice = resolve(found["y"])
+    assert choice.record.capture == "host"
+    assert choice.reason == "the only one; not triton.paged_attention: triton is not installed"
+
+
+def test_a_cache_of_8_bits_wants_a_gpu_that_converts() -> None:
+    wanted = "compute capability 8.9 or higher for a cache of 8 bits"
+
+    assert chosen(uses(GPU, cached="float8_e4m3fn")) == {**ANYWHERE, **ON_GPUS}
+    found = uses(OLD, cached="float8_e4m3fn")
+    assert chosen(found) == {**ANYWHERE, **IN_TORCH}
+    assert resolve(found["write"]).reason == f"the fastest of 2; not triton.write_kv: it wants {wanted}"
+
+
+def test_float64_is_for_torch() -> None:
+    use = uses(GPU)["y"]
+    wide = {**use.operands, "q": Operand(TensorType("float64", use.shape("q")), True)}
+
+    choice = resolve(use._replace(operands=wide))
+
+    assert choice.record.name == "torch.paged_attention"
+    assert choice.reason.endswith("q is float64, it takes float16, bfloat16, float32")
+
+
+# --- records that are to come: 8-bit weights for few rows, a fused exchange for two ranks ------------------------
+
+
+def is_tall(use: Use) -> bool:
+    """Of this rank's part of the weight: its rows are known at load."""
+    rows = use.number("weight", 0)
+    return rows is not None and rows >= 512
+
+
+FEW = Record(
+    name="cuda.few_rows", op="aten.linear.default", runs="x:y", workspace=lambda use: 7, kind="cuda", devices=("cuda",),
+    min_capability=(9, 0), dtypes={"weight": ("float8_e4m3fn",)}, sizes={"T": (1, 8)}, layout={"weight": "blocked"},
+    allocates=False, takes=(Condition("512 rows of the weight", is_tall),),
+)  # fmt: skip
+MANY = replace(FEW, name="library.any_rows", kind="library", sizes={}, takes=(), workspace=lambda use: 5)
+
+
+def in_8_bits(target: Target) -> Use:
+    """The layer's first product with a weight of 8 bits."""
+    use = uses(target)["fused"]
+    weight = use.operands["weight"]
+    narrow = weight._replace(type=TensorType("float8_e4m3fn", weight.type.shape))
+    return use._replace(operands={**use.operands, "weight": narrow})
+
+
+def with_those(use: Use) -> tuple[Record, ...]:
+    return (FEW, MANY, *records_of(use.node.op, use.node.version))
+
+
+def test_nothing_computes_8_bit_weights_yet() -> None:
+    with pytest.raises(TargetError, match="weight is float8_e4m3fn, it takes float16, bfloat16") as error:
+        resolve(in_8_bits(GPU))
+
+    assert error.value.code == "implementation-missing"
+    assert "aten.linear.default@1 on sm_90" in error.value.message
+
+
+def test_rows_choose() -> None:
+    use = in_8_bits(GPU)
+    few, many = (resolve(use, {"T": rows}, records=with_those(use)) for rows in (1, 64))
+
+    assert few == (FEW, "the fastest of 3")
+    assert many == (MANY, "the fastest of 3; not cuda.few_rows: T is 64, it takes 1 to 8")
+
+
+def test_the_world_s_size_chooses() -> None:
+    alone, shared = (resolve(in_8_bits(target), {"T": 1}, records=(FEW, MANY)) for target in (GPU, PAIR))
+
+    assert alone.record == FEW
+    assert shared == (MANY, "the fastest of 2; not cuda.few_rows: it wants 512 rows of the weight")
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (CPU, "not cuda.few_rows: it runs on cuda"),
+        (OLD, "not cuda.few_rows: it wants compute capability 9.0 or higher"),
+        (GPU._replace(kinds=frozenset(("torch",))), "not cuda.few_rows: cuda is not installed"),
+    ],
+    ids=["cpu", "old", "torch"],
+)
+def test_bfloat16_weights_stay_with_torch(target: Target, reason: str) -> None:
+    use = uses(target)["fused"]
+    choice = resolve(use, {"T": 1}, records=with_those(use))
+
+    assert choice.record.name == "torch.linear.default"
+    assert choice.reason.split("; ")[1] == reason
+
+
+def test_a_newest_capability_is_a_bound_too() -> None:
+    use = in_8_bits(GPU._replace(capability=(10, 0)))
+    past = replace(MANY, max_capability=(9, 9))
+
+    with pytest.raises(TargetError, match=r"library.any_rows: it wants compute capability 9.9 or lower"):
+        resolve(use, records=(past,))
+
+
+# --- classes of sizes --------------------------------------------------------------------------------------------
+
+
+def test_classes_cover_all_sizes() -> None:
+    use = in_8_bits(GPU)
+
+    found = cases(use, records=with_those(use))
+
+    assert [(case.sizes, case.choice.record.name) for case in found] == [
+        ({"T": (0, 0)}, "library.any_rows"),
+        ({"T": (1, 8)}, "cuda.few_rows"),
+        ({"T": (9, None)}, "library.any_rows"),
+    ]
+
+
+def test_sizes_of_two_symbols_make_a_grid() -> None:
+    use = in_8_bits(GPU)
+    both = replace(FEW, sizes={"T": (0, 8), "B": (0, 4)})
+
+    found = cases(use, records=(both, MANY))
+
+    assert [(case.sizes["T"], case.sizes["B"]) for case in found if case.choice.record is both] == [((0, 8), (0, 4))]
+    assert len(found) == 4
+
+
+def test_one_record_is_one_case() -> None:
+    for use in uses(GPU).values():
+        assert cases(use) == (Case({}, resolve(use)),)
+
+
+def test_what_was_measured_comes_first() -> None:
+    use = uses(GPU)["y"]
+    measured = (
+        Measured("precast.paged_attention", "float16", {}, ("reference.paged_attention",)),
+        Measured("precast.paged_attention", "bfloat16", {"T": (0, 64)}, ("torch.paged_attention",)),
+    )
+
+    assert resolve(use, {"T": 64}, measured=measured) == (resolve(uses(CPU)["y"]).record, "measured")
+    assert resolve(use, {"T": 65}, measured=measured).record.name == "triton.paged_attention"
+    assert [case.sizes for case in cases(use, measured=measured)] == [{"T": (0, 64)}, {"T": (65, None)}]
+
+
+# --- the records themselves --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "version"), ops.names())
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_op_has_a_record(op: str, version: int, device: str) -> None:
+    assert any(device in record.devices for record in records_of(op, version))
+
+
+def test_records_have_names_of_their_own_and_ops_of_the_table() -> None:
+    names = [record.name for record in all_records()]
+
+    assert len(set(names)) == len(names)
+    for record in all_records():
+        assert all(ops.lookup(record.op, version) is not None for version in record.op_versions)
+
+
+def test_an_unknown_op_is_refused() -> None:
+    use = Use(Node("precast.nothing", {}, (Value("y", TensorType("float32", ())),)), {}, CPU)
+    with pytest.raises(BundleError, match=r"precast\.nothing@1 is not in the op table") as error:
+        resolve(use)
+
+    assert error.value.code == "op-unknown"
+
+
+def test_records_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        FEW.name = "other"  # type: ignore[misc]
+    assert msgspec.structs.asdict(FEW)["layout"] == {"weight": "blocked"}
+
+
+def test_a_digest_is_that_of_the_sources_that_run() -> None:
+    triton, torch_ = records_of("precast.paged_attention", 1)[:2]
+    linear = replace(FEW, runs="torch:ops.aten.linear.default")
+
+    assert sources(linear) == ()
+    assert {"precast.kernels.attention.triton", "precast.kernels.attention.attend"} <= set(sources(triton))
+    assert "precast.kernels.attention.triton" not in sources(torch_)
+    assert digest(triton) == digest(triton) != digest(torch_)
+    assert all(sources(record) for record in all_records() if not record.op.startswith("aten."))
+
+
+def test_a_digest_names_no_place() -> None:
+    """It is the same wherever the sources lie: made of modules' names and contents."""
+    record = replace(FEW, runs="precast.kernels.limits:TOGETHER", workspace=nothing)
+
+    assert sources(record) == ("precast.kernels.limits",)
+    assert len(digest(record)) == 64
+
+
+def test_ref_arguments_alone_are_operands() -> None:
+    use = uses(GPU)["y"]
+
+    assert {arg for arg, value in use.node.args.items() if isinstance(value, Ref)} == use.operands.keys()
+    assert not use.has("sinks")

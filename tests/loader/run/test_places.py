@@ -1,0 +1,94 @@
+"""Inputs at fixed places: the same addresses in every step, and copies of what is used."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precast.loader.device import Buffer
+from precast.loader.run.batch import Arrays
+from precast.loader.run.places import ALIGNMENT, GAP_BYTES, Places, joined
+from precast.loader.torch_device import CpuDevice, open_device
+
+CAPACITIES: Any = {"list": ("int32", 100_001), "a": ("int32", 5), "b": ("int64", 3), "c": ("float32", 8)}
+
+
+class CopyingDevice(CpuDevice):
+    """A CPU that has memory of its own, as a GPU has: what is copied is noted."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[int] = []
+
+    def copy(self, target: Buffer, source: Buffer, stream: Any = None) -> None:
+        self.copied.append(target.shape[0])
+        super().copy(target, source, stream)
+
+
+@pytest.fixture(params=["cpu", "copying", pytest.param("cuda", marks=pytest.mark.gpu)])
+def places(request: pytest.FixtureRequest) -> Places:
+    return Places(CAPACITIES, CopyingDevice() if request.param == "copying" else open_device(request.param))
+
+
+def step(count: int) -> Arrays:
+    return {
+        "a": np.arange(count, dtype=np.int32),
+        "c": np.arange(count, dtype=np.float32) / 2,
+        "list": np.arange(1000 * count, dtype=np.int32),
+        "b": np.arange(min(count, 3)) + 2**40,
+    }
+
+
+def test_each_step_finds_its_arrays_at_the_same_addresses(places: Places) -> None:
+    addresses = set()
+    for count in (5, 1, 0, 3):
+        arrays = step(count)
+        tensors = places.fill(arrays)
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+            name: values.tolist() for name, values in arrays.items()
+        }
+        expected = {"a": torch.int32, "c": torch.float32, "list": torch.int32, "b": torch.int64}
+        assert {name: tensor.dtype for name, tensor in tensors.items()} == expected
+        if count:
+            addresses.add(tuple(tensor.data_ptr() for tensor in tensors.values()))
+            assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors.values())
+    assert len(addresses) == 1
+
+
+def test_short_inputs_take_one_copy_and_of_lists_what_is_used() -> None:
+    device = CopyingDevice()
+    lists: Any = {"long": ("int32", 10**6), "longer": ("int32", 2 * 10**6)}
+    places = Places({**CAPACITIES, **lists}, device)
+    used = {"long": np.zeros(50, np.int32), "longer": np.zeros(7, np.int32)}
+
+    places.fill({"a": np.zeros(5, np.int32), "c": np.zeros(1, np.float32), "b": np.zeros(2, np.int64), **used})
+
+    # a, b, c and the beginning of `long` would be one range but for `list` between them, of which nothing is used.
+    assert device.copied == [68, 200, 28]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3 * GAP_BYTES), st.integers(0, 2 * GAP_BYTES)), max_size=9))
+def test_ranges_are_joined_over_short_gaps(gaps: list[tuple[int, int]]) -> None:
+    ranges, end = [], 0
+    for gap, length in gaps:
+        ranges.append((end + gap, end + gap + length))
+        end = ranges[-1][1]
+
+    found = list(joined(ranges))
+
+    assert all(any(first <= start and end <= last for first, last in found) for start, end in ranges)
+    assert all(after[0] - before[1] >= GAP_BYTES for before, after in itertools.pairwise(found))
+    assert {edge for one in found for edge in one} <= {edge for one in ranges for edge in one}
+
+
+def test_what_is_longer_than_its_place_is_not_cut() -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        Places(CAPACITIES, open_device("cpu")).fill({"a": np.zeros(6, np.int32)})
