@@ -81,6 +81,7 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
         with (
             torch.no_grad(),
             _no_grad_marks(),
+            _no_stack_traces(),
             _quiet_exporter(),
             routed_attention(),
             routed_functions(model),
@@ -112,6 +113,18 @@ def _no_grad_marks() -> Iterator[None]:
         yield
     finally:
         torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """Lets nodes carry no stack traces, which nothing reads: they are a tenth of the time of a trace."""
+    settings: Any = torch.fx.config
+    before = getattr(settings, "do_not_emit_stack_traces", False)
+    settings.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        settings.do_not_emit_stack_traces = before
 
 
 @contextlib.contextmanager
