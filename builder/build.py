@@ -7,7 +7,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -16,12 +16,13 @@ import torch
 import transformers
 
 from precast.builder import pipeline, snapshot
-from precast.builder.capture.capture import capture
+from precast.builder.capture.capture import Captured, capture
 from precast.builder.capture.factory import DTYPES
 from precast.builder.graph.context import Options
-from precast.builder.lower.lower import lower
+from precast.builder.lower.lower import lower, refuse_unknown_ops
 from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
+from precast.builder.passes.graph_pass import Pass
 from precast.builder.source.config_facts import config_facts
 from precast.builder.source.source import Source, limit, open_source
 from precast.ir.artifact import Bundle, check_output
@@ -32,27 +33,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from precast.ir.graph.schema import Dtype
+    from precast.ir.manifest import PassRecord
 
 KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "fp8_e4m3": "float8_e4m3fn"})
 """The dtypes of cached keys and values by the names of the option; None: the model's."""
 
 Progress = Callable[[str], None]
+Passes = tuple[Pass, ...]
 
 
 def build(
-    source: str | Path | PreTrainedConfig,
-    out: str | Path,
-    *,
-    dtype: str = "auto",
-    max_seq_len: int | None = None,
-    page_size: int | None = None,
-    kv_dtype: str = "auto",
-    snapshots: str | Path | None = None,
-    dump: str | Path | None = None,
-    allow_remote_code: bool = False,
-    check: Callable[[PreTrainedConfig], None] | None = None,
+    source: str | Path | PreTrainedConfig, out: str | Path, *, dtype: str = "auto", max_seq_len: int | None = None,
+    page_size: int | None = None, kv_dtype: str = "auto", disabled_passes: Collection[str] = (),
+    snapshots: str | Path | None = None, snapshot_after: str = "shard", dump: str | Path | None = None,
+    allow_remote_code: bool = False, check: Callable[[PreTrainedConfig], None] | None = None,
     progress: Progress | None = None,
-) -> Bundle:
+) -> Bundle:  # fmt: skip
     """Build the bundle of a Hugging Face decoder, without weights and without a GPU, and publish it at `out`.
 
     Args:
@@ -63,18 +59,19 @@ def build(
             states and convs stay as they are. `auto`: the model's dtype.
         max_seq_len: the longest sequence served, prompt and answer, in tokens. None: the config's limit.
         page_size: tokens per page of the key/value caches; None: chosen for each group of layers, 8 to 64.
-        snapshots: a directory for snapshots of the pipeline: a rebuild with another page size or kv dtype starts behind
-            the tracing. None: none are read or written.
+        disabled_passes: names of passes to leave out, to find the one that makes a mistake.
+        snapshots: a directory for snapshots of the pipeline; a rebuild starts from the one that fits. None: none are
+            read or written.
+        snapshot_after: the stage whose result is kept; up to `shard`, page size and kv dtype don't matter.
         dump: a directory that gets the graph after each pass as text.
-        allow_remote_code: run the code that comes with a model which transformers does not have itself. It runs here,
-            with the rights of this process; none of it enters the bundle, which records in its provenance that it ran.
-            Such builds take no snapshots: what that code reads is not known.
+        allow_remote_code: run the code that comes with a model which transformers does not have itself, with the
+            rights of this process. None of it enters the bundle, which records that it ran. No snapshots are taken
+            then: what that code reads is not known.
         check: called with the config before anything is traced; what it raises ends the build. The bundle records that
             there was one. `precast.check.check.compare` compares with transformers.
         progress: called with each stage's name as it begins.
 
-    Raises:
-        BuildError: the source, an option or the output path can't be used; `code` and the message say why.
+    Raises BuildError: the source, an option or the output path can't be used; `code` and the message say why.
     """
     say = progress or (lambda stage: None)
     started = time.monotonic()
@@ -84,36 +81,47 @@ def build(
     opened = open_source(source, allow_code=allow_remote_code)
     facts = config_facts(opened)
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
-    todo = pipeline.passes()
-    early = tuple(step for step in todo if pipeline.before_caches(step))
+    parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after)
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
-    key = snapshot.key(opened, options, early)
     dump_dir = _dump_dir(dump)
-
     if check is not None:
         say("check")
         check(opened.config)
-    restored = store.read(key, options) if store else None
-    if restored is None:
-        say("export")
-        captured = capture(opened, options)
-        say("passes")
-        history = pipeline.run(captured.graph, captured.ctx, early, dump=dump_dir)
-        if store:
-            store.write(key, captured, history)
-    else:
-        captured, history = restored
-    say("caches")
-    late = todo[len(early) :]
-    history += pipeline.run(captured.graph, captured.ctx, late, dump=dump_dir, first=len(early))
+    captured, history, is_restored = _capture_and_run(opened, options, parts, store, dump_dir, say)
     say("lower")
-    graph = lower(captured.graph, captured.ctx)
+    refuse_unknown_ops(captured.graph)
     refuse_mixed_tokens(captured.graph, captured.ctx)
+    graph = lower(captured.graph, captured.ctx)
     say("pack")
     return pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
-        config=facts, provenance=_provenance(opened, started, from_snapshot=restored is not None),
+        config=facts, provenance=_provenance(opened, started, from_snapshot=is_restored),
     )  # fmt: skip
+
+
+def _capture_and_run(
+    source: Source, options: Options, parts: tuple[Passes, Passes], store: snapshot.Store | None, dump: Path | None,
+    say: Progress,
+) -> tuple[Captured, tuple[PassRecord, ...], bool]:  # fmt: skip
+    """The graph after all passes, with their records. `parts`: the passes before and after the snapshot.
+
+    The third result says whether a snapshot stood for the trace and the first part.
+    """
+    before, after = parts
+    key = snapshot.key(source, options, before)
+    restored = store.read(key, options) if store else None
+    if restored is not None:
+        captured, history = restored
+    else:
+        say("export")
+        captured = capture(source, options)
+        say("passes")
+        history = pipeline.run(captured.graph, captured.ctx, before, dump=dump)
+        if store:
+            store.write(key, captured, history)
+    say("caches")
+    history = pipeline.run(captured.graph, captured.ctx, after, history=history, dump=dump)
+    return captured, history, restored is not None
 
 
 def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int | None, kv_dtype: str) -> Options:
@@ -124,10 +132,11 @@ def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int
     if not isinstance(dtype, str) or dtype not in DTYPES:
         whose = "the config's dtype" if auto else "dtype"
         expected = f"{'' if auto else 'auto or '}one of {', '.join(DTYPES)}"
-        fix = "name one of them as dtype" if auto else None
+        fix = "name one of them as dtype" if auto else "leave dtype out, for the config's"
         raise BuildError("option-invalid", f"{whose} is {dtype!s}, expected {expected}", fix=fix)
     if page_size is not None and (type(page_size) is not int or not 1 <= page_size <= 1024):
-        raise BuildError("option-invalid", f"page_size is {page_size!r}, expected 1 to 1024 tokens")
+        fix = "leave page_size out, to have it chosen for each group of layers"
+        raise BuildError("option-invalid", f"page_size is {page_size!r}, expected 1 to 1024 tokens", fix=fix)
     if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         found = f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}"
         raise BuildError("option-invalid", found, fix="leave kv_dtype out, for caches of the model's dtype")
@@ -140,7 +149,8 @@ def _dump_dir(dump: str | Path | None) -> Path | None:
     try:
         Path(dump).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BuildError("option-invalid", f"dump is no directory: {error.strerror}", where=str(dump)) from error
+        message, fix = f"dump is no directory: {error.strerror}", "name a directory that can be made and written to"
+        raise BuildError("option-invalid", message, where=str(dump), fix=fix) from error
     return Path(dump)
 
 

@@ -106,6 +106,12 @@ FIXES: dict[str, str] = {
     "json-invalid": "the file was changed or damaged: copy or build the bundle again",
     "blob-missing": "the copy is incomplete: copy or build the bundle again",
     "write-failed": "check the path, the permissions there and the room on its disk",
+    "config-invalid": "correct what is named, or download the model's config again",
+    "model-unsupported": "name a decoder: a causal language model, or a multimodal model with one in it",
+    "feature-unsupported": "docs/capture.md says what is known, and how more is made known",
+    "recipe-unsupported": "docs/capture.md says what is known of checkpoints; report it with the config.json",
+    "export-failed": "docs/capture.md says how code that can't be traced is replaced",
+    "tokenizer-invalid": "download or copy the tokenizer's files again",
     "checkpoint-index": "download or copy the checkpoint again",
     "checkpoint-read": "check the file's permissions and its disk, or download or copy it again",
 }

@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import logging as messages
 
 from precast.builder.build import build
+from precast.builder.source.model_class import own_code
 from precast.builder.source.shrink import random_model, shrink
-from precast.builder.source.source import own_code
 from precast.check.agreement import PROMPTS, TOLERANCE, agreement, relative_error, run_packed
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BuildError

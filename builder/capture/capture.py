@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import PreTrainedModel
 
 from precast.builder.capture.export import Exported, export
@@ -15,12 +14,11 @@ from precast.builder.capture.rope import long_frequencies
 from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import eliminate_dead_code
+from precast.builder.graph.nodes import eliminate_dead_code, placeholder
+from precast.builder.source.quantised_options import quantisation_of
 from precast.builder.source.source import Source
-from precast.builder.weights.quantisation import quantisation_of
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
-from precast.ir.graph import symbols
 from precast.ir.graph.schema import Recipe, Tie
 from precast.ir.manifest import Checkpoint, ModelInfo
 
@@ -47,8 +45,8 @@ def capture(source: Source, options: Options) -> Captured:
         options=options,
         params=params,
         constants=_constants(module, exported),
-        symbols={symbol: symbols.add("B", 1) if name == "B1" else name for symbol, name in exported.symbols.items()},
-        fake_mode=_fake_mode(exported.graph),
+        symbols=exported.symbols,
+        fake_mode=placeholder(exported.graph, "input_ids").meta["val"].fake_mode,
     )
     _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
     eliminate_dead_code(exported.graph, ctx)
@@ -121,14 +119,6 @@ def _constants(module: PreTrainedModel, exported: Exported) -> dict[str, Constan
     }
 
 
-def _fake_mode(graph: FxGraph) -> FakeTensorMode:
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
-    raise AssertionError("the exporter left no fake tensors")
-
-
 def _model_info(source: Source, module: PreTrainedModel, options: Options) -> ModelInfo:
     config = source.config
     text = config.get_text_config()
@@ -151,5 +141,8 @@ def _eos_token_ids(source: Source) -> tuple[int, ...]:
     eos = source.generation_config().get("eos_token_id", getattr(config, "eos_token_id", None))
     ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
     if not all(type(token_id) is int for token_id in ids):
-        raise BuildError("config-invalid", f"{source.name}: eos_token_id is {eos!r}, expected token ids")
+        message, fix = f"{source.name}: eos_token_id is {eos!r}, expected token ids", "correct eos_token_id"
+        raise BuildError(
+            "config-invalid", message, fix=f"{fix} in generation_config.json, or in the config without one"
+        )
     return ids

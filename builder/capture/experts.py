@@ -36,7 +36,7 @@ class Gate:
     activation: str
     gated: bool
     interleaved: bool = False
-    """Whether gate and values take turns in the first product's result, in place of one behind the other."""
+    """Whether gates and values take turns in the first product's result; else all gates come first."""
     alpha: float = 1.0
     limit: float | None = None
     offset: float = 0.0
@@ -127,13 +127,9 @@ def _agree(function: Callable[[torch.Tensor], torch.Tensor], gate: Gate) -> bool
 
 
 def mixture(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
     act: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Experts of a module that transformers' interface doesn't reach, as one call: [T, I] in `x`'s dtype.
 
     `x` [T, I], `expert_ids` and `expert_weights` [T, K]; `up` [E, 2F, I], gates before values, `down` [E, I, F];
@@ -191,7 +187,7 @@ def _call(
     down: tuple[torch.Tensor, torch.Tensor | None],
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`precast.experts`; without a gate of ours, `function` and `norm` between and behind grouped products."""
+    """`precast.experts`; without a gate of ours, `function` and `norm` between and after grouped products."""
     if gate is not None:
         return torch.ops.precast.experts(
             x, ids, weights, up[0], down[0], up[1], down[1],

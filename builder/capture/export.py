@@ -23,12 +23,15 @@ from transformers import PreTrainedModel
 from precast.builder.capture.experts import routed_experts
 from precast.builder.capture.marks import routed_functions
 from precast.builder.capture.modules import routed_modules
+from precast.builder.capture.replaced import replaced
 from precast.builder.capture.routing import Trace, routed_attention, tracing
+from precast.builder.graph.context import tensor
 from precast.builder.graph.fx_types import FxGraph
+from precast.builder.graph.nodes import placeholder
+from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.ir.errors import BuildError, PrecastError
-
-MAX_TOKENS = 1 << 20
-MAX_SEQUENCES = 1 << 16
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Expr
 
 
 @dataclasses.dataclass
@@ -42,8 +45,8 @@ class Exported:
     """Placeholder -> the non-persistent buffer's name in the module."""
     literals: dict[str, torch.Tensor]
     """Placeholder -> a tensor that the model's code makes from numbers."""
-    symbols: dict[str, str]
-    """The exporter's symbol -> ours (`T`, `B`)."""
+    symbols: dict[str, Expr]
+    """The exporter's symbol -> ours: `T`, `B + 1`."""
 
 
 class _KeywordModel(torch.nn.Module):
@@ -102,17 +105,11 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
         ) from error
 
 
-@contextlib.contextmanager
-def _no_grad_marks() -> Iterator[None]:
+def _no_grad_marks() -> contextlib.AbstractContextManager[None]:
     """Lets a model's own `torch.no_grad()` do nothing: no gradients are on, and the exporter, which takes each for a
     region of its own, would spend more time on cutting them out and putting them back than on the trace."""
-    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
-    torch.no_grad.__enter__ = lambda self: None  # type: ignore[method-assign]
-    torch.no_grad.__exit__ = lambda self, *_: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+    names = ("__enter__", "__exit__")
+    return replaced(*((torch.no_grad, name, lambda *_: None) for name in names))
 
 
 @contextlib.contextmanager
@@ -168,7 +165,8 @@ def _trace(
 ) -> torch.export.ExportedProgram:
     """Traces for any number of tokens in `low .. high`; with `asserts`, what can't be shown for all of them is asserted
     in the graph, instead of refused."""
-    tokens, sequences = torch.export.Dim("T", min=low, max=high), torch.export.Dim("B1", min=2, max=MAX_SEQUENCES)
+    tokens = torch.export.Dim("T", min=low, max=high)
+    sequences = torch.export.Dim("B1", min=2, max=MAX_SEQUENCES + 1)
     shapes = {name: {1: tokens} for name in ("input_ids", "positions", "rope_lengths")} | {"cu_seqlens": {0: sequences}}
     return torch.export.export(
         module, (), kwargs=inputs, dynamic_shapes=shapes, strict=False,
@@ -230,11 +228,7 @@ def _consistent(graph: torch.fx.Graph) -> FxGraph:
     return cast(FxGraph, graph)
 
 
-def _symbols(graph: FxGraph) -> dict[str, str]:
-    found = {}
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.name == "input_ids":
-            found[str(node.meta["val"].shape[1])] = "T"
-        elif node.op == "placeholder" and node.name == "cu_seqlens":
-            found[str(node.meta["val"].shape[0])] = "B1"
-    return found
+def _symbols(graph: FxGraph) -> dict[str, Expr]:
+    tokens = tensor(placeholder(graph, "input_ids")).shape[1]
+    bounds = tensor(placeholder(graph, "cu_seqlens")).shape[0]
+    return {str(tokens): "T", str(bounds): symbols.add("B", 1)}

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from precast.builder.capture.experts import routed_experts
 from precast.builder.capture.mixtures import drop_unread_rows, has_unread_rows
 from precast.builder.capture.rope import route_dynamic_rope
 from precast.builder.capture.routing import IMPLEMENTATION, implementation_for, routed_attention
-from precast.builder.source.source import CONFIG_ERRORS, model_class, own_code, reason
-from precast.builder.weights.quantisation import unquantised
+from precast.builder.source.model_class import from_config, model_class, own_code
+from precast.builder.source.quantised_options import unquantised
+from precast.builder.source.source import CONFIG_ERRORS, reason
 from precast.ir.errors import BuildError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,6 +38,7 @@ def make_module(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
             raise BuildError(
                 "config-invalid",
                 f"transformers can't make a {config.model_type} model from this config: {reason(error)}",
+                fix=f"correct the config: compare it with that of a published {config.model_type} model",
             ) from error
     _keep_in_float32(model, DTYPES[dtype])
     route_dynamic_rope(model)
@@ -63,21 +65,6 @@ def make_whole(config: PreTrainedConfig, module: PreTrainedModel) -> PreTrainedM
             return factory.from_config(unquantised(config))
         except CONFIG_ERRORS:
             return None
-
-
-def from_config(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """A model of the class that `config` stands for (`source.model_class`), with the options of transformers' own
-    `from_config`. Raises what transformers and the model's code raise."""
-    factories = ((AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
-                 (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING))  # fmt: skip
-    if own_code(config) is None:
-        for factory, mapping in factories:
-            if type(config) in mapping:
-                return factory.from_config(config, **options)
-    # transformers' factories would register a model's own code, for all builds to come
-    found = model_class(config)
-    assert found is not None, "open_source refuses configs without a model"
-    return found._from_config(config, **options)
 
 
 def _routed(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

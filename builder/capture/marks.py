@@ -9,37 +9,27 @@ Arguments that steer caching, padding or chunking are taken and not looked at: s
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from precast.builder.capture.replaced import replaced
 from precast.builder.capture.routing import current_trace
 from precast.ir.errors import BuildError
 
 ops = torch.ops.precast
 
 
-@contextlib.contextmanager
-def routed_functions(model: torch.nn.Module) -> Iterator[None]:
+def routed_functions(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Puts our functions in the place of the marked ones, in the files that the model's modules come from."""
     files = {type(module).__module__ for module in model.modules()}
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for file in sorted(files & sys.modules.keys()):
-            scope = vars(sys.modules[file])
-            for name, function in list(scope.items()):
-                route = _ROUTES.get(mark_of(function) or "")
-                if route is not None:
-                    replaced.append((scope, name, function))
-                    scope[name] = route
-        yield
-    finally:
-        for scope, name, function in replaced:
-            scope[name] = function
+    scopes = [sys.modules[file] for file in sorted(files & sys.modules.keys())]
+    named = ((scope, name, mark_of(function)) for scope in scopes for name, function in vars(scope).items())
+    return replaced(*((scope, name, _ROUTES[mark]) for scope, name, mark in named if mark in _ROUTES))
 
 
 def mark_of(function: Any) -> str | None:

@@ -12,35 +12,27 @@ test_modules.py` compares each entry's results with those of transformers.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from precast.builder.capture.mixtures import MIXTURES
+from precast.builder.capture.replaced import replaced
 from precast.builder.capture.routing import current_trace
 from precast.ir.errors import BuildError
 
 ops = torch.ops.precast
 
 
-@contextlib.contextmanager
-def routed_modules(model: torch.nn.Module) -> Iterator[None]:
+def routed_modules(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Puts our functions in the place of the methods that the table names, in the classes of the model's modules."""
-    replaced: list[tuple[type, str, Any]] = []
-    try:
-        for kind in {type(module) for module in model.modules()}:
-            method, function = _ROUTES.get(kind.__name__, ("", None))
-            if function is not None and kind.__module__.startswith("transformers."):
-                replaced.append((kind, method, vars(kind)[method]))
-                setattr(kind, method, function)
-        yield
-    finally:
-        for kind, method, own in replaced:
-            setattr(kind, method, own)
+    kinds = {type(module) for module in model.modules()}
+    known = [kind for kind in kinds if kind.__name__ in _ROUTES and kind.__module__.startswith("transformers.")]
+    return replaced(*((kind, *_ROUTES[kind.__name__]) for kind in known))
 
 
 # --- MiniMax -----------------------------------------------------------------------------------------------------
@@ -74,7 +66,7 @@ def _real_gated_recurrence(
 def _compressed_convolutional_attention(
     module: Any, hidden_states: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys go through two convolutions, one behind the other; half of each value is the token before's.
+    """Queries and keys go through two convolutions, one after the other; half of each value is the token before's.
 
     The second convolution mixes the channels of a head: a product for each tap. What it sees before a sequence's first
     token is what the first one makes of zeros, its bias.
@@ -182,7 +174,7 @@ def _rwkv_feed_forward(module: Any, hidden: torch.Tensor, *_: Any, **__: Any) ->
 
 
 def _rescaled(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """What the weight behind `x` would be divided by, `x` is."""
+    """`x`, divided by what its weight would be divided by."""
     every = module.config.rescale_every
     halvings = module.layer_id // every if every > 0 else 0
     return x / 2**halvings if halvings else x

@@ -1,6 +1,6 @@
-"""Finds which keys a mask rule of transformers lets a query see, by asking it.
+"""Finds which keys a mask function of transformers lets a query see, by asking it.
 
-A rule is a function of positions, `(batch, head, query, key) -> bool`, put together from others: nothing of what it is
+It is a function of positions, `(batch, head, query, key) -> bool`, put together from others: nothing of what it is
 made of can be read, but it can be evaluated anywhere.
 """
 
@@ -24,12 +24,12 @@ class Reach(NamedTuple):
 
 
 def find_reach(mask_function: Callable[..., Any], max_seq_len: int) -> Reach:
-    """What a mask rule lets queries see in sequences of up to `max_seq_len` tokens.
+    """What a mask function lets queries see in sequences of up to `max_seq_len` tokens.
 
     The number of keys that the last query sees is the window, if there is one; the first query that doesn't see the key
-    before it begins the second chunk, if there are chunks. Either finding is compared with the rule: on a grid of
+    before it begins the second chunk, if there are chunks. Either finding is compared with the function: on a grid of
     small positions and around the edges that it would have, and for the last query over all keys.
-    Raises BuildError: `model-unsupported` for a rule that lets a query see later keys, `feature-unsupported` for
+    Raises BuildError: `model-unsupported` for a function that lets a query see later keys, `feature-unsupported` for
     another one that is neither a causal window nor causal chunks.
     """
     with _disable_current_modes():
@@ -64,21 +64,21 @@ def _refuse_later_keys() -> None:
     )
 
 
-def _is_followed(rule: Callable[..., Any], reach: Reach, edges: list[int], max_seq_len: int) -> bool:
-    """Whether the rule is this finding, on the positions where it might not be."""
+def _is_followed(function: Callable[..., Any], reach: Reach, edges: list[int], max_seq_len: int) -> bool:
+    """Whether the function is this finding, on the positions where it might not be."""
     near = [at for edge in edges for at in range(max(edge - 3, 0), min(edge + 3, max_seq_len))]
     positions = torch.tensor(sorted({*range(min(max_seq_len, 64)), *near}))
-    found = _evaluate(rule, positions[:, None], positions[None])
+    found = _evaluate(function, positions[:, None], positions[None])
     if bool((found & (positions > positions[:, None])).any()):
         _refuse_later_keys()
     at = torch.arange(max_seq_len)
-    last = _evaluate(rule, at[-1:, None], at[None])
+    last = _evaluate(function, at[-1:, None], at[None])
     return torch.equal(found, visible_keys(positions, positions, *reach)) and torch.equal(
         last, visible_keys(at[-1:], at, *reach)
     )
 
 
-def _evaluate(rule: Callable[..., Any], query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _evaluate(function: Callable[..., Any], query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     zero = torch.zeros((), dtype=torch.int64)
-    result = rule(zero, zero, query, key)
+    result = function(zero, zero, query, key)
     return torch.as_tensor(result, dtype=torch.bool).expand(torch.broadcast_shapes(query.shape, key.shape))

@@ -1,7 +1,7 @@
 """Routes a Hugging Face model's attention to `precast.attention` while the model is traced.
 
 transformers lets an attention implementation be registered by name, together with the function that makes its
-masks. Ours finds out which keys the model's mask rule lets a query see. What `find_reach` doesn't know
+masks. Ours finds out which keys the model's mask function lets a query see. What `find_reach` doesn't know
 is refused; else the mask is the result of `precast_trace.causal_mask`, an op that exists in traces alone: a routed
 attention knows it again, and the pass `match_attention` finds it where a model writes its attention out. A mask that
 a model makes for itself never passes for one of ours.
@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from precast.builder.capture.reach import Reach, find_reach
+from precast.builder.capture.replaced import replaced
 from precast.ir.errors import BuildError
 from precast.kernels.attention.attend import visible_keys
 
@@ -77,36 +78,38 @@ def routed_attention() -> Iterator[None]:
     """Registers the implementation, and keeps transformers from looking for packed sequences in the positions, for
     padding before the first chunk, and for blocks of other input than text, whose tokens see each other.
 
-    Sequences are told apart by `cu_seqlens`; the mask rule that we look at must be the layer's own, of no tensor of
-    the trace.
+    Sequences are told apart by `cu_seqlens`; the mask function that we look at must be the layer's own, made of
+    no tensor of the trace.
     """
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
-    _trace_ops()
-    find_packed, eager = masking_utils.find_packed_sequence_indices, ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    trace_ops()
     chunked, no_padding = masking_utils.chunked_causal_mask_function, torch.zeros(1, dtype=torch.int64)
-    blocks, masking_utils.blockwise_overlay = masking_utils.blockwise_overlay, _no_blocks
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    masking_utils.chunked_causal_mask_function = lambda chunk_size, left_padding: (
-        chunked(chunk_size, no_padding) if _is_size(chunk_size) else _refused_chunks
-    )
+
+    def chunked_from_start(chunk_size: Any, left_padding: Any) -> Callable[..., torch.Tensor]:
+        return chunked(chunk_size, no_padding) if _is_size(chunk_size) else _refused_chunks
+
+    eager = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _mask
     try:
-        yield
+        with replaced(
+            (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+            (masking_utils, "chunked_causal_mask_function", chunked_from_start),
+            (masking_utils, "blockwise_overlay", _no_blocks),
+        ):
+            yield
     finally:
-        masking_utils.find_packed_sequence_indices = find_packed
-        masking_utils.blockwise_overlay = blocks
-        masking_utils.chunked_causal_mask_function = chunked
         ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager
 
 
 def _refused_chunks(*_: Any) -> torch.Tensor:
-    """The rule of chunks of no size: transformers' own would take some, such as -1, for another."""
-    raise BuildError("config-invalid", "the config's chunks have no size, expected a number of tokens of at least 1")
+    """The mask of chunks of no size: transformers' own would take some, such as -1, for another."""
+    message = "the config's chunks have no size, expected a number of tokens of at least 1"
+    raise BuildError("config-invalid", message, fix="correct attention_chunk_size in the config")
 
 
 def _no_blocks(block_sequence_ids: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The rule of blocks where there are none: in text, whose ids are negative."""
+    """The mask of blocks where there are none: in text, whose ids are negative."""
     current_trace().paddings.append(block_sequence_ids < 0)
     return lambda batch, head, query, key: torch.zeros((), dtype=torch.bool)
 
@@ -131,7 +134,7 @@ def causal_mask(
 
 
 @cache
-def _trace_ops() -> torch.library.Library:
+def trace_ops() -> torch.library.Library:
     """`torch.ops.precast_trace`, defined once; kept by this function."""
     library = torch.library.Library("precast_trace", "DEF")
     library.define(
@@ -169,7 +172,7 @@ def _mask(
 
 
 def _reach(mask_function: Callable[..., Any], config: Any) -> Reach:
-    """`find_reach`; for a rule that is none because of a size in the config, the error names that."""
+    """`find_reach`; where that fails because of a size in the config, the error names it."""
     try:
         return find_reach(mask_function, current_trace().max_seq_len)
     except (BuildError, OverflowError, RuntimeError, ZeroDivisionError) as error:
@@ -177,7 +180,8 @@ def _reach(mask_function: Callable[..., Any], config: Any) -> Reach:
             size = getattr(config, name, None)
             if size is not None and not _is_size(size):
                 expected = f"expected a number of tokens from 1 to {_SIZES[-1]}"
-                raise BuildError("config-invalid", f"the config's {name} is {size!r}, {expected}") from error
+                message, fix = f"the config's {name} is {size!r}, {expected}", f"correct {name} in the config"
+                raise BuildError("config-invalid", message, fix=fix) from error
         raise
 
 
@@ -186,17 +190,10 @@ def _is_size(size: Any) -> bool:
 
 
 def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, indices: torch.Tensor | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`."""
     where = type(module).__name__
     found = [reach for mask, reach in current_trace().masks if _is_whole(attention_mask, mask)]
@@ -215,16 +212,10 @@ def _attention(
     if unknown:
         raise BuildError("feature-unsupported", f"{where} passes {', '.join(sorted(unknown))} to its attention")
     out = torch.ops.precast.attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        s_aux,
-        current_trace().cu_seqlens,
+        *(heads.transpose(1, 2) for heads in (query, key, value)), s_aux, current_trace().cu_seqlens,
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        window=found[0].window,
-        soft_cap=softcap,
-        chunk=found[0].chunk,
-    )
+        window=found[0].window, soft_cap=softcap, chunk=found[0].chunk,
+    )  # fmt: skip
     return out, None
 
 

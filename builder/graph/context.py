@@ -122,7 +122,7 @@ class PassContext:
             return torch.empty(shape, dtype=dtype)
 
     def new_param(self, graph: FxGraph, after: FxNode, name: str, recipe: Recipe, shape: Any) -> FxNode:
-        """A new param placeholder of the dtype of `after`, the param that it stands behind."""
+        """A new param placeholder of the dtype of `after`, the param that it follows."""
         node = self._placeholder(graph, after, "p_" + name.replace(".", "_"))
         node.meta["val"] = self.empty(shape, tensor(after).dtype)
         self.params[node.name] = ParamInfo(name, recipe)

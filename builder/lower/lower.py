@@ -15,58 +15,41 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.layers import layer_of, module_path
+from precast.builder.graph.nodes import given_arguments, op_name
 from precast.builder.graph.sizes import expr_of, shape_of
+from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.builder.lower.outline import Flat, outline
-from precast.builder.pipeline import op_name
 from precast.ir.errors import BuildError
+from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import (
-    Arg,
-    Const,
-    Dim,
-    DtypeArg,
-    Expr,
-    Graph,
-    Items,
-    Node,
-    Param,
-    Ref,
-    Symbol,
-    TensorType,
-    Value,
-)  # fmt: skip
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import ArgDef, OpDef
 
 aten = torch.ops.aten
-MAX_TOKENS = 1 << 20
-MAX_SEQUENCES = 1 << 16
+
+_ADD_AN_OP = "docs/adding_an_op.md says how an operation is added"
 
 
-def lower(graph: FxGraph, ctx: PassContext) -> Graph:
-    """The bundle's graph, layers outlined into blocks.
-
-    Raises BuildError("op-unsupported") naming every op outside the table.
-    """
+def lower(graph: FxGraph, ctx: PassContext) -> ir.Graph:
+    """The bundle's graph, layers outlined into blocks. `refuse_unknown_ops` has let it through."""
     return outline(lower_flat(graph, ctx))
 
 
 def lower_flat(graph: FxGraph, ctx: PassContext) -> Flat:
     """All nodes in order, each with its layer, beside the graph's inputs, params and constants."""
-    _refuse_unknown(graph)
     names = _Names(ctx)
-    inputs: list[Value] = []
-    params: list[Param] = []
-    constants: list[Value] = []
-    nodes: list[tuple[Node, str | None]] = []
+    inputs: list[ir.Value] = []
+    params: list[ir.Param] = []
+    constants: list[ir.Value] = []
+    nodes: list[tuple[ir.Node, str | None]] = []
     outputs: dict[str, str] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             if not isinstance(node.meta["val"], torch.Tensor):
                 continue
-            value = Value(names.of(node), _type(tensor(node), ctx))
+            value = ir.Value(names.of(node), _type(tensor(node), ctx))
             if node.name in ctx.params:
-                params.append(Param(value.name, value.type, ctx.params[node.name].recipe))
+                params.append(ir.Param(value.name, value.type, ctx.params[node.name].recipe))
             elif node.name in ctx.constants:
                 constants.append(value)
             elif node.name not in ctx.cache_tensors and _is_read(node):
@@ -128,11 +111,11 @@ def _is_tensor_op(node: FxNode) -> bool:
 
 
 def _definition(target: Any) -> OpDef | None:
-    name = op_name(target)
-    return ops.lookup(name)
+    return ops.lookup(op_name(target))
 
 
-def _refuse_unknown(graph: FxGraph) -> None:
+def refuse_unknown_ops(graph: FxGraph) -> None:
+    """Raises BuildError("op-unsupported") naming every op outside the table, and the modules that use it."""
     unknown: dict[str, set[str]] = {}
     for node in graph.nodes:
         call = _unknown(node) if _is_tensor_op(node) else None
@@ -143,7 +126,7 @@ def _refuse_unknown(graph: FxGraph) -> None:
         raise BuildError(
             "op-unsupported",
             "the model uses operations outside the op table: " + "; ".join(lines),
-            fix="docs/adding_an_op.md says how an operation is added",
+            fix=_ADD_AN_OP,
         )
 
 
@@ -155,7 +138,9 @@ def _unknown(node: FxNode) -> str | None:
     known = {arg.name for arg in definition.args}
     defaults = {arg.name: arg.default_value for arg in node.target._schema.arguments}
     others = [
-        f"{name}={value}" for name, value in arguments_of(node).items() if name not in known and value != defaults[name]
+        f"{name}={value}"
+        for name, value in given_arguments(node).items()
+        if name not in known and value != defaults[name]
     ]
     return f"{definition.name} with {', '.join(others)}" if others else None
 
@@ -165,47 +150,35 @@ def _some(paths: set[str]) -> str:
     return ", ".join(listed) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _type(value: torch.Tensor, ctx: PassContext) -> TensorType:
+def _type(value: torch.Tensor, ctx: PassContext) -> ir.TensorType:
     dtype = str(value.dtype).removeprefix("torch.")
-    return TensorType(dtype, shape_of(value, ctx.symbols))  # type: ignore[arg-type]
+    return ir.TensorType(dtype, shape_of(value, ctx.symbols))  # type: ignore[arg-type]
 
 
-def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> Node:
+def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> ir.Node:
     definition = _definition(node.target)
     assert definition is not None
     value = node.meta["val"]
-    results: list[Value] = []
+    results: list[ir.Value] = []
     if isinstance(value, torch.Tensor):
-        results.append(Value(names.of(node), _type(value, ctx)))
+        results.append(ir.Value(names.of(node), _type(value, ctx)))
     elif value is not None:
-        results += [Value(f"{names.of(node)}_{i}", _type(part, ctx)) for i, part in enumerate(value)]
-    given = arguments_of(node)
+        results += [ir.Value(f"{names.of(node)}_{i}", _type(part, ctx)) for i, part in enumerate(value)]
+    given = given_arguments(node)
     given.update(_written_out(node, ctx))
     args = {}
     for arg in definition.args:
         lowered = _argument(arg, given.get(arg.name, arg.default if arg.has_default else None), ctx, names)
         if lowered is not None:
             args[arg.name] = lowered
-    return Node(definition.name, args, tuple(results), definition.version)
-
-
-def arguments_of(node: FxNode) -> dict[str, Any]:
-    """The call's arguments by name."""
-    given: dict[str, Any] = {}
-    for position, arg in enumerate(node.target._schema.arguments):
-        if position < len(node.args) and not arg.kwarg_only:
-            given[arg.name] = node.args[position]
-        elif arg.name in node.kwargs:
-            given[arg.name] = node.kwargs[arg.name]
-    return given
+    return ir.Node(definition.name, args, tuple(results), definition.version)
 
 
 def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:
     """Sizes that FX leaves implicit (-1, missing ends), as expressions."""
-    if node.target is aten.reshape.default:
-        return {"shape": list(shape_of(tensor(node), ctx.symbols))}
-    if node.target is aten.expand.default:
-        return {"size": list(shape_of(tensor(node), ctx.symbols))}
+    shape = {aten.reshape.default: "shape", aten.expand.default: "size"}.get(node.target)
+    if shape is not None:
+        return {shape: list(shape_of(tensor(node), ctx.symbols))}
     if node.target is aten.slice.Tensor:
         _, dim, start, end, *_ = node.args
         size = expr_of(tensor(node.args[0]).shape[dim], ctx.symbols)
@@ -214,14 +187,14 @@ def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:
     return {}
 
 
-def _argument(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Arg | None:
+def _argument(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> ir.Arg | None:
     """The argument as the bundle writes it; None: it has its default, and is left out."""
     if arg.has_default and type(value) is type(arg.default) and value == arg.default:
         return None
     if value is None:
-        return None if arg.has_default and arg.default is None else Const(None)
+        return None if arg.has_default and arg.default is None else ir.Const(None)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return Items(tuple(_item(arg, item, ctx, names) for item in value))
+        return ir.Items(tuple(_item(arg, item, ctx, names) for item in value))
     return _item(arg, value, ctx, names)
 
 
@@ -229,28 +202,29 @@ def _item(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Any:
     if isinstance(value, FxNode):
         meta = value.meta["val"]
         if isinstance(meta, torch.Tensor):
-            return Ref(names.of(value))
+            return ir.Ref(names.of(value))
         return _integer(expr_of(meta, ctx.symbols))
     if isinstance(value, torch.dtype):
-        return DtypeArg(str(value).removeprefix("torch."))  # type: ignore[arg-type]
+        return ir.DtypeArg(str(value).removeprefix("torch."))  # type: ignore[arg-type]
     if isinstance(value, torch.SymInt):
         return _integer(expr_of(value, ctx.symbols))
     if arg.kind in ("int[]", "int") and not isinstance(value, (bool, int)):
         return _integer(value)
     if arg.kind in ("float", "float?"):
-        return Const(float(value))
+        return ir.Const(float(value))
     if isinstance(value, (bool, int, float, str)):
-        return Const(value)
-    raise BuildError("op-unsupported", f"argument {arg.name} is a {type(value).__name__}, which a bundle can't hold")
+        return ir.Const(value)
+    message = f"argument {arg.name} is a {type(value).__name__}, which a bundle can't hold"
+    raise BuildError("op-unsupported", message, fix=_ADD_AN_OP)
 
 
-def _integer(expr: Expr) -> Const | Dim:
-    return Const(expr) if isinstance(expr, int) else Dim(expr)
+def _integer(expr: ir.Expr) -> ir.Const | ir.Dim:
+    return ir.Const(expr) if isinstance(expr, int) else ir.Dim(expr)
 
 
-def _symbols(ctx: PassContext) -> tuple[Symbol, ...]:
-    known = {"T": Symbol("T", 1, MAX_TOKENS), "B": Symbol("B", 1, MAX_SEQUENCES)}
+def _symbols(ctx: PassContext) -> tuple[ir.Symbol, ...]:
+    known = {"T": ir.Symbol("T", 1, MAX_TOKENS), "B": ir.Symbol("B", 1, MAX_SEQUENCES)}
     for expr in ctx.symbols.values():
         for name in symbols.free_symbols(expr):
-            known.setdefault(name, Symbol(name, 0))
+            known.setdefault(name, ir.Symbol(name, 0))
     return tuple(known[name] for name in sorted(known))

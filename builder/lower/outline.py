@@ -11,20 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from precast.ir.graph.schema import (
-    Arg,
-    Block,
-    CachePlan,
-    Call,
-    Graph,
-    Items,
-    Node,
-    Param,
-    Ref,
-    Symbol,
-    TensorType,
-    Value,
-)  # fmt: skip
+from precast.ir.graph import schema as ir
 from precast.ir.memory import caches
 
 
@@ -32,23 +19,23 @@ from precast.ir.memory import caches
 class Flat:
     """A graph before its layers are found: each node with its layer's path, or None outside of layers."""
 
-    symbols: tuple[Symbol, ...]
-    inputs: tuple[Value, ...]
-    params: tuple[Param, ...]
-    constants: tuple[Value, ...]
-    nodes: tuple[tuple[Node, str | None], ...]
+    symbols: tuple[ir.Symbol, ...]
+    inputs: tuple[ir.Value, ...]
+    params: tuple[ir.Param, ...]
+    constants: tuple[ir.Value, ...]
+    nodes: tuple[tuple[ir.Node, str | None], ...]
     outputs: dict[str, str]
-    caches: CachePlan
+    caches: ir.CachePlan
 
 
-def outline(flat: Flat) -> Graph:
+def outline(flat: Flat) -> ir.Graph:
     """The graph with one block for each distinct layer."""
     kinds = _kinds(flat)
     types = _types(flat)
     runs = _runs(flat.nodes)
     shared = _used_between(runs) | set(flat.outputs.values())
-    main: list[Node | Call] = []
-    blocks: dict[bytes, Block] = {}
+    main: list[ir.Node | ir.Call] = []
+    blocks: dict[bytes, ir.Block] = {}
     for layer, nodes in runs:
         if layer is None or not _results(nodes, shared):
             main.extend(nodes)  # a block returns something: what only writes into caches stands in main
@@ -58,7 +45,7 @@ def outline(flat: Flat) -> Graph:
         named = blocks.setdefault(key, msgspec.structs.replace(block, name=f"layer{len(blocks)}"))
         main.append(msgspec.structs.replace(call, block=named.name))
     used = {name for step in main for name in _names_in(step)} | set(flat.outputs.values())
-    return Graph(
+    return ir.Graph(
         symbols=flat.symbols,
         inputs=flat.inputs,
         params=tuple(param for param in flat.params if param.name in used or _tied_to(param, flat.params)),
@@ -70,13 +57,13 @@ def outline(flat: Flat) -> Graph:
     )
 
 
-def _tied_to(param: Param, params: Iterable[Param]) -> bool:
+def _tied_to(param: ir.Param, params: Iterable[ir.Param]) -> bool:
     return any(getattr(other.recipe, "param", None) == param.name for other in params)
 
 
-def _runs(nodes: Sequence[tuple[Node, str | None]]) -> list[tuple[str | None, list[Node]]]:
+def _runs(nodes: Sequence[tuple[ir.Node, str | None]]) -> list[tuple[str | None, list[ir.Node]]]:
     """Consecutive nodes of one layer. A layer that is interrupted by another's nodes is cut at the interruption."""
-    runs: list[tuple[str | None, list[Node]]] = []
+    runs: list[tuple[str | None, list[ir.Node]]] = []
     for node, layer in nodes:
         if not runs or runs[-1][0] != layer:
             runs.append((layer, []))
@@ -90,7 +77,7 @@ def _kinds(flat: Flat) -> dict[str, str]:
     return kinds
 
 
-def _types(flat: Flat) -> dict[str, TensorType]:
+def _types(flat: Flat) -> dict[str, ir.TensorType]:
     types = {value.name: value.type for value in (*flat.inputs, *flat.constants)}
     types |= {param.name: param.type for param in flat.params}
     types |= {v.name: v.type for v in caches.tensors(flat.caches)}
@@ -98,7 +85,7 @@ def _types(flat: Flat) -> dict[str, TensorType]:
     return types
 
 
-def _used_between(runs: Sequence[tuple[str | None, list[Node]]]) -> set[str]:
+def _used_between(runs: Sequence[tuple[str | None, list[ir.Node]]]) -> set[str]:
     """The names that some run uses and another one makes."""
     used: set[str] = set()
     for _, nodes in runs:
@@ -107,27 +94,27 @@ def _used_between(runs: Sequence[tuple[str | None, list[Node]]]) -> set[str]:
     return used
 
 
-def _results(nodes: Sequence[Node], shared: set[str]) -> list[Value]:
+def _results(nodes: Sequence[ir.Node], shared: set[str]) -> list[ir.Value]:
     """The values of these nodes that are used outside of them."""
     return [value for node in nodes for value in node.outputs if value.name in shared]
 
 
-def _names_in(step: Node | Call) -> Iterable[str]:
-    if isinstance(step, Call):
+def _names_in(step: ir.Node | ir.Call) -> Iterable[str]:
+    if isinstance(step, ir.Call):
         yield from step.args.values()
         return
     for arg in step.args.values():
-        for item in arg.items if isinstance(arg, Items) else (arg,):
-            if isinstance(item, Ref):
+        for item in arg.items if isinstance(arg, ir.Items) else (arg,):
+            if isinstance(item, ir.Ref):
                 yield item.name
 
 
 def _cut(
-    nodes: Sequence[Node], shared: set[str], kinds: dict[str, str], types: dict[str, TensorType]
-) -> tuple[Block, Call]:
+    nodes: Sequence[ir.Node], shared: set[str], kinds: dict[str, str], types: dict[str, ir.TensorType]
+) -> tuple[ir.Block, ir.Call]:
     """The nodes as a block with names of its own, and the call that puts it in their place."""
     local: dict[str, str] = {}
-    interface: dict[str, list[Value]] = {"inputs": [], "params": [], "caches": []}
+    interface: dict[str, list[ir.Value]] = {"inputs": [], "params": [], "caches": []}
     bindings: dict[str, str] = {}
     count: dict[str, int] = {}
     made = {value.name for node in nodes for value in node.outputs}
@@ -137,14 +124,14 @@ def _cut(
                 continue
             kind = kinds.get(name, "inputs")
             local[name] = f"{kind[:-1]}{len(interface[kind])}"
-            interface[kind].append(Value(local[name], types[name]))
+            interface[kind].append(ir.Value(local[name], types[name]))
             bindings[local[name]] = name
         for value in node.outputs:
             short = node.op.split(".")[1]
             local[value.name] = f"{short}_{count.get(short, 0)}"
             count[short] = count.get(short, 0) + 1
     outputs = _results(nodes, shared)
-    block = Block(
+    block = ir.Block(
         name="",
         inputs=tuple(interface["inputs"]),
         params=tuple(interface["params"]),
@@ -152,19 +139,19 @@ def _cut(
         nodes=tuple(_renamed(node, local) for node in nodes),
         outputs=tuple(local[value.name] for value in outputs),
     )
-    return block, Call("", bindings, tuple(outputs))
+    return block, ir.Call("", bindings, tuple(outputs))
 
 
-def _renamed(node: Node, names: dict[str, str]) -> Node:
-    def rename(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(names[arg.name])
-        if isinstance(arg, Items):
-            return Items(tuple(rename(item) for item in arg.items))  # type: ignore[misc]
+def _renamed(node: ir.Node, names: dict[str, str]) -> ir.Node:
+    def rename(arg: ir.Arg) -> ir.Arg:
+        if isinstance(arg, ir.Ref):
+            return ir.Ref(names[arg.name])
+        if isinstance(arg, ir.Items):
+            return ir.Items(tuple(rename(item) for item in arg.items))  # type: ignore[misc]
         return arg
 
     return msgspec.structs.replace(
         node,
         args={name: rename(arg) for name, arg in node.args.items()},
-        outputs=tuple(Value(names[value.name], value.type) for value in node.outputs),
+        outputs=tuple(ir.Value(names[value.name], value.type) for value in node.outputs),
     )

@@ -18,17 +18,9 @@ _OF_CONFIG = ("graph-invalid", "manifest-invalid", "json-invalid", "limit-exceed
 
 
 def pack(
-    out: Path,
-    captured: Captured,
-    graph: Graph,
-    history: tuple[PassRecord, ...],
-    *,
-    files: Mapping[str, bytes],
-    built_with: Mapping[str, str],
-    checked: bool,
-    config: ConfigFacts,
-    provenance: Mapping[str, object],
-) -> Bundle:
+    out: Path, captured: Captured, graph: Graph, history: tuple[PassRecord, ...], *, files: Mapping[str, bytes],
+    built_with: Mapping[str, str], checked: bool, config: ConfigFacts, provenance: Mapping[str, object],
+) -> Bundle:  # fmt: skip
     """Publish the bundle at `out`, whole or not at all, and open it as any reader would.
 
     Raises BuildError: `config-invalid` when that reader would refuse it, and what `write_bundle` raises of that kind.
@@ -52,13 +44,9 @@ def pack(
     }
     try:
         return write_bundle(
-            out,
-            manifest_without_blobs=manifest,
-            graph=graph,
-            constants=constants,
-            files=dict(files),
+            out, manifest_without_blobs=manifest, graph=graph, constants=constants, files=dict(files),
             provenance=dict(provenance),
-        )
+        )  # fmt: skip
     except BundleError as error:
         if error.code not in _OF_CONFIG:
             raise

@@ -1,4 +1,4 @@
-"""The last check of a graph, after it was lowered: tokens meet in ops that know sequences, and nowhere else.
+"""The last check of a graph before it is lowered: tokens meet in ops that know sequences, and nowhere else.
 
 A step packs tokens of several sequences, and of each only a part. An op that looks across tokens (a product over
 them, a sum, a shift) and knows nothing of sequences and caches would give other results than the model, in silence.
@@ -18,9 +18,8 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.layers import module_path
+from precast.builder.graph.nodes import given_arguments, op_name
 from precast.builder.graph.sizes import shape_of
-from precast.builder.lower.lower import arguments_of
-from precast.builder.pipeline import op_name
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr
@@ -52,7 +51,7 @@ def _mixes(node: FxNode, ctx: PassContext) -> bool:
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     if any(len(_token_dims(result, ctx)) > 1 for result in results if isinstance(result, torch.Tensor)):
         return True
-    args = arguments_of(node)
+    args = given_arguments(node)
     if _computes_with_count(node, args):
         return True
     if not any(

@@ -6,8 +6,11 @@ tensors are listed as such; any other must have a value that is known here, or t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
 
 from precast.ir.errors import BuildError
 
@@ -21,6 +24,23 @@ class Options(NamedTuple):
     def get(self, name: str, default: Any) -> Any:
         """The entry of this name."""
         return self.entries.get(name, default)
+
+
+def quantisation_of(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The config's `quantization_config`, or that of its text model; None without one."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(), "quantization_config", None)
+    return dict(found if isinstance(found, dict) else found.to_dict()) if found else None
+
+
+def unquantised(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of the config that says nothing of quantisation."""
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            delattr(part, "quantization_config")
+    return plain
 
 
 def check_options(entries: Mapping[str, Any], where: str | None = None) -> Options:
@@ -57,10 +77,6 @@ def refuse(method: str, what: str, where: str | None = None) -> BuildError:
 
 
 Check = Callable[[Any], bool]
-
-
-def _anything(value: Any) -> bool:
-    return True
 
 
 def _one_of(*values: Any) -> Check:

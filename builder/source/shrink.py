@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from precast.builder.capture.factory import from_config
+from precast.builder.source.model_class import from_config, own_code
 from precast.builder.source.shrink_layers import COUNTS, cut_layers
 from precast.builder.source.shrink_sizes import Known, shrink_sizes
-from precast.builder.source.source import own_code
+from precast.builder.source.source import CONFIG_ERRORS
 from precast.ir.errors import BuildError
 
 VOCABULARY = 131
@@ -24,11 +23,8 @@ VOCABULARY = 131
 _SCALES = (1, 2, 4)
 _PROMPT = (5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20)
 
-# what transformers and models raise for sizes that don't fit together
-_REFUSALS = (
-    ValueError, LookupError, AttributeError, TypeError, RuntimeError, AssertionError, ArithmeticError,
-    StrictDataclassError,
-)  # fmt: skip
+_REFUSALS = (*CONFIG_ERRORS, LookupError, AssertionError)
+"""What transformers and models raise for sizes that don't fit together."""
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -52,6 +48,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     raise BuildError(
         "config-invalid",
         f"no small {config.model_type} model could be made of this config: {type(reason).__name__}: {reason}",
+        fix="check that the config's sizes fit each other; a build without --check makes no small model",
     ) from reason
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim")
@@ -105,9 +106,7 @@ def shrink_sizes(entries: dict[str, Any], vocab: int, scale: int, known: Known) 
     if old_hidden is not None:
         hidden = _hidden(old_hidden, 16 * scale * (_first(entries, HEADS) or 4), known)
         known.hidden[old_hidden] = hidden
-    for name in HIDDEN:
-        if _is_size(old.get(name)):
-            entries[name] = known.get(old[name]) or _scaled(old[name], old_hidden, hidden)
+    _change(entries, old, HIDDEN, lambda size: known.get(size) or _scaled(size, old_hidden, hidden))
     _head_sizes(entries, old, scale, known)
     _experts(entries, old)
     _rest(entries, old, known)
@@ -133,6 +132,13 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and value > 1
 
 
+def _change(entries: dict[str, Any], old: dict[str, Any], names: Iterable[str], small: Callable[[int], int]) -> None:
+    """Makes the sizes of these names small."""
+    for name in names:
+        if _is_size(old.get(name)):
+            entries[name] = small(old[name])
+
+
 def _scaled(value: int, old_hidden: int | None, hidden: int | None) -> int:
     """`value` in the ratio of the hidden sizes, in eights."""
     if not old_hidden or not hidden:
@@ -141,9 +147,7 @@ def _scaled(value: int, old_hidden: int | None, hidden: int | None) -> int:
 
 
 def _heads(entries: dict[str, Any], old: dict[str, Any]) -> None:
-    for name in (*HEADS, *_MORE_HEADS):
-        if _is_size(old.get(name)):
-            entries[name] = min(old[name], 4)
+    _change(entries, old, (*HEADS, *_MORE_HEADS), lambda heads: min(heads, 4))
     for name, wholes in _GROUPS.items():
         whole, old_whole = _first(entries, wholes), _first(old, wholes)
         if _is_size(old.get(name)):
@@ -216,12 +220,9 @@ def _experts(entries: dict[str, Any], old: dict[str, Any]) -> None:
             most = min(most, entries[name] - (old[name] > 1))
     for name, chosen in _EXPERT_GROUPS.items():
         if _is_size(old.get(name)):
-            entries[name] = min(old[name], 4)
-            if _is_size(old.get(chosen)):
-                entries[chosen] = min(old[chosen], 2)
-    for name in _CHOSEN:
-        if _is_size(old.get(name)):
-            entries[name] = min(old[name], most)
+            _change(entries, old, (name,), lambda groups: min(groups, 4))
+            _change(entries, old, (chosen,), lambda groups: min(groups, 2))
+    _change(entries, old, _CHOSEN, lambda chosen: min(chosen, most))
 
 
 def _rest(entries: dict[str, Any], old: dict[str, Any], known: Known) -> None:
@@ -230,14 +231,9 @@ def _rest(entries: dict[str, Any], old: dict[str, Any], known: Known) -> None:
     done = {*HIDDEN, *HEADS, *_MORE_HEADS, *_GROUPS, *_HEAD_SIZES, *_ROTARY_SIZES, *_EXPERTS, *_CHOSEN}
     done |= {*_EXPERT_GROUPS, *_EXPERT_GROUPS.values(), *_CAPPED, *_LENGTHS, "qk_head_dim", "mamba_d_ssm"}
     for name, cap in _CAPPED.items():
-        if _is_size(old.get(name)):
-            entries[name] = min(old[name], cap)
-    for name in _LENGTHS:
-        if _is_size(old.get(name)):
-            entries[name] = min(max(old[name], _SHORTEST), _LONGEST)
-    for name in _MULTIPLES:
-        if _is_size(old.get(name)):
-            entries[name] = min(old[name], 8)
+        _change(entries, old, (name,), lambda count, cap=cap: min(count, cap))  # type: ignore[misc]
+    _change(entries, old, _LENGTHS, lambda length: min(max(length, _SHORTEST), _LONGEST))
+    _change(entries, old, _MULTIPLES, lambda size: min(size, 8))
     for name, value in old.items():
         if name in done or "vocab" in name or not _names_size(name):
             continue

@@ -9,37 +9,25 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from precast.builder.limits import MAX_SEQ_LEN
 from precast.builder.source import tokenizer_files
-from precast.builder.source.quantised_options import check_options
-from precast.builder.weights.quantisation import quantisation_of
+from precast.builder.source.model_class import CAUSAL, model_class, needs_code, own_code
+from precast.builder.source.quantised_options import check_options, quantisation_of
 from precast.ir.errors import BuildError
 
 CONFIG_ERRORS = (
-    ValueError,
-    KeyError,
-    AttributeError,
-    TypeError,
-    ImportError,
-    RuntimeError,
-    ArithmeticError,
-    OSError,
+    ValueError, KeyError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError, OSError,
     StrictDataclassError,
-)
+)  # fmt: skip
 """What transformers raises for configs that its own checks refuse."""
-
-MAX_SEQ_LEN = 1 << 24
-"""Tokens; the longest config in use says 10 Mi. The masks' rules are evaluated over as many positions."""
 
 _LEAST = {
     "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
@@ -48,9 +36,6 @@ _LEAST = {
 }  # fmt: skip
 """Entries of configs and what they are at least, in every model that has them. A convolution of one token has no state
 to keep. The dimensions of heads are not among them: models without rotary embeddings have some of 0."""
-
-_CAUSAL = "AutoModelForCausalLM"
-"""The entry of a config's `auto_map` that names the model's own causal language model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +55,7 @@ class Source:
 
     def generation_config(self) -> dict[str, Any]:
         """The generation config's entries; empty without one. Raises BuildError when it is no JSON object."""
-        try:
-            entries = json.loads(self.files.get("generation_config.json", b"{}"))
-        except ValueError as error:
-            raise BuildError("config-invalid", f"{self.name}: generation_config.json is no JSON: {error}") from error
-        if not isinstance(entries, dict):
-            raise BuildError("config-invalid", f"{self.name}: generation_config.json is no JSON object")
-        return entries
+        return _json_object(self.files.get("generation_config.json", b"{}"), f"{self.name}: generation_config.json")
 
 
 def open_source(source: str | Path | PreTrainedConfig, *, allow_code: bool = False) -> Source:
@@ -102,37 +81,17 @@ def open_source(source: str | Path | PreTrainedConfig, *, allow_code: bool = Fal
     return Source(name, config, tokenizer_files.read_files(folder, name), entries)
 
 
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of the decoder, or of a model with a decoder in it, that a config stands for; None: there is none.
-
-    It comes from the model's own code where that is needed (`own_code`), else from transformers, or from whoever
-    registered it with `AutoModelForCausalLM`.
-    """
-    code = own_code(config)
-    if code is not None:
-        found: type[PreTrainedModel] = get_class_from_dynamic_module(code, str(config.name_or_path))
-        found.register_for_auto_class(_CAUSAL)  # its checkpoints take the code along
-        return found
-    known = _known_classes(type(config))
-    return known[0] if known else _class_for_part(config)
-
-
-def own_code(config: PreTrainedConfig) -> str | None:
-    """The causal language model that comes with the model's files, `file.Class`; None where transformers has it."""
-    code = getattr(config, "auto_map", None) or {}
-    needed = _needs_code(code, type(config), config.architectures)
-    return code.get(_CAUSAL) if needed else None
-
-
 def limit(config: PreTrainedConfig, wanted: int | None) -> int:
     """The longest sequence (prompt and answer) that the bundle serves: `wanted`, at most what the model can."""
     config = config.get_text_config()
     known = getattr(config, "max_position_embeddings", None)
     entry = "the config's " + config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if wanted is not None and (type(wanted) is not int or wanted < 1):
-        raise BuildError("option-invalid", f"max_seq_len is {wanted!r}, expected a number of at least 1")
+        fix = "leave max_seq_len out, for the config's limit"
+        raise BuildError("option-invalid", f"max_seq_len is {wanted!r}, expected a number of at least 1", fix=fix)
     if known is not None and (type(known) is not int or known < 1):
-        raise BuildError("config-invalid", f"{entry} is {known!r}, expected a number of at least 1")
+        message, fix = f"{entry} is {known!r}, expected a number of at least 1", "correct it in the config"
+        raise BuildError("config-invalid", message, fix=fix)
     rope = getattr(config, "rope_parameters", None) or {}
     if known is not None and rope.get("rope_type") == "dynamic":
         known = int(known * rope["factor"])  # this rope stretches what the model was trained on
@@ -168,7 +127,8 @@ def _folder(name: str, allow_code: bool) -> Path:
     path = Path(name)
     if path.is_file():
         if path.name != "config.json":
-            raise BuildError("config-missing", f"{name} is a file, expected a config.json or a directory with one")
+            message = f"{name} is a file, expected a config.json or a directory with one"
+            raise BuildError("config-missing", message, fix="name the model's directory")
         return path.parent
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -200,10 +160,10 @@ def _download(name: str, allow_code: bool) -> Path:
 def _read_config(raw: dict[str, Any], folder: Path, name: str, allow_code: bool) -> PreTrainedConfig:
     model_type, code = raw["model_type"], raw.get("auto_map") or {}
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` is lazier
-    needs_code = _needs_code(code, known, raw.get("architectures"))
-    if needs_code and not allow_code:
+    is_own = needs_code(code, known, raw.get("architectures"))
+    if is_own and not allow_code:
         raise _refused_code(name, code, model_type, raw.get("architectures"))
-    if needs_code and _CAUSAL not in code:
+    if is_own and CAUSAL not in code:
         raise BuildError(
             "model-unsupported",
             f"{name}: its own code has no causal language model (auto_map: {', '.join(code)}), expected a decoder",
@@ -215,58 +175,37 @@ def _read_config(raw: dict[str, Any], folder: Path, name: str, allow_code: bool)
             fix="check the model_type; if the model is newer than that, update transformers",
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=needs_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
     except CONFIG_ERRORS as error:
-        whose = "its own code" if needs_code else "transformers"
-        raise BuildError("config-invalid", f"{name}: {whose} refuses the config: {reason(error)}") from error
+        message = f"{name}: {'its own code' if is_own else 'transformers'} refuses the config: {reason(error)}"
+        fix = f"correct the config: compare it with that of a published {model_type} model"
+        raise BuildError("config-invalid", message, fix=fix) from error
 
 
 def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     try:
-        raw = json.loads((folder / "config.json").read_bytes())
+        raw = _json_object((folder / "config.json").read_bytes(), f"{name}: config.json")
     except OSError as error:
-        raise BuildError("config-invalid", f"{name}: config.json can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise BuildError("config-invalid", f"{name}: config.json is no JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise BuildError("config-invalid", f"{name}: config.json is no JSON object")
+        message = f"{name}: config.json can't be read: {error.strerror}"
+        raise BuildError("config-invalid", message, fix="check the file's permissions") from error
     if not isinstance(raw.get("model_type"), str):
-        raise BuildError("config-invalid", f"{name}: config.json names no model_type")
+        fix = "add the model_type of the model's kind, such as llama"
+        raise BuildError("config-invalid", f"{name}: config.json names no model_type", fix=fix)
     if not isinstance(raw.get("auto_map") or {}, dict):
-        raise BuildError("config-invalid", f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object")
+        message = f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object"
+        raise BuildError("config-invalid", message, fix="correct auto_map, or remove it")
     return raw
 
 
-# --- which model it is -------------------------------------------------------------------------------------------
-
-
-def _needs_code(code: Any, config_class: type | None, architectures: Iterable[str] | None) -> bool:
-    """Whether a config with this `auto_map` needs code from its repository.
-
-    Models that transformers took over often still name the code that they came with: what counts is whether
-    transformers has the architecture itself.
-    """
-    if not code:
-        return False
-    known = {each.__name__ for each in _known_classes(config_class)}
-    named = set(architectures or ())
-    return not named or not named <= known
-
-
-def _known_classes(config_class: Any) -> tuple[type[PreTrainedModel], ...]:
-    """What transformers' factories have for configs of this class, the default first; nothing for None."""
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        if config_class in mapping:
-            known: Any = mapping[config_class]
-            return tuple(known) if isinstance(known, (list, tuple)) else (known,)
-    return ()
-
-
-def _class_for_part(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The causal language model that is made of this part of a config alone, and so saves it as its own."""
-    whole = model_type_to_module_name(config.model_type)
-    known = _known_classes(CONFIG_MAPPING[whole]) if whole in CONFIG_MAPPING else ()
-    return next((each for each in known if each.config_class is type(config)), None)
+def _json_object(data: bytes, what: str) -> dict[str, Any]:
+    fix = "correct the file, or download it again"
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise BuildError("config-invalid", f"{what} is no JSON: {error}", fix=fix) from error
+    if not isinstance(found, dict):
+        raise BuildError("config-invalid", f"{what} is no JSON object", fix=fix)
+    return found
 
 
 def _refused_code(name: str, code: Any, model_type: str, architectures: Any) -> BuildError:
@@ -286,7 +225,8 @@ def _check_supported(config: PreTrainedConfig, name: str) -> None:
     try:
         found = model_class(config)
     except Exception as error:  # whatever that code raises
-        raise BuildError("config-invalid", f"{name}: its own code can't be used: {reason(error)}") from error
+        message = f"{name}: its own code can't be used: {reason(error)}"
+        raise BuildError("config-invalid", message, fix="correct that code, or install what it imports") from error
     if found is None:
         raise BuildError(
             "model-unsupported",

@@ -29,7 +29,7 @@ from precast.builder.weights.tensor_recipes import RecipeTensor
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Recipe
 
-Source = Callable[[str, torch.Tensor, str], Recipe]
+ReadBy = Callable[[str, torch.Tensor, str], Recipe]
 """Gives a checkpoint tensor's recipe, by its name, the tensor (on the meta device) and the first param it makes."""
 
 
@@ -82,7 +82,7 @@ def other_prefixes(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def converted(model: PreTrainedModel, saved: Mapping[str, torch.Tensor], source: Source) -> Converted:
+def converted(model: PreTrainedModel, saved: Mapping[str, torch.Tensor], source: ReadBy) -> Converted:
     """The recipes of the state dict's entries that the `saved` tensors make."""
     transforms = get_model_conversion_mapping(model)
     find = _Targets(model, transforms)

@@ -6,13 +6,12 @@ The module is built as if nothing were quantised; each weight that the checkpoin
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -51,23 +50,6 @@ class Scheme(NamedTuple):
     holds: Callable[[Weight], bool]
     recipe: Callable[[Weight], Recipe]
     ignored: tuple[str, ...]
-
-
-def quantisation_of(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """The config's `quantization_config`, or that of its text model; None without one."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        found = getattr(config.get_text_config(), "quantization_config", None)
-    return dict(found if isinstance(found, dict) else found.to_dict()) if found else None
-
-
-def unquantised(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of the config that says nothing of quantisation."""
-    plain = copy.deepcopy(config)
-    for part in (plain, plain.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            delattr(part, "quantization_config")
-    return plain
 
 
 def scheme_of(model: PreTrainedModel, entries: Mapping[str, Any] | None) -> Scheme | None:
@@ -189,7 +171,7 @@ def _targets(targets: list[str], weight: Weight) -> bool:
 
 
 def _matches(pattern: str, *names: str) -> bool:
-    """compressed-tensors' patterns: a name, or a regular expression for its beginning behind `re:`."""
+    """compressed-tensors' patterns: a name, or after `re:` a regular expression for its beginning."""
     if pattern.startswith("re:"):
         return any(re.match(pattern.removeprefix("re:"), name) for name in names)
     return pattern in names

@@ -28,37 +28,18 @@ _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
 _PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")
 
 
-def param_recipes(model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None) -> dict[str, Recipe]:
-    """A recipe for each entry of the model's state dict, by its name there.
-
-    `quantisation`: the config's `quantization_config`, if its checkpoint is quantised. Raises BuildError:
-    `recipe-unsupported` for a conversion that no recipe can say, `feature-unsupported` for an unknown quantisation.
-    """
-    return ModelCheckpoint(model, quantisation).recipes(model.state_dict())
-
-
-def checkpoint_rules(
-    model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None, used: Iterable[str] | None = None
-) -> Checkpoint:
-    """The names that a checkpoint may hold beyond those that recipes read.
-
-    `used` are the entries of the state dict that the graph uses; None: all of them.
-    """
-    return ModelCheckpoint(model, quantisation).rules(used)
-
-
 class ModelCheckpoint:
     """A model's checkpoint: what is in it, what becomes of that, and which of it a graph doesn't use.
 
-    `whole`: the multimodal model that the model is the text decoder of, if its checkpoint may be the other's.
+    `quantisation`: the config's `quantization_config`, if the checkpoint is quantised; an unknown one is refused
+    (`feature-unsupported`). `whole`: the multimodal model that the model is the text decoder of, if its checkpoint may
+    be the other's.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        quantisation: Mapping[str, Any] | None = None,
+        self, model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None,
         whole: PreTrainedModel | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._model = model
         self._whole = whole
         self._tied = _tied(model)
@@ -77,7 +58,10 @@ class ModelCheckpoint:
         return made
 
     def rules(self, used: Iterable[str] | None = None) -> Checkpoint:
-        """What `checkpoint_rules` gives."""
+        """The names that a checkpoint may hold beyond those that recipes read.
+
+        `used` are the entries of the state dict that the graph uses; None: all of them.
+        """
         prefix = self._model.base_model_prefix
         patterns = sorted(set(self._model._keys_to_ignore_on_load_unexpected or ()))
         ignored = {glob for pattern in patterns for glob in _globs(pattern)}

@@ -80,7 +80,7 @@ def _transpose(results: Results, source: RecipeTensor, dim0: int, dim1: int) -> 
 
 
 def _cuts(results: Results, source: RecipeTensor, sizes: Any, dim: int = 0) -> list[Recipe]:
-    """`chunk` and `split`: the results lie one behind the other."""
+    """`chunk` and `split`: the results lie one after another."""
     dim %= source.dim()
     found: list[Recipe] = []
     start = 0

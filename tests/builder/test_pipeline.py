@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from fx_text import SmallGraph, read_graph, write_graph
 from torch import fx
 
 from precast.builder import pipeline
+from precast.builder.build import build
 from precast.builder.graph.context import PassContext
+from precast.builder.graph.nodes import eliminate_dead_code, op_counts
+from precast.builder.passes.graph_pass import STAGES, Invariant, Pass, graph_pass
+from precast.builder.passes.invariants import all_have_caches, one_spelling_of_views
 from precast.builder.passes.match.match_activations import match_activations
 from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
-from precast.builder.pipeline import STAGES, Pass, graph_pass
+from precast.ir.errors import BuildError
 from precast.ir.manifest import PassRecord
 
 aten = torch.ops.aten
@@ -76,9 +81,12 @@ def test_a_pass_before_what_it_requires_is_caught(small: SmallGraph) -> None:
 
 
 def test_passes_of_an_earlier_run_count_as_done(small: SmallGraph) -> None:
+    earlier = PassRecord("assemble_copies", "normalise", 1, False, {})
     late = Pass("late", "match", 1, lambda graph, ctx: False, requires=("assemble_copies",))
 
-    assert pipeline.run(small.graph, small.ctx, (late,), first=2)
+    history = pipeline.run(small.graph, small.ctx, (late,), history=(earlier,))
+
+    assert history == (earlier, PassRecord("late", "match", 1, False, {}))
 
 
 def test_a_stage_that_is_none_is_caught() -> None:
@@ -87,10 +95,85 @@ def test_a_stage_that_is_none_is_caught() -> None:
 
 
 def test_passes_up_to_the_caches_come_first() -> None:
-    early = [pipeline.before_caches(each) for each in pipeline.passes()]
+    early, late = pipeline.split(pipeline.passes(), "shard")
 
-    assert early == sorted(early, reverse=True)
-    assert not all(early)
+    assert (*early, *late) == pipeline.passes()
+    assert early[-1].name == "fuse_residual_norm"
+    assert late[0].name == "insert_states"
+
+
+def test_disabled_passes_are_left_out() -> None:
+    left = pipeline.passes(("match_activations", "fuse_gated_activation", "fuse_projections"))
+
+    assert len(left) == len(pipeline.PASSES) - 3
+    assert "match_activations" not in [each.name for each in left]
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "fix"),
+    [
+        ("match_norm", "there is no pass match_norm", "name one of match_norms, match_attention, match_rotary"),
+        ("xyz", "there is no pass xyz", "name one of assemble_copies, cancel_transposes, fold_constants, "),
+        (
+            "match_activations",
+            "the pass match_activations can't be disabled: fuse_gated_activation can't run without it",
+            "disable these, too, or leave it in",
+        ),
+        ("insert_caches", "the pass insert_caches can't be disabled: no target runs", "disable passes before"),
+        ("plan_pages", "the pass plan_pages can't be disabled: no target runs", "disable passes before"),
+    ],
+)
+def test_a_pass_that_cannot_be_disabled(name: str, message: str, fix: str) -> None:
+    with pytest.raises(BuildError) as error:
+        pipeline.passes((name,))
+
+    assert error.value.code == "option-invalid"
+    assert error.value.message.startswith(message)
+    assert (error.value.fix or "").startswith(fix)
+
+
+def test_a_disabled_pass_is_not_in_the_manifest(tmp_path: Path) -> None:
+    config = families.make_config("llama")
+
+    bundles = [
+        build(config, tmp_path / str(number), disabled_passes=disabled, snapshots=tmp_path / "snapshots")
+        for number, disabled in enumerate([(), ("fuse_residual_norm",)])
+    ]
+
+    ran = [[record.name for record in bundle.manifest.passes] for bundle in bundles]
+    assert set(ran[0]) - set(ran[1]) == {"fuse_residual_norm"}
+    assert [bundle.provenance["from_snapshot"] for bundle in bundles] == [False, False]
+    assert ["precast.residual_rms_norm" in bundle.manifest.ops for bundle in bundles] == [True, False]
+
+
+def test_what_a_pass_relies_on_is_checked(small: SmallGraph) -> None:
+    def no_negation(graph: fx.Graph) -> set[str]:
+        """Nothing is negated."""
+        return {str(node.target) for node in calls(graph) if node.target is aten.neg.default}
+
+    relying = graph_pass(stage="match", version=1, before=(no_negation,))(lambda graph, ctx: False)
+    promising = graph_pass(stage="match", version=1, after=(no_negation,))(lambda graph, ctx: False)
+
+    with pytest.raises(AssertionError, match=r"before <lambda>: Nothing is negated. But there is aten.neg.default"):
+        pipeline.run(small.graph, small.ctx, (relying,))
+    with pytest.raises(AssertionError, match=r"after <lambda>: Nothing is negated. But there is aten.neg.default"):
+        pipeline.run(small.graph, small.ctx, (promising,))
+
+
+@pytest.mark.parametrize(
+    ("text", "invariant", "found"),
+    [
+        ("y = aten.view(x, [1, -1, 8])", one_spelling_of_views, {"aten.view.default"}),
+        ("y = aten.type_as(x, x)", one_spelling_of_views, {"aten.type_as.default"}),
+        ("y = aten.reshape(x, [1, -1, 8])", one_spelling_of_views, set()),
+        ("y = precast.wkv(x, x, w, w, cu)", all_have_caches, {"precast.wkv"}),
+        ("y = precast.rms_norm(x, w, eps=1e-6, cast_before_scale=True)", all_have_caches, set()),
+    ],
+)
+def test_what_passes_rely_on(text: str, invariant: Invariant, found: set[str]) -> None:
+    inputs = "x: input(float32, 1, T, 8)\nw: param(float32, 8)\ncu: input(int32, B1)"
+
+    assert invariant(read_graph(f"{inputs}\n{text}\nreturn y").graph) == found
 
 
 # --- the truth ---------------------------------------------------------------------------------------------------
@@ -150,7 +233,7 @@ def test_dead_code_goes_with_its_params() -> None:
         """
     )
 
-    pipeline.eliminate_dead_code(source.graph, source.ctx)
+    eliminate_dead_code(source.graph, source.ctx)
 
     assert write_graph(source.graph, source.ctx) == "v0 = aten.neg.default(x)\nreturn v0"
     assert source.ctx.params == {}
@@ -169,7 +252,7 @@ def test_what_writes_into_an_argument_is_no_dead_code() -> None:
         """
     )
 
-    pipeline.eliminate_dead_code(source.graph, source.ctx)
+    eliminate_dead_code(source.graph, source.ctx)
 
     assert [str(node.target) for node in calls(source.graph)] == ["precast.write_kv.default"]
 
@@ -212,11 +295,13 @@ def test_results_of_an_op_are_not_counted() -> None:
         """
     )
 
-    assert pipeline.op_counts(source.graph) == {"precast.rotary_tables": 1, "aten.add.Tensor": 1}
+    assert op_counts(source.graph) == {"precast.rotary_tables": 1, "aten.add.Tensor": 1}
 
 
 def test_a_dump_has_a_file_for_each_pass(small: SmallGraph, tmp_path: Path) -> None:
-    pipeline.run(small.graph, small.ctx, (merge_duplicates, match_activations), dump=tmp_path, first=3)
+    earlier = tuple(PassRecord(f"pass{number}", "normalise", 1, False, {}) for number in range(3))
+
+    pipeline.run(small.graph, small.ctx, (merge_duplicates, match_activations), history=earlier, dump=tmp_path)
 
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["03_merge_duplicates.txt", "04_match_activations.txt"]

@@ -12,18 +12,22 @@ import families
 import odd_models
 import pytest
 import transformers
-from fx_text import read_graph
+from fx_text import read_graph, write_graph
 
 from precast.builder import pipeline, snapshot
 from precast.builder.build import build
 from precast.builder.capture.capture import Captured
 from precast.builder.graph.context import Options
+from precast.builder.graph.layers import layer_of
+from precast.builder.graph.stored import load, store
+from precast.builder.passes.graph_pass import Pass
 from precast.builder.snapshot import Store
 from precast.builder.source.source import Source, open_source
+from precast.ir.errors import BuildError
 from precast.ir.manifest import Checkpoint, ModelInfo
 
 OPTIONS = Options("float32", 64)
-EARLY = tuple(step for step in pipeline.passes() if pipeline.before_caches(step))
+EARLY, LATE = pipeline.split(pipeline.passes(), "shard")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,7 @@ def source() -> Source:
     return open_source(families.make_config("llama"))
 
 
-def key(source: Source, options: Options = OPTIONS, passes: tuple[pipeline.Pass, ...] = EARLY) -> str:
+def key(source: Source, options: Options = OPTIONS, passes: tuple[Pass, ...] = EARLY) -> str:
     return snapshot.key(source, options, passes)
 
 
@@ -167,6 +171,60 @@ def test_another_page_size_starts_from_the_snapshot(copied: Stored, source: Sour
     assert quick.digest != copied.digest
 
 
+@pytest.mark.parametrize(
+    ("stage", "variant"),
+    [("export", "gemma3"), ("normalise", "jamba"), ("match", "deepseek_v2"), ("cache", "jamba"), ("plan", "gemma3")],
+)
+def test_a_snapshot_after_any_stage(stage: str, variant: str, tmp_path: Path) -> None:
+    """Caches of several kinds, sizes that only passes know, layers of experts."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "snapshots": tmp_path / "snapshots", "snapshot_after": stage}
+    config = families.make_config(variant)
+
+    bundles = [build(config, tmp_path / name, **options) for name in ("first", "second")]
+
+    assert [bundle.provenance["from_snapshot"] for bundle in bundles] == [False, True]
+    assert bundles[0].digest == bundles[1].digest
+
+
+def test_a_stage_without_snapshots_is_refused(tmp_path: Path, source: Source) -> None:
+    with pytest.raises(BuildError, match="snapshot_after is lower") as error:
+        build(source.config, tmp_path / "bundle", snapshots=tmp_path, snapshot_after="lower")
+
+    assert error.value.code == "option-invalid"
+    assert error.value.fix == "name one of export, normalise, match, shard, cache, plan"
+
+
+@pytest.mark.parametrize("options", [Options("float32", 64, 8), Options("float32", 64, None, "float8_e4m3fn")])
+def test_options_of_caches_are_in_the_key_of_a_graph_with_caches(options: Options, source: Source) -> None:
+    assert key(source, options, pipeline.PASSES) != key(source, OPTIONS, pipeline.PASSES)
+    assert key(source, options) == key(source)
+
+
+def test_a_stored_graph_is_read_back_node_for_node() -> None:
+    small = read_graph(
+        """
+        x: input(float32, 1, T, 8)
+        w: param(float32, 8)
+        c: constant(float32, [0.5, 1.5])
+        size = aten.sym_size.int(x, 1)
+        with layer("layers.0"):
+            y = aten.slice.Tensor(x, 1, 0, size, 2)
+            wide = aten.transpose.int(y, 1, 2)
+            a, b = aten.split.Tensor(wide, 4, 1)
+        z = aten.to.dtype(a, bfloat16)
+        return z, b, c, w
+        """
+    )
+    stored = store(small.graph, small.ctx)
+    assert stored is not None
+
+    graph, ctx = load(stored, OPTIONS)
+
+    assert write_graph(graph, ctx) == write_graph(small.graph, small.ctx)
+    assert store(graph, ctx) == stored
+    assert [layer_of(node) for node in graph.nodes] == [layer_of(node) for node in small.graph.nodes]
+
+
 def truncated(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
@@ -244,15 +302,8 @@ def test_a_model_without_attention(tmp_path: Path) -> None:
 
 
 def test_a_graph_that_a_snapshot_cannot_hold_is_not_stored(tmp_path: Path) -> None:
-    """A size of its own as an argument: a graph that is rebuilt has no node for it."""
-    small = read_graph(
-        """
-        x: input(float32, 1, T, 8)
-        size = aten.sym_size.int(x, 1)
-        y = aten.slice.Tensor(x, 1, 0, size, 2)
-        return y
-        """
-    )
+    """A size that depends on values: it is none of the batch, and has no name."""
+    small = read_graph("x: input(float32, 1, T, 8)\ny = aten.nonzero(x)\nreturn y")
     info = ModelInfo("Small", "small", "float32", vocab_size=8, max_seq_len=64, num_layers=0, num_parameters=0)
 
     stored = Store(tmp_path / "snapshots").write("0" * 64, Captured(small.graph, small.ctx, info, Checkpoint()), ())

@@ -5,11 +5,10 @@ Read from the sources, so an import inside a function or under TYPE_CHECKING cou
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
+from source_imports import imported_names
 
 # folder -> what it may import of the project; the front door may import all of it
 MAY_IMPORT = {
@@ -19,21 +18,6 @@ MAY_IMPORT = {
     "loader": ("precast.loader", "precast.kernels", "precast.ir"),
     "api": ("precast",),
 }
-
-
-def imported_names(source: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of each import of `source`, `import_module` included; a relative one starts with a dot."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            # `from precast import ir` names a package, `from precast.ir import Graph` a thing inside one.
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if function in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value
 
 
 def forbidden_imports(folder: str, source: str) -> list[tuple[int, str]]:

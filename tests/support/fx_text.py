@@ -31,6 +31,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from precast.builder import pipeline
 from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
+from precast.builder.graph.nodes import eliminate_dead_code, op_name
+from precast.builder.passes.graph_pass import Pass
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Read
 from precast.ir.graph.text import format_recipe
@@ -58,12 +60,12 @@ class Applied:
     graph: fx.Graph
 
 
-def apply(step: pipeline.Pass, text: str) -> Applied:
+def apply(step: Pass, text: str) -> Applied:
     """Runs one pass over the graph, and asserts that the graph's results stay what they were."""
     source = read_graph(text)
     inputs = _random_inputs(source)
     before = compute(source, inputs)
-    alone = dataclasses.replace(step, requires=())
+    alone = dataclasses.replace(step, requires=(), before=())
     (record,) = pipeline.run(source.graph, source.ctx, (alone,))
     for found, expected in zip(compute(source, inputs), before, strict=True):
         tolerance = 2e-2 if found.dtype == torch.bfloat16 else 1e-5
@@ -71,7 +73,7 @@ def apply(step: pipeline.Pass, text: str) -> Applied:
     return Applied(write_graph(source.graph, source.ctx), record.changed, source.ctx, source.graph)
 
 
-def assert_rewrites(step: pipeline.Pass, before: str, after: str) -> Applied:
+def assert_rewrites(step: Pass, before: str, after: str) -> Applied:
     """The pass turns the one graph into the other."""
     applied = apply(step, before)
     assert applied.text == textwrap.dedent(after).strip(), f"found:\n{applied.text}"
@@ -79,10 +81,10 @@ def assert_rewrites(step: pipeline.Pass, before: str, after: str) -> Applied:
     return applied
 
 
-def assert_leaves(step: pipeline.Pass, text: str) -> None:
+def assert_leaves(step: Pass, text: str) -> None:
     """The pass finds nothing to do: its pattern is nearly there."""
     source = read_graph(text)
-    pipeline.eliminate_dead_code(source.graph, source.ctx)
+    eliminate_dead_code(source.graph, source.ctx)
     expected = write_graph(source.graph, source.ctx)
     applied = apply(step, text)
     assert applied.text == expected, f"found:\n{applied.text}"
@@ -230,7 +232,7 @@ def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:
     if node.target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
     keywords = [f"{name}={_text(arg, names)}" for name, arg in node.kwargs.items()]
-    return f"{pipeline.op_name(node.target)}({', '.join([*args, *keywords])})"
+    return f"{op_name(node.target)}({', '.join([*args, *keywords])})"
 
 
 def _text(arg: Any, names: dict[fx.Node, str]) -> str:

@@ -9,7 +9,7 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.metadata import MetadataInputs, new_pool
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import CachePlan, Group, LatentSpec, PagedInputs, PagedSpec, Pool, Slot, Value
 from precast.ir.memory import caches

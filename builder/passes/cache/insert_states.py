@@ -9,7 +9,7 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.metadata import MetadataInputs, new_pool
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph.schema import CachePlan, Slot, StateGroup, StateSpec, TensorType, Value
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import OpDef
@@ -63,15 +63,9 @@ def insert_states(graph: FxGraph, ctx: PassContext) -> bool:
 
 
 def _insert(
-    graph: FxGraph,
-    ctx: PassContext,
-    node: FxNode,
-    value: Value,
-    pages: Any,
-    row: OpDef,
-    slot_ids: FxNode,
+    graph: FxGraph, ctx: PassContext, node: FxNode, value: Value, pages: Any, row: OpDef, slot_ids: FxNode,
     kv_lens: FxNode,
-) -> Slot:
+) -> Slot:  # fmt: skip
     shape = (pages, *value.type.shape[1:])
     state = ctx.new_cache(graph, kv_lens, value, ctx.empty(shape, getattr(torch, value.type.dtype)))
     *tensors, cu_seqlens = node.args

@@ -6,31 +6,23 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import node_pass
 
 aten = torch.ops.aten
 
 
-@graph_pass(stage="match", version=1, requires=("match_rotary", "match_norms"))
-def cancel_transposes(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="match", version=1, requires=("match_rotary", "match_norms"))
+def cancel_transposes(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """x.transpose(a, b).transpose(a, b) -> x, also through an op on another dimension between the two."""
-    changed = False
-    for node in list(graph.nodes):
-        if node.target is not aten.transpose.int:
-            continue
-        dims = set(node.args[1:])
-        between = node.args[0]
-        through = _leaves_alone(between, dims)
-        inner = between.args[0] if through else between
-        if inner.target is not aten.transpose.int or set(inner.args[1:]) != dims:
-            continue
-        source = inner.args[0]
-        if through:
-            with ctx.before(node):
-                source = ctx.call(graph, between.target, source, *between.args[1:], **between.kwargs)
-        ctx.replace(node, source)
-        changed = True
-    return changed
+    if node.target is not aten.transpose.int:
+        return None
+    dims, between = set(node.args[1:]), node.args[0]
+    through = _leaves_alone(between, dims)
+    inner = between.args[0] if through else between
+    if inner.target is not aten.transpose.int or set(inner.args[1:]) != dims:
+        return None
+    source: FxNode = inner.args[0]
+    return ctx.call(graph, between.target, source, *between.args[1:], **between.kwargs) if through else source
 
 
 def _leaves_alone(node: FxNode, dims: set[int]) -> bool:

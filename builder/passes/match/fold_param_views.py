@@ -9,8 +9,10 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.nodes import argument, placeholder
+from precast.builder.passes.graph_pass import node_pass
+from precast.builder.passes.invariants import one_spelling_of_views
 from precast.builder.passes.match.fuse_projections import joined
-from precast.builder.pipeline import graph_pass
 from precast.ir.graph.schema import Cast, Concat, Recipe, Reshape, Slice, Transpose
 
 aten = torch.ops.aten
@@ -19,28 +21,21 @@ _SMALL = 1 << 20
 """Elements of a param that is worth having twice, as it is and otherwise."""
 
 
-@graph_pass(stage="match", version=1, requires=("normalise_views", "match_norms"))
-def fold_param_views(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="match", version=1, requires=("normalise_views", "match_norms"), before=(one_spelling_of_views,))
+def fold_param_views(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """p.transpose(...), p.reshape(...), p[a:b], p.to(dtype), cat([p, q]) of params p, q -> a param with that recipe.
 
     Legal always; a large param of which something uses all elements as they are stays one param, and is not held twice.
     """
-    changed = False
-    for node in list(graph.nodes):
-        if node.target is aten.cat.default and _are_joinable(node, ctx):
-            ctx.replace(node, _joined(graph, ctx, node))
-            changed = True
-            continue
-        if node.op != "call_function" or not node.args or not ctx.is_param(node.args[0]):
-            continue
-        source: FxNode = node.args[0]
-        if not _is_foldable(node) or not _is_worth_it(source):
-            continue
-        recipe, suffix = _FOLDS[node.target](node, source, ctx.params[source.name].recipe)
-        name = f"{ctx.params[source.name].name}.{suffix}"
-        ctx.replace(node, _param(graph, ctx, source, node, recipe, name))
-        changed = True
-    return changed
+    if node.target is aten.cat.default and _are_joinable(node, ctx):
+        return _joined(graph, ctx, node)
+    if not node.args or not ctx.is_param(node.args[0]):
+        return None
+    source: FxNode = node.args[0]
+    if not _is_foldable(node) or not _is_worth_it(source):
+        return None
+    recipe, suffix = _FOLDS[node.target](node, source, ctx.params[source.name].recipe)
+    return _param(graph, ctx, source, node, recipe, f"{ctx.params[source.name].name}.{suffix}")
 
 
 def _are_joinable(node: FxNode, ctx: PassContext) -> bool:
@@ -52,7 +47,7 @@ def _are_joinable(node: FxNode, ctx: PassContext) -> bool:
 
 def _joined(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
     parts: Sequence[FxNode] = node.args[0]
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % tensor(node).dim()
+    dim = argument(node, "dim") % tensor(node).dim()
     infos = [ctx.params[part.name] for part in parts]
     name = f"{joined([info.name for info in infos])}.joined_{dim}"
     return _param(graph, ctx, parts[-1], node, Concat(tuple(info.recipe for info in infos), dim), name)
@@ -73,7 +68,7 @@ def _param(graph: FxGraph, ctx: PassContext, source: FxNode, node: FxNode, recip
     for place, info in ctx.params.items():
         if info.name == name:
             assert info.recipe == recipe, f"two params named {name}"
-            return next(other for other in graph.nodes if other.name == place)
+            return placeholder(graph, place)
     new = ctx.new_param(graph, source, name, recipe, tuple(tensor(node).shape))
     new.meta["val"] = ctx.empty(tuple(tensor(node).shape), tensor(node).dtype)
     return new

@@ -9,8 +9,8 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Bindings, Capture, Mul, Number, Op, match
+from precast.builder.passes.graph_pass import node_pass
 from precast.builder.passes.match.fuse_projections import fuse, fusible
-from precast.builder.pipeline import graph_pass
 
 aten = torch.ops.aten
 
@@ -42,21 +42,15 @@ _HALVES = Mul(
 )
 
 
-@graph_pass(stage="match", version=1, requires=("normalise_views", "normalise_linear", "match_activations"))
-def fuse_gated_activation(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="match", version=1, requires=("normalise_views", "normalise_linear", "match_activations"))
+def fuse_gated_activation(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """act(linear(x, g)) * linear(x, u) -> gated_activation(linear(x, concat(g, u))); act(y[:h]) * y[h:] likewise."""
-    changed = False
-    for node in list(graph.nodes):
-        if node.target is not aten.mul.Tensor:
-            continue
-        fused = _halves(node) or _separate(graph, ctx, node)
-        if fused is None:
-            continue
-        both, kind = fused
-        with ctx.before(node):
-            ctx.replace(node, ctx.call(graph, torch.ops.precast.gated_activation.default, both, kind=kind))
-        changed = True
-    return changed
+    fused = (_halves(node) or _separate(graph, ctx, node)) if node.target is aten.mul.Tensor else None
+    if fused is None:
+        return None
+    both, kind = fused
+    with ctx.before(node):
+        return ctx.call(graph, torch.ops.precast.gated_activation.default, both, kind=kind)
 
 
 def _halves(node: FxNode) -> tuple[FxNode, str] | None:

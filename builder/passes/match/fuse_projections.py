@@ -1,4 +1,4 @@
-"""Products of one input with several params become one product with the params one behind the other.
+"""Products of one input with several params become one product with the params one below the other.
 
 The fused param is a recipe: the parts are read straight into their places, and nothing is copied afterwards.
 """
@@ -13,7 +13,7 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.layers import layer_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph.schema import Concat
 
 aten = torch.ops.aten

@@ -7,9 +7,9 @@ import math
 import torch
 
 from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph
+from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Add, Capture, Mul, Op, match
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import node_pass
 
 aten = torch.ops.aten
 
@@ -18,14 +18,8 @@ _CUBIC = Add(_X, Mul(Op(aten.pow.Tensor_Scalar, _X, 3.0), 0.044715))
 _TANH_GELU = Mul(Mul(_X, 0.5), Add(Op(aten.tanh.default, Mul(_CUBIC, math.sqrt(2.0 / math.pi))), 1.0))
 
 
-@graph_pass(stage="match", version=1)
-def match_activations(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="match", version=1)
+def match_activations(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) -> gelu(x, approximate="tanh")."""
-    changed = False
-    for node in list(graph.nodes):
-        found = match(_TANH_GELU, node) if node.op == "call_function" else None
-        if found is not None:
-            with ctx.before(node):
-                ctx.replace(node, ctx.call(graph, aten.gelu.default, found["x"], approximate="tanh"))
-            changed = True
-    return changed
+    found = match(_TANH_GELU, node)
+    return ctx.call(graph, aten.gelu.default, found["x"], approximate="tanh") if found else None

@@ -15,7 +15,8 @@ import torch
 from precast.builder.graph.context import ConstantInfo, PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.graph.nodes import placeholder
+from precast.builder.passes.graph_pass import graph_pass
 from precast.kernels.attention.attend import visible_keys
 
 aten = torch.ops.aten
@@ -46,7 +47,7 @@ class _Site:
 
 
 @dataclasses.dataclass
-class _Rule:
+class _Finding:
     """What was found of f."""
 
     scale: float
@@ -60,9 +61,9 @@ def match_attention(graph: FxGraph, ctx: PassContext) -> bool:
     changed = False
     for node in list(graph.nodes):
         site = _site(node) if node.target in (aten.softmax.int, aten._softmax.default) else None
-        rule = _rule(site, graph, ctx) if site else None
-        if site and rule:
-            _replace(graph, ctx, site, rule)
+        finding = _find(site, graph, ctx) if site else None
+        if site and finding:
+            _replace(graph, ctx, site, finding)
             changed = True
     return changed
 
@@ -130,7 +131,7 @@ def _product(logits: FxNode) -> FxNode | None:
 # --- what f does ---------------------------------------------------------------------------------------------------
 
 
-def _rule(site: _Site, graph: FxGraph, ctx: PassContext) -> _Rule | None:
+def _find(site: _Site, graph: FxGraph, ctx: PassContext) -> _Finding | None:
     size = min(ctx.options.max_seq_len, _size_of_tables(site, ctx))
     if size > _LONG:
         return None  # a window in a mask of this size could not be told from none
@@ -149,17 +150,17 @@ def _rule(site: _Site, graph: FxGraph, ctx: PassContext) -> _Rule | None:
     below = visible.clone().fill_diagonal_(False)
     given = first[:, visible].double()
     scale = float(((one - bias)[:, visible].double() * given).sum() / (given * given).sum())
-    rule = _Rule(_rounded(scale), window, None)
+    finding = _Finding(_rounded(scale), window, None)
     distance = (torch.arange(size)[None] - torch.arange(size)[:, None]).double()
     relative = bias.double() - bias.double().diagonal(dim1=-2, dim2=-1)[..., None]
     ratios = (relative / distance.masked_fill(distance == 0, 1.0))[:, below]
     slopes = ratios.median(-1).values.float() if bool(below.any()) else torch.zeros(heads)
     if float(slopes.abs().max()) > _TOLERANCE:
-        rule.slopes = slopes
-    steps = 0.0 if rule.slopes is None else rule.slopes[:, None, None] * distance
-    expected = torch.softmax((rule.scale * second + steps).masked_fill(~visible, float("-inf")), -1)
+        finding.slopes = slopes
+    steps = 0.0 if finding.slopes is None else finding.slopes[:, None, None] * distance
+    expected = torch.softmax((finding.scale * second + steps).masked_fill(~visible, float("-inf")), -1)
     found = torch.softmax(two, -1)
-    return rule if torch.allclose(found.double(), expected.double(), atol=_TOLERANCE, rtol=1e-3) else None
+    return finding if torch.allclose(found.double(), expected.double(), atol=_TOLERANCE, rtol=1e-3) else None
 
 
 def _size_of_tables(site: _Site, ctx: PassContext) -> int:
@@ -213,10 +214,9 @@ def _rounded(scale: float) -> float:
 # --- the replacement -----------------------------------------------------------------------------------------------
 
 
-def _replace(graph: FxGraph, ctx: PassContext, site: _Site, rule: _Rule) -> None:
-    places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    cu_seqlens = places["cu_seqlens"]
-    slopes = _slopes(graph, ctx, cu_seqlens, rule.slopes)
+def _replace(graph: FxGraph, ctx: PassContext, site: _Site, finding: _Finding) -> None:
+    cu_seqlens = placeholder(graph, "cu_seqlens")
+    slopes = _slopes(graph, ctx, cu_seqlens, finding.slopes)
     dtype = tensor(site.out).dtype
     with ctx.before(site.out):
         q = _tokens_first(graph, ctx, site.query, -2, dtype)
@@ -224,7 +224,7 @@ def _replace(graph: FxGraph, ctx: PassContext, site: _Site, rule: _Rule) -> None
         v = _tokens_first(graph, ctx, site.value, -2, dtype)
         out = ctx.call(
             graph, torch.ops.precast.attention.default, q, k, v, None, cu_seqlens,
-            scale=rule.scale, window=rule.window, soft_cap=None, **({} if slopes is None else {"slopes": slopes}),
+            scale=finding.scale, window=finding.window, soft_cap=None, **({} if slopes is None else {"slopes": slopes}),
         )  # fmt: skip
         out = ctx.call(graph, aten.transpose.int, out, 1, 2)
         if tensor(site.out).dim() == 3:
@@ -251,7 +251,7 @@ def _slopes(graph: FxGraph, ctx: PassContext, after: FxNode, slopes: torch.Tenso
         return None
     for name, info in ctx.constants.items():
         if info.value.shape == slopes.shape and torch.equal(info.value, slopes):
-            return next(node for node in graph.nodes if node.op == "placeholder" and node.name == name)
+            return placeholder(graph, name)
     node = ctx.new_input(graph, after, f"alibi_slopes_{len(ctx.constants)}", ctx.empty(slopes.shape, slopes.dtype))
     ctx.constants[node.name] = ConstantInfo(node.name, slopes)
     return node

@@ -10,7 +10,8 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.graph.nodes import placeholder
+from precast.builder.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ def match_causal_conv(graph: FxGraph, ctx: PassContext) -> bool:
     Legal for as many groups as channels, with stride and dilation of 1.
     """
     changed = False
-    cu_seqlens = next(node for node in graph.nodes if node.op == "placeholder" and node.name == "cu_seqlens")
+    cu_seqlens = placeholder(graph, "cu_seqlens")
     for node in list(graph.nodes):
         if node.target is not aten.conv1d.default or not _is_depthwise(node):
             continue

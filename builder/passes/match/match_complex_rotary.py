@@ -10,7 +10,9 @@ from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Bindings, Capture, Cast, Either, Mul, Number, Op, match
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import one_spelling_of_views
+from precast.builder.passes.match.match_rotary import rotated
 
 aten = torch.ops.aten
 
@@ -37,11 +39,11 @@ _ROTATION = Op(
 )
 
 
-@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"))
+@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
 def match_complex_rotary(graph: FxGraph, ctx: PassContext) -> bool:
     """real(complex(x) * polar(1, positions * inv_freq)) -> rotary(x, rotary_tables(positions, inv_freq), interleaved).
 
-    The heads of a rotary stand behind the tokens: heads before tokens are exchanged on both sides.
+    `rotary` takes heads after tokens: heads before tokens are exchanged on both sides.
     """
     tables: dict[FxNode, tuple[FxNode, FxNode]] = {}
     changed = False
@@ -97,9 +99,4 @@ def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, ta
         if user.target is aten.to.dtype and tensor(user).dtype == tensor(x.args[0]).dtype:
             x, end = x.args[0], user
     with ctx.before(end):
-        if found["heads_dim"] == 1:
-            x = ctx.call(graph, aten.transpose.int, x, 1, 2)
-        new = ctx.call(graph, torch.ops.precast.rotary.default, x, *tables, interleaved=True)
-        if found["heads_dim"] == 1:
-            new = ctx.call(graph, aten.transpose.int, new, 1, 2)
-    ctx.replace(end, new)
+        ctx.replace(end, rotated(graph, ctx, x, *tables, heads_dim=found["heads_dim"], interleaved=True))

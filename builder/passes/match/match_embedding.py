@@ -1,4 +1,4 @@
-"""Finds token embeddings, with the scale that Gemma's models put behind them."""
+"""Finds token embeddings, with the scale that Gemma's models multiply them by."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Bindings, Capture, Mul, Op, match
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 

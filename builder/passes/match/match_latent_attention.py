@@ -9,7 +9,7 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import node_pass
 
 aten = torch.ops.aten
 
@@ -35,38 +35,30 @@ class _Keys(NamedTuple):
     shared_first: bool
 
 
-@graph_pass(stage="match", version=1, requires=("assemble_copies", "normalise_linear"))
-def match_latent_attention(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="match", version=1, requires=("assemble_copies", "normalise_linear"))
+def match_latent_attention(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """attention(q, cat(k, expand(k_rope)), v) with k, v = split(linear(latent)) -> latent_attention(q, latent, k_rope).
 
     Legal when k and v are all that each head of the product has, in this order, the product has no bias, and the
     attention no sinks and no option that latent attention doesn't know.
     """
-    changed = False
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.precast.attention.default:
-            continue
-        q, k, v, sinks, cu_seqlens = node.args
-        keys, values = _keys(k, ctx), _part(v, False, ctx)
-        plain = sinks is None and all(node.kwargs[name] is None for name in node.kwargs.keys() - _KNOWN)
-        if keys is None or values is None or not plain or not _fits(q, keys, values):
-            continue
-        size = values.end - values.start
-        with ctx.before(node):
-            latent = _tokens(graph, ctx, values.linear.args[0])
-            k_rope = _tokens(graph, ctx, keys.shared)
-            new = ctx.call(
-                graph, torch.ops.precast.latent_attention.default, _queries(graph, ctx, q, keys), latent, k_rope,
-                values.linear.args[1], cu_seqlens, value_size=size,
-                **{name: value for name, value in node.kwargs.items() if name in _KNOWN},
-            )  # fmt: skip
-        ctx.replace(node, new)
-        changed = True
-    return changed
+    if node.target is not torch.ops.precast.attention.default:
+        return None
+    q, k, v, sinks, cu_seqlens = node.args
+    keys, values = _keys(k, ctx), _part(v, False, ctx)
+    plain = sinks is None and all(node.kwargs[name] is None for name in node.kwargs.keys() - _KNOWN)
+    if keys is None or values is None or not plain or not _fits(q, keys, values):
+        return None
+    latent, k_rope = _tokens(graph, ctx, values.linear.args[0]), _tokens(graph, ctx, keys.shared)
+    return ctx.call(
+        graph, torch.ops.precast.latent_attention.default, _queries(graph, ctx, q, keys), latent, k_rope,
+        values.linear.args[1], cu_seqlens, value_size=values.end - values.start,
+        **{name: value for name, value in node.kwargs.items() if name in _KNOWN},
+    )  # fmt: skip
 
 
 def _fits(q: FxNode, keys: _Keys, values: _Part) -> bool:
-    """Whether each query head has a key head of its own, and its product is the key and behind it the value."""
+    """Whether each query head has a key head of its own, and its product is the key, then the value."""
     own = keys.own
     one_product = own.linear is values.linear and own.heads == values.heads == tensor(q).shape[2]
     in_order = own.start == 0 and own.end == values.start and values.end == own.size == values.size
@@ -86,7 +78,7 @@ def _keys(k: FxNode, ctx: PassContext) -> _Keys | None:
 
 
 def _part(node: FxNode, heads_first: bool, ctx: PassContext) -> _Part | None:
-    """What of a product's heads the node is, heads before tokens or behind them; None where it is something else."""
+    """What of a product's heads the node is, heads before tokens or after them; None where it is something else."""
     bounds = None
     while node.target is aten.transpose.int or node.target is aten.slice.Tensor:
         if node.target is aten.transpose.int:

@@ -10,9 +10,10 @@ from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Add, Bindings, Capture, Cast, Either, Mul, Number, Op, match
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import one_spelling_of_views
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.precast
 
 _X = Cast(Capture("x"))
 _DIMS = Capture("dims")
@@ -24,8 +25,10 @@ _CENTRED = Op(aten.sub.Tensor, _X, Op(aten.mean.dim, _X, _DIMS, True))
 _VARIANCE = Op(aten.mean.dim, Op(aten.pow.Tensor_Scalar, _CENTRED, 2), _DIMS, True)
 _STANDARDISED = Mul(_CENTRED, Op(aten.rsqrt.default, Add(_VARIANCE, Number("eps"))))
 
-_RMS_NORMS: tuple[tuple[Any, dict[str, Any]], ...] = (
-    # most particular first: a norm without weight is a part of all others
+_NORMS: tuple[tuple[Any, dict[str, Any] | None], ...] = (
+    # layer norms first: a norm of centred elements looks like an rms norm of them
+    (Cast(Mul(_STANDARDISED, _WEIGHT)), None),
+    # then the most particular: a norm without weight is a part of all others
     (Cast(Mul(_NORMALISED, Add(_WEIGHT, 1.0))), {"offset": 1.0, "cast_before_scale": False}),
     (Mul(Capture("weight"), Cast(_NORMALISED)), {"cast_before_scale": True}),
     (Cast(Mul(_NORMALISED, _WEIGHT)), {"cast_before_scale": False}),
@@ -33,39 +36,23 @@ _RMS_NORMS: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"))
+@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
 def match_norms(graph: FxGraph, ctx: PassContext) -> bool:
     """x * rsqrt(mean(x^2) + eps) * w -> rms_norm; (x - mean) * rsqrt(var + eps) * w -> layer_norm."""
-    changed = _match_layer_norms(graph, ctx)
-    for pattern, attributes in _RMS_NORMS:
+    changed = False
+    for pattern, attributes in _NORMS:
         for node in list(graph.nodes):
-            found = _find(pattern, node, ctx)
+            found = _layer_norm(node, ctx) if attributes is None else _find(pattern, node, ctx)
             if found is None:
                 continue
+            x, weight, eps = found["x"], found.get("weight"), float(found["eps"])
             with ctx.before(node):
-                norm = ctx.call(
-                    graph, torch.ops.precast.rms_norm.default, found["x"], found.get("weight"),
-                    eps=float(found["eps"]), **attributes,
-                )  # fmt: skip
+                if attributes is None:
+                    norm = ctx.call(graph, ops.layer_norm.default, x, weight, found.get("bias"), eps=eps)
+                else:
+                    norm = ctx.call(graph, ops.rms_norm.default, x, weight, eps=eps, **attributes)
             ctx.replace(node, norm)
-            _erase(graph, node)
-            changed = True
-    return changed
-
-
-def _match_layer_norms(graph: FxGraph, ctx: PassContext) -> bool:
-    """Before the others: a norm of centred elements looks like an rms norm of them."""
-    changed = False
-    for node in list(graph.nodes):
-        found = _layer_norm(node, ctx)
-        if found is not None:
-            with ctx.before(node):
-                norm = ctx.call(
-                    graph, torch.ops.precast.layer_norm.default, found["x"], found["weight"], found.get("bias"),
-                    eps=float(found["eps"]),
-                )  # fmt: skip
-            ctx.replace(node, norm)
-            _erase(graph, node)
+            graph.erase_node(node)  # so that no later pattern finds it again
             changed = True
     return changed
 
@@ -92,10 +79,4 @@ def _layer_norm(node: FxNode, ctx: PassContext) -> Bindings | None:
         given: Bindings = {"weight": None, "bias": None, "eps": 1e-5}
         given |= dict(zip(("x", "shape", "weight", "bias", "eps"), node.args, strict=False))
         return given if len(given["shape"]) == 1 else None
-    return _find(Cast(Mul(_STANDARDISED, _WEIGHT)), node, ctx)
-
-
-def _erase(graph: FxGraph, node: FxNode) -> None:
-    """Takes the matched root away, so that no later pattern finds it again."""
-    if not node.users:
-        graph.erase_node(node)
+    return _find(_NORMS[0][0], node, ctx)

@@ -10,7 +10,8 @@ from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Add, Bindings, Capture, Either, Mul, Number, Op, match
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import node_pass
+from precast.builder.passes.match.match_rotary import rotated
 
 aten = torch.ops.aten
 
@@ -33,27 +34,17 @@ _ROTATION = Op(
 )
 
 
-@graph_pass(stage="match", version=1, requires=("match_rotary_tables",))
-def match_paired_rotary(graph: FxGraph, ctx: PassContext) -> bool:
-    """cat(a * cos - b * sin, b * cos + a * sin) -> rotary(cat(a, b), cos, sin), with the heads behind the tokens.
+@node_pass(stage="match", version=1, requires=("match_rotary_tables",))
+def match_paired_rotary(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+    """cat(a * cos - b * sin, b * cos + a * sin) -> rotary(cat(a, b), cos, sin), with the heads after the tokens.
 
     `a` and `b` are the even and the odd elements of a head, or any others: their halves are not put back in pairs.
     """
-    changed = False
-    for node in list(graph.nodes):
-        found = match(_ROTATION, node) if node.target is aten.cat.default else None
-        if found is None or not _is_rotation(node, found, ctx):
-            continue
-        with ctx.before(node):
-            x = ctx.call(graph, aten.cat.default, [found["a"], found["b"]], 3)
-            if found["heads_dim"] == 1:
-                x = ctx.call(graph, aten.transpose.int, x, 1, 2)
-            new = ctx.call(graph, torch.ops.precast.rotary.default, x, found["cos"], found["sin"], interleaved=False)
-            if found["heads_dim"] == 1:
-                new = ctx.call(graph, aten.transpose.int, new, 1, 2)
-        ctx.replace(node, new)
-        changed = True
-    return changed
+    found = match(_ROTATION, node) if node.target is aten.cat.default else None
+    if found is None or not _is_rotation(node, found, ctx):
+        return None
+    x = ctx.call(graph, aten.cat.default, [found["a"], found["b"]], 3)
+    return rotated(graph, ctx, x, found["cos"], found["sin"], heads_dim=found["heads_dim"], interleaved=False)
 
 
 def _is_rotation(node: FxNode, found: Bindings, ctx: PassContext) -> bool:

@@ -9,14 +9,14 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Add, Bindings, Capture, Cast, Mul, Number, Op, match
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 
 
 @graph_pass(stage="match", version=1, requires=("match_rotary_tables",))
 def match_rotary(graph: FxGraph, ctx: PassContext) -> bool:
-    """x * cos + rotate_half(x) * sin -> rotary(x, cos, sin), with the heads behind the tokens.
+    """x * cos + rotate_half(x) * sin -> rotary(x, cos, sin), with the heads after the tokens.
 
     Heads before tokens (`[1, H, T, D]`) are exchanged on both sides; later passes cancel that against the
     exchanges around the attention. A part of the head that passes through unrotated is taken into the op.
@@ -30,13 +30,10 @@ def match_rotary(graph: FxGraph, ctx: PassContext) -> bool:
     for node in list(graph.nodes):
         found = match(_PARTIAL, node) if node.target is aten.cat.default else None
         if found is not None and found["end"] == tensor(found["x"]).shape[3]:
+            interleaved = found["rotation"].kwargs["interleaved"]
             with ctx.before(node):
-                heads_last = ctx.call(graph, aten.transpose.int, found["x"], 1, 2)
-                whole = ctx.call(
-                    graph, torch.ops.precast.rotary.default, heads_last, found["cos"], found["sin"],
-                    interleaved=found["rotation"].kwargs["interleaved"],
-                )  # fmt: skip
-                ctx.replace(node, ctx.call(graph, aten.transpose.int, whole, 1, 2))
+                x, cos, sin = found["x"], found["cos"], found["sin"]
+                ctx.replace(node, rotated(graph, ctx, x, cos, sin, heads_dim=1, interleaved=interleaved))
             changed = True
     return changed
 
@@ -59,17 +56,24 @@ def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, in
     if tensor(end).dtype != tensor(x).dtype:
         return False  # wider tables make a wider result, which the op does not
     with ctx.before(end):
-        if found["heads_dim"] == 1:
-            x = ctx.call(graph, aten.transpose.int, x, 1, 2)
-        new = ctx.call(graph, torch.ops.precast.rotary.default, x, found["cos"], found["sin"], interleaved=interleaved)
-        if found["heads_dim"] == 1:
-            new = ctx.call(graph, aten.transpose.int, new, 1, 2)
+        heads_dim = found["heads_dim"]
+        new = rotated(graph, ctx, x, found["cos"], found["sin"], heads_dim=heads_dim, interleaved=interleaved)
     ctx.replace(end, new)
     return True
 
 
+def rotated(
+    graph: FxGraph, ctx: PassContext, x: FxNode, cos: FxNode, sin: FxNode, *, heads_dim: int, interleaved: bool
+) -> FxNode:
+    """The heads `x` `[1, T, H, D]`, or with heads before tokens (`heads_dim` 1), turned by the tables."""
+    if heads_dim == 1:
+        x = ctx.call(graph, aten.transpose.int, x, 1, 2)
+    new = ctx.call(graph, torch.ops.precast.rotary.default, x, cos, sin, interleaved=interleaved)
+    return ctx.call(graph, aten.transpose.int, new, 1, 2) if heads_dim == 1 else new
+
+
 def _table(name: str, interleaved: bool) -> Any:
-    """A table as wide as a head, with a dimension for the heads: before the tokens (1) or behind them (2)."""
+    """A table as wide as a head, with a dimension for the heads: before the tokens (1) or after them (2)."""
     half = Capture(name)
     wide = Op(aten.repeat_interleave.self_int, half, 2, 2) if interleaved else Op(aten.cat.default, [half, half], 2)
     return Op(aten.unsqueeze.default, wide, Number("heads_dim"))

@@ -8,7 +8,8 @@ from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Bindings, Capture, Cast, Either, Mul, Op, match
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import one_spelling_of_views
 
 aten = torch.ops.aten
 
@@ -18,7 +19,7 @@ _HALVES = Op(aten.cat.default, [Capture("angles"), Capture("angles")], 2)
 _PAIRS = Op(aten.repeat_interleave.self_int, Capture("angles"), 2, Either(-1, 2))
 
 
-@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"))
+@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
 def match_rotary_tables(graph: FxGraph, ctx: PassContext) -> bool:
     """cos(widen(positions * inv_freq)) * scale, and sin likewise -> widen(rotary_tables(positions, inv_freq))."""
     changed = False
@@ -61,9 +62,9 @@ def _angles(wide: FxNode, ctx: PassContext) -> Bindings | None:
 
 
 def _scaled(node: FxNode) -> tuple[FxNode, float]:
-    """The end of the chain `* number`, `.to(dtype)` behind the node, and the product of the numbers.
+    """The end of the chain `* number`, `.to(dtype)` after the node, and the product of the numbers.
 
-    The chain ends with the first conversion: behind it, products are rounded to another type.
+    The chain ends with the first conversion: after it, products are rounded to another type.
     """
     scale = 1.0
     while len(node.users) == 1:

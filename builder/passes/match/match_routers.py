@@ -17,8 +17,9 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate
 from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.nodes import argument
 from precast.builder.graph.sizes import expr_of, shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph import symbols
 from precast.ir.ops.rows_experts import GROUP_SCORES, SCORINGS
 from precast.kernels.route.route import route
@@ -251,8 +252,7 @@ def _is_unordered(ids: FxNode) -> bool:
     picked = ids.args[0] if ids.target is operator.getitem else None
     if picked is None or picked.target is not aten.topk.default:
         return False
-    given = dict(zip(("self", "k", "dim", "largest", "sorted"), picked.args, strict=False)) | picked.kwargs
-    return given.get("sorted", True) is False
+    return argument(picked, "sorted") is False
 
 
 def _ranks_logits(router: _Router) -> bool:

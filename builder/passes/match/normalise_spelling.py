@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.graph.nodes import argument
+from precast.builder.passes.graph_pass import NodeFunction, node_pass
 
 aten = torch.ops.aten
 
 
-@graph_pass(stage="match", version=1)
-def normalise_spelling(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="match", version=1)
+def normalise_spelling(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """stack -> cat; repeat, repeat_interleave -> expand; table[ids] -> embedding; ..."""
-    changed = False
-    for node in list(graph.nodes):
-        spell = _SPELLINGS.get(node.target) if node.op == "call_function" else None
-        if spell is None:
-            continue
-        with ctx.before(node):
-            new = spell(graph, ctx, node)
-        if new is not None:
-            ctx.replace(node, new)
-            graph.erase_node(node)
-            changed = True
-    return changed
+    spell = _SPELLINGS.get(node.target)
+    return spell(graph, ctx, node) if spell else None
 
 
 def _stack(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
-    parts, dim = node.args[0], (node.args[1] if len(node.args) > 1 else 0) % tensor(node).dim()
-    return ctx.call(graph, aten.cat.default, [ctx.call(graph, aten.unsqueeze.default, p, dim) for p in parts], dim)
+    dim = argument(node, "dim") % tensor(node).dim()
+    parts = [ctx.call(graph, aten.unsqueeze.default, part, dim) for part in node.args[0]]
+    return ctx.call(graph, aten.cat.default, parts, dim)
 
 
 def _repeat(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-    """Whole copies one behind the other: a new dimension before each repeated one, merged into it."""
+    """Whole copies, one after another: a new dimension before each repeated one, merged into it."""
     x, repeats = node.args
     while tensor(x).dim() < len(repeats):
         x = ctx.call(graph, aten.unsqueeze.default, x, 0)
@@ -53,12 +45,9 @@ def _repeat(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
 
 
 def _repeat_interleave(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-    """Each element several times in a row: a new dimension behind it, merged into it."""
-    x, count = node.args[:2]
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    if dim is None:
-        return None
-    return _copies(graph, ctx, x, dim % tensor(x).dim(), count, before=False)
+    """Each element several times in a row: a new dimension after it, merged into it."""
+    (x, count), dim = node.args[:2], argument(node, "dim")
+    return None if dim is None else _copies(graph, ctx, x, dim % tensor(x).dim(), count, before=False)
 
 
 def _copies(graph: FxGraph, ctx: PassContext, x: FxNode, dim: int, count: Any, *, before: bool) -> FxNode | None:
@@ -114,8 +103,7 @@ def _index_select(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | No
 
 
 def _concatenate(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % tensor(node).dim()
-    return ctx.call(graph, aten.cat.default, node.args[0], dim)
+    return ctx.call(graph, aten.cat.default, node.args[0], argument(node, "dim") % tensor(node).dim())
 
 
 def _expand_as(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
@@ -156,14 +144,12 @@ def _softmax(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
 
 
 def _clamp(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
-    given: list[Any] = [*node.args, None, None]
-    x, low, high = given[:3]
-    low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+    x, low, high = (argument(node, name) for name in ("self", "min", "max"))
     raised: FxNode = x if low is None else ctx.call(graph, aten.maximum.default, x, low)
     return raised if high is None else ctx.call(graph, aten.minimum.default, raised, high)
 
 
-def _full_like(value: float | None) -> Callable[[FxGraph, PassContext, FxNode], FxNode | None]:
+def _full_like(value: float | None) -> NodeFunction:
     def spell(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
         filling = node.args[1] if value is None else value
         plain = node.args == (node.args[0], *(() if value is not None else (filling,)))
@@ -178,7 +164,7 @@ def _full_like(value: float | None) -> Callable[[FxGraph, PassContext, FxNode], 
     return spell
 
 
-_SPELLINGS: dict[Any, Callable[[FxGraph, PassContext, FxNode], FxNode | None]] = {
+_SPELLINGS: dict[Any, NodeFunction] = {
     aten.stack.default: _stack,
     aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeat_interleave,

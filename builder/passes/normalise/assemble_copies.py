@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.nodes import argument, is_write
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 
@@ -58,12 +57,12 @@ def _copies(node: FxNode, ctx: PassContext) -> list[FxNode] | None:
     copies.sort(key=order.__getitem__)
     first, last = order[copies[0]], order[copies[-1]]
     others = [n for n, at in order.items() if first < at < last and n not in copies]
-    writes = any(n.op == "call_function" and _writes(n) for n in others)
+    writes = any(is_write(n) for n in others)
     return None if writes or any(order[reader] < last for reader in readers) else copies
 
 
 def _cover(node: FxNode, copies: list[FxNode]) -> bool:
-    """Whether the parts are one behind the other along one dimension, from its start to its end."""
+    """Whether the parts follow each other along one dimension, from its start to its end."""
     parts = sorted(_part(copy.args[0]) for copy in copies)
     dim, end = parts[0][0], 0
     for other, start, stop, step in parts:
@@ -75,8 +74,7 @@ def _cover(node: FxNode, copies: list[FxNode]) -> bool:
 
 def _part(part: FxNode) -> tuple[int, int, int, int]:
     """Dimension, start, end and step of a slice, none of them negative; an end of -1 where the size is a symbol."""
-    args: list[Any] = list(part.args)
-    whole, dim, start, end, step = args + [0, None, None, 1][len(args) - 1 :]
+    whole, dim, start, end, step = (argument(part, name) for name in ("self", "dim", "start", "end", "step"))
     shape = tensor(whole).shape
     dim %= len(shape)
     if not isinstance(shape[dim], int):
@@ -90,8 +88,3 @@ def _is_plain(copy: FxNode, ctx: PassContext) -> bool:
     part, source = copy.args[:2]
     same = isinstance(source, FxNode) and shape_of(tensor(source), ctx.symbols) == shape_of(tensor(part), ctx.symbols)
     return same and tensor(source).dtype == tensor(part).dtype and not copy.users
-
-
-def _writes(node: FxNode) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)

@@ -7,7 +7,8 @@ import torch
 from precast.builder.graph.context import ConstantInfo, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.graph.nodes import is_write, placeholder
+from precast.builder.passes.graph_pass import graph_pass
 
 MAX_ELEMENTS = 1 << 16
 """Larger results stay computations: a bundle is small."""
@@ -16,13 +17,12 @@ MAX_ELEMENTS = 1 << 16
 @graph_pass(stage="normalise", version=1)
 def fold_constants(graph: FxGraph, ctx: PassContext) -> bool:
     """f(constants) -> constant, where nothing random, written or of a symbolic size is in it."""
-    anchor = next(node for node in graph.nodes if node.op == "placeholder" and node.name == "cu_seqlens")
+    anchor = placeholder(graph, "cu_seqlens")
     foldable: set[FxNode] = set()
     changed = False
-    for node in list(graph.nodes):
-        if not _is_foldable(node, foldable, ctx):
-            continue
-        foldable.add(node)
+    for node in graph.nodes:
+        if _is_foldable(node, foldable, ctx):
+            foldable.add(node)
     for node in list(graph.nodes):
         if node in foldable and any(user not in foldable for user in node.users):
             try:
@@ -38,15 +38,11 @@ def fold_constants(graph: FxGraph, ctx: PassContext) -> bool:
 
 def _is_foldable(node: FxNode, foldable: set[FxNode], ctx: PassContext) -> bool:
     value = node.meta.get("val")
-    if (
-        node.op != "call_function"
-        or not isinstance(value, torch.Tensor)
-        or node.target is torch.ops.aten.detach_.default
-    ):
+    if not isinstance(value, torch.Tensor) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    tags = getattr(node.target, "tags", ())
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
+    if is_write(node) or node.target is torch.ops.aten.detach_.default:
+        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     if not all(isinstance(size, int) for size in value.shape) or value.numel() > MAX_ELEMENTS:
         return False

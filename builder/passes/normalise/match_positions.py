@@ -6,8 +6,9 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.nodes import placeholder
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import node_pass
 from precast.ir.graph import symbols
 
 aten = torch.ops.aten
@@ -26,26 +27,20 @@ _EACH = (
 )  # fmt: skip
 
 
-@graph_pass(stage="normalise", version=1)
-def match_positions(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="normalise", version=1)
+def match_positions(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """arange(T) -> positions[0], where the numbers find rows of a table, or are computed with one by one.
 
     The model sees one sequence from its start, and counts its tokens; a batch has several, and parts of them: there
     each token has its own position, and what a token's number says of that token alone, its position says. Numbers
     that tell of anything else, such as which rows of the tokens to take, how far two tokens are apart, or how many
-    are to come, are left, and refused behind the passes.
+    are to come, are left, and refused after the passes.
     """
-    positions = next((node for node in graph.nodes if node.op == "placeholder" and node.name == "positions"), None)
-    changed = False
-    for node in list(graph.nodes):
-        if positions is None or node.target not in _COUNTS or not _is_count_of_tokens(node, ctx):
-            continue
-        if all(_is_of_one_token(user, node, ctx) for user in node.users):
-            with ctx.before(node):
-                new = ctx.call(graph, aten.select.int, positions, 0, 0)
-            ctx.replace(node, new)
-            changed = True
-    return changed
+    if node.target not in _COUNTS or not _is_count_of_tokens(node, ctx):
+        return None
+    if not all(_is_of_one_token(user, node, ctx) for user in node.users):
+        return None
+    return ctx.call(graph, aten.select.int, placeholder(graph, "positions"), 0, 0)
 
 
 def _is_count_of_tokens(node: FxNode, ctx: PassContext) -> bool:

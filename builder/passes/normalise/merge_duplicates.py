@@ -9,7 +9,8 @@ import torch
 from precast.builder.graph.context import PassContext
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.layers import layer_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.graph.nodes import is_write
+from precast.builder.passes.graph_pass import graph_pass
 
 
 @graph_pass(stage="normalise", version=1)
@@ -18,7 +19,7 @@ def merge_duplicates(graph: FxGraph, ctx: PassContext) -> bool:
     changed = False
     seen: dict[Any, FxNode] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        if node.op != "call_function" or is_write(node):
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs), layer_of(node))
         first = seen.setdefault(key, node)

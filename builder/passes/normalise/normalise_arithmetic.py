@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.nodes import argument
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import NodeFunction, node_pass
 
 aten = torch.ops.aten
 
-Spell = Callable[[FxGraph, PassContext, FxNode], FxNode | None]
 
-
-@graph_pass(stage="normalise", version=1)
-def normalise_arithmetic(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="normalise", version=1)
+def normalise_arithmetic(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """square -> x * x; std -> sqrt of a mean; logical_and -> minimum; where with a number -> masked_fill; ..."""
-    changed = False
-    for node in list(graph.nodes):
-        spell = _SPELLINGS.get(node.target) if node.op == "call_function" else None
-        if spell is None:
-            continue
-        with ctx.before(node):
-            new = spell(graph, ctx, node)
-        if new is not None:
-            ctx.replace(node, new)
-            graph.erase_node(node)
-            changed = True
-    return changed
+    spell = _SPELLINGS.get(node.target)
+    return spell(graph, ctx, node) if spell else None
 
 
 def _square(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
     return ctx.call(graph, aten.mul.Tensor, node.args[0], node.args[0])
 
 
-def _as(target: Any) -> Spell:
+def _as(target: Any) -> NodeFunction:
     """The same arguments for an op of another name, if it has as many (`alpha` of a sum is none of them)."""
     count = sum(not arg.kwarg_only for arg in target._schema.arguments)
 
@@ -49,7 +37,7 @@ def _as(target: Any) -> Spell:
     return spell
 
 
-def _of_truth_values(target: Any) -> Spell:
+def _of_truth_values(target: Any) -> NodeFunction:
     """Logical operations on truth values are minima and maxima of them; on numbers they have no other spelling."""
 
     def spell(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
@@ -60,11 +48,11 @@ def _of_truth_values(target: Any) -> Spell:
     return spell
 
 
-def _spread(*, root: bool) -> Spell:
+def _spread(*, root: bool) -> NodeFunction:
     """The sum of squared distances from the mean / n, or its root; n: all elements, one less where it is unbiased."""
 
     def spell(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-        x, dims, unbiased, keep = tuple(node.args) + (None, True, False)[len(node.args) - 1 :]
+        x, dims, unbiased, keep = (argument(node, name) for name in ("self", "dim", "unbiased", "keepdim"))
         sizes = [tensor(x).shape[dim] for dim in dims or ()]
         if not sizes or node.kwargs or not all(isinstance(size, int) for size in sizes):
             return None
@@ -105,8 +93,7 @@ def _where_scalar(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | No
 
 
 def _rms_norm(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-    given: list[Any] = [*node.args, None, None]
-    x, shape, weight, eps = given[:4]
+    x, shape, weight, eps = (argument(node, name) for name in ("input", "normalized_shape", "weight", "eps"))
     if len(shape) != 1:
         return None
     if eps is None:  # that of the type that torch computes it in
@@ -124,8 +111,8 @@ def _baddbmm(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
 
 def _vector_norm(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """The root of a sum of powers, in the type that the norm is computed in."""
-    x, order, dims, keep = tuple(node.args) + (2, None, False)[len(node.args) - 1 :]
-    if not 0 < order < math.inf or dims is None or node.kwargs.get("dtype") is not None:
+    x, order, dims, keep, dtype = (argument(node, name) for name in ("self", "ord", "dim", "keepdim", "dtype"))
+    if not 0 < order < math.inf or dims is None or dtype is not None:
         return None
     wide = _widened(graph, ctx, x)
     total = ctx.call(graph, aten.sum.dim_IntList, _power(graph, ctx, wide, order), dims, keep)
@@ -148,7 +135,7 @@ def _reciprocal(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
     return ctx.call(graph, aten.pow.Tensor_Scalar, node.args[0], -1.0)
 
 
-_SPELLINGS: dict[Any, Spell] = {
+_SPELLINGS: dict[Any, NodeFunction] = {
     aten.square.default: _square,
     aten.mul.Scalar: _as(aten.mul.Tensor),
     aten.multiply.Tensor: _as(aten.mul.Tensor),

@@ -8,7 +8,7 @@ from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.match import Capture, Op, match
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import node_pass
 from precast.ir.graph.schema import Transpose
 
 aten = torch.ops.aten
@@ -20,31 +20,22 @@ _CONV1D = Op(
 )
 
 
-@graph_pass(stage="normalise", version=1, requires=("normalise_views",))
-def normalise_linear(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="normalise", version=1, requires=("normalise_views",))
+def normalise_linear(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """addmm(bias, x.view(-1, in), weight[in, out]).view(..., out) -> linear(x, weight^T, bias); x @ W^T -> linear."""
-    changed = False
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten.matmul.default and _is_transposed(node.args[1], ctx):
-            with ctx.before(node):
-                ctx.replace(node, ctx.call(graph, aten.linear.default, node.args[0], node.args[1].args[0]))
-            changed = True
-            continue
-        found = match(_CONV1D, node) if node.op == "call_function" else None
-        if found is None or not ctx.is_param(found["weight"]) or not ctx.is_param(found["bias"]):
-            continue
-        x, weight = found["x"], found["weight"]
-        in_size, out_size = tensor(weight).shape
-        if shape_of(tensor(node), ctx.symbols) != (*shape_of(tensor(x), ctx.symbols)[:-1], out_size):
-            continue
-        info = ctx.params[weight.name]
-        transposed = ctx.new_param(
-            graph, weight, info.name + ".transposed", Transpose(info.recipe, 0, 1), (out_size, in_size)
-        )
-        with ctx.before(node):
-            ctx.replace(node, ctx.call(graph, aten.linear.default, x, transposed, found["bias"]))
-        changed = True
-    return changed
+    if node.target is aten.matmul.default and _is_transposed(node.args[1], ctx):
+        return ctx.call(graph, aten.linear.default, node.args[0], node.args[1].args[0])
+    found = match(_CONV1D, node)
+    if found is None or not ctx.is_param(found["weight"]) or not ctx.is_param(found["bias"]):
+        return None
+    x, weight = found["x"], found["weight"]
+    in_size, out_size = tensor(weight).shape
+    if shape_of(tensor(node), ctx.symbols) != (*shape_of(tensor(x), ctx.symbols)[:-1], out_size):
+        return None
+    info = ctx.params[weight.name]
+    recipe = Transpose(info.recipe, 0, 1)
+    transposed = ctx.new_param(graph, weight, info.name + ".transposed", recipe, (out_size, in_size))
+    return ctx.call(graph, aten.linear.default, x, transposed, found["bias"])
 
 
 def _is_transposed(node: FxNode, ctx: PassContext) -> bool:

@@ -9,15 +9,14 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.graph.nodes import argument
+from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import CONVERSIONS, VIEWS, one_spelling_of_views
 
 aten = torch.ops.aten
 
-_RESHAPES = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.view_as.default, aten.reshape_as.default,
-}  # fmt: skip
-_CONVERSIONS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default}
+_RESHAPES = VIEWS | {aten.reshape.default}
+_CONVERSIONS = CONVERSIONS | {aten.to.dtype}
 _SPLITS = {
     aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
 }  # fmt: skip
@@ -28,7 +27,7 @@ _DIMS = {
 }  # fmt: skip
 
 
-@graph_pass(stage="normalise", version=1)
+@graph_pass(stage="normalise", version=1, after=(one_spelling_of_views,))
 def normalise_views(graph: FxGraph, ctx: PassContext) -> bool:
     """view, flatten, ... -> reshape; type_as, ... -> to; split, chunk, unbind -> slice, select; dims not negative."""
     changed = False
@@ -108,16 +107,13 @@ def _bounds(args: list[Any], size: Any) -> tuple[Any, Any]:
 
 def _replace_item(graph: FxGraph, item: FxNode, ctx: PassContext) -> None:
     split, index = item.args
-    source = split.args[0]
-    parts = split.meta["val"]
-    if split.target is aten.unbind.int:
-        dim = (split.args[1] if len(split.args) > 1 else 0) % tensor(source).dim()
-        with ctx.before(item):
+    source, parts = split.args[0], split.meta["val"]
+    dim = argument(split, "dim") % tensor(source).dim()
+    with ctx.before(item):
+        if split.target is aten.unbind.int:
             new = ctx.call(graph, aten.select.int, source, dim, index)
-    else:
-        dim = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % tensor(source).dim()
-        start = sum(part.shape[dim] for part in parts[:index])
-        with ctx.before(item):
+        else:
+            start = sum(part.shape[dim] for part in parts[:index])
             new = ctx.call(graph, aten.slice.Tensor, source, dim, start, start + parts[index].shape[dim], 1)
     ctx.replace(item, new)
     graph.erase_node(item)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from precast.builder.graph.context import PassContext
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.layers import layer_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 
 
 @graph_pass(stage="normalise", version=1)
 def order_nodes(graph: FxGraph, ctx: PassContext) -> bool:
-    """Nodes between layers stand in the order in which what comes behind them uses them first."""
+    """Nodes between layers stand in the order in which later nodes first use them."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     changed = False
     for run in reversed(_runs(graph)):  # from the end: the users' order is final before the used ones'
@@ -44,9 +44,9 @@ def _runs(graph: FxGraph) -> list[list[FxNode]]:
 
 
 def _by_first_use(run: Sequence[FxNode], position: dict[FxNode, int]) -> list[FxNode]:
-    """The run's nodes: those that others use first come first, each behind its arguments.
+    """The run's nodes: those that others use first come first, each after its arguments.
 
-    A node that nobody uses stays where it can: in front.
+    A node that nobody uses comes first of all.
     """
     inside = set(run)
     uses = {node: _first_use(node, inside, position) for node in run}
@@ -64,7 +64,7 @@ def _first_use(node: FxNode, inside: set[FxNode], position: dict[FxNode, int]) -
 
 
 def _place(node: FxNode, inside: set[FxNode], ordered: dict[FxNode, None]) -> None:
-    """Puts the node behind its arguments of the run, and those behind theirs."""
+    """Puts the node after its arguments of the run, and those after theirs."""
     stack = [node]
     while stack:
         top = stack[-1]

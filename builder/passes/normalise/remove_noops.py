@@ -7,30 +7,22 @@ import torch
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.sizes import shape_of
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import node_pass
+from precast.builder.passes.invariants import CONVERSIONS
 
 aten = torch.ops.aten
 
-_SAME_ELEMENTS = {
+_SAME_ELEMENTS = CONVERSIONS | {
     aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.detach_.default,
     aten.dropout.default, aten.lift_fresh_copy.default, aten.slice.Tensor, aten.expand.default, aten.to.dtype,
-    aten.to.device, aten.to.dtype_layout, aten.view.default, aten.reshape.default, aten._to_copy.default,
-    aten.type_as.default,
+    aten.view.default, aten.reshape.default,
 }  # fmt: skip
 
 
-@graph_pass(stage="normalise", version=1)
-def remove_noops(graph: FxGraph, ctx: PassContext) -> bool:
+@node_pass(stage="normalise", version=1)
+def remove_noops(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
     """x.alias(), x.to(x.dtype), x[:], x.view(x.shape), x * 1.0 -> x."""
-    changed = False
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if _is_noop(node, ctx):
-            ctx.replace(node, node.args[0])
-            graph.erase_node(node)
-            changed = True
-    return changed
+    return node.args[0] if _is_noop(node, ctx) else None
 
 
 def _is_noop(node: FxNode, ctx: PassContext) -> bool:

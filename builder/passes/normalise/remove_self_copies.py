@@ -8,7 +8,8 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.graph.nodes import is_write
+from precast.builder.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 
@@ -53,8 +54,8 @@ def _place(node: FxNode, uniform: bool) -> tuple[Any, ...]:
 
 def _is_written(node: FxNode) -> bool:
     """Whether the node is its first argument, written: what `x[a:b] += y` then assigns to `x[a:b]`."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and schema.name.startswith("aten::") and schema.name.endswith("_")
+    name = node.target._schema.name if is_write(node) else ""
+    return name.startswith("aten::") and name.endswith("_")
 
 
 def _is_uniform(node: FxNode) -> bool:

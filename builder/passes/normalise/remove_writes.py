@@ -9,7 +9,8 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.graph.nodes import argument, is_write
+from precast.builder.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 def remove_writes(graph: FxGraph, ctx: PassContext) -> bool:
     """x.div_(y), then uses of x -> z = x.div(y), then uses of z.
 
-    Legal when nothing that shares x's memory is read behind the write by another name, and x is no input. Runs before
+    Legal when nothing that shares x's memory is read after the write by another name, and x is no input. Runs before
     `remove_noops`, which would make one of a tensor and its copy.
     """
     changed = False
@@ -32,8 +33,8 @@ def remove_writes(graph: FxGraph, ctx: PassContext) -> bool:
             continue
         with ctx.before(node):
             new = _written(graph, ctx, node, pure)
-        behind = _behind(node)
-        written.replace_all_uses_with(new, delete_user_cb=behind.__contains__)
+        later = _following(node)
+        written.replace_all_uses_with(new, delete_user_cb=later.__contains__)
         ctx.replace(node, new)
         graph.erase_node(node)
         changed = True
@@ -53,21 +54,19 @@ def _write_part(graph: FxGraph, ctx: PassContext, node: FxNode, pure: Any) -> bo
     part: FxNode = node.args[0]
     if part.target is not aten.slice.Tensor or not _owns(part.args[0], node, but=part):
         return False
-    args: tuple[Any, ...] = tuple(part.args)
-    missing: tuple[Any, ...] = (0, None, None, 1)
-    base, dim, start, end, step = args + missing[len(args) - 1 :]
+    base, dim, start, end, step = (argument(part, name) for name in ("self", "dim", "start", "end", "step"))
     size = tensor(base).shape[dim]
     if step != 1 or not isinstance(size, int):
         return False
     start, end, _ = slice(start, end).indices(size)
-    behind = _behind(node)
+    later = _following(node)
     with ctx.before(node):
         new = _written(graph, ctx, node, pure)
         before = [ctx.call(graph, aten.slice.Tensor, base, dim, 0, start)] if start else []
         after = [ctx.call(graph, aten.slice.Tensor, base, dim, end, size)] if end < size else []
         whole = ctx.call(graph, aten.cat.default, [*before, new, *after], dim)
-    base.replace_all_uses_with(whole, delete_user_cb=behind.__contains__)
-    part.replace_all_uses_with(new, delete_user_cb=behind.__contains__)
+    base.replace_all_uses_with(whole, delete_user_cb=later.__contains__)
+    part.replace_all_uses_with(new, delete_user_cb=later.__contains__)
     ctx.replace(node, new)
     graph.erase_node(node)
     return True
@@ -75,9 +74,9 @@ def _write_part(graph: FxGraph, ctx: PassContext, node: FxNode, pure: Any) -> bo
 
 def _pure(node: FxNode) -> Any:
     """The op that computes what this one writes into its first argument, if it is such an op."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
+    if node.op != "call_function" or not is_write(node):
         return None
+    schema = node.target._schema
     space, _, name = schema.name.partition("::")
     written = [arg.name for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
     if space != "aten" or not name.endswith("_") or written != [schema.arguments[0].name]:
@@ -94,9 +93,9 @@ def _owns(written: FxNode, node: FxNode, but: FxNode | None = None) -> bool:
     root = _root(written)
     if root.op != "call_function":
         return False
-    behind = _behind(node)
-    sharing = [other for other in _sharing(root) if other not in (written, node, but) and other not in behind]
-    return not any(user in behind for other in sharing for user in other.users)
+    later = _following(node)
+    sharing = [other for other in _sharing(root) if other not in (written, node, but) and other not in later]
+    return not any(user in later for other in sharing for user in other.users)
 
 
 def _root(node: FxNode) -> FxNode:
@@ -126,8 +125,8 @@ def _returns_views(node: FxNode) -> bool:
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
-def _behind(node: FxNode) -> set[FxNode]:
-    """All nodes behind this one."""
+def _following(node: FxNode) -> set[FxNode]:
+    """All nodes after this one."""
     found = set()
     following: Any = node.next
     while following.op != "root":

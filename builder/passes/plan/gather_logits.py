@@ -8,27 +8,28 @@ import torch
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.pipeline import graph_pass
+from precast.builder.graph.nodes import placeholder
+from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.invariants import all_have_caches
 
 aten = torch.ops.aten
 
 _ROW_BY_ROW = {
-    # ops behind the head that treat each row by itself: soft caps, scales, conversions
+    # ops after the head that treat each row by itself: soft caps, scales, conversions
     aten.mul.Tensor, aten.div.Tensor, aten.tanh.default, aten.to.dtype, aten.add.Tensor, aten.sub.Tensor,
     aten.linear.default,
 }  # fmt: skip
 
 
-@graph_pass(stage="plan", version=1, requires=("insert_caches",))
+@graph_pass(stage="plan", version=1, requires=("insert_caches",), before=(all_have_caches,))
 def gather_logits(graph: FxGraph, ctx: PassContext) -> bool:
-    """head(x) -> head(gather_rows(x, logit_rows)), also through soft caps and scales behind the head."""
+    """head(x) -> head(gather_rows(x, logit_rows)), also through soft caps and scales after the head."""
     (output,) = [node for node in graph.nodes if node.op == "output"]
     logits = output.args[0]["logits"]
     path = _path(logits)
     first = path[-1] if path else None
     rows = ctx.new_symbol("R")
-    after = next(node for node in graph.nodes if node.name == "input_ids")
-    place = ctx.new_input(graph, after, "logit_rows", ctx.empty((rows,), torch.int64))
+    place = ctx.new_input(graph, placeholder(graph, "input_ids"), "logit_rows", ctx.empty((rows,), torch.int64))
     source = logits if first is None else first.args[0]
     with ctx.before(output if first is None else first):
         gathered = ctx.call(graph, torch.ops.precast.gather_rows.default, source, place)

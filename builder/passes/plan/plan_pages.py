@@ -6,7 +6,7 @@ import msgspec
 
 from precast.builder.graph.context import PassContext, tensor
 from precast.builder.graph.fx_types import FxGraph
-from precast.builder.pipeline import graph_pass
+from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph.schema import CachePlan, Group, Slot, Value
 from precast.ir.memory import caches
 
@@ -41,7 +41,7 @@ def plan_pages(graph: FxGraph, ctx: PassContext) -> bool:
 def choose_page_sizes(plan: CachePlan) -> CachePlan:
     """The plan with 8 to 64 tokens a page in each group: the most whose unfilled part is small enough.
 
-    A page at the end of a sequence is filled by half on average, and so is one at the begin of a window. What that
+    A page at the end of a sequence is half full on average, and so is one at the beginning of a window. What that
     costs is compared with all that a sequence of 1024 tokens keeps: where states, or other groups, are most of it,
     pages may be larger.
     """

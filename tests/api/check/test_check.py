@@ -15,7 +15,7 @@ import precast
 from precast.builder import pipeline
 from precast.builder.graph.context import PassContext
 from precast.builder.graph.fx_types import FxGraph
-from precast.builder.pipeline import Pass, graph_pass
+from precast.builder.passes.graph_pass import Pass, graph_pass
 from precast.check.check import compare
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BuildError
@@ -26,8 +26,7 @@ Spoil = Callable[[Callable[[FxGraph], bool]], None]
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
     """`spoil(edit)`: from now on, builds have a pass with a mistake in it, before caches are inserted."""
-    passes = pipeline.passes()
-    place = sum(pipeline.before_caches(step) for step in passes)
+    early, late = pipeline.split(pipeline.PASSES, "shard")
 
     def add(edit: Callable[[FxGraph], bool]) -> None:
         @graph_pass(stage="match", version=1)
@@ -35,8 +34,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Spoil:
             """a -> b"""
             return edit(graph)
 
-        found: tuple[Pass, ...] = (*passes[:place], mistake, *passes[place:])
-        monkeypatch.setattr(pipeline, "passes", lambda: found)
+        found: tuple[Pass, ...] = (*early, mistake, *late)
+        monkeypatch.setattr(pipeline, "PASSES", found)
 
     return add
 

@@ -25,6 +25,7 @@ from precast.builder.source.shrink import random_model, shrink
 from precast.builder.source.source import open_source
 from precast.check.coverage import COMPLETIONS
 from precast.ir.errors import BuildError
+from precast.ir.manifest import PassRecord
 from precast.ir.verify.verifier import verify
 from precast.kernels.registry import register
 
@@ -64,7 +65,7 @@ def small(name: str, **differs: Any) -> PreTrainedConfig:
 def captured(config: PreTrainedConfig, max_seq_len: int = 64) -> Captured:
     register()
     found = capture(open_source(config), Options("float32", max_seq_len))
-    pipeline.run(found.graph, found.ctx, tuple(step for step in pipeline.passes() if pipeline.before_caches(step)))
+    pipeline.run(found.graph, found.ctx, pipeline.split(pipeline.passes(), "shard")[0])
     return found
 
 
@@ -112,7 +113,9 @@ def test_graphs_compute_what_transformers_computes(name: str, differs: dict[str,
 @pytest.mark.parametrize("name", ["minimax", "recurrent_gemma", "rwkv", "xlstm"])
 def test_what_a_sequence_keeps_is_planned_as_states(name: str) -> None:
     found = captured(small(name))
-    pipeline.run(found.graph, found.ctx, tuple(step for step in pipeline.passes() if not pipeline.before_caches(step)))
+    early, late = pipeline.split(pipeline.passes(), "shard")
+    history = tuple(PassRecord(each.name, each.stage, each.version, False, {}) for each in early)
+    pipeline.run(found.graph, found.ctx, late, history=history)
 
     assert {group.spec.kind for group in found.ctx.caches.states} >= {"state"}
     verify(lower(found.graph, found.ctx))

@@ -16,7 +16,7 @@ import remote_model
 import torch
 
 from precast.builder.build import build
-from precast.builder.capture.factory import from_config
+from precast.builder.source.model_class import from_config
 from precast.builder.source.shrink import random_model
 from precast.builder.source.source import open_source
 from precast.check.agreement import PROMPTS, hf_logits, relative_error

@@ -10,7 +10,8 @@ import families
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from precast.builder.source.source import Source, limit, model_class, open_source
+from precast.builder.source.model_class import model_class
+from precast.builder.source.source import Source, limit, open_source
 from precast.ir.errors import BuildError
 
 

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+import transformers
 from reference import evaluate
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precast.builder.capture.factory import make_module, make_whole
 from precast.builder.source.shrink import random_model, shrink
-from precast.builder.weights.recipes import ModelCheckpoint, checkpoint_rules, param_recipes
+from precast.builder.weights.recipes import ModelCheckpoint
 from precast.builder.weights.unused import unused_patterns
 from precast.ir.graph.schema import Cast, Concat, Each, Graph, Param, Read, Recipe, TensorType, Tie
 from precast.ir.manifest import Checkpoint
@@ -24,6 +25,11 @@ from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
 Tensors = dict[str, torch.Tensor]
+
+
+def recipes_of(model: transformers.PreTrainedModel) -> dict[str, Recipe]:
+    """A recipe for each entry of the model's state dict."""
+    return ModelCheckpoint(model).recipes(model.state_dict())
 
 
 def on_meta(config: Any) -> Any:
@@ -69,8 +75,8 @@ def save(model_type: str, directory: Path, **changes: Any) -> Saved:
 def test_params_are_what_was_saved(model_type: str, tmp_path: Path) -> None:
     saved = save(model_type, tmp_path)
 
-    recipes = param_recipes(saved.meta)
-    rules = checkpoint_rules(saved.meta, used=recipes)
+    recipes = recipes_of(saved.meta)
+    rules = ModelCheckpoint(saved.meta).rules(used=recipes)
 
     assert recipes.keys() == saved.state.keys()
     for name, recipe in recipes.items():
@@ -85,7 +91,7 @@ def test_experts_of_the_hub_are_stacked_and_fused(tmp_path: Path) -> None:
     config = shrink(AutoConfig.for_model("mixtral", num_local_experts=8))
     (experts, fused, hidden) = on_meta(config).state_dict()["model.layers.1.mlp.experts.gate_up_proj"].shape
 
-    recipe = param_recipes(on_meta(config))["model.layers.1.mlp.experts.gate_up_proj"]
+    recipe = recipes_of(on_meta(config))["model.layers.1.mlp.experts.gate_up_proj"]
 
     def each(name: str) -> Recipe:
         tensor = f"model.layers.1.block_sparse_moe.experts.*.{name}.weight"
@@ -104,7 +110,7 @@ def test_recipes_are_as_long_for_many_experts_as_for_few() -> None:
             num_hidden_layers=2,
             vocab_size=99,
         )
-        return len(msgspec.msgpack.encode(list(param_recipes(on_meta(config)).values())))
+        return len(msgspec.msgpack.encode(list(recipes_of(on_meta(config)).values())))
 
     assert size(512) - size(8) < 100
 
@@ -129,10 +135,10 @@ def test_what_the_text_decoder_leaves_out_is_listed_as_unused(tmp_path: Path) ->
 
 def test_a_text_model_reads_its_part_of_a_multimodal_checkpoint() -> None:
     meta = on_meta(shrink(AutoConfig.for_model("qwen3_5_text")))
-    names = {read.tensor for recipe in param_recipes(meta).values() for read in ir_recipes.leaves(recipe)}
+    names = {read.tensor for recipe in recipes_of(meta).values() for read in ir_recipes.leaves(recipe)}
     multimodal = {name.replace("model.", "model.language_model.", 1) for name in names}
 
-    rules = checkpoint_rules(meta)
+    rules = ModelCheckpoint(meta).rules()
 
     assert rules.prefixes == {"model.": "model.language_model."}
     assert {ir_recipes.resolve(name, multimodal, rules) for name in names} == multimodal
@@ -208,5 +214,5 @@ def test_unused_patterns(names: list[str], used: list[str], patterns: list[str])
 def test_a_model_that_is_all_used_leaves_nothing_out() -> None:
     meta = on_meta(shrink(AutoConfig.for_model("mixtral")))
 
-    assert checkpoint_rules(meta, used=meta.state_dict()).unused == ()
-    assert checkpoint_rules(meta).unused == Checkpoint().unused
+    assert ModelCheckpoint(meta).rules(used=meta.state_dict()).unused == ()
+    assert ModelCheckpoint(meta).rules().unused == Checkpoint().unused

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precast.builder.capture.factory import make_module
+from precast.builder.source.quantised_options import quantisation_of, unquantised
 from precast.builder.source.shrink import random_model, shrink
-from precast.builder.weights.quantisation import quantisation_of, unquantised
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Graph, Param, TensorType, Tie

@@ -6,14 +6,20 @@ from typing import Any
 
 import families
 import pytest
+import transformers
 from transformers import conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, revert_weight_conversion
 
 from precast.builder.capture.factory import make_module
-from precast.builder.weights.recipes import checkpoint_rules, param_recipes
+from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import Cast, Read, Tie
+from precast.ir.graph.schema import Cast, Read, Recipe, Tie
 from precast.ir.weights.recipes import leaves
+
+
+def recipes_of(model: transformers.PreTrainedModel) -> dict[str, Recipe]:
+    """A recipe for each entry of the model's state dict."""
+    return ModelCheckpoint(model).recipes(model.state_dict())
 
 
 def module(variant: str, dtype: str = "float32") -> Any:
@@ -25,7 +31,7 @@ def test_recipes_read_what_save_pretrained_writes(variant: str) -> None:
     model = families.make_model(variant)
     written = revert_weight_conversion(model, dict(model.state_dict()))
 
-    recipes = param_recipes(module(variant))
+    recipes = recipes_of(module(variant))
 
     reads = {read.tensor: read.shape for recipe in recipes.values() for read in leaves(recipe)}
     tied = set(model.all_tied_weights_keys)
@@ -34,28 +40,28 @@ def test_recipes_read_what_save_pretrained_writes(variant: str) -> None:
 
 def test_a_renamed_tensor() -> None:
     """GPT-NeoX keeps its head as embed_out in checkpoints, and transformers calls it lm_head."""
-    recipes = param_recipes(module("gpt_neox", "bfloat16"))
+    recipes = recipes_of(module("gpt_neox", "bfloat16"))
 
     assert recipes["lm_head.weight"] == Cast(Read("embed_out.weight", (131, 48)), "bfloat16")
     assert "embed_out.weight" not in recipes
 
 
 def test_a_tied_param() -> None:
-    recipes = param_recipes(module("llama-tied-bias"))
+    recipes = recipes_of(module("llama-tied-bias"))
 
     assert recipes["lm_head.weight"] == Tie("model.embed_tokens.weight")
     assert recipes["model.embed_tokens.weight"] == Cast(Read("model.embed_tokens.weight", (131, 48)), "float32")
 
 
 def test_untied_params_are_read() -> None:
-    assert not any(isinstance(recipe, Tie) for recipe in param_recipes(module("llama")).values())
+    assert not any(isinstance(recipe, Tie) for recipe in recipes_of(module("llama")).values())
 
 
 def test_integers_keep_their_type() -> None:
     model = module("llama", "bfloat16")
     model.model.register_buffer("steps", model.model.norm.weight.new_empty(3).long())
 
-    assert param_recipes(model)["model.steps"] == Read("model.steps", (3,), "int64")
+    assert recipes_of(model)["model.steps"] == Read("model.steps", (3,), "int64")
 
 
 class Doubled(ConversionOps):
@@ -79,7 +85,7 @@ def test_a_conversion_that_no_recipe_can_say_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(
         BuildError, match=r"layers\.0\.self_attn\.q_proj\.weight is made by Doubled: .* torch's mul"
     ) as error:
-        param_recipes(module("llama"))
+        recipes_of(module("llama"))
 
     assert error.value.code == "recipe-unsupported"
 
@@ -91,7 +97,7 @@ def ignored(*patterns: str) -> set[str]:
     """What becomes of the patterns of tensors that transformers ignores."""
     model = module("llama")
     model._keys_to_ignore_on_load_unexpected = set(patterns)
-    return set(checkpoint_rules(model).ignored) - {"*rotary_emb.inv_freq"}
+    return set(ModelCheckpoint(model).rules().ignored) - {"*rotary_emb.inv_freq"}
 
 
 @pytest.mark.parametrize(
@@ -116,16 +122,16 @@ def test_a_pattern_that_no_glob_can_say_is_left_out(pattern: str) -> None:
 
 
 def test_frequencies_that_old_checkpoints_hold_are_ignored() -> None:
-    assert checkpoint_rules(module("llama")).ignored == ("*rotary_emb.inv_freq",)
+    assert ModelCheckpoint(module("llama")).rules().ignored == ("*rotary_emb.inv_freq",)
 
 
 @pytest.mark.parametrize(
     ("variant", "prefix"), [("llama", "model."), ("gpt2", "transformer."), ("gpt_neox", "gpt_neox.")]
 )
 def test_the_base_models_prefix_is_optional(variant: str, prefix: str) -> None:
-    assert checkpoint_rules(module(variant)).optional_prefixes == (prefix,)
+    assert ModelCheckpoint(module(variant)).rules().optional_prefixes == (prefix,)
 
 
 def test_tied_names_are_known() -> None:
-    assert checkpoint_rules(module("llama-tied-bias")).tied == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert checkpoint_rules(module("llama")).tied == {}
+    assert ModelCheckpoint(module("llama-tied-bias")).rules().tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert ModelCheckpoint(module("llama")).rules().tied == {}

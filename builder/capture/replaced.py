@@ -1,0 +1,20 @@
+"""Puts other functions in the place of a library's while a model is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """While the body runs, each module or class has this value under this name; then its own again."""
+    own = [(place, name, vars(place)[name]) for place, name, _ in changes]
+    try:
+        for place, name, value in changes:
+            setattr(place, name, value)
+        yield
+    finally:
+        for place, name, value in own:
+            setattr(place, name, value)

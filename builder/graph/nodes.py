@@ -1,0 +1,64 @@
+"""Nodes of an FX graph: what they call, with which arguments, and which of them nothing needs."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+from precast.builder.graph.context import PassContext
+from precast.builder.graph.fx_types import FxGraph, FxNode
+
+
+def op_name(target: Any) -> str:
+    """`aten.add.Tensor`, `precast.rms_norm`, or the name of a Python operator."""
+    name = str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    return name.removesuffix(".default") if name.startswith("precast.") else name
+
+
+def op_counts(graph: FxGraph) -> Counter[str]:
+    """How often each op stands in the graph. Picking one of several results is no operation."""
+    calls = (node.target for node in graph.nodes if node.op == "call_function")
+    return Counter(op_name(target) for target in calls if target is not operator.getitem)
+
+
+def is_write(node: FxNode) -> bool:
+    """Whether the node calls an op that writes into an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def argument(node: FxNode, name: str) -> Any:
+    """What the call gives for this argument of its op, by position or by name, or the op's default."""
+    for position, arg in enumerate(node.target._schema.arguments):
+        if arg.name == name:
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name, arg.default_value)
+    raise AssertionError(f"{op_name(node.target)} has no argument {name}")
+
+
+def given_arguments(node: FxNode) -> dict[str, Any]:
+    """The call's arguments by name, without those that have their defaults because they aren't given."""
+    positional = (arg.name for arg in node.target._schema.arguments if not arg.kwarg_only)
+    return dict(zip(positional, node.args, strict=False)) | node.kwargs
+
+
+def placeholder(graph: FxGraph, name: str) -> FxNode:
+    """The graph's placeholder of this name."""
+    return next(node for node in graph.nodes if node.op == "placeholder" and node.name == name)
+
+
+def eliminate_dead_code(graph: FxGraph, ctx: PassContext) -> None:
+    """Removes nodes that nothing needs, and the params and constants that no node uses any more.
+
+    A node that writes into an argument is needed. The tracer's assertions, which return nothing, are not: what they
+    state holds for every graph.
+    """
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op == "output" or is_write(node):
+            continue
+        if node.op == "placeholder":
+            if node.name not in ctx.params and node.name not in ctx.constants:
+                continue
+            ctx.params.pop(node.name, None)
+            ctx.constants.pop(node.name, None)
+        graph.erase_node(node)

@@ -1,0 +1,13 @@
+"""How much a step and a sequence may hold: what graphs are traced for, and what their symbols say."""
+
+from __future__ import annotations
+
+MAX_TOKENS = 1 << 20
+"""Tokens of a step (`T`), of all its sequences. Longer prompts take several steps."""
+
+MAX_SEQUENCES = 1 << 16
+"""Sequences of a step (`B`)."""
+
+MAX_SEQ_LEN = 1 << 24
+"""Tokens of a sequence, prompt and answer; the longest config in use says 10 Mi. More than a step holds: a sequence
+grows over many. Mask functions are evaluated over as many positions."""
