@@ -47,8 +47,8 @@ def _results(op: OpDef, given: Mapping[str, Any], sizes: list[Size]) -> list[tup
     return [(kind, [symbols.evaluate(size, symbols_of) for size in kind.shape]) for kind in types]
 
 
-def _symbols(sizes: list[Size]) -> dict[str, torch.SymInt]:
-    """The symbols that the sizes are made of."""
+def _symbols(sizes: list[Size]) -> dict[str, Any]:
+    """The symbols that the sizes are made of, as SymInts by name."""
     symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
     made = {
         symbol.name: torch.SymInt(SymNode(symbol, size.node.shape_env, int, None))

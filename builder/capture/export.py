@@ -84,6 +84,7 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
         with (
             torch.no_grad(),
             _no_grad_marks(),
+            _no_stack_traces(),
             _quiet_exporter(),
             routed_attention(),
             routed_functions(model),
@@ -109,6 +110,18 @@ def _no_grad_marks() -> contextlib.AbstractContextManager[None]:
     region of its own, would spend more time on cutting them out and putting them back than on the trace."""
     names = ("__enter__", "__exit__")
     return replaced(*((torch.no_grad, name, lambda *_: None) for name in names))
+
+
+@contextlib.contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """Lets nodes carry no stack traces, which nothing reads: they are a tenth of the time of a trace."""
+    settings: Any = torch.fx.config
+    before = getattr(settings, "do_not_emit_stack_traces", False)
+    settings.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        settings.do_not_emit_stack_traces = before
 
 
 @contextlib.contextmanager

@@ -89,9 +89,8 @@ class PassContext:
         """A new node; its value comes from the op's fake function."""
         node = graph.call_function(target, args, kwargs)
         origin = self._origin
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in origin.meta:
-                node.meta[key] = origin.meta[key]
+        if "nn_module_stack" in origin.meta:
+            node.meta["nn_module_stack"] = origin.meta["nn_module_stack"]
         node.meta["val"] = self.fake(target, args, kwargs)
         return node
 

@@ -10,9 +10,9 @@ from precast.ir.graph.schema import Dtype, Expr, TensorType
 from precast.ir.ops.op import Args, ShapeError
 
 COMPUTED: tuple[Dtype, ...] = ("float16", "bfloat16", "float32", "float64")
-INTEGERS = ("bool", "int8", "uint8", "int32", "int64")
+INTEGERS: tuple[Dtype, ...] = ("bool", "int8", "uint8", "int32", "int64")
 COUNTS = tuple(name for name in INTEGERS if name != "bool")
-FLOATS = ("float8_e4m3fn", *COMPUTED)
+FLOATS: tuple[Dtype, ...] = ("float8_e4m3fn", *COMPUTED)
 _RANK = {"bool": 0, "uint8": 1, "int8": 1, "int32": 2, "int64": 3,
          "float8_e4m3fn": 4, "float16": 5, "bfloat16": 5, "float32": 6, "float64": 7}  # fmt: skip
 

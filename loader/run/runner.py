@@ -18,13 +18,14 @@ from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.kernels import registry
+from precast.kernels.sampling.sample import marked
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
 from precast.loader.device import Device
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.places import Places
 from precast.loader.run.sampling import DTYPES, Draw, draw_arrays
-from precast.loader.schedule.requests import NO_TOKEN, Step
+from precast.loader.schedule.requests import Step
 from precast.loader.schedule.rows import DecodeRows
 from precast.loader.sizing import Limits
 
@@ -59,7 +60,7 @@ class Runner:
         self._memory: CacheMemory | None = memory
         self._inputs = BatchInputs(graph)
         self._dimensions = self._inputs.dimensions
-        self._sample = registry.resolve("precast.sample", 1, torch.device(device.name))
+        self._sample = registry.resolve("precast.sample", 2, torch.device(device.name))
         num_pages = {
             group.name: min(
                 memory.num_pages[group.pool], caches.peak_pages(group, limits.max_seq_len, limits.max_num_tokens)
@@ -91,7 +92,7 @@ class Runner:
         return Ticket(logits, drawn)
 
     def collect(self, ticket: Ticket) -> list[int]:
-        """Wait for a step: the token id of each row that draws, `NO_TOKEN` where its logits are not finite."""
+        """Wait for a step: the token id of each row that draws, -1 (`NO_TOKEN`) where its logits are not finite."""
         if ticket.drawn is None:
             return []
         token_ids: list[int] = ticket.drawn.tolist()
@@ -118,6 +119,7 @@ class Runner:
 
     def _draw(self, logits: torch.Tensor, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
         """One token a row. Without arguments all rows are greedy: what `precast.sample` gives, without its sort."""
-        tokens = self._sample(logits=logits, **arguments) if arguments else logits.argmax(-1)
-        # The least magnitude of a row is NaN if any logit is, and infinite if all are.
-        return torch.where(logits.abs().amin(-1).isfinite(), tokens, NO_TOKEN)
+        if not arguments:
+            return marked(logits, logits.argmax(-1))
+        drawn: torch.Tensor = self._sample(logits=logits, **arguments)
+        return drawn

@@ -20,7 +20,7 @@ from precast.ir.artifact import Bundle
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked and killed")
 
-KILLS = 50
+KILLS = 24
 STAGES = ("config", "export", "passes", "caches", "lower", "pack", "done")
 
 # Everything is imported once, and by a first build also what is imported late; each line on standard input is then a

@@ -26,7 +26,7 @@ for name in sys.argv[2:]:
     print(bundle.digest, bundle.provenance["built_at"], bundle.provenance["source"])
 """
 
-VARIANTS = ("llama-tied-bias", "gemma3", "phi3-longrope", "gpt2")
+VARIANTS = ("llama-tied-bias", "gemma2", "phi3-longrope", "gpt2")
 
 
 def _write_models(folder: Path) -> None:

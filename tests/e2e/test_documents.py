@@ -157,7 +157,7 @@ def test_code_of_the_page_runs(page: str, tmp_path: Path) -> None:
         code = code.replace(f'"{name}"', repr(here))
 
     command = [sys.executable, "-c", code]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=120)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=600)
 
     assert ran.returncode == 0, ran.stderr
     assert "Exception in thread" not in ran.stderr

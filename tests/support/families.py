@@ -223,9 +223,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Variants that can't be built."""
 
-CACHE_CHANGES_RESULTS = frozenset({"qwen3-longrope", *(name for name in STATES if name.endswith("time-limits"))})
-"""What transformers generates without a cache, it doesn't with one: its steps with a cache leave the limits of the time
-step out, and keep keys of short frequencies beside long ones (but for the Phi models). These are compared without."""
+LENGTH_CHANGES_RESULTS = frozenset(name for name in VARIANTS if any(rope in name for rope in ("dynamic", "longrope")))
+"""Models whose rotations depend on how long a sequence is: one pass over prompt and answer doesn't say what each step
+of the answer gave."""
+
+CACHE_CHANGES_RESULTS = frozenset({"qwen3-longrope"})
+"""Of those, what transformers generates without a cache and not with one, which keeps keys of short frequencies beside
+long ones (but for the Phi models)."""
 
 
 def _first_of_each_type(table: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
@@ -238,7 +242,7 @@ PASS_BY_PASS = (
     *(name for table in (EXPERTS, STATES) for name in _first_of_each_type(table)),
     "nemotron_h-experts",
 )
-"""Variants to compare after each pass: what the passes meet differs by type, the rest shows in the whole line."""
+"""Variants to compare after each pass: what the passes meet differs by type; the rest shows in the whole line."""
 
 # types whose configs don't name their sizes as the others do
 _BASES: dict[str, dict[str, Any]] = {
@@ -248,9 +252,6 @@ _BASES: dict[str, dict[str, Any]] = {
         for name in ("mamba", "mamba2")
     },
 }  # fmt: skip
-
-DENSE_FAMILIES = tuple(sorted({model_type for model_type, _ in DENSE.values()}))
-"""The model types of the dense variants."""
 
 
 def make_config(variant: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from precast.check.agreement import hf_greedy as hf_greedy
 from precast.check.agreement import hf_logits as hf_logits
+from precast.check.agreement import is_greedy as is_greedy
 from precast.check.agreement import relative_error as relative_error
 from precast.ir.graph.schema import Cast, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
 from precast.ir.weights import recipes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,48 +11,22 @@ from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.metadata import MetadataInputs, new_pool
 from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph.schema import CachePlan, Slot, StateGroup, StateSpec, TensorType, Value
+from precast.ir.ops import table as ops
+from precast.ir.ops.op import OpDef
 
 
-def _conv(node: FxNode) -> StateSpec:
-    channels, taps = tensor(node.args[1]).shape
-    dtype = str(tensor(node.args[0]).dtype).removeprefix("torch.")
-    return StateSpec("conv", (int(channels), int(taps) - 1), dtype)  # type: ignore[arg-type]
+def _states() -> dict[Any, OpDef]:
+    """The cache-free ops that have a stateful form, by torch's name."""
+    rows = [row for name, version in ops.names() if (row := ops.lookup(name, version)) is not None and row.state]
+    return {getattr(torch.ops.precast, row.name.removeprefix("precast.")).default: row for row in rows}
 
 
-def _selective_scan(node: FxNode) -> StateSpec:
-    channels, size = tensor(node.args[2]).shape
-    return StateSpec("state", (int(channels), int(size)), "float32")
-
-
-def _state_space_scan(node: FxNode) -> StateSpec:
-    _, _, heads, head_size = tensor(node.args[0]).shape
-    return StateSpec("state", (int(heads), int(head_size), int(tensor(node.args[3]).shape[-1])), "float32")
-
-
-def _key_value(node: FxNode) -> StateSpec:
-    key_size = int(tensor(node.args[1]).shape[-1])
-    _, _, heads, value_size = tensor(node.args[2]).shape
-    return StateSpec("state", (int(heads), key_size, int(value_size)), "float32")
-
-
-def _recurrence(node: FxNode) -> StateSpec:
-    return StateSpec("state", (int(tensor(node.args[0]).shape[-1]),), "float32")
-
-
-def _wkv(node: FxNode) -> StateSpec:
-    return StateSpec("state", (3, int(tensor(node.args[1]).shape[-1])), "float32")
-
-
-_SPECS: dict[str, Callable[[FxNode], StateSpec]] = {
-    # the cache-free op -> the state that `stateful_<op>` keeps
-    "causal_conv": _conv,
-    "selective_scan": _selective_scan,
-    "state_space_scan": _state_space_scan,
-    "delta_rule": _key_value,
-    "linear_attention": _key_value,
-    "linear_recurrence": _recurrence,
-    "wkv": _wkv,
-}
+def _spec(node: FxNode, row: OpDef) -> StateSpec:
+    assert row.state is not None
+    given = zip(row.args, node.args, strict=False)
+    shape = row.state.shape({arg.name: tensor(value) for arg, value in given if isinstance(value, FxNode)})
+    dtype = str(tensor(node).dtype).removeprefix("torch.") if row.state.kind == "conv" else "float32"
+    return StateSpec(row.state.kind, tuple(map(int, shape)), dtype)  # type: ignore[arg-type]
 
 
 @graph_pass(stage="cache", version=1)
@@ -63,11 +36,11 @@ def insert_states(graph: FxGraph, ctx: PassContext) -> bool:
     Layers whose states are of equal spec form a group, with slot ids and a pool of its own. The plan is recorded in
     the context.
     """
-    ops = {getattr(torch.ops.precast, name).default: name for name in _SPECS}
+    states = _states()
     specs: dict[StateSpec, list[FxNode]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in ops:
-            specs.setdefault(_SPECS[ops[node.target]](node), []).append(node)
+        if node.op == "call_function" and node.target in states:
+            specs.setdefault(_spec(node, states[node.target]), []).append(node)
     if not specs:
         return False
     inputs = MetadataInputs(graph, ctx)
@@ -76,11 +49,11 @@ def insert_states(graph: FxGraph, ctx: PassContext) -> bool:
         name = f"{spec.kind}_{'x'.join(map(str, spec.shape))}"
         pool = new_pool(len(ctx.caches.pools))
         slot_ids = inputs.add_input(f"slot_ids_{name}", "int32", "B")
-        states = inputs.symbol(pool.pages)
+        pages = inputs.symbol(pool.pages)
         type = TensorType(spec.dtype, (pool.pages, *spec.shape))
         slots = tuple(
             _insert(
-                graph, ctx, node, Value(f"{name}.{i}.{spec.kind}", type), states, ops[node.target], slot_ids, kv_lens
+                graph, ctx, node, Value(f"{name}.{i}.{spec.kind}", type), pages, states[node.target], slot_ids, kv_lens
             )
             for i, node in enumerate(nodes)
         )
@@ -90,14 +63,14 @@ def insert_states(graph: FxGraph, ctx: PassContext) -> bool:
 
 
 def _insert(
-    graph: FxGraph, ctx: PassContext, node: FxNode, value: Value, states: Any, op: str, slot_ids: FxNode,
+    graph: FxGraph, ctx: PassContext, node: FxNode, value: Value, pages: Any, row: OpDef, slot_ids: FxNode,
     kv_lens: FxNode,
 ) -> Slot:  # fmt: skip
-    shape = (states, *value.type.shape[1:])
+    shape = (pages, *value.type.shape[1:])
     state = ctx.new_cache(graph, kv_lens, value, ctx.empty(shape, getattr(torch, value.type.dtype)))
     *tensors, cu_seqlens = node.args
     with ctx.before(node):
-        target = getattr(torch.ops.precast, f"stateful_{op}").default
+        target = getattr(torch.ops.precast, f"stateful_{row.name.removeprefix('precast.')}").default
         stateful = ctx.call(graph, target, *tensors, state, slot_ids, cu_seqlens, kv_lens, **node.kwargs)
     ctx.replace(node, stateful)
     graph.erase_node(node)
