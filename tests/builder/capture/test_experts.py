@@ -21,6 +21,7 @@ from precast.builder.capture.experts import Gate, find_gate, routed_experts
 from precast.builder.capture.routing import IMPLEMENTATION
 from precast.builder.graph.context import Options
 from precast.builder.graph.fx_types import FxNode
+from precast.builder.graph.nodes import op_counts, op_name
 from precast.builder.lower.lower import lower
 from precast.builder.source.source import open_source
 from precast.ir.verify.verifier import verify
@@ -195,7 +196,7 @@ def test_a_layer_of_experts_is_traced(differs: dict[str, Any], calls: dict[str, 
             found = program.module()(*inputs)
         module.config._experts_implementation = "eager"
         expected = module(*inputs)
-    counts = Counter(pipeline.op_name(node.target) for node in program.graph.nodes)
+    counts = Counter(op_name(node.target) for node in program.graph.nodes)
 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert {name: count for name, count in counts.items() if name.startswith("precast")} == calls
@@ -243,7 +244,7 @@ def captured(name: str, dtype: str, **differs: Any) -> Captured:
 def test_a_model_has_one_call_for_each_layer_of_experts(name: str, dtype: str) -> None:
     found = captured(name, dtype)
 
-    counts = pipeline.op_counts(found.graph)
+    counts = op_counts(found.graph)
     assert counts["precast.experts"] == LAYERS[name]
     assert counts["precast.route"] == (0 if name in NO_ROUTE else LAYERS[name])
     verify(lower(found.graph, found.ctx))
@@ -252,7 +253,7 @@ def test_a_model_has_one_call_for_each_layer_of_experts(name: str, dtype: str) -
 def test_the_graph_does_not_grow_with_the_experts() -> None:
     few, many = captured("qwen3_moe", "float32"), captured("qwen3_moe", "float32", num_experts=64)
 
-    assert pipeline.op_counts(few.graph) == pipeline.op_counts(many.graph)
+    assert op_counts(few.graph) == op_counts(many.graph)
 
 
 def test_weights_in_another_layout_are_read_into_ours() -> None:

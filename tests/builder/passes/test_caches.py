@@ -13,6 +13,7 @@ from precast.builder import pipeline
 from precast.builder.graph.context import Options
 from precast.builder.lower.lower import lower
 from precast.builder.passes.cache.insert_caches import insert_caches
+from precast.builder.passes.graph_pass import Pass
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import SMALL_SLAB_BYTES, choose_page_sizes, plan_pages, with_small_slabs
 from precast.ir.graph.schema import (
@@ -57,7 +58,7 @@ def planned(*layers: str, page_size: int | None = 16) -> SmallGraph:
     return source
 
 
-def run(source: SmallGraph, step: pipeline.Pass) -> None:
+def run(source: SmallGraph, step: Pass) -> None:
     (record,) = pipeline.run(source.graph, source.ctx, (dataclasses.replace(step, requires=()),))
     assert record.changed
 

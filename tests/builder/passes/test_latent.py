@@ -9,8 +9,10 @@ from fx_text import SmallGraph, apply, assert_leaves, assert_rewrites, read_grap
 
 from precast.builder import pipeline
 from precast.builder.graph.context import Options
+from precast.builder.graph.nodes import eliminate_dead_code
 from precast.builder.lower.lower import lower
 from precast.builder.passes.cache.insert_caches import insert_caches
+from precast.builder.passes.graph_pass import Pass
 from precast.builder.passes.match.match_complex_rotary import match_complex_rotary
 from precast.builder.passes.match.match_latent_attention import match_latent_attention
 from precast.builder.passes.match.match_paired_rotary import match_paired_rotary
@@ -18,7 +20,7 @@ from precast.builder.passes.normalise.assemble_copies import assemble_copies
 from precast.ir.graph.schema import LatentSpec, Pool
 
 
-def run(step: pipeline.Pass, source: SmallGraph) -> bool:
+def run(step: Pass, source: SmallGraph) -> bool:
     """Whether the pass changes the graph. Nothing is computed."""
     (record,) = pipeline.run(source.graph, source.ctx, (dataclasses.replace(step, requires=()),))
     return record.changed
@@ -83,7 +85,7 @@ def test_parts_become_the_whole(differs: dict[str, str]) -> None:
 )
 def test_writes_that_stay(differs: dict[str, str]) -> None:
     source = read_graph(WRITES.format(**{**COVERED, **differs}))
-    pipeline.eliminate_dead_code(source.graph, source.ctx)
+    eliminate_dead_code(source.graph, source.ctx)
     before = write_graph(source.graph, source.ctx)
 
     assert not run(assemble_copies, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fx_text import apply, assert_leaves
 
-from precast.builder import pipeline
+from precast.builder.passes.graph_pass import Pass
 from precast.builder.passes.match.normalise_spelling import normalise_spelling
 from precast.builder.passes.normalise.normalise_arithmetic import normalise_arithmetic
 from precast.builder.passes.normalise.remove_self_copies import remove_self_copies
@@ -24,7 +24,7 @@ few: constant(int64, [2, -1])
 """
 
 
-def assert_becomes(step: pipeline.Pass, body: str, expected: str) -> None:
+def assert_becomes(step: Pass, body: str, expected: str) -> None:
     """`y` of the body, over the inputs above, is what `expected` says: the calls, separated by `;`."""
     found = apply(step, f"{INPUTS}{body}\nreturn y")
     *calls, result = found.text.splitlines()
@@ -33,7 +33,7 @@ def assert_becomes(step: pipeline.Pass, body: str, expected: str) -> None:
     assert found.changed
 
 
-def assert_stays(step: pipeline.Pass, body: str) -> None:
+def assert_stays(step: Pass, body: str) -> None:
     assert_leaves(step, f"{INPUTS}{body}\nreturn y")
 
 

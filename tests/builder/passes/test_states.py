@@ -11,6 +11,7 @@ from precast.builder import pipeline
 from precast.builder.lower.lower import lower
 from precast.builder.passes.cache.insert_caches import insert_caches
 from precast.builder.passes.cache.insert_states import insert_states
+from precast.builder.passes.graph_pass import Pass
 from precast.ir.graph.schema import Pool, StateSpec
 from precast.ir.verify.verifier import verify
 
@@ -56,7 +57,7 @@ def graph(*names: str, dtype: str = "bfloat16", more: str = "") -> SmallGraph:
     return read_graph(f"{INPUTS.format(dtype=dtype)}{layers}{more}return {returned}")
 
 
-def run(source: SmallGraph, step: pipeline.Pass = insert_states) -> SmallGraph:
+def run(source: SmallGraph, step: Pass = insert_states) -> SmallGraph:
     (record,) = pipeline.run(source.graph, source.ctx, (dataclasses.replace(step, requires=()),))
     assert record.changed
     return source
