@@ -424,7 +424,7 @@ def test_params_that_do_not_fit_the_gpu_are_refused(tmp_path: Path) -> None:
             __import__("msgspec").structs.replace(graph, params=params),
             Checkpoint(),
             files,
-            device=torch.device("cuda"),
+            device=open_device("cuda"),
         )
 
     assert caught.value.code == "device-memory"
