@@ -32,6 +32,7 @@ from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.ir.errors import BuildError, PrecastError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr
+from precast.ir.ops.op import ShapeError
 
 
 @dataclasses.dataclass
@@ -69,7 +70,8 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
     """Traces the model, whose tensors on the meta device become fake ones on the CPU: they compute shapes, nothing
     more, and go together with the tensors that a model's code makes from numbers, whose values stay known.
 
-    Raises BuildError("export-failed") with the exporter's reason when the model's code can't be traced.
+    Raises BuildError: "export-failed" with the exporter's reason when the model's code can't be traced,
+    "config-invalid" for sizes that an op refuses.
     """
     _make_fake(model)
     ids = torch.zeros(1, 7, dtype=torch.int64)
@@ -99,6 +101,13 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
                 return _unpack(_trace(module, inputs, 2, max_seq_len - 1, asserts=True))
     except PrecastError as error:
         raise error.inside(type(model).__name__) from None
+    except ShapeError as error:  # an op of ours refuses sizes that only the config can have said
+        raise BuildError(
+            "config-invalid",
+            f"the config gives a bundle that would be refused: {error}",
+            where=type(model).__name__,
+            fix="check the numbers in the config",
+        ) from None
     except Exception as error:  # the exporter raises what the model's own code raises
         raise BuildError(
             "export-failed", f"{type(model).__name__} can't be traced: {type(error).__name__}: {_reason(error)}"

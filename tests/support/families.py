@@ -223,7 +223,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Variants that can't be built."""
 
-LENGTH_CHANGES_RESULTS = frozenset(name for name in VARIANTS if any(rope in name for rope in ("dynamic", "longrope")))
+LENGTH_CHANGES_RESULTS = frozenset(
+    name for name in VARIANTS if any(rope in name for rope in ("dynamic", "longrope", "phimoe-yarn"))
+)
 """Models whose rotations depend on how long a sequence is: one pass over prompt and answer doesn't say what each step
 of the answer gave."""
 

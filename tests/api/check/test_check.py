@@ -75,7 +75,7 @@ def test_what_differs_behind_the_layers_is_said_to(spoil: Spoil) -> None:
 
     spoil(spoil_head)
 
-    with pytest.raises(BuildError, match=r"the first difference is in what comes behind model\.layers\.2"):
+    with pytest.raises(BuildError, match=r"the first difference is in what comes after model\.layers\.2"):
         compare(config())
 
 
