@@ -17,6 +17,7 @@ import torch
 import torch.export._trace as exporter
 from torch._dynamo.exc import UserError
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import config as fx_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import PreTrainedModel
 
@@ -124,7 +125,7 @@ def _no_grad_marks() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _no_stack_traces() -> Iterator[None]:
     """Lets nodes carry no stack traces, which nothing reads: they are a tenth of the time of a trace."""
-    settings: Any = torch.fx.config
+    settings: Any = fx_config
     before = getattr(settings, "do_not_emit_stack_traces", False)
     settings.do_not_emit_stack_traces = True
     try:

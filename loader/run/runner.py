@@ -69,7 +69,9 @@ class Runner:
         }
         num_seqs, num_tokens = min(limits.max_num_seqs, limits.max_num_tokens), limits.max_num_tokens
         capacities = self._inputs.capacities(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=num_pages)
-        self._places = Places(capacities | {name: (dtype, num_seqs) for name, dtype in DTYPES.items()}, device)
+        for name, dtype in DTYPES.items():
+            capacities[name] = dtype, num_seqs
+        self._places = Places(capacities, device)
 
     def launch(self, step: Step, rows: DecodeRows | None = None, draws: Sequence[Draw] = ()) -> Ticket:
         """Begin a step: copy its pages, fill its inputs, run the program, draw.
