@@ -119,7 +119,7 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
 def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
     """The passes up to the end of `stage`, and those after it. Raises BuildError("option-invalid")."""
     if stage not in SNAPSHOT_STAGES:
-        message = f"snapshot_after is {stage}, a stage of which no snapshot is taken"
+        message = f"snapshot_after is {stage!r}, which is no stage with a snapshot"
         raise BuildError("option-invalid", message, fix=f"name one of {', '.join(SNAPSHOT_STAGES)}")
     count = sum(STAGES.index(each.stage) <= STAGES.index(stage) for each in todo)
     return todo[:count], todo[count:]

@@ -35,9 +35,9 @@ class Target(NamedTuple):
         """`cpu`, or `sm_90` for compute capability 9.0. Raises ValueError for anything else."""
         if text == "cpu":
             return cls("cpu")
-        found = re.fullmatch(r"sm_(\d+)(\d)", text)
+        found = re.fullmatch(r"sm_(\d{1,2})(\d)", text)
         if found is None:
-            raise ValueError(f"{text!r} is no target: expected cpu, or a compute capability as sm_90")
+            raise ValueError(f"{text!r} is no target: expected cpu, or a compute capability such as sm_90 (H100, H200)")
         return cls("cuda", (int(found[1]), int(found[2])))
 
     @property

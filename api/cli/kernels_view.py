@@ -27,7 +27,8 @@ def kernels(bundle: Bundle, target: Target) -> Report:
     has_classes = any(row["sizes"] != "all" for row in found)
     header = ("op", "dtype", "nodes", "implementation", *(("sizes",) if has_classes else ()), "capture", "reason")
     lines = [tuple(str(row[name]) for name in header) for row in found]
-    return Report({"target": target.text, "kernels": found}, table([header, *lines]))
+    text = f"target {target.text}; nodes of a block count once\n\n{table([header, *lines])}"
+    return Report({"target": target.text, "kernels": found}, text)
 
 
 def _uses(graph: Graph, target: Target) -> list[Use]:

@@ -65,16 +65,20 @@ def summary(bundle: Bundle) -> Report:
         ],
         "provenance": bundle.provenance,
     }
-    layers = f"{_layers(model.num_layers)}, {model.num_parameters:,} parameters"
+    layers = f"{_counted(model.num_layers, 'layer')}, {model.num_parameters:,} parameters"
     rows = [
         ("bundle", str(bundle.path)),
         ("digest", bundle.digest),
         ("model", f"{model.architecture}, {layers}, {model.dtype}"),
         ("limits", f"{model.max_seq_len:,} tokens a sequence, vocabulary {model.vocab_size:,}"),
-        ("graph", f"{len(graph.blocks)} blocks in {calls} calls, {nodes} nodes, {len(manifest.ops)} ops"),
+        (
+            "graph",
+            f"{_counted(len(graph.blocks), 'block')} in {_counted(calls, 'call')}, {nodes} nodes, {len(manifest.ops)} ops",
+        ),
         (
             "caches",
-            ", ".join(f"{group.name}: {_layers(len(group.slots))}" for group in caches.groups(graph.caches)) or "none",
+            ", ".join(f"{group.name}: {_counted(len(group.slots), 'layer')}" for group in caches.groups(graph.caches))
+            or "none",
         ),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
@@ -241,5 +245,5 @@ def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
-def _layers(count: int) -> str:
-    return f"{count} layer{'' if count == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -6,8 +6,8 @@ computes, and there is no graph in which to find it. So this table says it, clas
 while the model is traced, and by what. Each entry was compared with the code that it stands for; a class of another
 name is traced as it is.
 
-Arguments that steer caching are taken and not looked at: every sequence begins without a state. `tests/builder/
-test_modules.py` compares each entry's results with those of transformers.
+Arguments that steer caching are taken and not looked at: every sequence begins without a state.
+`tests/builder/capture/test_modules.py` compares each entry's results with those of transformers.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str]) -> None
         "config-mismatch",
         "\n".join([f"{count} from the config that the bundle was built from", *lines]),
         where=str(_directory(checkpoint) / CONFIG),
-        fix="build a bundle from this config, or serve the weights with the bundle's numbers: "
-        "allow_config_mismatch=True, --allow-config-mismatch",
+        fix="build a bundle from this config; or, to serve these weights with the bundle's numbers, load with "
+        "allow_config_mismatch=True, run with --allow-config-mismatch",
     )
 
 

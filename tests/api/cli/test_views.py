@@ -304,7 +304,7 @@ def test_an_op_that_nothing_computes_is_shown_as_such(bundle: Path) -> None:
     ("options", "message"),
     [
         (["--target", "cpu"], "--target goes with --kernels"),
-        (["--kernels", "--target", "h100"], "'h100' is no target: expected cpu, or a compute capability as sm_90"),
+        (["--kernels", "--target", "h100"], "'h100' is no target: expected cpu, or a compute capability such as sm_90"),
         (["--kernels", "--target", "sm_9"], "'sm_9' is no target"),
     ],
 )
