@@ -183,9 +183,15 @@ class Prefixes:
         For caches that may hold what is no number. Sequences that share them now go on, and leave nothing.
         """
         sequence.shares = False
+        children: dict[bytes | None, list[bytes]] = {}
+        for span in self._known.values():
+            children.setdefault(span.parent, []).append(span.digest)
         gone = {span.digest for span in sequence.spans if self._known.get(span.digest) is span}
-        while more := {span.digest for span in self._known.values() if span.parent in gone} - gone:
-            gone |= more
+        pending = list(gone)
+        while pending:
+            more = [digest for digest in children.get(pending.pop(), ()) if digest not in gone]
+            gone.update(more)
+            pending += more
         for digest in gone:
             span = self._known[digest]
             if span.num_users:

@@ -18,7 +18,7 @@ from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.kernels import registry
-from precast.kernels.sampling.sample import marked
+from precast.kernels.sampling.sample import greedy
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
 from precast.loader.device import Device
@@ -122,6 +122,6 @@ class Runner:
     def _draw(self, logits: torch.Tensor, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
         """One token a row. Without arguments all rows are greedy: what `precast.sample` gives, without its sort."""
         if not arguments:
-            return marked(logits, logits.argmax(-1))
+            return greedy(logits)
         drawn: torch.Tensor = self._sample(logits=logits, **arguments)
         return drawn
