@@ -65,16 +65,14 @@ def summary(bundle: Bundle) -> Report:
         ],
         "provenance": bundle.provenance,
     }
+    program = f"{_counted(len(graph.blocks), 'block')} in {_counted(calls, 'call')}, {nodes} nodes"
     layers = f"{_counted(model.num_layers, 'layer')}, {model.num_parameters:,} parameters"
     rows = [
         ("bundle", str(bundle.path)),
         ("digest", bundle.digest),
         ("model", f"{model.architecture}, {layers}, {model.dtype}"),
         ("limits", f"{model.max_seq_len:,} tokens a sequence, vocabulary {model.vocab_size:,}"),
-        (
-            "graph",
-            f"{_counted(len(graph.blocks), 'block')} in {_counted(calls, 'call')}, {nodes} nodes, {len(manifest.ops)} ops",
-        ),
+        ("graph", f"{program}, {len(manifest.ops)} ops"),
         (
             "caches",
             ", ".join(f"{group.name}: {_counted(len(group.slots), 'layer')}" for group in caches.groups(graph.caches))
