@@ -27,13 +27,18 @@ class Condition(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of a compiled kernel, as data. `args` are names of tensors and scalars, and sizes as expressions."""
+    """One launch of a compiled kernel, as data, over the symbols of the step.
+
+    `args`, in the order of the kernel: names of tensors and scalars, sizes, floats. `pdl`: it may begin before
+    the kernel in front of it has ended, and waits for that by itself.
+    """
 
     kernel: str
     grid: tuple[Expr, Expr, Expr]
     block: tuple[int, int, int]
-    shared_bytes: int
-    args: tuple[Expr, ...]
+    args: tuple[Expr | float, ...]
+    shared_bytes: int = 0
+    pdl: bool = False
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
-from precast.ir.graph.schema import Dtype, Expr
+from precast.ir.graph.schema import Dtype
 
 Stream = Any
 """A queue of work, made by `Device.stream`. None, where one is asked for: the current one of this thread."""
@@ -51,20 +51,6 @@ Sizes = tuple[int, int, int]
 """Of a grid or a block of threads, by dimension."""
 Arguments = Sequence[Buffer | int | float]
 """Of a kernel; a buffer is passed as its address."""
-
-
-class Launch(NamedTuple):
-    """A kernel's launch as data. Expressions are over the symbols of the step; `args` in the kernel's order.
-
-    `pdl`: it may begin before the kernel in front of it has ended, and waits for it by itself.
-    """
-
-    kernel: str
-    grid: tuple[Expr, Expr, Expr]
-    block: Sizes
-    shared_bytes: int = 0
-    pdl: bool = False
-    args: tuple[str | Expr | float, ...] = ()
 
 
 class Event(Protocol):
