@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ import torch
 from precast.ir.ops import table as ops
 from precast.kernels.calls import called_as
 from precast.kernels.dtypes import FLOAT
-from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
-from precast.kernels.states import Slots, fresh, without_states
+from precast.kernels.spec import PRODUCT, OpSpec
+from precast.kernels.states import Slots, fresh
 
 Compute = Callable[..., torch.Tensor]
 Forms = tuple[Compute, Compute]
@@ -45,20 +45,15 @@ def form_specs(
     state: str,
     result: str,
     reference: Forms,
-    samples: Callable[[Draw], Iterator[Sample]],
 ) -> tuple[OpSpec, OpSpec]:
-    """The specs of both forms. `axes` are those of the tensors but state and metadata; `samples` are of the stateful
-    form; a state that isn't float32 may have any type that ops compute in."""
+    """The specs of both forms. `axes` are those of the tensors but state and metadata."""
     op = ops.lookup(f"precast.{name}")
     assert op is not None
     assert op.state is not None
     of_state = FLOAT if op.state.kind == "conv" else (torch.float32,)
     metadata = {"slots": "B", "cu_seqlens": "B+1", "kv_lens": "B"}
 
-    def without(draw: Draw) -> Iterator[Sample]:
-        return map(without_states, samples(draw))
-
-    def spec(prefix: str, form: int, own: Mapping[str, str], draw: Callable[[Draw], Iterator[Sample]]) -> OpSpec:
+    def spec(prefix: str, form: int, own: Mapping[str, str]) -> OpSpec:
         floating = dict.fromkeys(axes, FLOAT) | {"state": of_state}
         return OpSpec(
             name=f"precast.{prefix}{name}",
@@ -66,11 +61,10 @@ def form_specs(
             results={"y": result},
             dtypes={each: floating.get(each, (torch.int32,)) for each in (*axes, *own)},
             reference=reference[form],
-            samples=draw,
             tolerances=PRODUCT,
         )
 
     return (
-        spec("", 0, {"cu_seqlens": "B+1"}, without),
-        spec("stateful_", 1, {"state": f"P {state}", **metadata}, samples),
+        spec("", 0, {"cu_seqlens": "B+1"}),
+        spec("stateful_", 1, {"state": f"P {state}", **metadata}),
     )

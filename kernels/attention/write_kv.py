@@ -5,12 +5,10 @@ and saturated to the largest finite value of 8 bits (`precast.kernels.storage`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from precast.kernels.dtypes import FLOAT
-from precast.kernels.spec import Draw, OpSpec, Sample
+from precast.kernels.spec import OpSpec
 from precast.kernels.storage import STORED, bits, rounded
 
 
@@ -37,40 +35,10 @@ def write_kv(
         held.index_put_((page, offset), torch.where(kept.any(), rows, held[0, 0]))
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    def sample(slots: list[int], pages: int, page_size: int, size: int, value: int, dtype: torch.dtype) -> Sample:
-        return {
-            "k": draw.normal(1, len(slots), 2, size),
-            "v": draw.normal(1, len(slots), 2, value),
-            "k_cache": draw.normal(pages, page_size, 2, size, dtype=dtype),
-            "v_cache": draw.normal(pages, page_size, 2, value, dtype=dtype),
-            "slot_mapping": draw.of(slots, torch.int64),
-        }
-
-    yield sample([9, 0, 4, 14], 5, 3, 8, 8, draw.dtype)
-    yield sample([-1, 7, -1, 0, 2, -1], 2, 4, 5, 3, draw.dtype)
-    yield sample([-1, 7, -1, 5, 2, -1], 2, 4, 5, 3, draw.dtype)
-    yield sample([-1, -1], 2, 4, 5, 3, draw.dtype)
-    yield sample([], 2, 4, 5, 3, draw.dtype)
-    yield sample([-1], 0, 4, 5, 3, draw.dtype)
-    yield sample([3, -1, 0], 1, 4, 16, 16, torch.bfloat16)
-    yield sample([3, -1, 0], 1, 4, 16, 16, torch.float8_e4m3fn)
-    # All a float8 can hold and more: below its least, between two of its values, above its largest, infinite.
-    steep = sample([0, -1, 6, 3, 5], 3, 3, 24, 9, torch.float8_e4m3fn)
-    spread = draw.uniform(1, 5, 2, 24, low=-14.0, high=13.0, dtype=torch.float32).exp2()
-    signed = draw.to(spread * draw.normal(1, 5, 2, 24, dtype=torch.float32).sign(), draw.dtype)
-    signed[0, 0, 0, :2] = draw.of([float("inf"), float("-inf")], draw.dtype)
-    yield steep | {"k": signed, "v": signed[..., 5:14]}
-    # Keys and values as slices of the fused product.
-    fused = draw.normal(1, 3, 6, 8)
-    yield sample([1, -1, 2], 2, 2, 8, 8, draw.dtype) | {"k": fused[:, :, 2:4], "v": fused[:, :, 4:]}
-
-
 WRITE_KV = OpSpec(
     name="precast.write_kv",
     axes={"k": "1 T K D", "v": "1 T K E", "k_cache": "P S K D", "v_cache": "P S K E", "slot_mapping": "T"},
     results={},
     dtypes={"k": FLOAT, "v": FLOAT, "k_cache": STORED, "v_cache": STORED, "slot_mapping": (torch.int64,)},
     reference=write_kv,
-    samples=_samples,
 )

@@ -9,15 +9,12 @@ S [D, E] is the state; `decay` is one number for a token's head (gated delta rul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from precast.kernels.delta_rule.step import prepared, step
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.linear_attention.step import token_decays
-from precast.kernels.spec import Draw, Sample
-from precast.kernels.states import Slots, bounds_of, one_by_one, sequence_samples, spoiled, state_sample
+from precast.kernels.states import Slots, one_by_one
 
 
 def _apply(
@@ -58,44 +55,10 @@ def _apply(
 delta_rule, stateful_delta_rule = forms("delta_rule", _apply)
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    size, value = 8, 5
-    for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
-        keys, heads = ((2, 4), (3, 3), (1, 3))[i % 3]
-        end = bounds_of(sequences)[-1]
-        tokens = end + padding
-        shape = (1, tokens, heads, size)[: 4 - i % 2]
-        # Steep decays too: what is gone is gone, without overflow on the way.
-        decay = -draw.uniform(*shape, high=0.5 if i % 4 < 2 else 30.0, dtype=torch.float32)
-        yield {
-            "q": spoiled(draw.normal(1, tokens, keys, size), end),
-            "k": spoiled(draw.normal(1, tokens, keys, size), end),
-            "v": spoiled(draw.normal(1, tokens, heads, value), end),
-            "decay": spoiled(decay, end),
-            "beta": spoiled(draw.uniform(1, tokens, heads), end),
-            **state_sample(draw, sequences, nameless, (heads, size, value), torch.float32),
-            "scale": size**-0.5,
-            "normalise": True,
-        }
-    sequences = ((5, 9), (1, 1))
-    fused = draw.normal(1, 6, 2, 24, scale=0.3)
-    yield {
-        "q": fused[..., :8],
-        "k": fused[..., 8:16],
-        "v": fused[..., 16:],
-        "decay": None,
-        "beta": draw.uniform(1, 6, 2, high=2.0),
-        **state_sample(draw, sequences, (), (2, 8, 8), torch.float32),
-        "scale": 1.0,
-        "normalise": False,
-    }
-
-
 DELTA_RULE, STATEFUL_DELTA_RULE = form_specs(
     "delta_rule",
     axes={"q": "1 T K D", "k": "1 T K D", "v": "1 T H E", "decay": "...", "beta": "1 T H"},
     state="H D E",
     result="1 T H E",
     reference=(delta_rule, stateful_delta_rule),
-    samples=_samples,
 )

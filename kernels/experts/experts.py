@@ -11,14 +11,12 @@ float64), rounded once at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.nn import functional
 
 from precast.ir.ops.rows_experts import EXPERT_ACTIVATIONS
 from precast.kernels.dtypes import FLOAT, widened
-from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+from precast.kernels.spec import PRODUCT, OpSpec
 
 
 def experts(
@@ -82,35 +80,6 @@ def _activate(a: torch.Tensor, kind: str, alpha: float) -> torch.Tensor:
     raise ValueError(f"activation: expected one of {', '.join(EXPERT_ACTIVATIONS)}, found {kind!r}")
 
 
-def _sample(draw: Draw, tokens: int, top_k: int, *, gated: bool, bias: bool = False, size: int = 9) -> Sample:
-    num, inner = 5, 6 if size == 9 else 24
-    rows = inner * (2 if gated else 1)
-    return {
-        "x": draw.normal(tokens, size),
-        "expert_ids": draw.integers(0, num, tokens, top_k),
-        "expert_weights": draw.uniform(tokens, top_k),
-        "up": draw.normal(num, rows, size, scale=0.2),
-        "down": draw.normal(num, size, inner, scale=0.2),
-        "up_bias": draw.normal(num, rows) if bias else None,
-        "down_bias": draw.normal(num, size) if bias else None,
-        "gated": gated,
-    }
-
-
-def _samples(draw: Draw) -> Iterator[Sample]:
-    for kind in EXPERT_ACTIVATIONS:
-        yield {**_sample(draw, 11, 3, gated=True), "activation": kind}
-        yield {**_sample(draw, 3, 2, gated=False, bias=True), "activation": kind}
-    clamped = {"activation": "silu", "alpha": 1.702, "limit": 0.7, "offset": 1.0}
-    yield {**_sample(draw, 17, 2, gated=True, bias=True, size=16), **clamped}
-    sample = {**_sample(draw, 20, 4, gated=True, size=16), "activation": "silu"}
-    yield {**sample, "expert_weights": draw.uniform(20, 4, dtype=torch.float32)}
-    yield {**sample, "expert_ids": draw.integers(-1, 7, 20, 4)}  # some are no expert's
-    yield {**sample, "x": draw.normal(40, 16)[::2], "up": draw.normal(5, 16, 48, scale=0.2).transpose(1, 2)}
-    for tokens in (1, 0):
-        yield {**_sample(draw, tokens, 1, gated=True), "activation": "gelu"}
-
-
 EXPERTS = OpSpec(
     name="precast.experts",
     axes={
@@ -128,6 +97,5 @@ EXPERTS = OpSpec(
         "expert_ids": (torch.int64,),
     },
     reference=experts,
-    samples=_samples,
     tolerances=PRODUCT,
 )

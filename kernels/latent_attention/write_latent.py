@@ -5,12 +5,10 @@ and saturated to the largest finite value of 8 bits (`precast.kernels.storage`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from precast.kernels.dtypes import FLOAT
-from precast.kernels.spec import Draw, OpSpec, Sample
+from precast.kernels.spec import OpSpec
 from precast.kernels.storage import STORED, bits, rounded
 
 
@@ -33,35 +31,10 @@ def write_latent(latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor
     held.index_put_((slots // page_size, slots % page_size), torch.where(kept.any(), rows, held[0, 0]))
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    def sample(slots: list[int], pages: int, page_size: int, latent: int, rope: int, dtype: torch.dtype) -> Sample:
-        return {
-            "latent": draw.normal(1, len(slots), latent),
-            "k_rope": draw.normal(1, len(slots), rope),
-            "cache": draw.normal(pages, page_size, latent + rope, dtype=dtype),
-            "slot_mapping": draw.of(slots, torch.int64),
-        }
-
-    yield sample([9, 0, 4, 14], 5, 3, 8, 4, draw.dtype)
-    yield sample([-1, 7, -1, 0, 2, -1], 2, 4, 5, 3, draw.dtype)
-    yield sample([-1, 7, -1, 5, 2, -1], 2, 4, 5, 3, draw.dtype)
-    yield sample([-1, -1], 2, 4, 5, 3, draw.dtype)
-    yield sample([], 2, 4, 5, 3, draw.dtype)
-    yield sample([-1], 0, 4, 5, 3, draw.dtype)
-    yield sample([3, -1, 0], 1, 4, 16, 2, torch.bfloat16)
-    # Above what a float8 can hold, too.
-    steep = sample([3, -1, 0, 7], 3, 4, 11, 6, torch.float8_e4m3fn)
-    yield steep | {"latent": draw.normal(1, 4, 11, scale=300.0), "k_rope": draw.normal(1, 4, 6, scale=1e-2)}
-    # Latent and rope part as slices of the product that gives both.
-    fused = draw.normal(1, 3, 12)
-    yield sample([1, -1, 2], 2, 2, 8, 4, draw.dtype) | {"latent": fused[..., :8], "k_rope": fused[..., 8:]}
-
-
 WRITE_LATENT = OpSpec(
     name="precast.write_latent",
     axes={"latent": "1 T C", "k_rope": "1 T R", "cache": "P S L", "slot_mapping": "T"},
     results={},
     dtypes={"latent": FLOAT, "k_rope": FLOAT, "cache": STORED, "slot_mapping": (torch.int64,)},
     reference=write_latent,
-    samples=_samples,
 )

@@ -9,14 +9,11 @@ h [N] is the state; b and c are the same for all channels. Packed sequences and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from precast.kernels.forms import form_specs, forms
-from precast.kernels.spec import Draw, Sample
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Slots, bounds_of, computed_in, one_by_one, sequence_samples, spoiled, state_sample
+from precast.kernels.states import Slots, computed_in, one_by_one
 
 
 def _scan(
@@ -52,42 +49,10 @@ def _scan(
 selective_scan, stateful_selective_scan = forms("selective_scan", _scan)
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    channels, width = 7, 5
-    for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
-        end = bounds_of(sequences)[-1]
-        tokens = end + padding
-        yield {
-            "x": spoiled(draw.normal(1, tokens, channels), end),
-            "dt": spoiled(draw.normal(1, tokens, channels), end),
-            "a": -draw.uniform(channels, width, low=0.1, high=(2.0, 40.0)[i % 2], dtype=torch.float32),
-            "b": spoiled(draw.normal(1, tokens, width), end),
-            "c": spoiled(draw.normal(1, tokens, width), end),
-            "d": draw.normal(channels) if i % 3 else None,
-            "dt_bias": draw.normal(channels) if i % 4 else None,
-            **state_sample(draw, sequences, nameless, (channels, width), torch.float32),
-            "softplus": True,
-        }
-    sequences = ((5, 9), (1, 1))
-    fused = draw.uniform(1, 6, 16, high=0.5)
-    yield {
-        "x": fused[..., :4],
-        "dt": fused[..., 4:8],
-        "a": -draw.uniform(4, 4),
-        "b": fused[..., 8:12],
-        "c": fused[..., 12:],
-        "d": draw.normal(4, dtype=torch.float32),
-        "dt_bias": None,
-        **state_sample(draw, sequences, (), (4, 4), torch.float32),
-        "softplus": False,
-    }
-
-
 SELECTIVE_SCAN, STATEFUL_SELECTIVE_SCAN = form_specs(
     "selective_scan",
     axes={"x": "1 T C", "dt": "1 T C", "a": "C N", "b": "1 T N", "c": "1 T N", "d": "C", "dt_bias": "C"},
     state="C N",
     result="1 T C",
     reference=(selective_scan, stateful_selective_scan),
-    samples=_samples,
 )

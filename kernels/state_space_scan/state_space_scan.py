@@ -8,14 +8,11 @@ h [D, N] is the state. Packed sequences and slots: `precast.kernels.states`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from precast.kernels.forms import form_specs, forms
-from precast.kernels.spec import Draw, Sample
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Slots, bounds_of, computed_in, one_by_one, sequence_samples, spoiled, state_sample
+from precast.kernels.states import Slots, computed_in, one_by_one
 
 
 def _scan(
@@ -57,47 +54,10 @@ def _scan(
 state_space_scan, stateful_state_space_scan = forms("state_space_scan", _scan)
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    size, width = 5, 6
-    for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
-        heads, groups = ((4, 2), (3, 3), (3, 1))[i % 3]
-        end = bounds_of(sequences)[-1]
-        tokens = end + padding
-        yield {
-            "x": spoiled(draw.normal(1, tokens, heads, size), end),
-            "dt": spoiled(draw.normal(1, tokens, heads), end),
-            "a": -draw.uniform(heads, low=0.1, high=(2.0, 40.0)[i % 2], dtype=torch.float32),
-            "b": spoiled(draw.normal(1, tokens, groups, width), end),
-            "c": spoiled(draw.normal(1, tokens, groups, width), end),
-            "d": draw.normal(heads) if i % 3 else None,
-            "dt_bias": draw.normal(heads) if i % 4 else None,
-            **state_sample(draw, sequences, nameless, (heads, size, width), torch.float32),
-            "softplus": True,
-            "dt_min": 0.0,
-            "dt_max": float("inf") if i % 2 else 0.7,
-        }
-    sequences = ((5, 9), (1, 1))
-    fused = draw.uniform(1, 6, 2, 13, high=0.5)
-    yield {
-        "x": fused[..., :4],
-        "dt": fused[..., 12],
-        "a": -draw.uniform(2),
-        "b": fused[..., 4:8],
-        "c": fused[..., 8:12],
-        "d": draw.normal(2, dtype=torch.float32),
-        "dt_bias": None,
-        **state_sample(draw, sequences, (), (2, 4, 4), torch.float32),
-        "softplus": False,
-        "dt_min": 0.1,
-        "dt_max": 100.0,
-    }
-
-
 STATE_SPACE_SCAN, STATEFUL_STATE_SPACE_SCAN = form_specs(
     "state_space_scan",
     axes={"x": "1 T H D", "dt": "1 T H", "a": "H", "b": "1 T G N", "c": "1 T G N", "d": "H", "dt_bias": "H"},
     state="H D N",
     result="1 T H D",
     reference=(state_space_scan, stateful_state_space_scan),
-    samples=_samples,
 )

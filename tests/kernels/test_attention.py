@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_samples.attention import paged_sample
+from op_samples.draw import Draw
 from torch.nn import functional
 from transformers.masking_utils import chunked_causal_mask_function
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -22,9 +24,7 @@ from precast.kernels.attention import attention as reference
 from precast.kernels.attention import batched
 from precast.kernels.attention.attend import visible_keys
 from precast.kernels.attention.paged import paged_attention as paged_reference
-from precast.kernels.attention.paged import paged_sample
 from precast.kernels.attention.write_kv import write_kv
-from precast.kernels.spec import Draw
 
 CPU = torch.device("cpu")
 each_packed = pytest.mark.parametrize(

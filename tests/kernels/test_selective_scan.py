@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from op_samples.draw import Draw
 from transformers.models.jamba.modeling_jamba import mamba_selective_scan, mamba_selective_state_update
 
 from precast.kernels.selective_scan import blocked
 from precast.kernels.selective_scan.selective_scan import selective_scan, stateful_selective_scan
-from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize(
     "scan", [stateful_selective_scan, blocked.stateful_selective_scan], ids=["reference", "implementation"]
