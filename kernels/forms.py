@@ -39,12 +39,7 @@ def forms(name: str, compute: Compute) -> Forms:
 
 
 def form_specs(
-    name: str,
-    *,
-    axes: Mapping[str, str],
-    state: str,
-    result: str,
-    reference: Forms,
+    name: str, *, axes: Mapping[str, str], state: str, result: str, reference: Forms
 ) -> tuple[OpSpec, OpSpec]:
     """The specs of both forms. `axes` are those of the tensors but state and metadata."""
     op = ops.lookup(f"precast.{name}")
@@ -64,7 +59,4 @@ def form_specs(
             tolerances=PRODUCT,
         )
 
-    return (
-        spec("", 0, {"cu_seqlens": "B+1"}),
-        spec("stateful_", 1, {"state": f"P {state}", **metadata}),
-    )
+    return (spec("", 0, {"cu_seqlens": "B+1"}), spec("stateful_", 1, {"state": f"P {state}", **metadata}))

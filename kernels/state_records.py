@@ -21,11 +21,7 @@ from precast.kernels.use import Use, copied, wide
 
 
 def forms(
-    name: str,
-    module: str,
-    workspace: Callable[[Use], Expr],
-    *,
-    capture: Literal["static", "host"] = "host",
+    name: str, module: str, workspace: Callable[[Use], Expr], *, capture: Literal["static", "host"] = "host"
 ) -> tuple[Record, ...]:
     """The records of `precast.stateful_<name>` and of `precast.<name>`, the form without a cache.
 

@@ -19,15 +19,7 @@ from precast.ir.ops import (
 )
 from precast.ir.ops.op import OpDef
 
-_FAMILIES = (
-    rows_attention,
-    rows_experts,
-    rows_pointwise,
-    rows_reductions,
-    rows_states,
-    rows_tokens,
-    rows_views,
-)
+_FAMILIES = (rows_attention, rows_experts, rows_pointwise, rows_reductions, rows_states, rows_tokens, rows_views)
 
 
 def lookup(name: str, version: int = 1) -> OpDef | None:

@@ -79,11 +79,7 @@ def paged_attention(
     return out
 
 
-def _sequences(
-    pages: Pages,
-    page_size: int,
-    scoring: Scoring,
-) -> list[_Sequence]:
+def _sequences(pages: Pages, page_size: int, scoring: Scoring) -> list[_Sequence]:
     """The sequences that have queries and keys, without pages that no query sees or that lie past the last key."""
     bounds, indptr = pages.cu_seqlens.tolist(), pages.page_indptr.tolist()
     found = []
@@ -100,13 +96,7 @@ def _sequences(
     return found
 
 
-def _prefill(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    cache: _Cache,
-    sequence: _Sequence,
-    scoring: Scoring,
-) -> None:
+def _prefill(out: torch.Tensor, q: torch.Tensor, cache: _Cache, sequence: _Sequence, scoring: Scoring) -> None:
     """A sequence of several queries; into `out`."""
     pages = cache.page_indices[sequence.first_page : sequence.end_page]
     k = gathered(cache.k, pages).flatten(0, 1)[: sequence.keys]
@@ -132,13 +122,7 @@ def _in_blocks(
         out[first:end] = _product(*part, visible, _distance(queries, keys, scoring), scoring)[0]
 
 
-def _decode(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    cache: _Cache,
-    sequences: list[_Sequence],
-    scoring: Scoring,
-) -> None:
+def _decode(out: torch.Tensor, q: torch.Tensor, cache: _Cache, sequences: list[_Sequence], scoring: Scoring) -> None:
     """Sequences of one query each, in one product; into `out`."""
     rows, positions, starts, lengths, first_pages, counts = torch.tensor(
         [(s.row, s.position, s.start, s.keys, s.first_page, s.end_page - s.first_page) for s in sequences],

@@ -54,14 +54,7 @@ PAGES_AXES = {"cu_seqlens": "B+1", "kv_lens": "B", "page_indices": "N", "page_in
 
 PAGED_ATTENTION = OpSpec(
     name="precast.paged_attention",
-    axes={
-        "q": "1 T H D",
-        "k_cache": "P S K D",
-        "v_cache": "P S K E",
-        "sinks": "H",
-        "slopes": "H",
-        **PAGES_AXES,
-    },
+    axes={"q": "1 T H D", "k_cache": "P S K D", "v_cache": "P S K E", "sinks": "H", "slopes": "H", **PAGES_AXES},
     results={"y": "1 T H E"},
     dtypes={"q": FLOAT, "k_cache": STORED, "v_cache": STORED, "sinks": FLOAT, "slopes": (torch.float32,)}
     | dict.fromkeys(PAGES_AXES, (torch.int32,)),

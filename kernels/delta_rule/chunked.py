@@ -27,12 +27,7 @@ def _apply(
     normalise: bool,
 ) -> torch.Tensor:
     def batch(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        state: torch.Tensor,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = prepared(q, v, normalise) * scale, prepared(k, v, normalise)
         if q.shape[1] > 1:
@@ -45,12 +40,7 @@ def _apply(
 
 
 def _scan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole sequences: `q`, `k` [n, L, H, D], `v` [n, L, H, E], `decay` [n, L, H, 1 or D], `beta` [n, L, H]."""
     tokens = q.shape[1]

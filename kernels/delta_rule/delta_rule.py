@@ -34,12 +34,7 @@ def _apply(
     """
 
     def sequence(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        state: torch.Tensor,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = prepared(q, v, normalise) * scale, prepared(k, v, normalise)
         rows = []

@@ -20,12 +20,7 @@ from precast.kernels.storage import STORED, gathered
 
 @implements("paged_latent_attention")
 def paged_latent_attention(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weight: torch.Tensor,
-    pages: Pages,
-    value_size: int,
-    scoring: LatentScoring,
+    q: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor, pages: Pages, value_size: int, scoring: LatentScoring
 ) -> torch.Tensor:
     """`q` [1, T, H, Dn + Dr], `cache` [P, S, C + Dr], `weight` [H * (Dn + Dv), C], `value_size` Dv; [1, T, H, Dv].
 
@@ -45,12 +40,7 @@ def paged_latent_attention(
 
 PAGED_LATENT_ATTENTION = OpSpec(
     name="precast.paged_latent_attention",
-    axes={
-        "q": "1 T H D",
-        "cache": "P S L",
-        "weight": "W C",
-        **PAGES_AXES,
-    },
+    axes={"q": "1 T H D", "cache": "P S L", "weight": "W C", **PAGES_AXES},
     results={"y": "1 T H E"},
     dtypes={"q": FLOAT, "cache": STORED, "weight": FLOAT} | dict.fromkeys(PAGES_AXES, (torch.int32,)),
     reference=paged_latent_attention,

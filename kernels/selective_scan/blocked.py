@@ -51,12 +51,7 @@ def _block_size(tokens: int, state: torch.Tensor) -> int:
 
 
 def _in_blocks(
-    value: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    state: torch.Tensor,
+    value: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`value`, `dt` [n, L, C], `a` [C, N], `b`, `c` [n, L, N], `state` [n, C, N]; (y [n, L, C], last state)."""
     tokens = value.shape[1]
