@@ -18,8 +18,8 @@ Forms = tuple[Compute, Compute]
 """The functions of both forms: the cache-free one, the stateful one."""
 
 
-def forms(name: str, compute: Compute) -> Forms:
-    """`precast.<name>` and `precast.stateful_<name>`, by a function of their arguments by name.
+def forms(name: str, compute: Compute, *how: Any) -> Forms:
+    """`precast.<name>` and `precast.stateful_<name>`, by a function of `how` and of their arguments by name.
 
     In the place of state and metadata it takes `held`, the `Slots`.
     """
@@ -30,10 +30,10 @@ def forms(name: str, compute: Compute) -> Forms:
 
     def begins(given: dict[str, Any]) -> torch.Tensor:
         cu_seqlens = given.pop("cu_seqlens")
-        return compute(**given, held=fresh(cu_seqlens, shape_of(given), given[first]))  # type: ignore[arg-type]
+        return compute(*how, **given, held=fresh(cu_seqlens, shape_of(given), given[first]))  # type: ignore[arg-type]
 
     def continues(given: dict[str, Any]) -> torch.Tensor:
-        return compute(held=Slots(*(given.pop(field) for field in Slots._fields)), **given)
+        return compute(*how, held=Slots(*(given.pop(field) for field in Slots._fields)), **given)
 
     return called_as(name, begins, like=compute), called_as(f"stateful_{name}", continues, like=compute)
 

@@ -6,25 +6,25 @@ slot; else it continues from `state[slots[b]]`. Afterwards that slot holds the s
 is a padding sequence's: it reads zeros and writes nothing. Sequences without tokens, and slots that nobody names, stay
 as they are. Tokens past `cu_seqlens[B]` are padding, and give zeros.
 
-What an op computes stands in the op's own module, as a function over one sequence (`one_by_one`) or over several of
-like length, padded to the longest with zeros (`together`).
+What an op computes stands in the op's own module, as a recurrence over one sequence (`one_by_one`) or over several of
+like length, padded to the longest with zeros (`together`); `token_by_token` and `by_length` make one of a single step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from precast.kernels.limits import TOGETHER
 
-Tokens = Sequence[torch.Tensor | None]
-Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Tokens = Sequence[torch.Tensor]
+Recurrence = Callable[..., tuple[torch.Tensor, Any]]
 """(tokens of each argument..., state before) -> (results, state after)."""
-
-METADATA = ("slots", "cu_seqlens", "kv_lens")
+Walk = Callable[[Recurrence, Tokens, torch.Tensor, "Slots"], torch.Tensor]
+"""`one_by_one` or `together`."""
 
 
 class Slots(NamedTuple):
@@ -61,12 +61,12 @@ def fresh(cu_seqlens: torch.Tensor, shape: Sequence[int], like: torch.Tensor) ->
 def one_by_one(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: Slots) -> torch.Tensor:
     """Fill `out` [1, T, ...] and the states: `recurrence` over each sequence, computed in float32.
 
-    `tokens` [1, T, ...] each, or None.
+    `tokens` [1, T, ...] each.
     """
     for sequence in _sequences(held):
         rows = slice(sequence.first, sequence.end)
         state = _initial([sequence], held.state, out)[0]
-        own = (None if x is None else x[0, rows].to(computed_in(out)) for x in tokens)
+        own = (x[0, rows].to(computed_in(out)) for x in tokens)
         y, state = recurrence(*own, state)
         out[0, rows] = y.to(out.dtype)
         if sequence.slot >= 0:
@@ -91,12 +91,39 @@ def together(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: Sl
     return out
 
 
+def token_by_token(step: Recurrence) -> Recurrence:
+    """A recurrence over one sequence, of `step`, which takes one token of each argument."""
+
+    def sequence(*given: Any) -> tuple[torch.Tensor, Any]:
+        *tokens, state = given
+        rows = []
+        for own in zip(*tokens, strict=True):
+            y, state = step(*own, state)
+            rows.append(y)
+        return torch.stack(rows), state
+
+    return sequence
+
+
+def by_length(step: Recurrence, scan: Recurrence) -> Recurrence:
+    """A recurrence over several sequences: `scan`, or `step` for sequences of one token, without their dimension L."""
+
+    def sequences(*given: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if given[0].shape[1] > 1:
+            return scan(*given)
+        *tokens, state = given
+        y, state = step(*(x[:, 0] for x in tokens), state)
+        return y[:, None], state
+
+    return sequences
+
+
 def _compute(
     recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, state: torch.Tensor, group: list[_Sequence]
 ) -> None:
     """The recurrence over these sequences; what it makes is gone before the next ones are computed."""
     initial = _initial(group, state, out)
-    own = (None if x is None else _gathered(x[0], group).to(computed_in(out)) for x in tokens)
+    own = (_gathered(x[0], group).to(computed_in(out)) for x in tokens)
     y, final = recurrence(*own, initial)
     _scatter(y, out[0], group)
     _store(final, state, group)

@@ -9,15 +9,19 @@ S [D, E] is the state; `decay` is one number for a token's head (gated delta rul
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from precast.kernels.delta_rule.step import prepared, step
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.linear_attention.step import token_decays
-from precast.kernels.states import Slots, one_by_one
+from precast.kernels.states import Recurrence, Slots, Walk, one_by_one, token_by_token
 
 
-def _apply(
+def apply_rule(
+    walk: Walk,
+    recurrence: Recurrence,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -30,24 +34,18 @@ def _apply(
     """`q`, `k` [1, T, K, D], `v` [1, T, H, E], state [H, D, E] float32; [1, T, H, E] in q's dtype.
 
     H is a multiple of K: value heads of one key head lie side by side. `decay` [1, T, H] or [1, T, H, D], the logarithm
-    of the factor, at most 0; `beta` [1, T, H]. Computed in float32, rounded once.
+    of the factor, at most 0; `beta` [1, T, H]. Computed in float32, rounded once. `recurrence` takes queries and keys
+    for each value head.
     """
 
-    def sequence(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepared_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> Any:
         q, k = prepared(q, v, normalise) * scale, prepared(k, v, normalise)
-        rows = []
-        for t in range(len(q)):
-            y, state = step(q[t], k[t], v[t], decay[t], beta[t], state)
-            rows.append(y)
-        return torch.stack(rows), state
+        return recurrence(q, k, v, *others)
 
-    out = q.new_zeros(v.shape)
-    return one_by_one(sequence, (q, k, v, token_decays(decay, v), beta), out, held)
+    return walk(prepared_first, (q, k, v, token_decays(decay, v), beta), q.new_zeros(v.shape), held)
 
 
-delta_rule, stateful_delta_rule = forms("delta_rule", _apply)
+delta_rule, stateful_delta_rule = forms("delta_rule", apply_rule, one_by_one, token_by_token(step))
 
 
 DELTA_RULE, STATEFUL_DELTA_RULE = form_specs(

@@ -12,7 +12,7 @@ import torch
 
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.linear_attention.step import step, token_decays
-from precast.kernels.states import Slots, one_by_one
+from precast.kernels.states import Slots, one_by_one, token_by_token
 
 
 def _attend(
@@ -23,17 +23,11 @@ def _attend(
     `decay` [H], [1, T, H] or [1, T, H, D], the logarithm of the factor, at most 0. Computed in float32, rounded once.
     """
 
-    def sequence(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = []
-        for t in range(len(q)):
-            y, state = step(q[t] * scale, k[t], v[t], decay[t], state)
-            rows.append(y)
-        return torch.stack(rows), state
+    def scaled(q: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return step(q * scale, *others)
 
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    return one_by_one(sequence, (q, k, v, token_decays(decay, v)), out, held)
+    return one_by_one(token_by_token(scaled), (q, k, v, token_decays(decay, v)), out, held)
 
 
 linear_attention, stateful_linear_attention = forms("linear_attention", _attend)

@@ -13,7 +13,7 @@ import torch
 
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.linear_recurrence.joining import joining
-from precast.kernels.states import Slots, one_by_one
+from precast.kernels.states import Slots, one_by_one, token_by_token
 
 
 def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torch.Tensor:
@@ -23,14 +23,11 @@ def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torc
     """
     joined = joining(kind)
 
-    def sequence(x: torch.Tensor, factor: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = []
-        for t in range(len(x)):
-            state = joined(factor[t] * state, x[t])
-            rows.append(state)
-        return torch.stack(rows), state
+    def step(x: torch.Tensor, factor: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = joined(factor * state, x)
+        return state, state
 
-    return one_by_one(sequence, (x, factor), x.new_zeros(x.shape), held)
+    return one_by_one(token_by_token(step), (x, factor), x.new_zeros(x.shape), held)
 
 
 linear_recurrence, stateful_linear_recurrence = forms("linear_recurrence", _scan)

@@ -14,34 +14,12 @@ from torch.nn import functional
 
 from precast.kernels.forms import forms
 from precast.kernels.selective_scan.limits import MIN_BLOCK
-from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Slots, computed_in, together
+from precast.kernels.selective_scan.selective_scan import scan_channels
+from precast.kernels.states import together
 
 # Blocks do the arithmetic twice. On a CPU that pays while a step costs more to start than to compute: measured on one
 # core, up to states of about this many numbers.
 _MAX_CPU_STATE = 4096
-
-
-def _scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    held: Slots,
-    softplus: bool,
-) -> torch.Tensor:
-    size = steps(dt, dt_bias, computed_in(x), softplus)
-
-    def batch(
-        x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, state = _in_blocks(dt * x, dt, a.to(dt.dtype), b, c, state)
-        return y if d is None else y + d * x, state
-
-    return together(batch, (x, size, b, c), x.new_zeros(x.shape), held)
 
 
 def _block_size(tokens: int, state: torch.Tensor) -> int:
@@ -79,4 +57,4 @@ def _in_blocks(
     return torch.stack(rows, 2).flatten(1, 2)[:, :tokens], h[:, -1]
 
 
-selective_scan, stateful_selective_scan = forms("selective_scan", _scan)
+selective_scan, stateful_selective_scan = forms("selective_scan", scan_channels, together, _in_blocks)

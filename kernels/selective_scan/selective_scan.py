@@ -13,10 +13,12 @@ import torch
 
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Slots, computed_in, one_by_one
+from precast.kernels.states import Recurrence, Slots, Walk, computed_in, one_by_one, token_by_token
 
 
-def _scan(
+def scan_channels(
+    walk: Walk,
+    recurrence: Recurrence,
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -29,24 +31,32 @@ def _scan(
 ) -> torch.Tensor:
     """`x`, `dt` [1, T, C], `a` (below 0) [C, N], `b`, `c` [1, T, N], state [C, N] float32; [1, T, C] in x's dtype.
 
-    `d`, `dt_bias` [C]. Computed in float32, rounded once.
+    `d`, `dt_bias` [C]. Computed in float32, rounded once. `recurrence` takes step * x, the steps, and a.
     """
     size = steps(dt, dt_bias, computed_in(x), softplus)
 
-    def sequence(
+    def with_skip(
         x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = []
-        for t in range(len(x)):
-            state = torch.exp(a.to(dt.dtype) * dt[t, :, None]) * state + (dt[t] * x[t])[:, None] * b[t]
-            rows.append((state * c[t]).sum(-1))
-        y = torch.stack(rows)
+        y, state = recurrence(dt * x, dt, a.to(dt.dtype), b, c, state)
         return y if d is None else y + d * x, state
 
-    return one_by_one(sequence, (x, size, b, c), x.new_zeros(x.shape), held)
+    return walk(with_skip, (x, size, b, c), x.new_zeros(x.shape), held)
 
 
-selective_scan, stateful_selective_scan = forms("selective_scan", _scan)
+def _sequence(
+    value: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        value: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        state = torch.exp(a * dt[:, None]) * state + value[:, None] * b
+        return (state * c).sum(-1), state
+
+    return token_by_token(step)(value, dt, b, c, state)
+
+
+selective_scan, stateful_selective_scan = forms("selective_scan", scan_channels, one_by_one, _sequence)
 
 
 SELECTIVE_SCAN, STATEFUL_SELECTIVE_SCAN = form_specs(

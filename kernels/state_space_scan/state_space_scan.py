@@ -12,10 +12,12 @@ import torch
 
 from precast.kernels.forms import form_specs, forms
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Slots, computed_in, one_by_one
+from precast.kernels.states import Recurrence, Slots, Walk, computed_in, one_by_one, token_by_token
 
 
-def _scan(
+def scan_heads(
+    walk: Walk,
+    recurrence: Recurrence,
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -31,27 +33,31 @@ def _scan(
     """`x` [1, T, H, D], `dt` [1, T, H], `b`, `c` [1, T, G, N], state [H, D, N] float32; [1, T, H, D] in x's dtype.
 
     `a` (below 0), `d`, `dt_bias` [H]; H is a multiple of G: heads of one group lie side by side. Computed in float32,
-    rounded once.
+    rounded once. `recurrence` takes step * x, the decay a * step, and b and c for each head.
     """
     size = steps(dt, dt_bias, computed_in(x), softplus, dt_min, dt_max)
-    heads, groups = x.shape[2], b.shape[2]
+    repeats = x.shape[2] // b.shape[2]
 
-    def sequence(
+    def with_skip(
         x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        b, c = (z.repeat_interleave(heads // groups, dim=1) for z in (b, c))
-        rows = []
-        for t in range(len(x)):
-            kept = torch.exp(a.to(dt.dtype) * dt[t])[:, None, None] * state
-            state = kept + (dt[t, :, None] * x[t])[:, :, None] * b[t, :, None, :]
-            rows.append((state * c[t, :, None, :]).sum(-1))
-        y = torch.stack(rows)
+        b, c = (z.repeat_interleave(repeats, dim=-2) for z in (b, c))
+        value, decay = dt[..., None] * x, a.to(dt.dtype) * dt
+        y, state = recurrence(value, decay, b, c, state)
         return y if d is None else y + d[:, None] * x, state
 
-    return one_by_one(sequence, (x, size, b, c), x.new_zeros(x.shape), held)
+    return walk(with_skip, (x, size, b, c), x.new_zeros(x.shape), held)
 
 
-state_space_scan, stateful_state_space_scan = forms("state_space_scan", _scan)
+def _step(
+    value: torch.Tensor, decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token: `value` [H, D], `decay` [H], `b`, `c` [H, N]."""
+    state = torch.exp(decay)[:, None, None] * state + value[:, :, None] * b[:, None, :]
+    return (state * c[:, None, :]).sum(-1), state
+
+
+state_space_scan, stateful_state_space_scan = forms("state_space_scan", scan_heads, one_by_one, token_by_token(_step))
 
 
 STATE_SPACE_SCAN, STATEFUL_STATE_SPACE_SCAN = form_specs(

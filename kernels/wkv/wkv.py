@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from precast.kernels.forms import form_specs, forms
-from precast.kernels.states import Slots, one_by_one
-from precast.kernels.wkv.step import added, begun, kept, mean, one
+from precast.kernels.states import Slots, one_by_one, token_by_token
+from precast.kernels.wkv.step import Sums, added, begun, kept, mean, one
 
 
 def _scan(k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, first: torch.Tensor, held: Slots) -> torch.Tensor:
@@ -22,12 +22,13 @@ def _scan(k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, first: torch.Te
     Computed in float32, rounded once.
     """
 
+    def step(k: torch.Tensor, v: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
+        y = mean(added(sums, 0.0, one(k + first.to(k.dtype), v)))
+        return y, added(sums, decay.to(k.dtype), one(k, v))
+
     def sequence(k: torch.Tensor, v: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        sums, rows = begun(state), []
-        for t in range(len(k)):
-            rows.append(mean(added(sums, 0.0, one(k[t] + first.to(k.dtype), v[t]))))
-            sums = added(sums, decay.to(k.dtype), one(k[t], v[t]))
-        return torch.stack(rows), kept(sums)
+        y, sums = token_by_token(step)(k, v, begun(state))
+        return y, kept(sums)
 
     return one_by_one(sequence, (k, v), v.new_zeros(v.shape), held)
 
