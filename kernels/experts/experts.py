@@ -11,40 +11,52 @@ float64), rounded once at the end.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional
 
 from precast.ir.ops.rows_experts import EXPERT_ACTIVATIONS
+from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.spec import PRODUCT, OpSpec
 
 
+class Layers(NamedTuple):
+    """Both products of all experts: `up` [E, 2F, I], gate before values (ungated: [E, F, I]), `down` [E, I, F]; biases
+    [E, 2F], [E, I]."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+class Between(NamedTuple):
+    """What stands between the two products."""
+
+    activation: str
+    gated: bool
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+
+@implements("experts")
 def experts(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    *,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, layers: Layers, between: Between
 ) -> torch.Tensor:
     """The weighted sum of each token's experts: [T, I] in `x`'s dtype.
 
-    `x` [T, I], `expert_ids` [T, K] int64, `expert_weights` [T, K]; `up` [E, 2F, I], gate before values (ungated:
-    [E, F, I]), `down` [E, I, F] and the biases [E, 2F], [E, I] have `x`'s dtype. Raises ValueError for an activation
-    that the module's docstring doesn't name.
+    `x` [T, I], `expert_ids` [T, K] int64, `expert_weights` [T, K]; `layers` have `x`'s dtype. Raises ValueError for an
+    activation that the module's docstring doesn't name.
     """
+    up, down, up_bias, down_bias = layers
     total = widened(x).new_zeros(x.shape)
     for expert in range(up.shape[0]):
         tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
         h = functional.linear(widened(x[tokens]), widened(up[expert]), _row(up_bias, expert))
-        h = activate(h, activation, gated=gated, alpha=alpha, limit=limit, offset=offset)
+        h = activate(h, between)
         h = functional.linear(h, widened(down[expert]), _row(down_bias, expert))
         total.index_add_(0, tokens, h * expert_weights[tokens, places, None].to(h.dtype))
     return total.to(x.dtype)
@@ -54,10 +66,9 @@ def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     return None if bias is None else widened(bias[expert])
 
 
-def activate(
-    h: torch.Tensor, kind: str, *, gated: bool, alpha: float, limit: float | None, offset: float
-) -> torch.Tensor:
+def activate(h: torch.Tensor, between: Between) -> torch.Tensor:
     """What stands between the two products: `h` [..., 2F], or [..., F] where there is no gate, -> [..., F]."""
+    kind, gated, alpha, limit, offset = between
     if not gated:
         return _activate(h, kind, alpha)
     gate, value = h.chunk(2, dim=-1)
