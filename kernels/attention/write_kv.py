@@ -9,7 +9,7 @@ import torch
 
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import OpSpec
-from precast.kernels.storage import STORED, bits, rounded
+from precast.kernels.storage import STORED, places_of, rounded, store
 
 
 def write_kv(
@@ -18,21 +18,13 @@ def write_kv(
     """Write `k` [1, T, K, D] and `v` [1, T, K, Dv] into `k_cache` [P, S, K, D] and `v_cache` [P, S, K, Dv].
 
     `slot_mapping` [T] int64: page * S + offset, each slot at most once, or -1. `k` and `v` stay as they are. Nothing
-    is read back to the host: a padding token repeats what the first other token writes, to the same slot; if all
-    tokens are padding, they write to slot 0 what it holds.
+    is read back to the host.
     """
     if slot_mapping.shape[0] == 0 or k_cache.shape[0] == 0:
         return
-    kept = slot_mapping >= 0
-    tokens = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
-    source = torch.where(kept, tokens, kept.long().argmax())
-    slots = slot_mapping[source].clamp(min=0)
-    page_size = k_cache.shape[1]
-    page, offset = slots // page_size, slots % page_size
+    places = places_of(slot_mapping, k_cache.shape[1])
     for new, pages in ((k, k_cache), (v, v_cache)):
-        held = bits(pages)
-        rows = bits(rounded(new[0, source], pages.dtype))
-        held.index_put_((page, offset), torch.where(kept.any(), rows, held[0, 0]))
+        store(rounded(new[0, places.source], pages.dtype), pages, places)
 
 
 WRITE_KV = OpSpec(

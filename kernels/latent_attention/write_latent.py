@@ -9,26 +9,19 @@ import torch
 
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import OpSpec
-from precast.kernels.storage import STORED, bits, rounded
+from precast.kernels.storage import STORED, places_of, rounded, store
 
 
 def write_latent(latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write `latent` [1, T, C] and behind it `k_rope` [1, T, Dr] into `cache` [P, S, C + Dr].
 
-    `slot_mapping` [T] int64: page * S + offset, each slot at most once, or -1. Nothing is read back to the host: a
-    padding token repeats what the first other token writes, to the same slot; if all tokens are padding, they write
-    to slot 0 what it holds.
+    `slot_mapping` [T] int64: page * S + offset, each slot at most once, or -1. Nothing is read back to the host.
     """
     if slot_mapping.shape[0] == 0 or cache.shape[0] == 0:
         return
-    kept = slot_mapping >= 0
-    tokens = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
-    source = torch.where(kept, tokens, kept.long().argmax())
-    slots = slot_mapping[source].clamp(min=0)
-    page_size = cache.shape[1]
-    held = bits(cache)
-    rows = bits(rounded(torch.cat((latent[0, source], k_rope[0, source]), dim=-1), cache.dtype))
-    held.index_put_((slots // page_size, slots % page_size), torch.where(kept.any(), rows, held[0, 0]))
+    places = places_of(slot_mapping, cache.shape[1])
+    source = places.source
+    store(rounded(torch.cat((latent[0, source], k_rope[0, source]), dim=-1), cache.dtype), cache, places)
 
 
 WRITE_LATENT = OpSpec(
