@@ -24,7 +24,8 @@ def write_kv(
         return
     places = places_of(slot_mapping, k_cache.shape[1])
     for new, pages in ((k, k_cache), (v, v_cache)):
-        store(rounded(new[0, places.source], pages.dtype), pages, places)
+        rows = rounded(new[0, places.source], pages.dtype)
+        store(rows, pages, places)
 
 
 WRITE_KV = OpSpec(

@@ -13,11 +13,15 @@ from precast.kernels.states import Slots, by_length, together
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, held: Slots, scale: float
 ) -> torch.Tensor:
-    def one(q: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return step(q * scale, *others)
+    def one(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return step(q * scale, k, v, decay, state)
 
-    def several(q: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return scan(q * scale, *others)
+    def several(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return scan(q * scale, k, v, decay, state)
 
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     return together(by_length(one, several), (q, k, v, token_decays(decay, v)), out, held)
