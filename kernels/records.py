@@ -67,7 +67,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: Mapping[str, tuple[Dtype, ...]] = {}
     takes: tuple[Condition, ...] = ()
     sizes: Ranges = {}
-    capture: Literal["static", "host"] = "static"
+    control: Literal["static", "host"] = "static"
     allocates: bool = True
     layout: Mapping[str, str] = {}
 
@@ -85,4 +85,4 @@ def reference(op: str, module: str, workspace: Callable[[Use], Expr]) -> Record:
 
 def reference_on_cpu(op: str, module: str) -> Record:
     """The definition of an op that other implementations compute on GPUs."""
-    return msgspec.structs.replace(reference(op, module, nothing), devices=("cpu",), capture="host")
+    return msgspec.structs.replace(reference(op, module, nothing), devices=("cpu",), control="host")

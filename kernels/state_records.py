@@ -20,8 +20,8 @@ from precast.kernels.records import Record, reference_on_cpu
 from precast.kernels.use import Use, copied, wide
 
 
-def forms(
-    name: str, module: str, workspace: Callable[[Use], Expr], *, capture: Literal["static", "host"] = "host"
+def form_records(
+    name: str, module: str, workspace: Callable[[Use], Expr], *, control: Literal["static", "host"] = "host"
 ) -> tuple[Record, ...]:
     """The records of `precast.stateful_<name>` and of `precast.<name>`, the form without a cache.
 
@@ -40,7 +40,7 @@ def forms(
 
     stateful = f"stateful_{name}"
     kept = Record(
-        name=f"torch.{stateful}", op=f"precast.{stateful}", workspace=workspace, capture=capture,
+        name=f"torch.{stateful}", op=f"precast.{stateful}", workspace=workspace, control=control,
         runs=f"precast.kernels.{name}.{module}:{stateful}",
     )  # fmt: skip
     fresh = replace(

@@ -40,7 +40,7 @@ RECORDS = (
         runs="precast.kernels.attention.triton:paged_attention",
     ),
     Record(
-        name="torch.paged_attention", op="precast.paged_attention", capture="host", workspace=workspace.paged,
+        name="torch.paged_attention", op="precast.paged_attention", control="host", workspace=workspace.paged,
         runs="precast.kernels.attention.batched:paged_attention",
     ),
     reference_on_cpu("precast.paged_attention", "attention.paged"),
@@ -49,7 +49,7 @@ RECORDS = (
         workspace=_places, runs="precast.kernels.attention.triton:attention",
     ),
     Record(
-        name="torch.attention", op="precast.attention", capture="host", workspace=workspace.packed,
+        name="torch.attention", op="precast.attention", control="host", workspace=workspace.packed,
         runs="precast.kernels.attention.batched:attention",
     ),
     reference_on_cpu("precast.attention", "attention.attention"),

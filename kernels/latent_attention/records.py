@@ -106,11 +106,11 @@ def _written(use: Use) -> Expr:
 
 RECORDS = (
     Record(
-        name="torch.latent_attention", op="precast.latent_attention", workspace=_packed, capture="host",
+        name="torch.latent_attention", op="precast.latent_attention", workspace=_packed, control="host",
         runs="precast.kernels.latent_attention.batched:latent_attention",
     ),
     Record(
-        name="torch.paged_latent_attention", op="precast.paged_latent_attention", workspace=_paged, capture="host",
+        name="torch.paged_latent_attention", op="precast.paged_latent_attention", workspace=_paged, control="host",
         runs="precast.kernels.latent_attention.batched:paged_latent_attention",
     ),
     reference_on_cpu("precast.latent_attention", "latent_attention.latent_attention"),

@@ -25,7 +25,7 @@ def _drawing(use: Use) -> Expr:
 
 
 _ON_HOST = Record(
-    name="torch.sample", op="precast.sample", devices=("cpu",), capture="host", workspace=_drawing,
+    name="torch.sample", op="precast.sample", devices=("cpu",), control="host", workspace=_drawing,
     runs="precast.kernels.sampling.on_host:sample",
 )  # fmt: skip
 _REFERENCE = reference("precast.sample", "sampling.sample", _drawing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, minimum, mul
 from precast.kernels.selective_scan.limits import MIN_BLOCK
-from precast.kernels.state_records import chunked_tokens, copy_bytes, forms, sequences_of
+from precast.kernels.state_records import chunked_tokens, copy_bytes, form_records, sequences_of
 from precast.kernels.use import Use, wide
 
 
@@ -25,4 +25,4 @@ def _root(tokens: Expr) -> Expr:
     return minimum(*(add(floordiv(tokens, 2 * at), at // 2 + 3) for at in (16, 32, 64, 128, 256)))
 
 
-RECORDS = forms("selective_scan", "blocked", _selective_scan)
+RECORDS = form_records("selective_scan", "blocked", _selective_scan)

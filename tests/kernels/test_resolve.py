@@ -89,7 +89,7 @@ def test_a_layer_on_gpus(target: Target) -> None:
     found = uses(target)
 
     assert chosen(found) == {**ANYWHERE, **ON_GPUS}
-    assert {resolve(use).record.capture for use in found.values()} == {"static"}
+    assert {resolve(use).record.control for use in found.values()} == {"static"}
     assert resolve(found["y"]).reason == "the fastest of 2"
     assert resolve(found["fused"]).reason == "the only one"
 
@@ -106,7 +106,7 @@ def test_without_triton_attention_reads_the_host() -> None:
 
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
     choice = resolve(found["y"])
-    assert choice.record.capture == "host"
+    assert choice.record.control == "host"
     assert choice.reason == "the only one; not triton.paged_attention: triton is not installed"
 
 

@@ -203,7 +203,7 @@ def test_cuda_implementation_does_not_wait_for_the_device(
     spec: OpSpec, dtype: torch.dtype, no_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
     chosen = fastest(spec.name, spec.version, registry.target_of(torch.device("cuda")))
-    if chosen.capture == "host":
+    if chosen.control == "host":
         pytest.skip("reads metadata on the host")
     implementation = registry.function_of(chosen)
     for sample in samples_of(spec, Draw(dtype, torch.device("cuda"))):

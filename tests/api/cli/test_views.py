@@ -274,9 +274,9 @@ def test_kernels_of_a_gpu_are_shown_by_default(bundle: Path, command: Command) -
 
     assert found["precast.paged_attention@1"] == {
         "op": "precast.paged_attention@1", "dtype": "float32", "implementation": "triton.paged_attention",
-        "sizes": "all", "capture": "static", "reason": "the fastest of 2", "nodes": 2,
+        "sizes": "all", "control": "static", "reason": "the fastest of 2", "nodes": 2,
     }  # fmt: skip
-    assert {row["capture"] for row in found.values()} == {"static"}
+    assert {row["control"] for row in found.values()} == {"static"}
     assert sum(row["nodes"] for row in found.values()) == 41
 
 
