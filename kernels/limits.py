@@ -1,5 +1,4 @@
-"""Limits of the drivers that several families share: what they hold follows from them. No torch."""
+"""How many tokens `precast.kernels.states` computes at a time. Records count with it, so no torch here."""
 
-TOGETHER = 4096
-"""Tokens, with those that pad, of the sequences that `precast.kernels.states` computes at once, if that is one
-sequence at least."""
+MAX_TOGETHER = 4096
+"""Tokens, padding among them, of the sequences that are computed together; a longer sequence is computed alone."""

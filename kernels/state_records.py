@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, floordiv, largest, maximum, minimum, mul
 from precast.ir.ops import table as ops
-from precast.kernels.limits import TOGETHER
+from precast.kernels.limits import MAX_TOGETHER
 from precast.kernels.records import Record, reference_on_cpu
 from precast.kernels.use import Use, copied, wide
 
@@ -65,7 +65,7 @@ def padded_tokens(use: Use, tokens: Expr) -> Expr:
     sequences = sequences_of(use)
     longest = maximum(1, add(tokens, mul(-1, sequences), 1))
     twice = maximum(tokens, add(mul(2, tokens), mul(-1, sequences)))
-    return minimum(mul(sequences, tokens), maximum(longest, minimum(twice, TOGETHER)))
+    return minimum(mul(sequences, tokens), maximum(longest, minimum(twice, MAX_TOGETHER)))
 
 
 def chunked_tokens(use: Use, tokens: Expr, chunk: int) -> Expr:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from precast.kernels.limits import TOGETHER
+from precast.kernels.limits import MAX_TOGETHER
 
 Tokens = Sequence[torch.Tensor]
 Recurrence = Callable[..., tuple[torch.Tensor, Any]]
@@ -78,14 +78,14 @@ def together(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: Sl
     """As `one_by_one`, with `recurrence` over several sequences at once: tokens [n, L, ...], states [n, ...].
 
     A sequence shorter than L has zeros behind its last token, and must come out with the state after that token. As
-    many are computed at once as `TOGETHER` allows. The metadata is read on the host, once; on a GPU that is a wait.
+    many are computed at once as `MAX_TOGETHER` allows. The metadata is read on the host, once; on a GPU that is a wait.
     """
     classes: dict[int, list[_Sequence]] = {}
     for sequence in _sequences(held):
         # Lengths of one class differ by less than a factor of two: that bounds what padding costs.
         classes.setdefault((sequence.end - sequence.first).bit_length(), []).append(sequence)
     for group in classes.values():
-        step = max(1, TOGETHER // max(sequence.end - sequence.first for sequence in group))
+        step = max(1, MAX_TOGETHER // max(sequence.end - sequence.first for sequence in group))
         for first in range(0, len(group), step):
             _compute(recurrence, tokens, out, held.state, group[first : first + step])
     return out

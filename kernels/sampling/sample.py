@@ -25,7 +25,7 @@ import torch
 
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
-from precast.kernels.sampling.limits import TOGETHER
+from precast.kernels.sampling.limits import MAX_SORTED
 from precast.kernels.sampling.noise import gumbel
 from precast.kernels.spec import OpSpec
 
@@ -74,7 +74,7 @@ def _parts(logits: torch.Tensor, parameters: Parameters) -> Iterator[tuple[torch
 
 def _rows(logits: torch.Tensor) -> int:
     """As many rows at a time as bound what a step holds."""
-    return max(1, TOGETHER // max(1, logits.shape[1]))
+    return max(1, MAX_SORTED // max(1, logits.shape[1]))
 
 
 def _drawn(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:

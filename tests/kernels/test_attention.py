@@ -303,7 +303,7 @@ def test_pages_may_be_cut_or_not(paged_attention: Callable[..., torch.Tensor], r
     close(found[0], found[1])
 
 
-def test_blocks_of_queries_join_without_a_seam() -> None:
+def test_tiles_of_queries_join_without_a_seam() -> None:
     draw = Draw(torch.float32, CPU)
     rules = [{"window": window} for window in (None, 1, 40, 128, 129, 500)]
     rules += [{"chunk": chunk} for chunk in (1, 40, 128, 130, 300, 500)]

@@ -1,8 +1,8 @@
-"""The selective scan for speed in PyTorch: blocks of tokens side by side, so that a sequence of L tokens takes about
+"""The selective scan for speed in PyTorch: tiles of tokens side by side, so that a sequence of L tokens takes about
 3 * sqrt(L) steps instead of L.
 
-First every block runs from a state of zero, which gives what it adds; then the states at the blocks' beginnings follow
-one after the other; then every block runs from its own beginning. All factors are exponentials of numbers up to 0.
+First every tile runs from a state of zero, which gives what it adds; then the states at the tiles' beginnings follow
+one after the other; then every tile runs from its own beginning. All factors are exponentials of numbers up to 0.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import torch
 from torch.nn import functional
 
 from precast.kernels.forms import forms
-from precast.kernels.selective_scan.limits import MIN_BLOCK
+from precast.kernels.selective_scan.limits import MIN_TILE
 from precast.kernels.selective_scan.selective_scan import scan_channels
 from precast.kernels.states import together
 
-# Blocks do the arithmetic twice. On a CPU that pays while a step costs more to start than to compute: measured on one
+# Tiles do the arithmetic twice. On a CPU that pays while a step costs more to start than to compute: measured on one
 # core, up to states of about this many numbers.
 _MAX_CPU_STATE = 4096
 
 
-def _block_size(tokens: int, state: torch.Tensor) -> int:
+def _tile_size(tokens: int, state: torch.Tensor) -> int:
     if state.device.type == "cpu" and state.numel() > _MAX_CPU_STATE:
         return tokens
-    return min(tokens, max(MIN_BLOCK, math.isqrt(tokens)))
+    return min(tokens, max(MIN_TILE, math.isqrt(tokens)))
 
 
-def _in_blocks(
+def _in_tiles(
     value: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`value`, `dt` [n, L, C], `a` [C, N], `b`, `c` [n, L, N], `state` [n, C, N]; (y [n, L, C], last state)."""
     tokens = value.shape[1]
-    size = _block_size(tokens, state)
+    size = _tile_size(tokens, state)
     value, dt, b, c = (functional.pad(z, (0, 0, 0, -tokens % size)).unflatten(1, (-1, size)) for z in (value, dt, b, c))
 
     def advanced(h: torch.Tensor, i: int) -> torch.Tensor:
-        """The blocks' states `h` [n, G, C, N] behind their token i."""
+        """The tiles' states `h` [n, G, C, N] behind their token i."""
         return torch.exp(a * dt[:, :, i, :, None]) * h + value[:, :, i, :, None] * b[:, :, i, None, :]
 
     h = state[:, None]
@@ -57,4 +57,4 @@ def _in_blocks(
     return torch.stack(rows, 2).flatten(1, 2)[:, :tokens], h[:, -1]
 
 
-selective_scan, stateful_selective_scan = forms("selective_scan", scan_channels, together, _in_blocks)
+selective_scan, stateful_selective_scan = forms("selective_scan", scan_channels, together, _in_tiles)
