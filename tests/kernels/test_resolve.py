@@ -110,6 +110,17 @@ def test_without_triton_attention_reads_the_host() -> None:
     assert choice.reason == "the only one; not triton.paged_attention: triton is not installed"
 
 
+def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
+    found = uses(Target.parse("sm_75"))
+    wanted = "it wants compute capability 8.0 or higher"
+
+    assert chosen(found) == {**ANYWHERE, **IN_TORCH}
+    assert resolve(found["y"]).reason == f"the only one; not triton.paged_attention: {wanted}"
+    assert resolve(found["write"]).reason == f"the only one; not triton.write_kv: {wanted}"
+    kept = [record.min_capability for record in all_records() if record.kind == "triton"]
+    assert kept == [(8, 0)] * 3
+
+
 def test_a_cache_of_8_bits_wants_a_gpu_that_converts() -> None:
     wanted = "compute capability 8.9 or higher for a cache of 8 bits"
 

@@ -287,6 +287,13 @@ def test_kernels_of_a_cpu_say_why_not_the_faster_ones(bundle: Path, command: Com
     assert row["reason"] == "the only one; not triton.write_kv: it runs on cuda"
 
 
+def test_kernels_of_an_older_gpu_are_not_triton_s(bundle: Path, command: Command) -> None:
+    row = kernels_of(command, bundle, "--target", "sm_75")["precast.paged_attention@1"]
+
+    assert (row["implementation"], row["control"]) == ("torch.paged_attention", "host")
+    assert row["reason"].endswith("not triton.paged_attention: it wants compute capability 8.0 or higher")
+
+
 def test_an_op_that_nothing_computes_is_shown_as_such(bundle: Path) -> None:
     opened = Bundle.open(bundle)
     given = Value("x", TensorType("float8_e4m3fn", (2, 2)))
