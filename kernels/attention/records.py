@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
+from typing import Any
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul
@@ -35,22 +35,22 @@ def _written(use: Use) -> Expr:
     return add(largest(rows), mul(64, use.shape("slot_mapping")[0]))
 
 
-_ON_TRITON = Record(
-    name="triton.paged_attention", op="precast.paged_attention", kind="triton", devices=("cuda",),
-    min_capability=(8, 0), dtypes={"q": _COMPUTED}, takes=(_CONVERTS,), allocates=False, workspace=nothing,
-    runs="precast.kernels.attention.triton:paged_attention",
-)  # fmt: skip
-"""Triton's compiler is for compute capability 8.0 and higher."""
+_TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0)}
+"""What Triton's compiler is for."""
 
 RECORDS = (
-    _ON_TRITON,
+    Record(
+        name="triton.paged_attention", op="precast.paged_attention", **_TRITON, dtypes={"q": _COMPUTED},
+        takes=(_CONVERTS,), allocates=False, workspace=nothing,
+        runs="precast.kernels.attention.triton:paged_attention",
+    ),
     Record(
         name="torch.paged_attention", op="precast.paged_attention", control="host", workspace=workspace.paged,
         runs="precast.kernels.attention.batched:paged_attention",
     ),
     reference_on_cpu("precast.paged_attention", "attention.paged"),
-    replace(
-        _ON_TRITON, name="triton.attention", op="precast.attention", takes=(), allocates=True, workspace=_places,
+    Record(
+        name="triton.attention", op="precast.attention", **_TRITON, dtypes={"q": _COMPUTED}, workspace=_places,
         runs="precast.kernels.attention.triton:attention",
     ),
     Record(
@@ -58,9 +58,9 @@ RECORDS = (
         runs="precast.kernels.attention.batched:attention",
     ),
     reference_on_cpu("precast.attention", "attention.attention"),
-    replace(
-        _ON_TRITON, name="triton.write_kv", op="precast.write_kv", dtypes={},
-        runs="precast.kernels.attention.triton_write_kv:write_kv",
+    Record(
+        name="triton.write_kv", op="precast.write_kv", **_TRITON, takes=(_CONVERTS,), allocates=False,
+        workspace=nothing, runs="precast.kernels.attention.triton_write_kv:write_kv",
     ),
     reference("precast.write_kv", "attention.write_kv", _written),
 )  # fmt: skip
