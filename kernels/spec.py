@@ -1,4 +1,4 @@
-"""What an op is to tests, verifier and docs: one `OpSpec`, beside the op's formula and its reference.
+"""`OpSpec`: the axes, dtypes, reference and tolerances of an op, for tests and docs; it stands beside the reference.
 
 The signature, the shape rule and what it mutates stand in `precast.ir.ops.table`; a spec adds what only torch can say,
 and takes all else from there. What computes the op fast stands in its family's records.

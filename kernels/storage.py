@@ -1,5 +1,6 @@
-"""How caches hold values: in the dtype of the activations, in another float dtype, or in 8 bits. What is written is
-rounded into new memory, what is read is gathered as it is stored; what computes with it converts it.
+"""Rounds values for caches, writes them there and gathers them; caches may hold another float dtype, or 8 bits.
+
+What is written is rounded into new memory, what is read is gathered as it is stored; what computes with it converts it.
 
 Values of 8 bits have no scale: what is stored is the value itself, saturated to the largest finite one, 448 for
 float8_e4m3fn. Infinities saturate too; NaN stays NaN.

@@ -142,7 +142,7 @@ def _decode(out: torch.Tensor, q: torch.Tensor, cache: _Cache, sequences: list[_
 
 
 def _distance(queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor | None:
-    """How far each of `keys` [B, L] stands behind each of `queries` [B, Q], [B, Q, L]; None where no slope asks."""
+    """The positions of `keys` [B, L] less those of `queries` [B, Q], [B, Q, L]; None where no slope asks."""
     return None if scoring.slopes is None else keys[:, None, :] - queries[:, :, None]
 
 

@@ -2,7 +2,7 @@
 channel by itself; before a sequence's first token x is zero.
 
 state[slot, c] = x[t - K + 2 .. t + 1, c], oldest first, where t is the sequence's last token; of tokens before its
-first it holds zeros. Packed sequences and slots: `precast.kernels.states`.
+first it holds zeros. Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from precast.ir.ops.rows_states import CONV_ACTIVATIONS
-from precast.kernels.forms import form_specs, forms
-from precast.kernels.states import Slots, computed_in, one_by_one
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Slots, computed_in, one_by_one
 
 
 def _convolve(

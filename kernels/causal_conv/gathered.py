@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from precast.ir.ops.rows_states import CONV_ACTIVATIONS
 from precast.kernels.calls import implements
-from precast.kernels.states import Slots, computed_in
+from precast.kernels.stateful.walks import Slots, computed_in
 
 
 @implements("causal_conv")

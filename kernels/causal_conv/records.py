@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
-from precast.kernels.state_records import form_records, sequences_of
+from precast.kernels.stateful.form_records import form_records, sequences_of
 from precast.kernels.use import Use, numbers, wide
 
 

@@ -11,9 +11,9 @@ import torch
 
 from precast.kernels.delta_rule.delta_rule import apply_rule
 from precast.kernels.delta_rule.step import step
-from precast.kernels.forms import forms
 from precast.kernels.linear_attention.chunks import chunk_size, join, products, reach, split
-from precast.kernels.states import by_length, together
+from precast.kernels.stateful.forms import forms
+from precast.kernels.stateful.walks import by_length, together
 
 
 def _scan(

@@ -4,7 +4,7 @@
 
 S [D, E] is the state; `decay` is one number for a token's head (gated delta rule), or one for each of its D rows
 (Kimi delta attention); without it nothing decays. With `normalise`, q and k are first divided by sqrt(sum_d x[d]^2 +
-1e-6). Packed sequences and slots: `precast.kernels.states`.
+1e-6). Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from precast.kernels.delta_rule.step import prepared, step
-from precast.kernels.forms import form_specs, forms
 from precast.kernels.linear_attention.step import token_decays
-from precast.kernels.states import Recurrence, Slots, Walk, one_by_one, token_by_token
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Recurrence, Slots, Walk, one_by_one, token_by_token
 
 
 def apply_rule(

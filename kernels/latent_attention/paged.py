@@ -1,7 +1,7 @@
 """paged_latent_attention@1: causal attention of this step's queries over the latents in the pages of a cache: formulas
 in `precast.kernels.latent_attention.expand` and `precast.kernels.attention.attend`.
 
-A slot of the cache holds a token's latent and behind it the rope part of its keys. Sequences, pages and positions are
+A slot of the cache holds a token's latent, then the rope part of its keys. Sequences, pages and positions are
 those of `precast.kernels.attention.paged`. Tokens past `cu_seqlens[B]` are padding, and give zeros.
 """
 

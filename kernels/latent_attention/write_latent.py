@@ -13,7 +13,7 @@ from precast.kernels.storage import STORED, places_of, rounded, store
 
 
 def write_latent(latent: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write `latent` [1, T, C] and behind it `k_rope` [1, T, Dr] into `cache` [P, S, C + Dr].
+    """Write `latent` [1, T, C], then `k_rope` [1, T, Dr], into `cache` [P, S, C + Dr].
 
     `slot_mapping` [T] int64: page * S + offset, each slot at most once, or -1. Nothing is read back to the host.
     """

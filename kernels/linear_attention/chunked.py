@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from precast.kernels.forms import forms
 from precast.kernels.linear_attention.chunks import scan
 from precast.kernels.linear_attention.step import step, token_decays
-from precast.kernels.states import Slots, by_length, together
+from precast.kernels.stateful.forms import forms
+from precast.kernels.stateful.walks import Slots, by_length, together
 
 
 def _attend(

@@ -3,16 +3,16 @@
     S[t] = exp(decay[t]) * S[t - 1] + k[t] v[t]^T        y[t] = scale * q[t] S[t]
 
 S [D, E] is the state; `decay` is one number for a head, for a token's head, or for each of its D rows; without it
-nothing decays. Packed sequences and slots: `precast.kernels.states`.
+nothing decays. Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from precast.kernels.forms import form_specs, forms
 from precast.kernels.linear_attention.step import step, token_decays
-from precast.kernels.states import Slots, one_by_one, token_by_token
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Slots, one_by_one, token_by_token
 
 
 def _attend(

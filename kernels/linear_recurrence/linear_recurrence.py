@@ -4,16 +4,18 @@
     h[t] = max(factor[t] * h[t - 1], x[t])        of the kind `max`, for x of at least 0
     y[t] = h[t]
 
-h [C] is the state. Packed sequences and slots: `precast.kernels.states`.
+h [C] is the state. Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from precast.kernels.forms import form_specs, forms
-from precast.kernels.linear_recurrence.joining import joining
-from precast.kernels.states import Slots, one_by_one, token_by_token
+from precast.ir.ops.rows_states import RECURRENCES
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Slots, one_by_one, token_by_token
 
 
 def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torch.Tensor:
@@ -28,6 +30,13 @@ def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torc
         return state, state
 
     return one_by_one(token_by_token(step), (x, factor), x.new_zeros(x.shape), held)
+
+
+def joining(kind: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What is done with the state, multiplied, and an input. Raises ValueError for a kind that isn't sum or max."""
+    if kind not in RECURRENCES:
+        raise ValueError(f"kind: expected one of {', '.join(RECURRENCES)}, found {kind!r}")
+    return torch.add if kind == "sum" else torch.maximum
 
 
 linear_recurrence, stateful_linear_recurrence = forms("linear_recurrence", _scan)

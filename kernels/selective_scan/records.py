@@ -5,7 +5,7 @@ from __future__ import annotations
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, minimum, mul
 from precast.kernels.selective_scan.limits import MIN_TILE
-from precast.kernels.state_records import chunked_tokens, copy_bytes, form_records, sequences_of
+from precast.kernels.stateful.form_records import chunked_tokens, copy_bytes, form_records, sequences_of
 from precast.kernels.use import Use, wide
 
 

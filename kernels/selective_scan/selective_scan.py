@@ -4,16 +4,16 @@
     h[t, n] = exp(a[n] * step[t]) * h[t - 1, n] + step[t] * x[t] * b[t, n]
     y[t] = sum_n h[t, n] * c[t, n] + d * x[t]
 
-h [N] is the state; b and c are the same for all channels. Packed sequences and slots: `precast.kernels.states`.
+h [N] is the state; b and c are the same for all channels. Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from precast.kernels.forms import form_specs, forms
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Recurrence, Slots, Walk, computed_in, one_by_one, token_by_token
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Recurrence, Slots, Walk, computed_in, one_by_one, token_by_token
 
 
 def scan_channels(

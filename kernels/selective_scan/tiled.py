@@ -12,10 +12,10 @@ import math
 import torch
 from torch.nn import functional
 
-from precast.kernels.forms import forms
 from precast.kernels.selective_scan.limits import MIN_TILE
 from precast.kernels.selective_scan.selective_scan import scan_channels
-from precast.kernels.states import together
+from precast.kernels.stateful.forms import forms
+from precast.kernels.stateful.walks import together
 
 # Tiles do the arithmetic twice. On a CPU that pays while a step costs more to start than to compute: measured on one
 # core, up to states of about this many numbers.
@@ -37,7 +37,7 @@ def _in_tiles(
     value, dt, b, c = (functional.pad(z, (0, 0, 0, -tokens % size)).unflatten(1, (-1, size)) for z in (value, dt, b, c))
 
     def advanced(h: torch.Tensor, i: int) -> torch.Tensor:
-        """The tiles' states `h` [n, G, C, N] behind their token i."""
+        """The tiles' states `h` [n, G, C, N] after their token i."""
         return torch.exp(a * dt[:, :, i, :, None]) * h + value[:, :, i, :, None] * b[:, :, i, None, :]
 
     h = state[:, None]

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import torch
 
-from precast.kernels.forms import forms
 from precast.kernels.linear_attention.chunks import scan
 from precast.kernels.linear_attention.step import step
 from precast.kernels.state_space_scan.state_space_scan import scan_heads
-from precast.kernels.states import by_length, together
+from precast.kernels.stateful.forms import forms
+from precast.kernels.stateful.walks import by_length, together
 
 _attend = by_length(step, scan)
 

@@ -6,7 +6,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
 from precast.kernels.linear_attention.limits import CHUNK
 from precast.kernels.linear_attention.workspace import chunks
-from precast.kernels.state_records import Stage, copy_bytes, form_records, padded_tokens, staged
+from precast.kernels.stateful.form_records import Stage, copy_bytes, form_records, padded_tokens, staged
 from precast.kernels.use import Use, wide
 
 

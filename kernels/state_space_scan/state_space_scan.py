@@ -3,16 +3,16 @@
     step[t] = clamp(act(dt[t] + dt_bias), dt_min, dt_max), where act is softplus if wanted
     h[t] = exp(a * step[t]) * h[t - 1] + step[t] * x[t] b[t]^T        y[t] = h[t] c[t] + d * x[t]
 
-h [D, N] is the state. Packed sequences and slots: `precast.kernels.states`.
+h [D, N] is the state. Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from precast.kernels.forms import form_specs, forms
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Recurrence, Slots, Walk, computed_in, one_by_one, token_by_token
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Recurrence, Slots, Walk, computed_in, one_by_one, token_by_token
 
 
 def scan_heads(

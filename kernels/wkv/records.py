@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from precast.kernels.state_records import doubled, form_records
+from precast.kernels.stateful.form_records import doubled, form_records
 
 RECORDS = form_records("wkv", "doubled", doubled(17))

@@ -4,15 +4,15 @@
     N[t] = exp(decay) * N[t - 1] + exp(k[t]) * v[t]        D[t] = exp(decay) * D[t - 1] + exp(k[t])
 
 The state [3, C] holds N / exp(m), D / exp(m) and m, the largest exponent in D. Packed sequences and slots:
-`precast.kernels.states`.
+`precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from precast.kernels.forms import form_specs, forms
-from precast.kernels.states import Slots, one_by_one, token_by_token
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Slots, one_by_one, token_by_token
 from precast.kernels.wkv.step import Sums, added, begun, kept, mean, one
 
 

@@ -303,9 +303,9 @@ def test_a_digest_is_that_of_the_sources_that_run() -> None:
 
 def test_a_digest_names_no_place() -> None:
     """It is the same wherever the sources lie: made of modules' names and contents."""
-    record = replace(FEW, runs="precast.kernels.limits:MAX_TOGETHER", workspace=nothing)
+    record = replace(FEW, runs="precast.kernels.stateful.limits:MAX_TOGETHER", workspace=nothing)
 
-    assert sources(record) == ("precast.kernels.limits",)
+    assert sources(record) == ("precast.kernels.stateful.limits",)
     assert len(digest(record)) == 64
 
 

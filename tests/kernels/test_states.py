@@ -1,5 +1,5 @@
 """What holds for each op with a state: however a sequence is cut into steps, results and states are the same; slots are
-read and written as `precast.kernels.states` says.
+read and written as `precast.kernels.stateful.walks` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from op_samples.table import samples_of
 
 from precast.kernels import registry
 from precast.kernels.spec import OpSpec
-from precast.kernels.states import fresh
+from precast.kernels.stateful.walks import fresh
 
 SPECS = {spec.name: spec for spec in registry.specs()}
 STATEFUL = [spec for name, spec in SPECS.items() if name.startswith("precast.stateful_")]

@@ -1,6 +1,6 @@
-"""Records of ops that keep states, in both forms, and words for what their implementations in PyTorch hold.
+"""Makes the records of both forms of an op with a state, and has words for what its implementations in PyTorch hold.
 
-Sequences whose lengths differ by less than a factor of two are computed together (`precast.kernels.states.together`),
+`precast.kernels.stateful.walks.together` computes sequences whose lengths differ by less than a factor of two together,
 padded to the longest: less than twice the tokens, and of several sequences no more than a constant. All is computed in
 float32 (float64 for float64 results): the arguments' copies in it, where they have another type, are part of the sums.
 """
@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, floordiv, largest, maximum, minimum, mul
 from precast.ir.ops import table as ops
-from precast.kernels.limits import MAX_TOGETHER
 from precast.kernels.records import Record, reference_on_cpu
+from precast.kernels.stateful.limits import MAX_TOGETHER
 from precast.kernels.use import Use, copied, wide
 
 

@@ -1,4 +1,4 @@
-"""Ops with a state have two forms, the cache-free one and the stateful one: here both are made of one description."""
+"""Makes both forms of an op with a state, the cache-free one and the stateful one, from one function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from precast.ir.ops import table as ops
 from precast.kernels.calls import called_as
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, OpSpec
-from precast.kernels.states import Slots, fresh
+from precast.kernels.stateful.walks import Slots, fresh
 
 Compute = Callable[..., torch.Tensor]
 Forms = tuple[Compute, Compute]

@@ -1,4 +1,4 @@
-"""How ops with a state walk over packed sequences: which tokens, which slot, and whether the sequence begins here.
+"""Walks over packed sequences for ops with a state: which tokens, which slot, and whether the sequence begins here.
 
 Tokens `cu_seqlens[b] .. cu_seqlens[b + 1]` are this step's tokens of sequence b, the last of them at absolute position
 `kv_lens[b] - 1`. The sequence begins here if these are all its tokens, and then its state is zero, whatever lies in its
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from precast.kernels.limits import MAX_TOGETHER
+from precast.kernels.stateful.limits import MAX_TOGETHER
 
 Tokens = Sequence[torch.Tensor]
 Recurrence = Callable[..., tuple[torch.Tensor, Any]]
@@ -77,7 +77,7 @@ def one_by_one(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: 
 def together(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: Slots) -> torch.Tensor:
     """As `one_by_one`, with `recurrence` over several sequences at once: tokens [n, L, ...], states [n, ...].
 
-    A sequence shorter than L has zeros behind its last token, and must come out with the state after that token. As
+    A sequence shorter than L has zeros after its last token, and must come out with the state after that token. As
     many are computed at once as `MAX_TOGETHER` allows. The metadata is read on the host, once; on a GPU that is a wait.
     """
     classes: dict[int, list[_Sequence]] = {}
