@@ -18,6 +18,7 @@ def _attend(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return step(q * scale, k, v, decay, state)
 
+    # All by name: a tuple of them would hold the scaled query until the scan has ended.
     def several(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
