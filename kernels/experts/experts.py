@@ -11,6 +11,7 @@ float64), rounded once at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,14 @@ from torch.nn import functional
 from precast.ir.ops.rows_experts import EXPERT_ACTIVATIONS
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
+from precast.kernels.gated_activation.gated_activation import FUNCTIONS
 from precast.kernels.spec import PRODUCT, OpSpec
+
+_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **FUNCTIONS,
+    "relu": functional.relu,
+    "relu2": lambda a: functional.relu(a).square(),
+}
 
 
 class Layers(NamedTuple):
@@ -78,17 +86,11 @@ def activate(h: torch.Tensor, between: Between) -> torch.Tensor:
 
 
 def _activate(a: torch.Tensor, kind: str, alpha: float) -> torch.Tensor:
-    if kind == "silu":
-        return functional.silu(a) if alpha == 1.0 else a * torch.sigmoid(alpha * a)
-    if kind == "gelu":
-        return functional.gelu(a)
-    if kind == "gelu_tanh":
-        return functional.gelu(a, approximate="tanh")
-    if kind == "relu":
-        return functional.relu(a)
-    if kind == "relu2":
-        return functional.relu(a).square()
-    raise ValueError(f"activation: expected one of {', '.join(EXPERT_ACTIVATIONS)}, found {kind!r}")
+    if kind not in EXPERT_ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(EXPERT_ACTIVATIONS)}, found {kind!r}")
+    if kind == "silu" and alpha != 1.0:
+        return a * torch.sigmoid(alpha * a)
+    return _FUNCTIONS[kind](a)
 
 
 EXPERTS = OpSpec(
