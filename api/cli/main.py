@@ -153,29 +153,6 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--only", multiple=True, metavar="TYPE", help="Cover this model type; may be repeated. Default: all.")
-@click.option("--write", type=PATH, help="Write the page of the table, docs/models.md.")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model types covered at once.")
-@AS_JSON
-def models(only: tuple[str, ...], write: Path | None, workers: int, as_json: bool) -> None:
-    """Cover transformers' causal language models: build each, made tiny, and compare it. Takes minutes."""
-    try:
-        from precast.check.models_page import page, sweep_report
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        message = "precast models needs transformers: pip install 'precast[build]'"
-        raise TargetError("dependency-missing", message) from error
-    if write is not None:
-        _check_writable(write)
-    rows, report = sweep_report(only, workers=workers, done=None if as_json else _echo)
-    if write is not None:
-        _write_page(write, page(rows))
-    if as_json:
-        _report(report, as_json)
-
-
-@main.command()
 @click.argument("first", type=PATH)
 @click.argument("second", type=PATH)
 @AS_JSON
@@ -335,28 +312,6 @@ def _echo(text: str, *, nl: bool = True) -> None:
         os.close(nowhere)
         message = f"the answer can't be written: {error.strerror}"
         raise PrecastError("write-failed", message, where="standard output") from error
-
-
-def _check_writable(file: Path) -> None:
-    """Raise PrecastError (`write-failed`) when the file can't be written; it stays as it is, or absent."""
-    existed = file.exists()
-    try:
-        file.open("a").close()
-        if not existed:
-            file.unlink()
-    except OSError as error:
-        raise _unwritten(file, error) from error
-
-
-def _write_page(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritten(file, error) from error
-
-
-def _unwritten(file: Path, error: OSError) -> PrecastError:
-    return PrecastError("write-failed", f"the page can't be written: {error.strerror}", where=str(file))
 
 
 def _printable(text: str) -> str:

@@ -13,7 +13,7 @@ from precast.ir.graph import symbols
 from precast.ir.graph.schema import Call, Graph, Group, LatentSpec, Node, PagedSpec, StateGroup, StateSpec
 from precast.ir.graph.text import format_graph, format_recipe, format_type
 from precast.ir.memory import caches
-from precast.ir.ops.flops import canonical_share
+from precast.ir.ops.flops import precast_share
 from precast.kernels import activations
 from precast.kernels.use import GPU
 
@@ -46,7 +46,7 @@ def summary(bundle: Bundle) -> Report:
     tokenizer = [blob for blob in manifest.blobs if blob.role == "tokenizer"]
     total = sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
-    share = canonical_share(graph)
+    share = precast_share(graph)
     peaks = _activation_peaks(graph)
     fields = {
         "digest": bundle.digest,
@@ -59,7 +59,7 @@ def summary(bundle: Bundle) -> Report:
         "files": [blob.name for blob in manifest.blobs],
         "built_with": manifest.built_with,
         "checked": manifest.checked,
-        "canonical_share": round(share, 4),
+        "precast_share": round(share, 4),
         "activation_bytes": [
             {"tokens": tokens, "sequences": sequences, "bytes": peak} for (tokens, sequences), peak in peaks.items()
         ],
@@ -81,7 +81,7 @@ def summary(bundle: Bundle) -> Report:
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
         ("activations", "; ".join(f"{peak / 2**20:,.0f} MiB for {_step_text(*step)}" for step, peak in peaks.items())),
-        ("canonical ops", f"{100 * share:.1f} % of the floating-point work"),
+        ("precast ops", f"{100 * share:.1f} % of the floating-point work"),
         ("checked", "yes: equal to transformers, made tiny" if manifest.checked else "no"),
         ("built with", _pairs(manifest.built_with)),
         ("provenance", _pairs(bundle.provenance) or "none"),

@@ -22,7 +22,7 @@ from precast.cli.main import main
 from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.errors import CODES
 
-VERBS = ("build", "diff", "digest", "inspect", "models", "run", "verify")
+VERBS = ("build", "diff", "digest", "inspect", "run", "verify")
 VIEWS = ("--graph", "--passes", "--weights", "--cache")
 DOCUMENTED = (RECITE.parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 
