@@ -10,7 +10,7 @@ import msgspec
 
 from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Call, Graph, Group, LatentSpec, Node, PagedSpec, StateGroup, StateSpec
+from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Graph, LatentSpec, Node, PagedSpec, StateSpec
 from precast.ir.graph.text import format_graph, format_recipe, format_type
 from precast.ir.memory import caches
 from precast.ir.ops.flops import precast_share
@@ -208,13 +208,13 @@ def _pairs(record: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in record.items())
 
 
-def _spec_fields(spec: PagedSpec | LatentSpec | StateSpec) -> dict[str, Any]:
+def _spec_fields(spec: CacheSpec) -> dict[str, Any]:
     """The spec's kind (paged, latent, state or conv) and all of its fields, also those that have their defaults."""
     fields = {name: msgspec.to_builtins(getattr(spec, name)) for name in spec.__struct_fields__}
     return {"kind": spec.__struct_config__.tag, **fields}
 
 
-def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
+def _geometry(group: CacheGroup) -> tuple[str, ...]:
     spec = group.spec
     layers, token, state = str(len(group.slots)), f"{caches.token_bytes(group):,}", f"{caches.state_bytes(group):,}"
     if isinstance(spec, StateSpec):
@@ -229,7 +229,7 @@ def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
     return (group.name, group.pool, layers, kind, shape, spec.dtype, str(spec.page_size), window, token, "-")
 
 
-def _pages(group: Group | StateGroup, stride: int, per_slab: int) -> tuple[str, ...]:
+def _pages(group: CacheGroup, stride: int, per_slab: int) -> tuple[str, ...]:
     size = caches.filled_bytes(group)
     return (group.name, f"{size:,}", f"{stride:,}", f"{per_slab:,}", _percent(stride - size, stride))
 

@@ -59,10 +59,8 @@ def _sizes(facts: Facts) -> Iterator[Fault]:
 
 
 def _literals(facts: Facts) -> Iterator[Fault]:
-    for scope in facts.scopes:
-        for index, step in enumerate(scope.steps):
-            if isinstance(step, Node):
-                yield from ((scope.at(index), message) for message in _bad_literals(step))
+    for _, where, node in facts.nodes:
+        yield from ((where, message) for message in _bad_literals(node))
 
 
 def _bad_literals(node: Node) -> Iterator[str]:
@@ -127,7 +125,7 @@ def _returns(facts: Facts) -> Iterator[Fault]:
         for name in scope.returned:
             if name not in scope.types:
                 yield scope.where, f"returns %{name}, which is not defined"
-            elif name in scope.caches:
+            elif scope.kinds.get(name) == "cache":
                 yield scope.where, f"returns %{name}, which is a cache"
     if not facts.graph.outputs:
         yield "main", "expected at least one output"

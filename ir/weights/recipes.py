@@ -38,6 +38,9 @@ from precast.ir.weights.quantised import expect
 ANY_FLOAT: tuple[Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
 """The stored dtypes that a `Read` without a dtype accepts."""
 
+_PARTS = ("of", "scales", "zeros", "groups")
+"""The fields that hold a recipe, in the order in which what they make is handed on."""
+
 Kind = Literal["missing", "shape", "dtype", "untied", "unexpected"]
 
 
@@ -65,40 +68,48 @@ class Problem(msgspec.Struct, frozen=True):
 
 def parts(recipe: Recipe) -> tuple[Recipe, ...]:
     """The recipes that this one is made of, in order; those of an `Each` as they are written, once."""
-    if isinstance(recipe, (Read, Tie)):
-        return ()
-    if isinstance(recipe, (Concat, Stack)):
-        return recipe.parts
-    if isinstance(recipe, Dequantise):
-        return tuple(part for part in (recipe.of, recipe.scales, recipe.zeros, recipe.groups) if part is not None)
-    return (recipe.of,)
+    named = (getattr(recipe, name, None) for name in _PARTS)
+    return (*getattr(recipe, "parts", ()), *(part for part in named if part is not None))
 
 
 def leaves(recipe: Recipe) -> tuple[Read, ...]:
     """What the recipe reads, in order, that of an `Each` for each number; nothing for `Tie`."""
-    return tuple(_leaves(recipe))
+    if isinstance(recipe, Read):
+        return (recipe,)
+    written = tuple(read for part in parts(recipe) for read in leaves(part))
+    if not isinstance(recipe, Each):
+        return written
+    return tuple(_numbered(read, recipe.start + index) for index in range(recipe.count) for read in written)
 
 
 def nth(each: Each, index: int) -> Recipe:
     """Part `index` of those that `each` stands for, counted from 0."""
-    number = str(each.start + index)
-    return map_reads(each.of, lambda read: Read(read.tensor.replace("*", number), read.shape, read.dtype))
+    return map_reads(each.of, lambda read: _numbered(read, each.start + index))
+
+
+def _numbered(read: Read, number: int) -> Read:
+    return Read(read.tensor.replace("*", str(number)), read.shape, read.dtype)
 
 
 def map_reads(recipe: Recipe, made: Callable[[Read], Recipe]) -> Recipe:
     """The recipe with what `made` gives in place of each `Read`."""
     if isinstance(recipe, Read):
         return made(recipe)
-    if isinstance(recipe, Tie):
-        return recipe
-    changes: dict[str, object] = {}
-    for name in ("of", "scales", "zeros", "groups"):
-        part = getattr(recipe, name, None)
-        if part is not None:
-            changes[name] = map_reads(part, made)
+    given = {name: part for name in _PARTS if (part := getattr(recipe, name, None)) is not None}
+    changes: dict[str, object] = {name: map_reads(part, made) for name, part in given.items()}
     if isinstance(recipe, (Concat, Stack)):
         changes["parts"] = tuple(map_reads(part, made) for part in recipe.parts)
     return msgspec.structs.replace(recipe, **changes)
+
+
+def sizes(recipe: Recipe) -> Iterator[Expr]:
+    """The sizes that a recipe writes out: starts, lengths, and shapes of `Reshape`."""
+    if isinstance(recipe, Slice):
+        yield from (recipe.start, recipe.length)
+    elif isinstance(recipe, Reshape):
+        yield from recipe.shape
+    for part in parts(recipe):
+        yield from sizes(part)
 
 
 def shape(recipe: Recipe) -> tuple[Expr, ...]:
@@ -110,7 +121,7 @@ def shape(recipe: Recipe) -> tuple[Expr, ...]:
         expect(all(size >= 0 for size in recipe.shape), f"read of {recipe.tensor}: a negative size")
         return recipe.shape
     if isinstance(recipe, Tie):
-        raise RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
+        raise _part_tied(recipe)
     if isinstance(recipe, (Concat, Stack)):
         return _joined(recipe)
     if isinstance(recipe, Dequantise):
@@ -141,7 +152,7 @@ def dtype(recipe: Recipe) -> Dtype | None:
     if isinstance(recipe, (Read, Cast)):
         return recipe.dtype
     if isinstance(recipe, Tie):
-        raise RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
+        raise _part_tied(recipe)
     if isinstance(recipe, (Concat, Stack)):
         found: set[Dtype | None] = {dtype(part) for part in recipe.parts}
         expect(len(found) == 1, f"parts of different dtypes: {', '.join(sorted(map(str, found)))}")
@@ -151,16 +162,8 @@ def dtype(recipe: Recipe) -> Dtype | None:
     return dtype(recipe.of)
 
 
-def _leaves(recipe: Recipe) -> Iterator[Read]:
-    if isinstance(recipe, Read):
-        yield recipe
-    elif isinstance(recipe, Each):
-        written = tuple(_leaves(recipe.of))
-        for number in map(str, range(recipe.start, recipe.start + recipe.count)):
-            yield from (Read(read.tensor.replace("*", number), read.shape, read.dtype) for read in written)
-    else:
-        for part in parts(recipe):
-            yield from _leaves(part)
+def _part_tied(recipe: Tie) -> RecipeError:
+    return RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
 
 
 def _joined(recipe: Concat | Stack) -> tuple[Expr, ...]:
