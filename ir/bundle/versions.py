@@ -8,7 +8,7 @@ two pure functions that turn its graph and its manifest into those of the next (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,17 +44,12 @@ def era(format: tuple[int, int], eras: Mapping[int, Era]) -> Era:
     return found
 
 
-def upgrade_graph(graph: Any, format: tuple[int, int], eras: Mapping[int, Era]) -> Any:
-    """`graph`, decoded as one of this format, as one of the newest."""
-    major = format[0]
-    while (step := eras[major].next_graph) is not None:
-        graph, major = step(graph), major + 1
-    return graph
+def upgrade(value: Any, part: Literal["graph", "manifest"], format: tuple[int, int], eras: Mapping[int, Era]) -> Any:
+    """The graph or the manifest, decoded as one of this format, as one of the newest.
 
-
-def upgrade_manifest(manifest: Any, format: tuple[int, int], eras: Mapping[int, Era]) -> Any:
-    """`manifest`, decoded as one of this format, as one of the newest; `format` stays what the bundle says."""
+    A manifest's `format` stays what the bundle says.
+    """
     major = format[0]
-    while (step := eras[major].next_manifest) is not None:
-        manifest, major = step(manifest), major + 1
-    return manifest
+    while (step := getattr(eras[major], f"next_{part}")) is not None:
+        value, major = step(value), major + 1
+    return value

@@ -116,8 +116,9 @@ def peak_pages(group: CacheGroup, length: int, step: int) -> int:
     on up to `ceil((n - 1) / page_size) + 1` pages.
     """
     whole = sequence_pages(group, length)
-    reach = None if isinstance(group, StateGroup) else _reach(group.spec)
-    if isinstance(group, StateGroup) or reach is None:
+    sizes = dict(spec_sizes(group))
+    reach = sizes.get("window", sizes.get("chunk"))
+    if isinstance(group, StateGroup) or not isinstance(reach, int):
         return whole
     tokens = reach - 1 + step
     return min(whole, -(-(tokens - 1) // group.spec.page_size) + 1)
@@ -276,9 +277,3 @@ def _laid_out(group: CacheGroup) -> tuple[dict[str, int], int]:
 def _one_page(kind: TensorType) -> int:
     """Bytes of one page of a cache tensor, whose first size counts pages."""
     return math.prod(symbols.evaluate(size, UNSHARDED) for size in kind.shape[1:]) * element_bytes(kind.dtype)
-
-
-def _reach(spec: PagedSpec | LatentSpec) -> int | None:
-    """How many tokens a query sees at most, itself included; None: all."""
-    chunk = spec.chunk if isinstance(spec, PagedSpec) else None
-    return chunk if spec.window is None else spec.window

@@ -9,24 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import references
-from precast.ir.graph.schema import (
-    Block,
-    Call,
-    Const,
-    Dim,
-    DtypeArg,
-    Expr,
-    Graph,
-    Items,
-    Node,
-    Ref,
-    TensorType,
-    Value,
-)
+from precast.ir.graph.schema import Arg, Block, Call, Const, Dim, Expr, Graph, Items, Node, Ref, TensorType, Value
 from precast.ir.memory import caches, strides
 from precast.ir.memory.strides import Layout
 from precast.ir.weights.tensorfile import element_bytes
@@ -207,36 +195,32 @@ class _Walk:
 
     def _view(self, node: Node, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
         """Where a view of a tensor with this layout has its elements; None for an op whose result is new memory."""
-        name = node.op.removeprefix("aten.")
-        if name == "reshape.default":
-            return strides.reshaped(layout, shape)
-        if name == "transpose.int":
-            return strides.transposed(layout, self._integer(node, "dim0"), self._integer(node, "dim1"))
-        if name == "permute.default":
-            return strides.permuted(layout, self._integers(node, "dims"))
-        if name == "unsqueeze.default":
-            return strides.unsqueezed(layout, self._integer(node, "dim"))
-        if name == "squeeze.dim":
-            dim = self._integer(node, "dim")
-            return layout if len(shape) == len(layout.shape) else strides.without(layout, dim)
-        if name == "select.int":
-            return strides.without(layout, self._integer(node, "dim"))
-        if name == "expand.default":
-            return strides.expanded(layout, shape)
-        if name == "slice.Tensor":
-            step = self._integer(node, "step") if "step" in node.args else 1
-            return strides.sliced(layout, shape, self._integer(node, "dim"), step)
+        of = partial(self._numbers_of, node)
+        match node.op.removeprefix("aten."):
+            case "reshape.default":
+                return strides.reshaped(layout, shape)
+            case "transpose.int":
+                return strides.transposed(layout, *of("dim0"), *of("dim1"))
+            case "permute.default":
+                return strides.permuted(layout, of("dims"))
+            case "unsqueeze.default":
+                return strides.unsqueezed(layout, *of("dim"))
+            case "squeeze.dim":
+                return layout if len(shape) == len(layout.shape) else strides.without(layout, *of("dim"))
+            case "select.int":
+                return strides.without(layout, *of("dim"))
+            case "expand.default":
+                return strides.expanded(layout, shape)
+            case "slice.Tensor":
+                return strides.sliced(layout, shape, *of("dim"), *of("step"))
         return None
 
-    def _integer(self, node: Node, name: str) -> int:
-        return self._number(node.args[name])
+    def _numbers_of(self, node: Node, name: str) -> list[int]:
+        """The argument's integers: one, or those of its list; none where it is left out."""
+        arg = node.args.get(name, Items(()))
+        return [self._number(item) for item in (arg.items if isinstance(arg, Items) else (arg,))]
 
-    def _integers(self, node: Node, name: str) -> list[int]:
-        arg = node.args[name]
-        assert isinstance(arg, Items), f"{node.op}: {name} is a list"
-        return [self._number(item) for item in arg.items]
-
-    def _number(self, arg: Ref | Const | Dim | DtypeArg | Items) -> int:
+    def _number(self, arg: Arg) -> int:
         if isinstance(arg, Dim):
             return symbols.evaluate(arg.expr, self._sizes)
         assert isinstance(arg, Const), "verified: an integer"
