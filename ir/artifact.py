@@ -103,9 +103,8 @@ def ops_of(graph: Graph) -> dict[str, int]:
     nodes = [*(node for block in graph.blocks for node in block.nodes), *graph.main]
     for node in nodes:
         if isinstance(node, Node) and found.setdefault(node.op, node.version) != node.version:
-            raise BundleError(
-                "manifest-invalid", f"graph: {node.op} is used in versions {found[node.op]}, {node.version}"
-            )
+            message = f"graph: {node.op} is used in versions {found[node.op]}, {node.version}"
+            raise BundleError("manifest-invalid", message)
     return dict(sorted(found.items()))
 
 

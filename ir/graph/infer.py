@@ -43,11 +43,13 @@ def misfits(op: OpDef, args: Mapping[str, Arg]) -> Iterator[str]:
 
 def references(args: Mapping[str, Arg]) -> Iterator[str]:
     """The names that the arguments refer to, in order."""
-    for arg in args.values():
-        if isinstance(arg, Ref):
-            yield arg.name
-        elif isinstance(arg, Items):
-            yield from (item.name for item in arg.items if isinstance(item, Ref))
+    return (arg.name for _, arg in flat(args) if isinstance(arg, Ref))
+
+
+def flat(args: Mapping[str, Arg]) -> Iterator[tuple[str, Ref | Const | Dim | DtypeArg]]:
+    """The arguments by name, those of a list one by one."""
+    for name, arg in args.items():
+        yield from ((name, item) for item in (arg.items if isinstance(arg, Items) else (arg,)))
 
 
 def _fits(definition: ArgDef, arg: Arg) -> bool:

@@ -36,7 +36,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
 from precast.ir.graph import schema, symbols
-from precast.ir.graph.symbols import is_plain
 from precast.ir.ops import table as ops
 
 RESERVED = frozenset((*get_args(schema.Dtype), "none", "true", "false", "inf", "nan"))
@@ -189,7 +188,7 @@ def _ordered(args: Iterable[str], order: Sequence[str]) -> list[str]:
 
 
 def _name(name: str) -> str:
-    return name if is_plain(name) else json.dumps(name)
+    return name if symbols.is_plain(name) else json.dumps(name)
 
 
 def _ref(name: str) -> str:
@@ -207,7 +206,9 @@ def _arg(arg: schema.Arg) -> str:
         case schema.Const(value):
             return _literal(value)
         case schema.Dim(expr):
-            bare = isinstance(expr, schema.Apply) or (isinstance(expr, str) and expr not in RESERVED and is_plain(expr))
+            bare = isinstance(expr, schema.Apply) or (
+                isinstance(expr, str) and expr not in RESERVED and symbols.is_plain(expr)
+            )
             return symbols.text(expr) if bare else f"dim({symbols.text(expr)})"
         case schema.DtypeArg(dtype):
             return dtype

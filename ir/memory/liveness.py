@@ -188,7 +188,8 @@ class _Walk:
                 return _Held(value.type, view, source.storage)
         layout = strides.contiguous(shape)
         if node.op.startswith("aten.") and not node.op.startswith(_ROW_MAJOR):
-            layout = _elementwise(shape, [frame[name].layout for name in names]) or layout
+            # Elementwise: dimensions are ordered as those of the first argument of the result's shape.
+            layout = next((strides.like(of) for name in names if (of := frame[name].layout).shape == shape), layout)
         if value.type not in self._block_bytes:
             self._block_bytes[value.type] = block_bytes(value.type)
         return _Held(value.type, layout, _Storage(self._block_bytes[value.type]))
@@ -254,14 +255,6 @@ class _Walk:
 
 _ROW_MAJOR = ("aten.linear", "aten.addmm", "aten.matmul", "aten.cat", "aten.one_hot")
 """Ops whose results lie in row-major order, whatever the order of their arguments' dimensions."""
-
-
-def _elementwise(shape: tuple[int, ...], layouts: Sequence[Layout]) -> Layout | None:
-    """The layout of a result whose dimensions are ordered as those of the first argument of its shape."""
-    for layout in layouts:
-        if layout.shape == shape:
-            return strides.like(layout)
-    return None
 
 
 def _immortal(block: Block) -> set[str]:

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Block, CacheGroup, Call, Dim, Expr, Graph, Items, Node, Slot, TensorType, Value
+from precast.ir.graph.infer import flat
+from precast.ir.graph.schema import Block, CacheGroup, Call, Dim, Expr, Graph, Node, Slot, TensorType, Value
 from precast.ir.memory import caches
 from precast.ir.weights import recipes
 
@@ -90,7 +91,7 @@ class Facts:
         for tensor, where in self.types.items():
             yield from ((where, size) for size in tensor.shape)
         for _, where, node in self.nodes:
-            yield from ((where, expr) for expr in _argument_expressions(node))
+            yield from ((where, arg.expr) for _, arg in flat(node.args) if isinstance(arg, Dim))
         for param in self.graph.params:
             yield from ((f"param %{param.name}", expr) for expr in recipes.sizes(param.recipe))
         for group in caches.groups(self.graph.caches):
@@ -130,14 +131,6 @@ def _scope(
     for value in (*everything, *(value for step in steps for value in step.outputs)):
         types.setdefault(value.name, value.type)
     return Scope(where, everything, kinds, steps, returned, types)
-
-
-def _argument_expressions(node: Node) -> Iterator[Expr]:
-    for arg in node.args.values():
-        if isinstance(arg, Dim):
-            yield arg.expr
-        elif isinstance(arg, Items):
-            yield from (item.expr for item in arg.items if isinstance(item, Dim))
 
 
 def duplicates(kind: str, names: Iterable[str], message: str = "is declared twice") -> Iterator[Fault]:
