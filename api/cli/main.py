@@ -1,8 +1,8 @@
 """The command line: `precast VERB ...`.
 
 Verbs that only look at a bundle import no torch. Every error of Precast's own becomes one message on standard error,
-with --json one object on standard output as well, and the exit code of its kind: 1 the user's input, 2 usage, 3 a
-bundle refused, 4 the environment. Ctrl-C ends with 130.
+with --json one object on standard output as well, and the exit code of its kind: 1 the user's input, 2 usage (the value
+of an option, above all), 3 a bundle refused, 4 the environment. Ctrl-C ends with 130.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class _Verbs(click.Group):
 def main() -> None:
     """Cast a language model once, offline, into a bundle; set it up on the target in seconds.
 
-    Exit codes: 0 fine, 1 the input can't be used, 2 usage, 3 the bundle is refused, 4 the machine lacks something,
-    130 interrupted.
+    Exit codes: 0 fine, 1 the input can't be used, 2 usage, as a wrong option, 3 the bundle is refused, 4 the machine
+    lacks something, 130 interrupted.
     """
 
 
@@ -291,8 +291,8 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        message = f"--token-ids is {text!r}, expected numbers separated by commas"
-        raise RequestError("prompt-invalid", message, fix="--token-ids 1,15,27") from error
+        message = f"{text!r} is no list of numbers separated by commas, such as 1,15,27"
+        raise click.BadParameter(message, param_hint="--token-ids") from error
 
 
 def _report(report: Report, as_json: bool) -> None:
