@@ -1,7 +1,7 @@
 """Precast casts a language model once, offline, into a small bundle, and sets it up on the target in seconds.
 
-    bundle = precast.build("meta-llama/Llama-3.1-8B", "llama.bundle")
-    engine = precast.load("llama.bundle", weights="/ckpt", device="cuda")
+    bundle = precast.build("Qwen/Qwen3-8B", "qwen.bundle")
+    engine = precast.load("qwen.bundle", weights="/ckpt", device="cuda")
     outputs = engine.generate(["Hello"], precast.SamplingParams(max_tokens=64))
 
 Each name is imported when it is first used: `import precast` costs nothing, `precast.load` never imports the
