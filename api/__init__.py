@@ -27,18 +27,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_ERRORS = ("PrecastError", "BuildError", "BundleError", "WeightsError", "RequestError", "TargetError")
 _HOMES = {
     "build": "precast.builder.build",
     "load": "precast.loader.load",
     "Engine": "precast.loader.engine.engine",
     "SamplingParams": "precast.loader.engine.sampling",
     "Bundle": "precast.ir.artifact",
-    "PrecastError": "precast.ir.errors",
-    "BuildError": "precast.ir.errors",
-    "BundleError": "precast.ir.errors",
-    "WeightsError": "precast.ir.errors",
-    "RequestError": "precast.ir.errors",
-    "TargetError": "precast.ir.errors",
+    **dict.fromkeys(_ERRORS, "precast.ir.errors"),
 }
 
 __all__ = [  # noqa: RUF022 - in the order in which they are met

@@ -37,7 +37,7 @@ PROMPTS = (
     (17,),
     (99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90, 2, 3, 5),
 )
-"""Token ids below 121, of which `precast.builder.source.shrink` makes text; 0 and 1 are left out: padding and begin."""
+"""Token ids below 121, of which `precast.builder.source.shrink` makes text. 0 and 1 (padding, begin) are left out."""
 
 NUM_TOKENS = 32
 CHUNK = 7

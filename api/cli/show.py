@@ -125,8 +125,11 @@ def passes(bundle: Bundle) -> Report:
 def weights(bundle: Bundle) -> Report:
     """Each param with its type and recipe, which tensors are ignored, and what the build read of the config."""
     rules = bundle.manifest.checkpoint
-    rows = [("param", "type", "recipe")]
-    rows += [(param.name, format_type(param.type), format_recipe(param.recipe)) for param in bundle.graph.params]
+    params = [
+        {"name": param.name, "type": format_type(param.type), "recipe": format_recipe(param.recipe)}
+        for param in bundle.graph.params
+    ]
+    rows = [("param", "type", "recipe"), *(tuple(param.values()) for param in params)]
     notes = [
         ("unused tensors", ", ".join(rules.unused) or "none"),
         ("ignored tensors", ", ".join(rules.ignored) or "none"),
@@ -135,10 +138,7 @@ def weights(bundle: Bundle) -> Report:
     config = {} if bundle.manifest.config is None else bundle.manifest.config.values
     facts = [("entry of the config", "value"), *((name, _short(msgspec.json.encode(config[name]))) for name in config)]
     fields = {
-        "params": [
-            {"name": param.name, "type": format_type(param.type), "recipe": format_recipe(param.recipe)}
-            for param in bundle.graph.params
-        ],
+        "params": params,
         "unused": list(rules.unused),
         "ignored": list(rules.ignored),
         "optional_prefixes": list(rules.optional_prefixes),
@@ -181,18 +181,14 @@ def cache(bundle: Bundle) -> Report:
     }
     if not groups:
         return Report(fields, "no caches")
-    geometry: list[tuple[str, ...]] = [
-        ("group", "pool", "layers", "kind", "geometry", "dtype", "page", "window", "bytes/token", "bytes/seq")
-    ]
-    geometry += [_geometry(group) for group in groups]
-    pages: list[tuple[str, ...]] = [("group", "bytes a page", "stride", "pages a slab", "padding")]
+    names = ("group", "pool", "layers", "kind", "geometry", "dtype", "page", "window", "bytes/token", "bytes/seq")
+    geometry = [names, *map(_geometry, groups)]
+    pages = [("group", "bytes a page", "stride", "pages a slab", "padding")]
     pages += [_pages(group, strides[group.name], per_slab[group.pool]) for group in groups]
     prices = [("tokens", "bytes a sequence", "of which visible to the next token")]
     for length, held in costs.items():
-        visible = sum(
-            min(caches.visible_bytes(group, length), caches.sequence_bytes(group, length)) for group in groups
-        )
-        prices.append((f"{length:,}", f"{held:,}", _percent(visible, held)))
+        seen = (min(caches.visible_bytes(group, length), caches.sequence_bytes(group, length)) for group in groups)
+        prices.append((f"{length:,}", f"{held:,}", _percent(sum(seen), held)))
     slabs = f"slabs of {plan.slab_bytes:,} bytes"
     return Report(fields, f"{table(geometry)}\n\n{slabs}\n{table(pages)}\n\n{table(prices)}")
 
@@ -229,7 +225,7 @@ def _geometry(group: CacheGroup) -> tuple[str, ...]:
     return (group.name, group.pool, layers, kind, shape, spec.dtype, str(spec.page_size), window, token, "-")
 
 
-def _pages(group: CacheGroup, stride: int, per_slab: int) -> tuple[str, ...]:
+def _pages(group: CacheGroup, stride: int, per_slab: int) -> tuple[str, str, str, str, str]:
     size = caches.filled_bytes(group)
     return (group.name, f"{size:,}", f"{stride:,}", f"{per_slab:,}", _percent(stride - size, stride))
 

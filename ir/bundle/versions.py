@@ -1,4 +1,4 @@
-"""Versions of the format: which are read, and how what was decoded of an old one becomes the newest.
+"""Versions of the format: which are read, and how structs of an old one become those of today.
 
 A *minor* version adds what older readers refuse and changes nothing of what was: every file of (1, 0) decodes under
 the structs of (1, 3), to the same meaning. A *major* version changes or removes; its structs stay as code, frozen, with

@@ -79,9 +79,7 @@ def largest(sums: Iterable[Expr]) -> Expr:
                 continue
             kept = [(one, other) for one, other in kept if not _exceeds(found, other)]
             kept.append((expr, found))
-    if len(kept) < 2:
-        return kept[0][0] if kept else 0
-    return maximum(*(expr for expr, _ in kept))
+    return maximum(*(expr for expr, _ in kept)) if kept else 0
 
 
 def terms(expr: Expr) -> dict[tuple[Expr, ...], int]:

@@ -1,6 +1,6 @@
 """What a cache plan comes to: its slots and their tensors, and the arithmetic of their memory.
 
-Cache memory is one arena of slabs. A page of a pool holds the page of each layer of its group, one tensor behind the
+Cache memory is one arena of slabs. A page of a pool holds the page of each layer of its group, one tensor after the
 other; page `p` of a pool begins at byte `p * page_stride` of the arena, `page_stride = slab_bytes / pages_per_slab`.
 The builder chooses slabs by this arithmetic, and the loader allocates by it.
 """
@@ -37,8 +37,8 @@ PAGE_ALIGNMENT = 256
 MAX_SLAB_BYTES = 1 << 30
 """Of a slab that holds pages of several sizes well; one page of a larger state is a slab all the same."""
 MAX_REST = 0.01
-"""The share of a slab that may lie behind pages and belong to none, for a slab to be large enough. It is the part of
-the padding that the size of slabs decides: the other part aligns tensors within pages."""
+"""The share of a slab that may be left over beside its pages, for a slab to be large enough. That part of the padding
+is decided by the size of slabs; the other part aligns tensors within pages."""
 
 
 def groups(plan: CachePlan) -> tuple[CacheGroup, ...]:
@@ -93,12 +93,12 @@ def state_bytes(group: CacheGroup) -> int:
 
 
 def sequence_bytes(group: CacheGroup, length: int) -> int:
-    """Bytes of the pages that a sequence of `length` tokens keeps in the group: those behind its window are free."""
+    """Bytes of the pages that a sequence of `length` tokens keeps in the group. What its window has left is free."""
     return kept_pages(group, length) * filled_bytes(group)
 
 
 def kept_pages(group: CacheGroup, length: int) -> int:
-    """Pages of the group that hold a token which the one behind `length` others can see."""
+    """Pages of the group that hold a token which the next one, after `length`, can see."""
     if isinstance(group, StateGroup):
         return 1
     return sequence_pages(group, length) - first_visible(group.spec, length) // group.spec.page_size
@@ -134,7 +134,7 @@ def first_visible(spec: PagedSpec | LatentSpec, position: int) -> int:
 
 
 def visible_bytes(group: CacheGroup, length: int) -> int:
-    """Bytes of the group that the token behind `length` others can see."""
+    """Bytes of the group that the next token, after `length`, can see."""
     if isinstance(group, StateGroup):
         return state_bytes(group)
     return min(length, length + 1 - first_visible(group.spec, length)) * token_bytes(group)
@@ -187,7 +187,7 @@ def slabs_for(plan: CachePlan, num_seqs: int, seq_len: int, step: int) -> int:
 
 
 def choose_slabs(groups: Iterable[CacheGroup]) -> tuple[int, dict[str, int]]:
-    """Bytes of a slab, and pages of each pool in it: the smallest slab tried of which at most 1 % lies behind pages.
+    """Bytes of a slab, and pages of each pool in it: the smallest slab tried of which at most 1 % is left over.
 
     That is so of each pool of pages with tokens, and of all states together, of which a sequence has one each. Where
     no slab up to 1 GiB is good enough, the best counts; a larger page is a slab all the same. Pages and slabs are whole
@@ -251,7 +251,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _rest(units: dict[str, int], states: set[str], slab: int, counts: dict[str, int]) -> float:
-    """The share of slabs that lies behind pages: the largest of the pools with tokens and of all states together."""
+    """The share of slabs that is left over: the largest of the pools with tokens and of all states together."""
     shares = [1 - counts[pool] * size / slab for pool, size in units.items() if pool not in states]
     if states:
         strides = sum(slab // counts[pool] for pool in states)

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import references
-from precast.ir.graph.schema import Arg, Block, Call, Const, Dim, Expr, Graph, Items, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Items, Node, Ref, TensorType, Value
 from precast.ir.memory import caches, strides
 from precast.ir.memory.strides import Layout
 from precast.ir.weights.tensorfile import element_bytes
 
 ROUNDING = 512
-"""Bytes of which the blocks of torch's CUDA allocator are multiples."""
+"""torch's CUDA allocator gives multiples of so many bytes."""
 
 _GENERIC = (1009, 757, 1213, 881, 1103, 613, 929, 1151)
 """Sizes without common factors: what is a view for these is one for all sizes, but for some that are 1."""
@@ -89,8 +89,8 @@ def runs(graph: Graph, workspace: Workspace) -> list[Run]:
     return [_Walk(graph, workspace, sizes, workspaces).run() for sizes in _sample_sizes(graph)]
 
 
-def block_bytes(kind: TensorType) -> Expr:
-    """The bytes of the allocator's block for a tensor."""
+def allocated_bytes(kind: TensorType) -> Expr:
+    """The bytes that torch's CUDA allocator takes for a tensor."""
     exact = symbols.mul(element_bytes(kind.dtype), *kind.shape)
     if all(factor % ROUNDING == 0 for factor in symbols.terms(exact).values()):
         return exact
@@ -118,7 +118,7 @@ class _Walk:
         self._blocks = {block.name: block for block in graph.blocks}
         self._alive: Counter[_Storage] = Counter()  # by how many registers hold it
         self._sum: Counter[Expr] = Counter()  # the sizes of what is alive
-        self._block_bytes: dict[TensorType, Expr] = {}
+        self._allocated: dict[TensorType, Expr] = {}
         self._workspaces = workspaces
         self._path = ""
         self._moments: list[Moment] = []
@@ -150,7 +150,7 @@ class _Walk:
         outputs = {value.name for value in call.outputs}
         self._release(frame, [name for name in dead if name not in outputs])
         self._path = f"{call.block} that makes {', '.join(value.name for value in call.outputs)}"
-        self._steps(block.nodes, local, _immortal(block))
+        self._steps(block.nodes, local, {*(value.name for value in (*block.params, *block.caches)), *block.outputs})
         self._path = ""
         for value, name in zip(call.outputs, block.outputs, strict=True):
             if value.name not in dead:
@@ -190,9 +190,9 @@ class _Walk:
         if node.op.startswith("aten.") and not node.op.startswith(_ROW_MAJOR):
             # Elementwise: dimensions are ordered as those of the first argument of the result's shape.
             layout = next((strides.like(of) for name in names if (of := frame[name].layout).shape == shape), layout)
-        if value.type not in self._block_bytes:
-            self._block_bytes[value.type] = block_bytes(value.type)
-        return _Held(value.type, layout, _Storage(self._block_bytes[value.type]))
+        if value.type not in self._allocated:
+            self._allocated[value.type] = allocated_bytes(value.type)
+        return _Held(value.type, layout, _Storage(self._allocated[value.type]))
 
     def _view(self, node: Node, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
         """Where a view of a tensor with this layout has its elements; None for an op whose result is new memory."""
@@ -255,10 +255,6 @@ class _Walk:
 
 _ROW_MAJOR = ("aten.linear", "aten.addmm", "aten.matmul", "aten.cat", "aten.one_hot")
 """Ops whose results lie in row-major order, whatever the order of their arguments' dimensions."""
-
-
-def _immortal(block: Block) -> set[str]:
-    return {*(value.name for value in (*block.params, *block.caches)), *block.outputs}
 
 
 def _deaths(steps: Sequence[Node | Call], kept: set[str]) -> list[list[str]]:
