@@ -47,7 +47,7 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     tokenizer = sum(len(data) for data in opened.files("tokenizer").values())
     assert set(fields) == {
         "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "checked",
-        "canonical_share", "activation_bytes", "provenance",
+        "precast_share", "activation_bytes", "provenance",
     }  # fmt: skip
     assert [(each["tokens"], each["sequences"]) for each in fields["activation_bytes"]] == [(8192, 256), (256, 256)]
     assert fields["activation_bytes"][0]["bytes"] > fields["activation_bytes"][1]["bytes"] > 256 * 131 * 48
@@ -56,7 +56,7 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     assert fields["model"]["num_parameters"] == 656_512
     assert fields["graph"] == {"blocks": 2, "calls": 4, "nodes": 41, "params": 26}
     assert fields["ops"] == opened.manifest.ops
-    assert (fields["checked"], fields["canonical_share"]) == (False, 1.0)
+    assert (fields["checked"], fields["precast_share"]) == (False, 1.0)
     assert fields["cache_groups"] == {"full": 4}
     assert fields["bytes"] == {"total": on_disk, "without_tokenizer": on_disk - tokenizer}
     assert fields["files"] == ["graph", "constants", *sorted(opened.files("tokenizer"))]
