@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from precast.ir.graph.schema import Block, Call, Const, Graph, Node, Param, Read, Ref, Symbol, TensorType, Value
-from precast.ir.ops.flops import TOKENS, precast_share, node_work, work
+from precast.ir.ops.flops import TOKENS, node_work, precast_share, work
 
 
 def made(op: str, shapes: dict[str, tuple[int, ...]], out: tuple[int, ...], **constants: int) -> float:
