@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,7 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
     known = {each.name: each for each in PASSES}
     for name in disabled:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-            raise BuildError("option-invalid", f"there is no pass {name}", fix=f"name one of {', '.join(near)}")
+            raise BuildError("option-invalid", f"there is no pass {name}", fix=_nearest(name, sorted(known)))
         if known[name].stage in _NEEDED:
             message = f"the pass {name} can't be disabled: no target runs a graph without what it makes"
             raise BuildError("option-invalid", message, fix=f"disable passes before the stage {_NEEDED[0]} only")
@@ -120,9 +119,15 @@ def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[P
     """The passes up to the end of `stage`, and those after it. Raises BuildError("option-invalid")."""
     if stage not in SNAPSHOT_STAGES:
         message = f"snapshot_after is {stage!r}, which is no stage with a snapshot"
-        raise BuildError("option-invalid", message, fix=f"name one of {', '.join(SNAPSHOT_STAGES)}")
+        raise BuildError("option-invalid", message, fix=_nearest(stage, SNAPSHOT_STAGES))
     count = sum(STAGES.index(each.stage) <= STAGES.index(stage) for each in todo)
     return todo[:count], todo[count:]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """What to do about an unknown name: the known ones that are most like it, or all."""
+    near = difflib.get_close_matches(name, known, n=3) or known
+    return f"name {near[0]}" if len(near) == 1 else f"name one of {', '.join(near)}"
 
 
 def run(

@@ -259,6 +259,7 @@ WRONG = {
     "no such model": (1, "config-missing", "build", "{tmp}/nothing", "-o", "{tmp}/b"),
     "unknown dtype": (1, "option-invalid", "build", str(MODEL), "-o", "{tmp}/b", "--dtype", "int4"),
     "too long a limit": (1, "option-invalid", "build", str(MODEL), "-o", "{tmp}/b", "--max-seq-len", "9999"),
+    "stage without snapshots": (1, "option-invalid", "build", str(MODEL), "-o", "{tmp}/b", "--snapshot-after", "match"),
     "output is something else": (1, "output-not-a-bundle", "build", str(MODEL), "-o", str(MODEL)),
     "no such folder": (1, "write-failed", "build", str(MODEL), "-o", "{tmp}/no/b"),
     "dump inside a file": (1, "option-invalid", "build", str(MODEL), "-o", "{tmp}/b", "--dump", "{tmp}/file/dump"),
