@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph
+from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
 from precast.builder.passes.cache.insert_caches import insert_caches
 from precast.builder.passes.cache.insert_states import insert_states

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from precast.builder.capture.export import Exported, export
 from precast.builder.capture.factory import make_module, make_whole, materialise_buffers
 from precast.builder.capture.rope import long_frequencies
-from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
+from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, Options, ParamInfo, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
-from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.nodes import eliminate_dead_code, placeholder
 from precast.builder.source.quantised_options import quantisation_of
 from precast.builder.source.source import Source

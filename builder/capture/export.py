@@ -26,8 +26,7 @@ from precast.builder.capture.marks import routed_functions
 from precast.builder.capture.modules import routed_modules
 from precast.builder.capture.replaced import replaced
 from precast.builder.capture.routing import Trace, routed_attention, tracing
-from precast.builder.graph.context import tensor
-from precast.builder.graph.fx_types import FxGraph
+from precast.builder.graph.context import FxGraph, tensor
 from precast.builder.graph.nodes import placeholder
 from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.ir.errors import BuildError, PrecastError

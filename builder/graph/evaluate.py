@@ -8,8 +8,7 @@ from typing import Any, cast
 import torch
 from torch.fx.node import map_arg
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
 
 
 class NotComputable(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from precast.builder.graph.fx_types import FxNode
+from precast.builder.graph.context import FxNode
 
 
 def module_path(node: FxNode) -> str:

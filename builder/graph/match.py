@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.fx_types import FxNode
+from precast.builder.graph.context import FxNode
 
 aten = torch.ops.aten
 Bindings = dict[str, Any]

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.ir.graph.schema import Pool
 
 
@@ -38,5 +37,5 @@ class MetadataInputs:
         if name not in self.inputs:
             length = entries if size == "N" else self.known[size]
             fake = self.ctx.empty((length,), getattr(torch, dtype))
-            self.inputs[name] = self.ctx.new_input(self.graph, self.after, name, fake)
+            self.inputs[name] = self.ctx.new_input(self.after, name, fake)
         return self.inputs[name]

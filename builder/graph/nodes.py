@@ -6,8 +6,7 @@ import operator
 from collections import Counter
 from typing import Any
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
 
 
 def op_name(target: Any) -> str:

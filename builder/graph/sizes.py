@@ -24,8 +24,3 @@ def expr_of(size: int | torch.SymInt, names: Mapping[str, Expr]) -> Expr:
     except NoExpressionError as error:
         message = f"a size depends on {error}, which is no size of the packed batch"
         raise BuildError("export-failed", message) from error
-
-
-def shape_of(tensor: torch.Tensor, names: Mapping[str, Expr]) -> tuple[Expr, ...]:
-    """The tensor's sizes as expressions."""
-    return tuple(expr_of(size, names) for size in tensor.shape)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.layers import layer_of, module_path
 from precast.builder.graph.nodes import given_arguments, op_name
-from precast.builder.graph.sizes import expr_of, shape_of
+from precast.builder.graph.sizes import expr_of
 from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.builder.lower.outline import Flat, outline
 from precast.ir.errors import BuildError
@@ -152,7 +151,7 @@ def _some(paths: set[str]) -> str:
 
 def _type(value: torch.Tensor, ctx: PassContext) -> ir.TensorType:
     dtype = str(value.dtype).removeprefix("torch.")
-    return ir.TensorType(dtype, shape_of(value, ctx.symbols))  # type: ignore[arg-type]
+    return ir.TensorType(dtype, ctx.shape(value))  # type: ignore[arg-type]
 
 
 def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> ir.Node:
@@ -178,7 +177,7 @@ def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:
     """Sizes that FX leaves implicit (-1, missing ends), as expressions."""
     shape = {aten.reshape.default: "shape", aten.expand.default: "size"}.get(node.target)
     if shape is not None:
-        return {shape: list(shape_of(tensor(node), ctx.symbols))}
+        return {shape: list(ctx.shape(node))}
     if node.target is aten.slice.Tensor:
         _, dim, start, end, *_ = node.args
         size = expr_of(tensor(node.args[0]).shape[dim], ctx.symbols)

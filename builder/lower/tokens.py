@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.layers import module_path
 from precast.builder.graph.nodes import given_arguments, op_name
-from precast.builder.graph.sizes import shape_of
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr
@@ -75,7 +73,7 @@ _NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")
 
 def _token_dims(value: torch.Tensor, ctx: PassContext) -> list[int]:
     """The dimensions that count tokens."""
-    return [dim for dim, size in enumerate(shape_of(value, ctx.symbols)) if _counts_tokens(size)]
+    return [dim for dim, size in enumerate(ctx.shape(value)) if _counts_tokens(size)]
 
 
 def _counts_tokens(size: Expr) -> bool:
@@ -100,7 +98,7 @@ def _last(op: OpDef, node: FxNode, args: Given, ctx: PassContext) -> bool:
 
 
 def _cuts(op: OpDef, node: FxNode, args: Given, ctx: PassContext) -> bool:
-    is_whole = shape_of(tensor(node), ctx.symbols) == shape_of(tensor(args["self"]), ctx.symbols)
+    is_whole = ctx.shape(node) == ctx.shape(args["self"])
     return not is_whole and _over(op, node, args, ctx)
 
 
@@ -113,7 +111,7 @@ def _stride(value: torch.Tensor, ctx: PassContext) -> int | None:
     dims = _token_dims(value, ctx)
     if len(dims) != 1:
         return None
-    shape = shape_of(value, ctx.symbols)
+    shape = ctx.shape(value)
     inner = math.prod(size for size in shape[dims[0] + 1 :] if isinstance(size, int))
     return inner * symbols.evaluate(shape[dims[0]], dict.fromkeys(symbols.free_symbols(shape[dims[0]]), 1))
 

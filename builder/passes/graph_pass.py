@@ -1,7 +1,7 @@
 """What a pass is, and how a function becomes one.
 
 A pass is a function `(graph, ctx) -> bool` that edits the graph and says whether it changed anything. Most look at one
-call at a time: those are functions `(graph, ctx, node) -> new node or None`, registered by `node_pass`.
+call at a time: those are functions `(ctx, node) -> new node or None`, registered by `node_pass`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
 
 STAGES = ("factory", "export", "normalise", "match", "shard", "cache", "plan", "lower", "pack")
 
 PassFunction = Callable[[FxGraph, PassContext], bool]
-NodeFunction = Callable[[FxGraph, PassContext, FxNode], FxNode | None]
+NodeFunction = Callable[[PassContext, FxNode], FxNode | None]
 Invariant = Callable[[FxGraph], set[str]]
 """Something that holds for a graph: gives what contradicts it, by name. Its docstring says it in words."""
 
@@ -60,10 +59,9 @@ def node_pass(
                 if node.op != "call_function":
                     continue
                 with ctx.before(node):
-                    new = function(graph, ctx, node)
+                    new = function(ctx, node)
                 if new is not None:
                     ctx.replace(node, new)
-                    graph.erase_node(node)
                     changed = True
             return changed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.fx_types import FxGraph
+from precast.builder.graph.context import FxGraph
 from precast.builder.graph.nodes import op_counts
 
 aten = torch.ops.aten

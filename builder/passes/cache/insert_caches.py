@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.metadata import MetadataInputs, new_pool
 from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.errors import BuildError
@@ -70,8 +69,8 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
             if kept not in written:
                 values = _values(f"layers.{number[node]}", spec, pool)
                 slots.append(Slot(f"layers.{number[node]}", values))
-                written[kept] = _write(graph, ctx, node, values, pages, kv_lens, metadata)
-            _read(graph, ctx, node, written[kept], kv_lens, metadata)
+                written[kept] = _write(ctx, node, values, pages, kv_lens, metadata)
+            _read(ctx, node, written[kept], kv_lens, metadata)
         groups.append(Group(name, pool.name, spec, PagedInputs(**fields), tuple(slots)))
     ctx.caches = CachePlan((*ctx.caches.pools, *pools), tuple(groups), ctx.caches.states)
     return True
@@ -120,24 +119,24 @@ def _values(slot: str, spec: Spec, pool: Pool) -> tuple[Value, ...]:
 
 
 def _write(
-    graph: FxGraph, ctx: PassContext, node: FxNode, values: tuple[Value, ...], pages: Any, kv_lens: FxNode,
+    ctx: PassContext, node: FxNode, values: tuple[Value, ...], pages: Any, kv_lens: FxNode,
     metadata: dict[str, FxNode],
 ) -> tuple[FxNode, ...]:  # fmt: skip
     """Writes what the attention `node` keeps; the cache tensors that it is written into."""
     _, first, second, *_ = node.args
     places = tuple(
-        ctx.new_cache(graph, kv_lens, value, ctx.empty((pages, *value.type.shape[1:]), BY_NAME[value.type.dtype]))
+        ctx.new_cache(kv_lens, value, ctx.empty((pages, *value.type.shape[1:]), BY_NAME[value.type.dtype]))
         for value in values
     )
     is_latent = node.target is torch.ops.precast.latent_attention.default
     write = torch.ops.precast.write_latent.default if is_latent else torch.ops.precast.write_kv.default
     with ctx.before(node):
-        ctx.call(graph, write, first, second, *places, metadata["slot_mapping"])
+        ctx.call(write, first, second, *places, metadata["slot_mapping"])
     return places
 
 
 def _read(
-    graph: FxGraph, ctx: PassContext, node: FxNode, places: tuple[FxNode, ...], kv_lens: FxNode,
+    ctx: PassContext, node: FxNode, places: tuple[FxNode, ...], kv_lens: FxNode,
     metadata: dict[str, FxNode],
 ) -> None:  # fmt: skip
     """Puts attention over the pages in the place of `node`."""
@@ -146,8 +145,7 @@ def _read(
     q, _, _, other, cu_seqlens = node.args
     with ctx.before(node):
         paged = ctx.call(
-            graph, read, q, *places, other, cu_seqlens, kv_lens,
+            read, q, *places, other, cu_seqlens, kv_lens,
             metadata["page_indices"], metadata["page_indptr"], metadata["page_start"], **node.kwargs,
         )  # fmt: skip
     ctx.replace(node, paged)
-    graph.erase_node(node)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.metadata import MetadataInputs, new_pool
 from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph.schema import CachePlan, Slot, StateGroup, StateSpec, TensorType, Value
@@ -52,9 +51,7 @@ def insert_states(graph: FxGraph, ctx: PassContext) -> bool:
         pages = inputs.symbol(pool.pages)
         type = TensorType(spec.dtype, (pool.pages, *spec.shape))
         slots = tuple(
-            _insert(
-                graph, ctx, node, Value(f"{name}.{i}.{spec.kind}", type), pages, states[node.target], slot_ids, kv_lens
-            )
+            _insert(ctx, node, Value(f"{name}.{i}.{spec.kind}", type), pages, states[node.target], slot_ids, kv_lens)
             for i, node in enumerate(nodes)
         )
         group = StateGroup(name, pool.name, spec, slot_ids.name, slots)
@@ -63,15 +60,14 @@ def insert_states(graph: FxGraph, ctx: PassContext) -> bool:
 
 
 def _insert(
-    graph: FxGraph, ctx: PassContext, node: FxNode, value: Value, pages: Any, row: OpDef, slot_ids: FxNode,
+    ctx: PassContext, node: FxNode, value: Value, pages: Any, row: OpDef, slot_ids: FxNode,
     kv_lens: FxNode,
 ) -> Slot:  # fmt: skip
     shape = (pages, *value.type.shape[1:])
-    state = ctx.new_cache(graph, kv_lens, value, ctx.empty(shape, getattr(torch, value.type.dtype)))
+    state = ctx.new_cache(kv_lens, value, ctx.empty(shape, getattr(torch, value.type.dtype)))
     *tensors, cu_seqlens = node.args
     with ctx.before(node):
         target = getattr(torch.ops.precast, f"stateful_{row.name.removeprefix('precast.')}").default
-        stateful = ctx.call(graph, target, *tensors, state, slot_ids, cu_seqlens, kv_lens, **node.kwargs)
+        stateful = ctx.call(target, *tensors, state, slot_ids, cu_seqlens, kv_lens, **node.kwargs)
     ctx.replace(node, stateful)
-    graph.erase_node(node)
     return Slot(value.name.rpartition(".")[0], (value,))

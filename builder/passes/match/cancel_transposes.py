@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.passes.graph_pass import node_pass
 
 aten = torch.ops.aten
 
 
 @node_pass(stage="match", version=1, requires=("match_rotary", "match_norms"))
-def cancel_transposes(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def cancel_transposes(ctx: PassContext, node: FxNode) -> FxNode | None:
     """x.transpose(a, b).transpose(a, b) -> x, also through an op on another dimension between the two."""
     if node.target is not aten.transpose.int:
         return None
@@ -22,7 +21,7 @@ def cancel_transposes(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode 
     if inner.target is not aten.transpose.int or set(inner.args[1:]) != dims:
         return None
     source: FxNode = inner.args[0]
-    return ctx.call(graph, between.target, source, *between.args[1:], **between.kwargs) if through else source
+    return ctx.call(between.target, source, *between.args[1:], **between.kwargs) if through else source
 
 
 def _leaves_alone(node: FxNode, dims: set[int]) -> bool:

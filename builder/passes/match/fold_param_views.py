@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument, placeholder
 from precast.builder.passes.graph_pass import node_pass
 from precast.builder.passes.invariants import one_spelling_of_views
@@ -22,20 +21,20 @@ _SMALL = 1 << 20
 
 
 @node_pass(stage="match", version=1, requires=("normalise_views", "match_norms"), before=(one_spelling_of_views,))
-def fold_param_views(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def fold_param_views(ctx: PassContext, node: FxNode) -> FxNode | None:
     """p.transpose(...), p.reshape(...), p[a:b], p.to(dtype), cat([p, q]) of params p, q -> a param with that recipe.
 
     Legal always; a large param of which something uses all elements as they are stays one param, and is not held twice.
     """
     if node.target is aten.cat.default and _are_joinable(node, ctx):
-        return _joined(graph, ctx, node)
+        return _joined(ctx, node)
     if not node.args or not ctx.is_param(node.args[0]):
         return None
     source: FxNode = node.args[0]
     if not _is_foldable(node) or not _is_worth_it(source):
         return None
     recipe, suffix = _FOLDS[node.target](node, source, ctx.params[source.name].recipe)
-    return _param(graph, ctx, source, node, recipe, f"{ctx.params[source.name].name}.{suffix}")
+    return _param(ctx, source, node, recipe, f"{ctx.params[source.name].name}.{suffix}")
 
 
 def _are_joinable(node: FxNode, ctx: PassContext) -> bool:
@@ -45,12 +44,12 @@ def _are_joinable(node: FxNode, ctx: PassContext) -> bool:
     return alone and len({tensor(part).dtype for part in parts}) == 1
 
 
-def _joined(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
+def _joined(ctx: PassContext, node: FxNode) -> FxNode:
     parts: Sequence[FxNode] = node.args[0]
     dim = argument(node, "dim") % tensor(node).dim()
     infos = [ctx.params[part.name] for part in parts]
     name = f"{joined([info.name for info in infos])}.joined_{dim}"
-    return _param(graph, ctx, parts[-1], node, Concat(tuple(info.recipe for info in infos), dim), name)
+    return _param(ctx, parts[-1], node, Concat(tuple(info.recipe for info in infos), dim), name)
 
 
 def _is_worth_it(source: FxNode) -> bool:
@@ -63,13 +62,13 @@ def _is_foldable(node: FxNode) -> bool:
     return node.target is not aten.slice.Tensor or node.args[4:] in ((), (1,))
 
 
-def _param(graph: FxGraph, ctx: PassContext, source: FxNode, node: FxNode, recipe: Recipe, name: str) -> FxNode:
+def _param(ctx: PassContext, source: FxNode, node: FxNode, recipe: Recipe, name: str) -> FxNode:
     """The param of this recipe, made if there is none yet."""
     for place, info in ctx.params.items():
         if info.name == name:
             assert info.recipe == recipe, f"two params named {name}"
-            return placeholder(graph, place)
-    new = ctx.new_param(graph, source, name, recipe, tuple(tensor(node).shape))
+            return placeholder(source.graph, place)
+    new = ctx.new_param(source, name, recipe, tuple(tensor(node).shape))
     new.meta["val"] = ctx.empty(tuple(tensor(node).shape), tensor(node).dtype)
     return new
 

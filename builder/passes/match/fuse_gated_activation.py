@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.graph.match import Bindings, Capture, Mul, Number, Op, match
 from precast.builder.passes.graph_pass import node_pass
 from precast.builder.passes.match.fuse_projections import fuse, fusible
@@ -43,14 +42,14 @@ _HALVES = Mul(
 
 
 @node_pass(stage="match", version=1, requires=("normalise_views", "normalise_linear", "match_activations"))
-def fuse_gated_activation(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def fuse_gated_activation(ctx: PassContext, node: FxNode) -> FxNode | None:
     """act(linear(x, g)) * linear(x, u) -> gated_activation(linear(x, concat(g, u))); act(y[:h]) * y[h:] likewise."""
-    fused = (_halves(node) or _separate(graph, ctx, node)) if node.target is aten.mul.Tensor else None
+    fused = (_halves(node) or _separate(ctx, node)) if node.target is aten.mul.Tensor else None
     if fused is None:
         return None
     both, kind = fused
     with ctx.before(node):
-        return ctx.call(graph, torch.ops.precast.gated_activation.default, both, kind=kind)
+        return ctx.call(torch.ops.precast.gated_activation.default, both, kind=kind)
 
 
 def _halves(node: FxNode) -> tuple[FxNode, str] | None:
@@ -63,7 +62,7 @@ def _halves(node: FxNode) -> tuple[FxNode, str] | None:
     return (x, found["kind"]) if last and found["end"] == size and 2 * found["half"] == size else None
 
 
-def _separate(graph: FxGraph, ctx: PassContext, node: FxNode) -> tuple[FxNode, str] | None:
+def _separate(ctx: PassContext, node: FxNode) -> tuple[FxNode, str] | None:
     found = match(_SEPARATE, node)
     if found is None:
         return None
@@ -72,4 +71,4 @@ def _separate(graph: FxGraph, ctx: PassContext, node: FxNode) -> tuple[FxNode, s
         return None
     if any(len(part.users) != 1 for part in parts):
         return None  # the product would be computed twice
-    return fuse(graph, ctx, parts), found["kind"]
+    return fuse(ctx, parts), found["kind"]

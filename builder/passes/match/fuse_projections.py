@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.layers import layer_of
 from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph.schema import Concat
@@ -31,12 +30,12 @@ def fuse_projections(graph: FxGraph, ctx: PassContext) -> bool:
     for nodes in groups.values():
         if not fusible(nodes, ctx):
             continue
-        fused = fuse(graph, ctx, nodes)
+        fused = fuse(ctx, nodes)
         start = 0
         for node in nodes:
             size = tensor(node).shape[-1]
             with ctx.before(node):
-                part = ctx.call(graph, aten.slice.Tensor, fused, tensor(node).dim() - 1, start, start + size, 1)
+                part = ctx.call(aten.slice.Tensor, fused, tensor(node).dim() - 1, start, start + size, 1)
             ctx.replace(node, part)
             start += size
         changed = True
@@ -54,22 +53,22 @@ def fusible(nodes: Sequence[FxNode], ctx: PassContext) -> bool:
     return own and one_input and len(biases) in (0, len(nodes)) and len(set(weights)) == len(weights)
 
 
-def fuse(graph: FxGraph, ctx: PassContext, nodes: Sequence[FxNode]) -> FxNode:
+def fuse(ctx: PassContext, nodes: Sequence[FxNode]) -> FxNode:
     """The fused product, standing before the first of `nodes`."""
-    first = min(nodes, key=list(graph.nodes).index) if len(nodes) > 1 else nodes[0]
-    weight = _concat(graph, ctx, [node.args[1] for node in nodes])
+    first = min(nodes, key=list(nodes[0].graph.nodes).index)
+    weight = _concat(ctx, [node.args[1] for node in nodes])
     has_bias = len(nodes[0].args) > 2 and nodes[0].args[2] is not None
-    bias = _concat(graph, ctx, [node.args[2] for node in nodes]) if has_bias else None
+    bias = _concat(ctx, [node.args[2] for node in nodes]) if has_bias else None
     with ctx.before(first):
-        return ctx.call(graph, aten.linear.default, first.args[0], weight, bias)
+        return ctx.call(aten.linear.default, first.args[0], weight, bias)
 
 
-def _concat(graph: FxGraph, ctx: PassContext, params: Sequence[FxNode]) -> FxNode:
+def _concat(ctx: PassContext, params: Sequence[FxNode]) -> FxNode:
     infos = [ctx.params[param.name] for param in params]
     like = tensor(params[0])
     rows = sum(tensor(param).shape[0] for param in params)
     return ctx.new_param(
-        graph, params[-1], joined([info.name for info in infos]), Concat(tuple(info.recipe for info in infos), 0),
+        params[-1], joined([info.name for info in infos]), Concat(tuple(info.recipe for info in infos), 0),
         (rows, *like.shape[1:]),
     )  # fmt: skip
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import ConstantInfo, PassContext, tensor
+from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
-from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.nodes import placeholder
 from precast.builder.passes.graph_pass import graph_pass
 from precast.kernels.attention.attend import visible_keys
@@ -63,7 +62,7 @@ def match_attention(graph: FxGraph, ctx: PassContext) -> bool:
         site = _site(node) if node.target in (aten.softmax.int, aten._softmax.default) else None
         finding = _find(site, graph, ctx) if site else None
         if site and finding:
-            _replace(graph, ctx, site, finding)
+            _replace(ctx, site, finding)
             changed = True
     return changed
 
@@ -140,7 +139,7 @@ def _find(site: _Site, graph: FxGraph, ctx: PassContext) -> _Finding | None:
         heads = int(tensor(site.softmax).numel() // tensor(site.softmax).shape[-1] // tensor(site.softmax).shape[-2])
         first, second = (torch.randn(heads, size, size, generator=generator) for _ in range(2))
         with torch.no_grad():
-            bias, one, two = (_logits(site, graph, ctx, scores) for scores in (torch.zeros_like(first), first, second))
+            bias, one, two = (_logits(site, ctx, scores) for scores in (torch.zeros_like(first), first, second))
     except (NotComputable, RuntimeError):
         return None
     window = _window(torch.softmax(one, -1)[0] > 0)
@@ -214,44 +213,44 @@ def _rounded(scale: float) -> float:
 # --- the replacement -----------------------------------------------------------------------------------------------
 
 
-def _replace(graph: FxGraph, ctx: PassContext, site: _Site, finding: _Finding) -> None:
-    cu_seqlens = placeholder(graph, "cu_seqlens")
-    slopes = _slopes(graph, ctx, cu_seqlens, finding.slopes)
+def _replace(ctx: PassContext, site: _Site, finding: _Finding) -> None:
+    cu_seqlens = placeholder(site.out.graph, "cu_seqlens")
+    slopes = _slopes(ctx, cu_seqlens, finding.slopes)
     dtype = tensor(site.out).dtype
     with ctx.before(site.out):
-        q = _tokens_first(graph, ctx, site.query, -2, dtype)
-        k = _tokens_first(graph, ctx, site.key, -1, dtype)
-        v = _tokens_first(graph, ctx, site.value, -2, dtype)
+        q = _tokens_first(ctx, site.query, -2, dtype)
+        k = _tokens_first(ctx, site.key, -1, dtype)
+        v = _tokens_first(ctx, site.value, -2, dtype)
         out = ctx.call(
-            graph, torch.ops.precast.attention.default, q, k, v, None, cu_seqlens,
+            torch.ops.precast.attention.default, q, k, v, None, cu_seqlens,
             scale=finding.scale, window=finding.window, soft_cap=None, **({} if slopes is None else {"slopes": slopes}),
         )  # fmt: skip
-        out = ctx.call(graph, aten.transpose.int, out, 1, 2)
+        out = ctx.call(aten.transpose.int, out, 1, 2)
         if tensor(site.out).dim() == 3:
-            out = ctx.call(graph, aten.squeeze.dim, out, 0)
+            out = ctx.call(aten.squeeze.dim, out, 0)
     ctx.replace(site.out, out)
 
 
-def _tokens_first(graph: FxGraph, ctx: PassContext, node: FxNode, tokens: int, dtype: torch.dtype) -> FxNode:
+def _tokens_first(ctx: PassContext, node: FxNode, tokens: int, dtype: torch.dtype) -> FxNode:
     """`[1, H, T, D]`, `[H, T, D]`, or with the last two exchanged (`tokens` -1), as `[1, T, H, D]`."""
     if tensor(node).dtype != dtype and node.target is aten.to.dtype and tensor(node.args[0]).dtype == dtype:
         node = node.args[0]  # widened for the product, as our op does by itself
     if tensor(node).dtype != dtype:
-        node = ctx.call(graph, aten.to.dtype, node, dtype)
+        node = ctx.call(aten.to.dtype, node, dtype)
     if tensor(node).dim() == 3:
-        node = ctx.call(graph, aten.unsqueeze.default, node, 0)
+        node = ctx.call(aten.unsqueeze.default, node, 0)
     if tokens == -1:
-        node = ctx.call(graph, aten.transpose.int, node, 2, 3)
-    return ctx.call(graph, aten.transpose.int, node, 1, 2)
+        node = ctx.call(aten.transpose.int, node, 2, 3)
+    return ctx.call(aten.transpose.int, node, 1, 2)
 
 
-def _slopes(graph: FxGraph, ctx: PassContext, after: FxNode, slopes: torch.Tensor | None) -> FxNode | None:
+def _slopes(ctx: PassContext, after: FxNode, slopes: torch.Tensor | None) -> FxNode | None:
     """The slopes as a constant; one for all layers that have the same."""
     if slopes is None:
         return None
     for name, info in ctx.constants.items():
         if info.value.shape == slopes.shape and torch.equal(info.value, slopes):
-            return placeholder(graph, name)
-    node = ctx.new_input(graph, after, f"alibi_slopes_{len(ctx.constants)}", ctx.empty(slopes.shape, slopes.dtype))
+            return placeholder(after.graph, name)
+    node = ctx.new_input(after, f"alibi_slopes_{len(ctx.constants)}", ctx.empty(slopes.shape, slopes.dtype))
     ctx.constants[node.name] = ConstantInfo(node.name, slopes)
     return node

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import placeholder
 from precast.builder.passes.graph_pass import graph_pass
 
@@ -28,7 +27,7 @@ def match_causal_conv(graph: FxGraph, ctx: PassContext) -> bool:
         if node.target is not aten.conv1d.default or not _is_depthwise(node):
             continue
         for x, out in _causal(node):
-            _replace(graph, ctx, node, x, out, cu_seqlens)
+            _replace(ctx, node, x, out, cu_seqlens)
             changed = True
     return changed
 
@@ -78,18 +77,18 @@ def _keeps_first(node: FxNode, tokens: torch.SymInt | int) -> bool:
     return start in (0, None) and step == 1 and bool(tensor(node).shape[2] == tokens)
 
 
-def _replace(graph: FxGraph, ctx: PassContext, conv: FxNode, x: FxNode, out: FxNode, cu_seqlens: FxNode) -> None:
+def _replace(ctx: PassContext, conv: FxNode, x: FxNode, out: FxNode, cu_seqlens: FxNode) -> None:
     bias = conv.args[2] if len(conv.args) > 2 else None
     with ctx.before(out):
-        rows = ctx.call(graph, aten.transpose.int, x, 1, 2)
-        weight = _taps(graph, ctx, conv.args[1])
-        y = ctx.call(graph, torch.ops.precast.causal_conv.default, rows, weight, bias, cu_seqlens, activation="none")
-        y = ctx.call(graph, aten.transpose.int, y, 1, 2)
+        rows = ctx.call(aten.transpose.int, x, 1, 2)
+        weight = _taps(ctx, conv.args[1])
+        y = ctx.call(torch.ops.precast.causal_conv.default, rows, weight, bias, cu_seqlens, activation="none")
+        y = ctx.call(aten.transpose.int, y, 1, 2)
     ctx.replace(out, y)
 
 
-def _taps(graph: FxGraph, ctx: PassContext, weight: FxNode) -> FxNode:
+def _taps(ctx: PassContext, weight: FxNode) -> FxNode:
     """`[C, 1, K]` as `[C, K]`."""
     if weight.target is aten.unsqueeze.default and weight.args[1] in (1, -2):
         return weight.args[0]
-    return ctx.call(graph, aten.squeeze.dim, weight, 1)
+    return ctx.call(aten.squeeze.dim, weight, 1)

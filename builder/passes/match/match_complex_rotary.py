@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.match import Bindings, Capture, Cast, Either, Mul, Number, Op, match
-from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import graph_pass
 from precast.builder.passes.invariants import one_spelling_of_views
 from precast.builder.passes.match.match_rotary import rotated
@@ -54,8 +52,8 @@ def match_complex_rotary(graph: FxGraph, ctx: PassContext) -> bool:
             continue
         place = found["turns"]
         if place not in tables:
-            tables[place] = _tables(graph, ctx, place, turns)
-        _replace(graph, ctx, node, found, tables[place])
+            tables[place] = _tables(ctx, place, turns)
+        _replace(ctx, node, found, tables[place])
         changed = True
     return changed
 
@@ -70,28 +68,28 @@ def _is_rotation(node: FxNode, found: Bindings, turns: Bindings, ctx: PassContex
         return False
     if positions.dtype != torch.int64 or inv_freq.dtype != torch.float32:
         return False
-    if inv_freq.dim() != 1 and shape_of(inv_freq, ctx.symbols)[:-1] != shape_of(positions, ctx.symbols):
+    if inv_freq.dim() != 1 and ctx.shape(inv_freq)[:-1] != ctx.shape(positions):
         return False
-    sizes = shape_of(x, ctx.symbols)
+    sizes = ctx.shape(x)
     tokens, pairs = sizes[2 if found["heads_dim"] == 1 else 1], inv_freq.shape[-1]
     split = node.args[0].args[0]
     return (
-        shape_of(tensor(split), ctx.symbols) == (*sizes[:3], pairs)
-        and shape_of(tensor(found["turns"]), ctx.symbols) == (sizes[0], tokens, pairs)
-        and shape_of(tensor(node), ctx.symbols) == sizes
+        ctx.shape(split) == (*sizes[:3], pairs)
+        and ctx.shape(found["turns"]) == (sizes[0], tokens, pairs)
+        and ctx.shape(node) == sizes
     )
 
 
-def _tables(graph: FxGraph, ctx: PassContext, place: FxNode, turns: Bindings) -> tuple[FxNode, FxNode]:
+def _tables(ctx: PassContext, place: FxNode, turns: Bindings) -> tuple[FxNode, FxNode]:
     with ctx.before(place):
         both = ctx.call(
-            graph, torch.ops.precast.rotary_tables.default, turns["positions"], turns["inv_freq"],
+            torch.ops.precast.rotary_tables.default, turns["positions"], turns["inv_freq"],
             scale=float(turns.get("scale", 1.0)), dtype=torch.float32,
         )  # fmt: skip
-        return ctx.item(graph, both, 0), ctx.item(graph, both, 1)
+        return ctx.item(both, 0), ctx.item(both, 1)
 
 
-def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, tables: tuple[FxNode, FxNode]) -> None:
+def _replace(ctx: PassContext, node: FxNode, found: Bindings, tables: tuple[FxNode, FxNode]) -> None:
     x, end = found["x32"], node
     if len(node.users) == 1 and x.target is aten.to.dtype:
         # computed in float32 around half precision heads, as the op does itself
@@ -99,4 +97,4 @@ def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, ta
         if user.target is aten.to.dtype and tensor(user).dtype == tensor(x.args[0]).dtype:
             x, end = x.args[0], user
     with ctx.before(end):
-        ctx.replace(end, rotated(graph, ctx, x, *tables, heads_dim=found["heads_dim"], interleaved=True))
+        ctx.replace(end, rotated(ctx, x, *tables, heads_dim=found["heads_dim"], interleaved=True))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.match import Bindings, Capture, Mul, Op, match
 from precast.builder.passes.graph_pass import graph_pass
 
@@ -29,7 +28,7 @@ def match_embedding(graph: FxGraph, ctx: PassContext) -> bool:
             if found is None or scale is None:
                 continue
             with ctx.before(node):
-                new = ctx.call(graph, torch.ops.precast.embedding.default, found["ids"], found["weight"], scale=scale)
+                new = ctx.call(torch.ops.precast.embedding.default, found["ids"], found["weight"], scale=scale)
             ctx.replace(node, new)
             changed = True
     return changed

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.match import Add, Bindings, Capture, Cast, Either, Mul, Number, Op, match
-from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import graph_pass
 from precast.builder.passes.invariants import one_spelling_of_views
 
@@ -48,11 +46,10 @@ def match_norms(graph: FxGraph, ctx: PassContext) -> bool:
             x, weight, eps = found["x"], found.get("weight"), float(found["eps"])
             with ctx.before(node):
                 if attributes is None:
-                    norm = ctx.call(graph, ops.layer_norm.default, x, weight, found.get("bias"), eps=eps)
+                    norm = ctx.call(ops.layer_norm.default, x, weight, found.get("bias"), eps=eps)
                 else:
-                    norm = ctx.call(graph, ops.rms_norm.default, x, weight, eps=eps, **attributes)
+                    norm = ctx.call(ops.rms_norm.default, x, weight, eps=eps, **attributes)
             ctx.replace(node, norm)
-            graph.erase_node(node)  # so that no later pattern finds it again
             changed = True
     return changed
 
@@ -63,7 +60,7 @@ def _find(pattern: Any, node: FxNode, ctx: PassContext) -> Bindings | None:
     if found is None:
         return None
     x = tensor(found["x"])
-    if tensor(node).dtype != x.dtype or shape_of(tensor(node), ctx.symbols) != shape_of(x, ctx.symbols):
+    if tensor(node).dtype != x.dtype or ctx.shape(node) != ctx.shape(x):
         return None
     weight = found.get("weight")
     if weight is not None:

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.graph.match import Add, Bindings, Capture, Either, Mul, Number, Op, match
-from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import node_pass
 from precast.builder.passes.match.match_rotary import rotated
 
@@ -35,7 +33,7 @@ _ROTATION = Op(
 
 
 @node_pass(stage="match", version=1, requires=("match_rotary_tables",))
-def match_paired_rotary(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def match_paired_rotary(ctx: PassContext, node: FxNode) -> FxNode | None:
     """cat(a * cos - b * sin, b * cos + a * sin) -> rotary(cat(a, b), cos, sin), with the heads after the tokens.
 
     `a` and `b` are the even and the odd elements of a head, or any others: their halves are not put back in pairs.
@@ -43,8 +41,8 @@ def match_paired_rotary(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNod
     found = match(_ROTATION, node) if node.target is aten.cat.default else None
     if found is None or not _is_rotation(node, found, ctx):
         return None
-    x = ctx.call(graph, aten.cat.default, [found["a"], found["b"]], 3)
-    return rotated(graph, ctx, x, found["cos"], found["sin"], heads_dim=found["heads_dim"], interleaved=False)
+    x = ctx.call(aten.cat.default, [found["a"], found["b"]], 3)
+    return rotated(ctx, x, found["cos"], found["sin"], heads_dim=found["heads_dim"], interleaved=False)
 
 
 def _is_rotation(node: FxNode, found: Bindings, ctx: PassContext) -> bool:
@@ -54,9 +52,9 @@ def _is_rotation(node: FxNode, found: Bindings, ctx: PassContext) -> bool:
     a, b, cos, sin = (tensor(found[name]) for name in ("a", "b", "cos", "sin"))
     if a.dim() != 4 or cos.dim() != 3 or found["heads_dim"] not in (1, 2):
         return False
-    sizes = shape_of(a, ctx.symbols)
+    sizes = ctx.shape(a)
     tokens, pairs = sizes[2 if found["heads_dim"] == 1 else 1], cos.shape[2]
     tables = (sizes[0], tokens, pairs)
-    same = sizes == shape_of(b, ctx.symbols) and tables == shape_of(cos, ctx.symbols) == shape_of(sin, ctx.symbols)
+    same = sizes == ctx.shape(b) and tables == ctx.shape(cos) == ctx.shape(sin)
     whole = pairs == a.shape[3] and found.get("pairs", pairs) == pairs
     return same and whole and a.dtype == b.dtype == tensor(node).dtype

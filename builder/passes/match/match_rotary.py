@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.match import Add, Bindings, Capture, Cast, Mul, Number, Op, match
 from precast.builder.passes.graph_pass import graph_pass
 
@@ -26,14 +25,14 @@ def match_rotary(graph: FxGraph, ctx: PassContext) -> bool:
         for interleaved, pattern in _PATTERNS.items():
             found = match(pattern, node) if node.op == "call_function" else None
             if found is not None and _is_rotation(found):
-                changed |= _replace(graph, ctx, node, found, interleaved)
+                changed |= _replace(ctx, node, found, interleaved)
     for node in list(graph.nodes):
         found = match(_PARTIAL, node) if node.target is aten.cat.default else None
         if found is not None and found["end"] == tensor(found["x"]).shape[3]:
             interleaved = found["rotation"].kwargs["interleaved"]
             with ctx.before(node):
                 x, cos, sin = found["x"], found["cos"], found["sin"]
-                ctx.replace(node, rotated(graph, ctx, x, cos, sin, heads_dim=1, interleaved=interleaved))
+                ctx.replace(node, rotated(ctx, x, cos, sin, heads_dim=1, interleaved=interleaved))
             changed = True
     return changed
 
@@ -45,7 +44,7 @@ def _is_rotation(found: Bindings) -> bool:
     return found["heads_dim"] in (1, 2) and found["size"] == size and 2 * halves == size
 
 
-def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, interleaved: bool) -> bool:
+def _replace(ctx: PassContext, node: FxNode, found: Bindings, interleaved: bool) -> bool:
     x, end = found["x32"], node
     if tensor(node).dtype == torch.float32 and len(node.users) == 1:
         # computed in float32 around half precision heads, as the op does itself
@@ -57,19 +56,17 @@ def _replace(graph: FxGraph, ctx: PassContext, node: FxNode, found: Bindings, in
         return False  # wider tables make a wider result, which the op does not
     with ctx.before(end):
         heads_dim = found["heads_dim"]
-        new = rotated(graph, ctx, x, found["cos"], found["sin"], heads_dim=heads_dim, interleaved=interleaved)
+        new = rotated(ctx, x, found["cos"], found["sin"], heads_dim=heads_dim, interleaved=interleaved)
     ctx.replace(end, new)
     return True
 
 
-def rotated(
-    graph: FxGraph, ctx: PassContext, x: FxNode, cos: FxNode, sin: FxNode, *, heads_dim: int, interleaved: bool
-) -> FxNode:
+def rotated(ctx: PassContext, x: FxNode, cos: FxNode, sin: FxNode, *, heads_dim: int, interleaved: bool) -> FxNode:
     """The heads `x` `[1, T, H, D]`, or with heads before tokens (`heads_dim` 1), turned by the tables."""
     if heads_dim == 1:
-        x = ctx.call(graph, aten.transpose.int, x, 1, 2)
-    new = ctx.call(graph, torch.ops.precast.rotary.default, x, cos, sin, interleaved=interleaved)
-    return ctx.call(graph, aten.transpose.int, new, 1, 2) if heads_dim == 1 else new
+        x = ctx.call(aten.transpose.int, x, 1, 2)
+    new = ctx.call(torch.ops.precast.rotary.default, x, cos, sin, interleaved=interleaved)
+    return ctx.call(aten.transpose.int, new, 1, 2) if heads_dim == 1 else new
 
 
 def _table(name: str, interleaved: bool) -> Any:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.match import Bindings, Capture, Cast, Either, Mul, Op, match
-from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import graph_pass
 from precast.builder.passes.invariants import one_spelling_of_views
 
@@ -38,12 +36,12 @@ def match_rotary_tables(graph: FxGraph, ctx: PassContext) -> bool:
             continue
         with ctx.before(wide):
             tables = ctx.call(
-                graph, torch.ops.precast.rotary_tables.default, found["positions"], found["inv_freq"],
+                torch.ops.precast.rotary_tables.default, found["positions"], found["inv_freq"],
                 scale=cos_scale, dtype=dtype,
             )  # fmt: skip
             for index, end in enumerate((cos_end, sin_end)):
-                half = ctx.item(graph, tables, index)
-                ctx.replace(end, _widen(graph, ctx, wide, half))
+                half = ctx.item(tables, index)
+                ctx.replace(end, _widen(ctx, wide, half))
         changed = True
     return changed
 
@@ -58,7 +56,7 @@ def _angles(wide: FxNode, ctx: PassContext) -> Bindings | None:
     if tensor(wide).dtype != torch.float32 or inv_freq.dtype != torch.float32 or positions.dtype != torch.int64:
         return None
     one_set = inv_freq.dim() == 1
-    return found if one_set or shape_of(inv_freq, ctx.symbols)[:-1] == shape_of(positions, ctx.symbols) else None
+    return found if one_set or ctx.shape(inv_freq)[:-1] == ctx.shape(positions) else None
 
 
 def _scaled(node: FxNode) -> tuple[FxNode, float]:
@@ -78,7 +76,7 @@ def _scaled(node: FxNode) -> tuple[FxNode, float]:
     return node, scale
 
 
-def _widen(graph: FxGraph, ctx: PassContext, wide: FxNode, half: FxNode) -> FxNode:
+def _widen(ctx: PassContext, wide: FxNode, half: FxNode) -> FxNode:
     if match(_PAIRS, wide):
-        return ctx.call(graph, aten.repeat_interleave.self_int, half, 2, 2)
-    return ctx.call(graph, aten.cat.default, [half, half], 2)
+        return ctx.call(aten.repeat_interleave.self_int, half, 2, 2)
+    return ctx.call(aten.cat.default, [half, half], 2)

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate
-from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.nodes import argument
-from precast.builder.graph.sizes import expr_of, shape_of
+from precast.builder.graph.sizes import expr_of
 from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph import symbols
 from precast.ir.ops.rows_experts import GROUP_SCORES, SCORINGS
@@ -61,22 +60,22 @@ def match_routers(graph: FxGraph, ctx: PassContext) -> bool:
         for router in _routers(node, ctx):
             attributes = _meaning(router, ctx)
             if attributes is not None:
-                _replace(graph, ctx, router, attributes)
+                _replace(ctx, router, attributes)
                 changed = True
                 break
     return changed
 
 
-def _replace(graph: FxGraph, ctx: PassContext, router: _Router, attributes: dict[str, Any]) -> None:
+def _replace(ctx: PassContext, router: _Router, attributes: dict[str, Any]) -> None:
     following: Any = router.logits.next
     while following.op == "placeholder":
         following = following.next
-    with ctx.before(router.ids), graph.inserting_before(following):  # in the ids' layer, where the logits are
+    with ctx.before(router.ids), router.ids.graph.inserting_before(following):  # in the ids' layer, where the logits are
         bias = router.bias
         if bias is not None and tensor(bias).dim() != 1:
-            bias = ctx.call(graph, aten.reshape.default, bias, [tensor(router.logits).shape[1]])
-        node = ctx.call(graph, torch.ops.precast.route.default, router.logits, bias, **attributes)
-        weights, ids = ctx.item(graph, node, 0), ctx.item(graph, node, 1)
+            bias = ctx.call(aten.reshape.default, bias, [tensor(router.logits).shape[1]])
+        node = ctx.call(torch.ops.precast.route.default, router.logits, bias, **attributes)
+        weights, ids = ctx.item(node, 0), ctx.item(node, 1)
     ctx.replace(router.weights, weights)
     ctx.replace(router.ids, ids)
 
@@ -146,7 +145,7 @@ def _ordered(inner: set[FxNode]) -> list[FxNode]:
 def _is_like(node: FxNode, weights: FxNode, ctx: PassContext) -> bool:
     value = node.meta["val"]
     is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-    return is_float and shape_of(value, ctx.symbols) == shape_of(tensor(weights), ctx.symbols)
+    return is_float and ctx.shape(value) == ctx.shape(weights)
 
 
 def _is_bias(node: FxNode, logits: FxNode, ctx: PassContext) -> bool:

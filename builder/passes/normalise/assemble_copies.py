@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument, is_write
-from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
@@ -32,7 +30,7 @@ def assemble_copies(graph: FxGraph, ctx: PassContext) -> bool:
         parts = [copy.args[1] for copy in sorted(copies, key=lambda copy: _part(copy.args[0]))]
         written = [copy.args[0] for copy in copies]
         with ctx.before(last):
-            whole = ctx.call(graph, aten.cat.default, parts, dim)
+            whole = ctx.call(aten.cat.default, parts, dim)
         ctx.replace(node, whole)
         for part in (*reversed(copies), *written):
             graph.erase_node(part)
@@ -86,5 +84,5 @@ def _part(part: FxNode) -> tuple[int, int, int, int]:
 def _is_plain(copy: FxNode, ctx: PassContext) -> bool:
     """Whether the copy neither converts nor repeats, and its result, which is the part, has no use of its own."""
     part, source = copy.args[:2]
-    same = isinstance(source, FxNode) and shape_of(tensor(source), ctx.symbols) == shape_of(tensor(part), ctx.symbols)
+    same = isinstance(source, FxNode) and ctx.shape(source) == ctx.shape(part)
     return same and tensor(source).dtype == tensor(part).dtype and not copy.users

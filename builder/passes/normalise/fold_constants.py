@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import ConstantInfo, PassContext
+from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate
-from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.nodes import is_write, placeholder
 from precast.builder.passes.graph_pass import graph_pass
 
@@ -29,7 +28,7 @@ def fold_constants(graph: FxGraph, ctx: PassContext) -> bool:
                 value = evaluate(node, {}, ctx)
             except (NotComputable, RuntimeError, TypeError):
                 continue
-            made = ctx.new_input(graph, anchor, f"folded_{len(ctx.constants)}", ctx.empty(value.shape, value.dtype))
+            made = ctx.new_input(anchor, f"folded_{len(ctx.constants)}", ctx.empty(value.shape, value.dtype))
             ctx.constants[made.name] = ConstantInfo(made.name, value.contiguous())
             ctx.replace(node, made)
             changed = True

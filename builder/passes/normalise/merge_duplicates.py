@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
 from precast.builder.graph.layers import layer_of
 from precast.builder.graph.nodes import is_write
 from precast.builder.passes.graph_pass import graph_pass
@@ -25,7 +24,6 @@ def merge_duplicates(graph: FxGraph, ctx: PassContext) -> bool:
         first = seen.setdefault(key, node)
         if first is not node:
             ctx.replace(node, first)
-            graph.erase_node(node)
             changed = True
     return changed
 

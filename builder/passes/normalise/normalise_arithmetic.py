@@ -7,32 +7,30 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument
-from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import NodeFunction, node_pass
 
 aten = torch.ops.aten
 
 
 @node_pass(stage="normalise", version=1)
-def normalise_arithmetic(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def normalise_arithmetic(ctx: PassContext, node: FxNode) -> FxNode | None:
     """square -> x * x; std -> sqrt of a mean; logical_and -> minimum; where with a number -> masked_fill; ..."""
     spell = _SPELLINGS.get(node.target)
-    return spell(graph, ctx, node) if spell else None
+    return spell(ctx, node) if spell else None
 
 
-def _square(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
-    return ctx.call(graph, aten.mul.Tensor, node.args[0], node.args[0])
+def _square(ctx: PassContext, node: FxNode) -> FxNode:
+    return ctx.call(aten.mul.Tensor, node.args[0], node.args[0])
 
 
 def _as(target: Any) -> NodeFunction:
     """The same arguments for an op of another name, if it has as many (`alpha` of a sum is none of them)."""
     count = sum(not arg.kwarg_only for arg in target._schema.arguments)
 
-    def spell(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
-        return ctx.call(graph, target, *node.args, **node.kwargs) if len(node.args) <= count else None
+    def spell(ctx: PassContext, node: FxNode) -> FxNode | None:
+        return ctx.call(target, *node.args, **node.kwargs) if len(node.args) <= count else None
 
     return spell
 
@@ -40,10 +38,10 @@ def _as(target: Any) -> NodeFunction:
 def _of_truth_values(target: Any) -> NodeFunction:
     """Logical operations on truth values are minima and maxima of them; on numbers they have no other spelling."""
 
-    def spell(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+    def spell(ctx: PassContext, node: FxNode) -> FxNode | None:
         if any(tensor(arg).dtype != torch.bool for arg in node.args):
             return None
-        return ctx.call(graph, target, *node.args)
+        return ctx.call(target, *node.args)
 
     return spell
 
@@ -51,88 +49,88 @@ def _of_truth_values(target: Any) -> NodeFunction:
 def _spread(*, root: bool) -> NodeFunction:
     """The sum of squared distances from the mean / n, or its root; n: all elements, one less where it is unbiased."""
 
-    def spell(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+    def spell(ctx: PassContext, node: FxNode) -> FxNode | None:
         x, dims, unbiased, keep = (argument(node, name) for name in ("self", "dim", "unbiased", "keepdim"))
         sizes = [tensor(x).shape[dim] for dim in dims or ()]
         if not sizes or node.kwargs or not all(isinstance(size, int) for size in sizes):
             return None
-        wide = _widened(graph, ctx, x)
-        distance = ctx.call(graph, aten.sub.Tensor, wide, ctx.call(graph, aten.mean.dim, wide, dims, True))
-        total = ctx.call(graph, aten.sum.dim_IntList, ctx.call(graph, aten.mul.Tensor, distance, distance), dims, keep)
-        result = ctx.call(graph, aten.div.Tensor, total, math.prod(sizes) - bool(unbiased))
-        result = ctx.call(graph, aten.sqrt.default, result) if root else result
-        return result if wide is x else ctx.call(graph, aten.to.dtype, result, tensor(x).dtype)
+        wide = _widened(ctx, x)
+        distance = ctx.call(aten.sub.Tensor, wide, ctx.call(aten.mean.dim, wide, dims, True))
+        total = ctx.call(aten.sum.dim_IntList, ctx.call(aten.mul.Tensor, distance, distance), dims, keep)
+        result = ctx.call(aten.div.Tensor, total, math.prod(sizes) - bool(unbiased))
+        result = ctx.call(aten.sqrt.default, result) if root else result
+        return result if wide is x else ctx.call(aten.to.dtype, result, tensor(x).dtype)
 
     return spell
 
 
-def _widened(graph: FxGraph, ctx: PassContext, x: FxNode) -> FxNode:
+def _widened(ctx: PassContext, x: FxNode) -> FxNode:
     """`x` in the type that torch computes such sums in."""
-    return x if tensor(x).dtype in (torch.float32, torch.float64) else ctx.call(graph, aten.to.dtype, x, torch.float32)
+    return x if tensor(x).dtype in (torch.float32, torch.float64) else ctx.call(aten.to.dtype, x, torch.float32)
 
 
-def _sum(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def _sum(ctx: PassContext, node: FxNode) -> FxNode | None:
     """A sum in another type is the sum of what is converted first."""
     dtype = node.kwargs.get("dtype")
     if dtype is None:
         return None
-    x = node.args[0] if tensor(node.args[0]).dtype == dtype else ctx.call(graph, aten.to.dtype, node.args[0], dtype)
-    return ctx.call(graph, aten.sum.dim_IntList, x, *node.args[1:])
+    x = node.args[0] if tensor(node.args[0]).dtype == dtype else ctx.call(aten.to.dtype, node.args[0], dtype)
+    return ctx.call(aten.sum.dim_IntList, x, *node.args[1:])
 
 
-def _where_scalar(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def _where_scalar(ctx: PassContext, node: FxNode) -> FxNode | None:
     """where(condition, x, number) -> x, filled where the condition doesn't hold; the other way round likewise."""
     condition, *values = node.args
     (x,) = (value for value in values if isinstance(value, FxNode))
     (number,) = (value for value in values if value is not x)
     result = tensor(node)
-    if tensor(x).dtype != result.dtype or shape_of(tensor(x), ctx.symbols) != shape_of(result, ctx.symbols):
+    if tensor(x).dtype != result.dtype or ctx.shape(x) != ctx.shape(result):
         return None  # the number widens it, or the condition spreads it
-    mask = condition if x is values[1] else ctx.call(graph, aten.logical_not.default, condition)
-    return ctx.call(graph, aten.masked_fill.Scalar, x, mask, number)
+    mask = condition if x is values[1] else ctx.call(aten.logical_not.default, condition)
+    return ctx.call(aten.masked_fill.Scalar, x, mask, number)
 
 
-def _rms_norm(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def _rms_norm(ctx: PassContext, node: FxNode) -> FxNode | None:
     x, shape, weight, eps = (argument(node, name) for name in ("input", "normalized_shape", "weight", "eps"))
     if len(shape) != 1:
         return None
     if eps is None:  # that of the type that torch computes it in
         eps = torch.finfo(torch.float64 if tensor(x).dtype == torch.float64 else torch.float32).eps
-    return ctx.call(graph, torch.ops.precast.rms_norm.default, x, weight, eps=eps, cast_before_scale=False)
+    return ctx.call(torch.ops.precast.rms_norm.default, x, weight, eps=eps, cast_before_scale=False)
 
 
-def _baddbmm(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def _baddbmm(ctx: PassContext, node: FxNode) -> FxNode | None:
     if any(node.kwargs.get(name, 1) != 1 for name in ("beta", "alpha")):
         return None
     bias, left, right = node.args
-    product = ctx.call(graph, aten.matmul.default, left, right)
-    return ctx.call(graph, aten.add.Tensor, product, bias)
+    product = ctx.call(aten.matmul.default, left, right)
+    return ctx.call(aten.add.Tensor, product, bias)
 
 
-def _vector_norm(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def _vector_norm(ctx: PassContext, node: FxNode) -> FxNode | None:
     """The root of a sum of powers, in the type that the norm is computed in."""
     x, order, dims, keep, dtype = (argument(node, name) for name in ("self", "ord", "dim", "keepdim", "dtype"))
     if not 0 < order < math.inf or dims is None or dtype is not None:
         return None
-    wide = _widened(graph, ctx, x)
-    total = ctx.call(graph, aten.sum.dim_IntList, _power(graph, ctx, wide, order), dims, keep)
+    wide = _widened(ctx, x)
+    total = ctx.call(aten.sum.dim_IntList, _power(ctx, wide, order), dims, keep)
     norm = total
     if order != 1:
         rooted = (aten.sqrt.default, total) if order == 2 else (aten.pow.Tensor_Scalar, total, 1 / order)
-        norm = ctx.call(graph, *rooted)
-    return norm if wide is x else ctx.call(graph, aten.to.dtype, norm, tensor(x).dtype)
+        norm = ctx.call(*rooted)
+    return norm if wide is x else ctx.call(aten.to.dtype, norm, tensor(x).dtype)
 
 
-def _power(graph: FxGraph, ctx: PassContext, x: FxNode, order: float) -> FxNode:
+def _power(ctx: PassContext, x: FxNode, order: float) -> FxNode:
     """The size of each number, to this power."""
     if order == 2:
-        return ctx.call(graph, aten.mul.Tensor, x, x)
-    size = ctx.call(graph, aten.abs.default, x)
-    return size if order == 1 else ctx.call(graph, aten.pow.Tensor_Scalar, size, order)
+        return ctx.call(aten.mul.Tensor, x, x)
+    size = ctx.call(aten.abs.default, x)
+    return size if order == 1 else ctx.call(aten.pow.Tensor_Scalar, size, order)
 
 
-def _reciprocal(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
-    return ctx.call(graph, aten.pow.Tensor_Scalar, node.args[0], -1.0)
+def _reciprocal(ctx: PassContext, node: FxNode) -> FxNode:
+    return ctx.call(aten.pow.Tensor_Scalar, node.args[0], -1.0)
 
 
 _SPELLINGS: dict[Any, NodeFunction] = {

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.graph.match import Capture, Op, match
-from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import node_pass
 from precast.ir.graph.schema import Transpose
 
@@ -21,21 +19,21 @@ _CONV1D = Op(
 
 
 @node_pass(stage="normalise", version=1, requires=("normalise_views",))
-def normalise_linear(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def normalise_linear(ctx: PassContext, node: FxNode) -> FxNode | None:
     """addmm(bias, x.view(-1, in), weight[in, out]).view(..., out) -> linear(x, weight^T, bias); x @ W^T -> linear."""
     if node.target is aten.matmul.default and _is_transposed(node.args[1], ctx):
-        return ctx.call(graph, aten.linear.default, node.args[0], node.args[1].args[0])
+        return ctx.call(aten.linear.default, node.args[0], node.args[1].args[0])
     found = match(_CONV1D, node)
     if found is None or not ctx.is_param(found["weight"]) or not ctx.is_param(found["bias"]):
         return None
     x, weight = found["x"], found["weight"]
     in_size, out_size = tensor(weight).shape
-    if shape_of(tensor(node), ctx.symbols) != (*shape_of(tensor(x), ctx.symbols)[:-1], out_size):
+    if ctx.shape(node) != (*ctx.shape(x)[:-1], out_size):
         return None
     info = ctx.params[weight.name]
     recipe = Transpose(info.recipe, 0, 1)
-    transposed = ctx.new_param(graph, weight, info.name + ".transposed", recipe, (out_size, in_size))
-    return ctx.call(graph, aten.linear.default, x, transposed, found["bias"])
+    transposed = ctx.new_param(weight, info.name + ".transposed", recipe, (out_size, in_size))
+    return ctx.call(aten.linear.default, x, transposed, found["bias"])
 
 
 def _is_transposed(node: FxNode, ctx: PassContext) -> bool:

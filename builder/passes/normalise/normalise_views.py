@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument
 from precast.builder.passes.graph_pass import graph_pass
 from precast.builder.passes.invariants import CONVERSIONS, VIEWS, one_spelling_of_views
@@ -39,7 +38,7 @@ def normalise_views(graph: FxGraph, ctx: PassContext) -> bool:
         elif node.target in _CONVERSIONS:
             changed |= _retarget(node, aten.to.dtype, (node.args[0], tensor(node).dtype))
         elif node.target is operator.getitem and node.args[0].target in _SPLITS | {aten.unbind.int}:
-            _replace_item(graph, node, ctx)
+            _replace_item(node, ctx)
             changed = True
         elif node.target is aten.numpy_T.default:
             changed |= _retarget(node, aten.permute.default, (node.args[0], list(range(tensor(node).dim()))[::-1]))
@@ -105,15 +104,14 @@ def _bounds(args: list[Any], size: Any) -> tuple[Any, Any]:
     return start, end
 
 
-def _replace_item(graph: FxGraph, item: FxNode, ctx: PassContext) -> None:
+def _replace_item(item: FxNode, ctx: PassContext) -> None:
     split, index = item.args
     source, parts = split.args[0], split.meta["val"]
     dim = argument(split, "dim") % tensor(source).dim()
     with ctx.before(item):
         if split.target is aten.unbind.int:
-            new = ctx.call(graph, aten.select.int, source, dim, index)
+            new = ctx.call(aten.select.int, source, dim, index)
         else:
             start = sum(part.shape[dim] for part in parts[:index])
-            new = ctx.call(graph, aten.slice.Tensor, source, dim, start, start + parts[index].shape[dim], 1)
+            new = ctx.call(aten.slice.Tensor, source, dim, start, start + parts[index].shape[dim], 1)
     ctx.replace(item, new)
-    graph.erase_node(item)

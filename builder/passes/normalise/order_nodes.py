@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
 from precast.builder.graph.layers import layer_of
 from precast.builder.passes.graph_pass import graph_pass
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.graph.sizes import shape_of
+from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.passes.graph_pass import node_pass
 from precast.builder.passes.invariants import CONVERSIONS
 
@@ -20,7 +18,7 @@ _SAME_ELEMENTS = CONVERSIONS | {
 
 
 @node_pass(stage="normalise", version=1)
-def remove_noops(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def remove_noops(ctx: PassContext, node: FxNode) -> FxNode | None:
     """x.alias(), x.to(x.dtype), x[:], x.view(x.shape), x * 1.0 -> x."""
     return node.args[0] if _is_noop(node, ctx) else None
 
@@ -36,4 +34,4 @@ def _is_noop(node: FxNode, ctx: PassContext) -> bool:
     if not identity:
         return False
     before, after = tensor(node.args[0]), tensor(node)
-    return before.dtype == after.dtype and shape_of(before, ctx.symbols) == shape_of(after, ctx.symbols)
+    return before.dtype == after.dtype and ctx.shape(before) == ctx.shape(after)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import is_write
 from precast.builder.passes.graph_pass import graph_pass
 
@@ -30,7 +29,6 @@ def remove_self_copies(graph: FxGraph, ctx: PassContext) -> bool:
         same_place = _place(node.args[0], False) == _place(node.args[1], False)
         if same_place or _place(node.args[0], True)[0] not in written:
             ctx.replace(node, node.args[0])
-            graph.erase_node(node)
             changed = True
     return changed
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument, is_write
 from precast.builder.passes.graph_pass import graph_pass
 
@@ -29,27 +28,26 @@ def remove_writes(graph: FxGraph, ctx: PassContext) -> bool:
             continue
         written: FxNode = node.args[0]
         if not _owns(written, node):
-            changed |= _write_part(graph, ctx, node, pure)
+            changed |= _write_part(ctx, node, pure)
             continue
         with ctx.before(node):
-            new = _written(graph, ctx, node, pure)
+            new = _written(ctx, node, pure)
         later = _following(node)
         written.replace_all_uses_with(new, delete_user_cb=later.__contains__)
         ctx.replace(node, new)
-        graph.erase_node(node)
         changed = True
     return changed
 
 
-def _written(graph: FxGraph, ctx: PassContext, node: FxNode, pure: Any) -> FxNode:
+def _written(ctx: PassContext, node: FxNode, pure: Any) -> FxNode:
     """What the write leaves in its first argument, in that one's dtype."""
     args: tuple[Any, ...] = tuple(node.args)
-    new = ctx.call(graph, pure, *args, **node.kwargs)
+    new = ctx.call(pure, *args, **node.kwargs)
     dtype = tensor(args[0]).dtype
-    return new if tensor(new).dtype == dtype else ctx.call(graph, aten.to.dtype, new, dtype)
+    return new if tensor(new).dtype == dtype else ctx.call(aten.to.dtype, new, dtype)
 
 
-def _write_part(graph: FxGraph, ctx: PassContext, node: FxNode, pure: Any) -> bool:
+def _write_part(ctx: PassContext, node: FxNode, pure: Any) -> bool:
     """x[a:b].add_(y), then uses of x -> z = cat(x[:a], x[a:b] + y, x[b:]), then uses of z."""
     part: FxNode = node.args[0]
     if part.target is not aten.slice.Tensor or not _owns(part.args[0], node, but=part):
@@ -61,14 +59,13 @@ def _write_part(graph: FxGraph, ctx: PassContext, node: FxNode, pure: Any) -> bo
     start, end, _ = slice(start, end).indices(size)
     later = _following(node)
     with ctx.before(node):
-        new = _written(graph, ctx, node, pure)
-        before = [ctx.call(graph, aten.slice.Tensor, base, dim, 0, start)] if start else []
-        after = [ctx.call(graph, aten.slice.Tensor, base, dim, end, size)] if end < size else []
-        whole = ctx.call(graph, aten.cat.default, [*before, new, *after], dim)
+        new = _written(ctx, node, pure)
+        before = [ctx.call(aten.slice.Tensor, base, dim, 0, start)] if start else []
+        after = [ctx.call(aten.slice.Tensor, base, dim, end, size)] if end < size else []
+        whole = ctx.call(aten.cat.default, [*before, new, *after], dim)
     base.replace_all_uses_with(whole, delete_user_cb=later.__contains__)
     part.replace_all_uses_with(new, delete_user_cb=later.__contains__)
     ctx.replace(node, new)
-    graph.erase_node(node)
     return True
 
 
