@@ -17,34 +17,24 @@ from precast.builder.graph.nodes import eliminate_dead_code, op_counts
 from precast.builder.passes.cache.insert_caches import insert_caches
 from precast.builder.passes.cache.insert_states import insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, Pass
-from precast.builder.passes.match.cancel_transposes import cancel_transposes
-from precast.builder.passes.match.fold_param_views import fold_param_views
-from precast.builder.passes.match.fuse_gated_activation import fuse_gated_activation
-from precast.builder.passes.match.fuse_projections import fuse_projections
-from precast.builder.passes.match.fuse_residual_norm import fuse_residual_norm
-from precast.builder.passes.match.match_activations import match_activations
+from precast.builder.passes.match.activations import fuse_gated_activation, match_activations
 from precast.builder.passes.match.match_attention import match_attention
 from precast.builder.passes.match.match_causal_conv import match_causal_conv
-from precast.builder.passes.match.match_complex_rotary import match_complex_rotary
 from precast.builder.passes.match.match_embedding import match_embedding
 from precast.builder.passes.match.match_latent_attention import match_latent_attention
-from precast.builder.passes.match.match_norms import match_norms
-from precast.builder.passes.match.match_paired_rotary import match_paired_rotary
-from precast.builder.passes.match.match_rotary import match_rotary
-from precast.builder.passes.match.match_rotary_tables import match_rotary_tables
 from precast.builder.passes.match.match_routers import match_routers
-from precast.builder.passes.match.normalise_spelling import normalise_spelling
-from precast.builder.passes.normalise.assemble_copies import assemble_copies
+from precast.builder.passes.match.norms import fuse_residual_norm, match_norms
+from precast.builder.passes.match.params import fold_param_views, fuse_projections
+from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
+from precast.builder.passes.match.rotary_tables import match_complex_rotary, match_rotary_tables
+from precast.builder.passes.match.spelling import cancel_transposes, normalise_spelling
+from precast.builder.passes.normalise.arithmetic import normalise_arithmetic, normalise_linear
 from precast.builder.passes.normalise.fold_constants import fold_constants
 from precast.builder.passes.normalise.match_positions import match_positions
 from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
-from precast.builder.passes.normalise.normalise_arithmetic import normalise_arithmetic
-from precast.builder.passes.normalise.normalise_linear import normalise_linear
-from precast.builder.passes.normalise.normalise_views import normalise_views
 from precast.builder.passes.normalise.order_nodes import order_nodes
-from precast.builder.passes.normalise.remove_noops import remove_noops
-from precast.builder.passes.normalise.remove_self_copies import remove_self_copies
-from precast.builder.passes.normalise.remove_writes import remove_writes
+from precast.builder.passes.normalise.views import normalise_views, remove_noops
+from precast.builder.passes.normalise.writes import assemble_copies, remove_self_copies, remove_writes
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
 from precast.ir.errors import BuildError

@@ -55,15 +55,11 @@ def capture(source: Source, options: Options) -> Captured:
 
 def _keep_used(exported: Exported) -> None:
     """Forgets placeholders that no node uses (masks and positions that the routed attention has no use for)."""
-    used = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
-    for node in list(exported.graph.nodes):
-        known = node.name in exported.params or node.name in exported.buffers or node.name in exported.literals
-        if node.op == "placeholder" and known and node.name not in used:
-            exported.graph.erase_node(node)
+    unused = [node for node in exported.graph.nodes if node.op == "placeholder" and not node.users]
     tables: tuple[dict[str, Any], ...] = (exported.params, exported.buffers, exported.literals)
-    for table in tables:
-        for name in [name for name in table if name not in used]:
-            del table[name]
+    for node in unused:
+        if any(table.pop(node.name, None) is not None for table in tables):
+            exported.graph.erase_node(node)
 
 
 def _drop_paddings(graph: FxGraph, ctx: PassContext, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Nodes of an FX graph: what they call, with which arguments, and which of them nothing needs."""
+"""Nodes of an FX graph: what they call, with which arguments, in which layer, and which of them nothing needs."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ def given_arguments(node: FxNode) -> dict[str, Any]:
 def placeholder(graph: FxGraph, name: str) -> FxNode:
     """The graph's placeholder of this name."""
     return next(node for node in graph.nodes if node.op == "placeholder" and node.name == name)
+
+
+def module_path(node: FxNode) -> str:
+    """The path of the innermost module that the node was traced in; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return paths[-1].removeprefix("model.") if paths else ""
+
+
+def layer_of(node: FxNode) -> str | None:
+    """The path of the outermost numbered module (`model.layers.3`, `transformer.h.3`), or None outside of layers."""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        if path.rpartition(".")[2].isdigit():
+            return path.removeprefix("model.")
+    return None
 
 
 def eliminate_dead_code(graph: FxGraph, ctx: PassContext) -> None:

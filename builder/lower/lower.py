@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
-from precast.builder.graph.layers import layer_of, module_path
-from precast.builder.graph.nodes import given_arguments, op_name
+from precast.builder.graph.nodes import given_arguments, layer_of, module_path, op_name
 from precast.builder.graph.sizes import expr_of
 from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.builder.lower.outline import Flat, outline

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
-from precast.builder.graph.layers import module_path
-from precast.builder.graph.nodes import given_arguments, op_name
+from precast.builder.graph.nodes import given_arguments, module_path, op_name
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr

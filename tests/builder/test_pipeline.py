@@ -17,7 +17,7 @@ from precast.builder.graph.context import PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
 from precast.builder.passes.graph_pass import STAGES, Invariant, Pass, graph_pass
 from precast.builder.passes.invariants import all_have_caches, one_spelling_of_views
-from precast.builder.passes.match.match_activations import match_activations
+from precast.builder.passes.match.activations import match_activations
 from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
 from precast.ir.errors import BuildError
 from precast.ir.manifest import PassRecord

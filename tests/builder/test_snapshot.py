@@ -22,7 +22,7 @@ from precast.builder import pipeline, snapshot
 from precast.builder.build import build
 from precast.builder.capture.capture import Captured
 from precast.builder.graph.context import Options
-from precast.builder.graph.layers import layer_of
+from precast.builder.graph.nodes import layer_of
 from precast.builder.graph.stored import load, store
 from precast.builder.passes.graph_pass import Pass
 from precast.builder.snapshot import Store

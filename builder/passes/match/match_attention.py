@@ -60,7 +60,7 @@ def match_attention(graph: FxGraph, ctx: PassContext) -> bool:
     changed = False
     for node in list(graph.nodes):
         site = _site(node) if node.target in (aten.softmax.int, aten._softmax.default) else None
-        finding = _find(site, graph, ctx) if site else None
+        finding = _find(site, ctx) if site else None
         if site and finding:
             _replace(ctx, site, finding)
             changed = True
@@ -130,7 +130,7 @@ def _product(logits: FxNode) -> FxNode | None:
 # --- what f does ---------------------------------------------------------------------------------------------------
 
 
-def _find(site: _Site, graph: FxGraph, ctx: PassContext) -> _Finding | None:
+def _find(site: _Site, ctx: PassContext) -> _Finding | None:
     size = min(ctx.options.max_seq_len, _size_of_tables(site, ctx))
     if size > _LONG:
         return None  # a window in a mask of this size could not be told from none
@@ -179,10 +179,10 @@ def _size_of_tables(site: _Site, ctx: PassContext) -> int:
     return largest
 
 
-def _logits(site: _Site, graph: FxGraph, ctx: PassContext, scores: torch.Tensor) -> torch.Tensor:
+def _logits(site: _Site, ctx: PassContext, scores: torch.Tensor) -> torch.Tensor:
     """f(scores) for one sequence, `[H, size, size]`, with `scores` in the place of the product."""
     heads, size, _ = scores.shape
-    known: dict[FxNode, Any] = dict(example_inputs(graph, size))
+    known: dict[FxNode, Any] = dict(example_inputs(site.out.graph, size))
     shape = [size if not isinstance(extent, int) else extent for extent in tensor(site.scores).shape]
     placed = scores.reshape(shape).to(tensor(site.scores).dtype)
     if site.scores.target is aten.baddbmm.default:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
-from precast.builder.graph.match import Bindings, Capture, Mul, Op, match
+from precast.builder.graph.match import Bind, Bindings, Mul, Op, match
 from precast.builder.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 
-_LOOKUP = Op(aten.embedding.default, Capture("weight"), Capture("ids"), *[Capture(f"_{i}") for i in range(3)])
-_SCALED = Mul(_LOOKUP, Capture("scale"))
+_LOOKUP = Op(aten.embedding.default, Bind("weight"), Bind("ids"), *[Bind(f"_{i}") for i in range(3)])
+_SCALED = Mul(_LOOKUP, Bind("scale"))
 
 
 @graph_pass(stage="match", version=1, requires=("remove_noops",))

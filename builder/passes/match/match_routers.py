@@ -70,7 +70,10 @@ def _replace(ctx: PassContext, router: _Router, attributes: dict[str, Any]) -> N
     following: Any = router.logits.next
     while following.op == "placeholder":
         following = following.next
-    with ctx.before(router.ids), router.ids.graph.inserting_before(following):  # in the ids' layer, where the logits are
+    with (
+        ctx.before(router.ids),
+        router.ids.graph.inserting_before(following),
+    ):  # in the ids' layer, where the logits are
         bias = router.bias
         if bias is not None and tensor(bias).dim() != 1:
             bias = ctx.call(aten.reshape.default, bias, [tensor(router.logits).shape[1]])

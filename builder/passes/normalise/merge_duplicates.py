@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext
-from precast.builder.graph.layers import layer_of
-from precast.builder.graph.nodes import is_write
+from precast.builder.graph.nodes import is_write, layer_of
 from precast.builder.passes.graph_pass import graph_pass
 
 

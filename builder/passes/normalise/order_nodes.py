@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext
-from precast.builder.graph.layers import layer_of
+from precast.builder.graph.nodes import layer_of
 from precast.builder.passes.graph_pass import graph_pass
 
 

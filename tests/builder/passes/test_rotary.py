@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
-from precast.builder.passes.match.match_rotary import match_rotary
-from precast.builder.passes.match.match_rotary_tables import match_rotary_tables
+from precast.builder.passes.match.rotary import match_rotary
+from precast.builder.passes.match.rotary_tables import match_rotary_tables
 
 # --- tables ------------------------------------------------------------------------------------------------------
 

@@ -1,17 +1,29 @@
-"""act(gate) * up, with gate and up made by one product."""
+"""Finds activation functions that models write out, and gates: an activation times something."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from precast.builder.graph.context import FxNode, PassContext, tensor
-from precast.builder.graph.match import Bindings, Capture, Mul, Number, Op, match
+from precast.builder.graph.match import Add, Bind, Bindings, Mul, Number, Op, match
 from precast.builder.passes.graph_pass import node_pass
-from precast.builder.passes.match.fuse_projections import fuse, fusible
+from precast.builder.passes.match.params import fuse, fusible
 
 aten = torch.ops.aten
+
+_X = Bind("x")
+_CUBIC = Add(_X, Mul(Op(aten.pow.Tensor_Scalar, _X, 3.0), 0.044715))
+_TANH_GELU = Mul(Mul(_X, 0.5), Add(Op(aten.tanh.default, Mul(_CUBIC, math.sqrt(2.0 / math.pi))), 1.0))
+
+
+@node_pass(stage="match", version=1)
+def match_activations(ctx: PassContext, node: FxNode) -> FxNode | None:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) -> gelu(x, approximate="tanh")."""
+    found = match(_TANH_GELU, node)
+    return ctx.call(aten.gelu.default, found["x"], approximate="tanh") if found else None
 
 
 class _Activation:
@@ -33,11 +45,11 @@ class _Activation:
         return None if bound is None else {**bound, "kind": kind}
 
 
-_SEPARATE = Mul(_Activation(Capture("gate")), Capture("up"))
+_SEPARATE = Mul(_Activation(Bind("gate")), Bind("up"))
 _DIM = Number("dim")
 _HALVES = Mul(
-    _Activation(Op(aten.slice.Tensor, Capture("x"), _DIM, 0, Number("half"), 1)),
-    Op(aten.slice.Tensor, Capture("x"), _DIM, Number("half"), Number("end"), 1),
+    _Activation(Op(aten.slice.Tensor, Bind("x"), _DIM, 0, Number("half"), 1)),
+    Op(aten.slice.Tensor, Bind("x"), _DIM, Number("half"), Number("end"), 1),
 )
 
 

@@ -1,4 +1,4 @@
-"""One spelling for each way to look at a tensor, so that patterns need to know only one."""
+"""One spelling for each way to look at a tensor, so that patterns need to know only one; none for what does nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,37 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument
-from precast.builder.passes.graph_pass import graph_pass
+from precast.builder.passes.graph_pass import graph_pass, node_pass
 from precast.builder.passes.invariants import CONVERSIONS, VIEWS, one_spelling_of_views
 
 aten = torch.ops.aten
+
+_SAME_ELEMENTS = CONVERSIONS | {
+    aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.detach_.default,
+    aten.dropout.default, aten.lift_fresh_copy.default, aten.slice.Tensor, aten.expand.default, aten.to.dtype,
+    aten.view.default, aten.reshape.default,
+}  # fmt: skip
+
+
+@node_pass(stage="normalise", version=1)
+def remove_noops(ctx: PassContext, node: FxNode) -> FxNode | None:
+    """x.alias(), x.to(x.dtype), x[:], x.view(x.shape), x * 1.0 -> x."""
+    return node.args[0] if _is_noop(node, ctx) else None
+
+
+def _is_noop(node: FxNode, ctx: PassContext) -> bool:
+    if not node.args or not isinstance(node.args[0], FxNode) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    if node.target is aten.dropout.default:
+        return node.args[2] is False
+    identity = node.target in _SAME_ELEMENTS or (
+        node.target is aten.mul.Tensor and type(node.args[1]) in (int, float) and node.args[1] == 1
+    )
+    if not identity:
+        return False
+    before, after = tensor(node.args[0]), tensor(node)
+    return before.dtype == after.dtype and ctx.shape(before) == ctx.shape(after)
+
 
 _RESHAPES = VIEWS | {aten.reshape.default}
 _CONVERSIONS = CONVERSIONS | {aten.to.dtype}
