@@ -1,4 +1,4 @@
-"""Snapshots of the pipeline: the graph as it is after a stage, on disk, by the content of all that went in.
+"""Snapshots of the pipeline: the graph as it is after a stage, on disk, under a key made of all that went in.
 
 The key covers the config, the options that matter up to there, the passes that ran, the sources of this package, of
 those under it and of a model that is none of transformers', and the versions of torch and transformers. A snapshot is

@@ -50,7 +50,7 @@ def capture(source: Source, options: Options) -> Captured:
     _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
     eliminate_dead_code(exported.graph, ctx)
     used = [exported.params[place] for place in ctx.params]
-    return Captured(exported.graph, ctx, _model_info(source, module, options), stored.rules(used))
+    return Captured(exported.graph, ctx, _model_info(source, module, options), stored.known_names(used))
 
 
 def _keep_used(exported: Exported) -> None:

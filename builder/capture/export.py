@@ -195,12 +195,14 @@ def _unpack(program: torch.export.ExportedProgram) -> Exported:
         place: cast(torch.Tensor, program.constants[target])
         for place, target in signature.inputs_to_lifted_tensor_constants.items()
     }
+    tokens = tensor(placeholder(graph, "input_ids")).shape[1]
+    bounds = tensor(placeholder(graph, "cu_seqlens")).shape[0]
     return Exported(
         graph=graph,
         params=params,
         buffers={p: t.removeprefix("model.") for p, t in persistent.items() if t in volatile},
         literals=literals,
-        symbols=_symbols(graph),
+        symbols={str(tokens): "T", str(bounds): symbols.add("B", 1)},
     )
 
 
@@ -211,9 +213,3 @@ def _consistent(graph: torch.fx.Graph) -> FxGraph:
         copy.output(copy.graph_copy(graph, {}))
         graph = copy
     return cast(FxGraph, graph)
-
-
-def _symbols(graph: FxGraph) -> dict[str, Expr]:
-    tokens = tensor(placeholder(graph, "input_ids")).shape[1]
-    bounds = tensor(placeholder(graph, "cu_seqlens")).shape[0]
-    return {str(tokens): "T", str(bounds): symbols.add("B", 1)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,10 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
-from precast.builder.graph.sizes import expr_of
+from precast.ir.errors import BuildError
 from precast.ir.graph.schema import CachePlan, Dtype, Expr, Recipe, Value
+from precast.kernels.dtypes import BY_NAME
+from precast.kernels.sizes import NoExpressionError, expression
 
 if TYPE_CHECKING:
 
@@ -165,10 +167,10 @@ class PassContext:
         node.meta["val"] = fake
         return node
 
-    def new_cache(self, after: FxNode, value: Value, fake: torch.Tensor) -> FxNode:
-        """A placeholder for a cache tensor, of the type that `fake` has."""
+    def new_cache(self, after: FxNode, value: Value, pages: torch.SymInt) -> FxNode:
+        """A placeholder for a cache tensor of so many pages."""
         node = self._placeholder(after, "cache_" + value.name.replace(".", "_"))
-        node.meta["val"] = fake
+        node.meta["val"] = self.empty((pages, *value.type.shape[1:]), BY_NAME[value.type.dtype])
         self.cache_tensors[node.name] = value
         return node
 
@@ -191,3 +193,15 @@ def tensor(node: Any) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value
+
+
+def expr_of(size: int | torch.SymInt, names: Mapping[str, Expr]) -> Expr:
+    """The size as an expression in normal form; `names` maps the exporter's symbols to ours.
+
+    Raises BuildError("export-failed") for a size that depends on something else than the packed batch.
+    """
+    try:
+        return expression(size, names.get)
+    except NoExpressionError as error:
+        message = f"a size depends on {error}, which is no size of the packed batch"
+        raise BuildError("export-failed", message) from error

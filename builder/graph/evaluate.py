@@ -1,4 +1,4 @@
-"""Computes a part of a graph on real numbers, on the CPU: passes that prove by comparison look at the result."""
+"""Computes a part of a graph on numbers, on the CPU, for passes that compare it with one of our ops."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext
@@ -59,6 +60,15 @@ def layer_of(node: FxNode) -> str | None:
         if path.rpartition(".")[2].isdigit():
             return path.removeprefix("model.")
     return None
+
+
+def by_call(uses: Iterable[tuple[str, FxNode]], how: str) -> str:
+    """What is called, and the first three modules it is called in: `aten.mean.dim (in model.norm); ...` for "in"."""
+    modules: dict[str, set[str]] = {}
+    for call, node in uses:
+        modules.setdefault(call, set()).add(module_path(node) or "the model itself")
+    listed = ((call, ", ".join(sorted(paths)[:3]), len(paths) - 3) for call, paths in sorted(modules.items()))
+    return "; ".join(f"{call} ({how} {first}{f' and {more} more' if more > 0 else ''})" for call, first, more in listed)
 
 
 def eliminate_dead_code(graph: FxGraph, ctx: PassContext) -> None:

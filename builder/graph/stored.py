@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from precast.builder.graph.constants import tensor_bytes, tensor_from_bytes
-from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, Options, ParamInfo, PassContext
-from precast.builder.graph.sizes import expr_of
+from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, Options, ParamInfo, PassContext, expr_of
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan, Expr, Recipe, TensorType, Value, Wire

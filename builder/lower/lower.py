@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
-from precast.builder.graph.nodes import given_arguments, layer_of, module_path, op_name
-from precast.builder.graph.sizes import expr_of
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, expr_of, tensor
+from precast.builder.graph.nodes import by_call, given_arguments, layer_of, op_name
 from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.builder.lower.outline import Flat, outline
 from precast.ir.errors import BuildError
@@ -114,18 +113,11 @@ def _definition(target: Any) -> OpDef | None:
 
 def refuse_unknown_ops(graph: FxGraph) -> None:
     """Raises BuildError("op-unsupported") naming every op outside the table, and the modules that use it."""
-    unknown: dict[str, set[str]] = {}
-    for node in graph.nodes:
-        call = _unknown(node) if _is_tensor_op(node) else None
-        if call is not None:
-            unknown.setdefault(call, set()).add(module_path(node) or "the model itself")
+    calls = ((_unknown(node), node) for node in graph.nodes if _is_tensor_op(node))
+    unknown = by_call(((call, node) for call, node in calls if call is not None), "used by")
     if unknown:
-        lines = [f"{call} (used by {_some(paths)})" for call, paths in sorted(unknown.items())]
-        raise BuildError(
-            "op-unsupported",
-            "the model uses operations outside the op table: " + "; ".join(lines),
-            fix=_ADD_AN_OP,
-        )
+        message = f"the model uses operations outside the op table: {unknown}"
+        raise BuildError("op-unsupported", message, fix=_ADD_AN_OP)
 
 
 def _unknown(node: FxNode) -> str | None:
@@ -141,11 +133,6 @@ def _unknown(node: FxNode) -> str | None:
         if name not in known and value != defaults[name]
     ]
     return f"{definition.name} with {', '.join(others)}" if others else None
-
-
-def _some(paths: set[str]) -> str:
-    listed, rest = sorted(paths)[:3], len(paths) - 3
-    return ", ".join(listed) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _type(value: torch.Tensor, ctx: PassContext) -> ir.TensorType:

@@ -1,4 +1,4 @@
-"""The last check of a graph before it is lowered: tokens meet in ops that know sequences, and nowhere else.
+"""The last check of a graph before it is lowered: only ops that know sequences may look across tokens.
 
 A step packs tokens of several sequences, and of each only a part. An op that looks across tokens (a product over
 them, a sum, a shift) and knows nothing of sequences and caches would give other results than the model, in silence.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
-from precast.builder.graph.nodes import given_arguments, module_path, op_name
+from precast.builder.graph.nodes import by_call, given_arguments, op_name
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr
@@ -29,23 +29,21 @@ Given = Mapping[str, Any]
 
 def refuse_mixed_tokens(graph: FxGraph, ctx: PassContext) -> None:
     """Raises BuildError("feature-unsupported") naming what looks across tokens, all at once."""
-    found: dict[str, set[str]] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and _mixes(node, ctx):
-            found.setdefault(op_name(node.target), set()).add(module_path(node) or "the model itself")
+    calls = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    found = by_call(((op_name(node.target), node) for node in calls if _mixes(node, ctx)), "in")
     if found:
-        calls = "; ".join(f"{call} (in {', '.join(sorted(paths)[:3])})" for call, paths in sorted(found.items()))
         raise BuildError(
             "feature-unsupported",
-            f"the model looks across tokens outside of the ops that know sequences: {calls}",
+            f"the model looks across tokens outside of the ops that know sequences: {found}",
             fix="attention, convolutions and recurrences have ops of their own; this one has none yet",
         )
 
 
 def _mixes(node: FxNode, ctx: PassContext) -> bool:
-    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+    value = node.meta.get("val")
+    results = value if isinstance(value, (tuple, list)) else [value]
+    if not isinstance(value, (torch.Tensor, tuple, list)):
+        return False
     if any(len(_token_dims(result, ctx)) > 1 for result in results if isinstance(result, torch.Tensor)):
         return True
     args = given_arguments(node)

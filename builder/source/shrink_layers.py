@@ -1,4 +1,4 @@
-"""Which layers a shrunk config keeps: of each kind one, in their order, and everything that is said by layer.
+"""Chooses the layers that a shrunk config keeps, one or two of each kind, and shortens all lists by layer.
 
 Configs say what a layer is in five ways: a list with an entry for each layer (`layer_types`), a list of layers'
 numbers (`moe_layers`), a count of first or of last layers (`first_k_dense_replace`), a period (`attn_layer_period`),

@@ -165,7 +165,7 @@ def _download(name: str, allow_code: bool) -> Path:
 
 def _read_config(raw: dict[str, Any], folder: Path, name: str, allow_code: bool) -> PreTrainedConfig:
     model_type, code = raw["model_type"], raw.get("auto_map") or {}
-    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
+    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` is lazier
     is_own = needs_code(code, known, raw.get("architectures"))
     if is_own and not allow_code:
         raise _refused_code(name, code, model_type, raw.get("architectures"))

@@ -1,4 +1,4 @@
-"""How a recurrence takes up its next input."""
+"""How a linear recurrence joins its decayed state with the next input: by their sum or their maximum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from precast.ir.ops.rows_states import RECURRENCES
 
 
 def joining(kind: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What is done with the state, multiplied, and an input. Raises ValueError for a kind that isn't sum or max."""
+    """The function of the decayed state and the next input. Raises ValueError for a kind other than sum and max."""
     if kind not in RECURRENCES:
         raise ValueError(f"kind: expected one of {', '.join(RECURRENCES)}, found {kind!r}")
     return torch.add if kind == "sum" else torch.maximum

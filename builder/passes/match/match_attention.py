@@ -140,7 +140,7 @@ def _find(site: _Site, ctx: PassContext) -> _Finding | None:
         first, second = (torch.randn(heads, size, size, generator=generator) for _ in range(2))
         with torch.no_grad():
             bias, one, two = (_logits(site, ctx, scores) for scores in (torch.zeros_like(first), first, second))
-    except (NotComputable, RuntimeError):
+    except (NotComputable, RuntimeError):  # it needs a param, or another shape of scores: no attention of this kind
         return None
     window = _window(torch.softmax(one, -1)[0] > 0)
     if window == 0:

@@ -1,4 +1,4 @@
-"""Finds normalisations, in the spellings that Hugging Face's models use, and joins them with the sum before them."""
+"""Finds normalisations in the spellings of Hugging Face's models, and fuses them with the residual sum before them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.match import Add, Bind, Bindings, Cast, Either, Mul, Number, Op, match
-from precast.builder.passes.graph_pass import graph_pass, node_pass
-from precast.builder.passes.invariants import one_spelling_of_views
+from precast.builder.passes.graph_pass import graph_pass, node_pass, one_spelling_of_views
 
 aten = torch.ops.aten
 aten, ops = (torch.ops.aten, torch.ops.precast)

@@ -1,4 +1,4 @@
-"""What is done to params before they are multiplied becomes part of their recipes: they are joined, cut, reshaped."""
+"""Joins params that multiply one input, and makes what is done to params alone a part of their recipes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument, layer_of, placeholder
-from precast.builder.passes.graph_pass import graph_pass, node_pass
-from precast.builder.passes.invariants import one_spelling_of_views
+from precast.builder.passes.graph_pass import graph_pass, node_pass, one_spelling_of_views
 from precast.ir.graph.schema import Cast, Concat, Recipe, Reshape, Slice, Transpose
 
 aten = torch.ops.aten
@@ -46,7 +45,7 @@ def fusible(nodes: Sequence[FxNode], ctx: PassContext) -> bool:
     if len(nodes) < 2 or any(node.target is not aten.linear.default for node in nodes):
         return False
     weights = [node.args[1] for node in nodes]
-    biases = [node.args[2] for node in nodes if len(node.args) > 2 and node.args[2] is not None]
+    biases = [bias for node in nodes if (bias := argument(node, "bias")) is not None]
     own = all(ctx.is_param(param) and len(param.users) == 1 for param in (*weights, *biases))
     one_input = len({node.args[0] for node in nodes}) == 1
     return own and one_input and len(biases) in (0, len(nodes)) and len(set(weights)) == len(weights)
@@ -56,20 +55,17 @@ def fuse(ctx: PassContext, nodes: Sequence[FxNode]) -> FxNode:
     """The fused product, standing before the first of `nodes`."""
     first = min(nodes, key=list(nodes[0].graph.nodes).index)
     weight = _concat(ctx, [node.args[1] for node in nodes])
-    has_bias = len(nodes[0].args) > 2 and nodes[0].args[2] is not None
-    bias = _concat(ctx, [node.args[2] for node in nodes]) if has_bias else None
+    biases = [argument(node, "bias") for node in nodes]
+    bias = None if biases[0] is None else _concat(ctx, biases)
     with ctx.before(first):
         return ctx.call(aten.linear.default, first.args[0], weight, bias)
 
 
 def _concat(ctx: PassContext, params: Sequence[FxNode]) -> FxNode:
     infos = [ctx.params[param.name] for param in params]
-    like = tensor(params[0])
-    rows = sum(tensor(param).shape[0] for param in params)
-    return ctx.new_param(
-        params[-1], joined([info.name for info in infos]), Concat(tuple(info.recipe for info in infos), 0),
-        (rows, *like.shape[1:]),
-    )  # fmt: skip
+    shape = sum(tensor(param).shape[0] for param in params), *tensor(params[0]).shape[1:]
+    name, recipe = joined([info.name for info in infos]), Concat(tuple(info.recipe for info in infos), 0)
+    return ctx.new_param(params[-1], name, recipe, shape)
 
 
 def joined(names: Sequence[str]) -> str:
@@ -97,7 +93,7 @@ _SMALL = 1 << 20
 
 @node_pass(stage="match", version=1, requires=("normalise_views", "match_norms"), before=(one_spelling_of_views,))
 def fold_param_views(ctx: PassContext, node: FxNode) -> FxNode | None:
-    """p.transpose(...), p.reshape(...), p[a:b], p.to(dtype), cat([p, q]) of params p, q -> a param with that recipe.
+    """A view, conversion or concatenation of params -> one param whose recipe does it while weights are read.
 
     Legal always; a large param of which something uses all elements as they are stays one param, and is not held twice.
     """
@@ -106,7 +102,8 @@ def fold_param_views(ctx: PassContext, node: FxNode) -> FxNode | None:
     if not node.args or not ctx.is_param(node.args[0]):
         return None
     source: FxNode = node.args[0]
-    if not _is_foldable(node) or not _is_worth_it(source):
+    is_small = tensor(source).numel() <= _SMALL
+    if not _is_foldable(node) or not (is_small or all(_is_foldable(user) for user in source.users)):
         return None
     recipe, suffix = _FOLDS[node.target](node, source, ctx.params[source.name].recipe)
     return _param(ctx, source, node, recipe, f"{ctx.params[source.name].name}.{suffix}")
@@ -125,10 +122,6 @@ def _joined(ctx: PassContext, node: FxNode) -> FxNode:
     infos = [ctx.params[part.name] for part in parts]
     name = f"{joined([info.name for info in infos])}.joined_{dim}"
     return _param(ctx, parts[-1], node, Concat(tuple(info.recipe for info in infos), dim), name)
-
-
-def _is_worth_it(source: FxNode) -> bool:
-    return tensor(source).numel() <= _SMALL or all(_is_foldable(user) for user in source.users)
 
 
 def _is_foldable(node: FxNode) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the tables of rotary embeddings: cosines and sines, or complex numbers, which stand for both."""
+"""Finds where models make rotary tables, as cosines and sines or as complex numbers, and makes them with one op."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.match import Bind, Bindings, Cast, Either, Mul, Number, Op, match
-from precast.builder.passes.graph_pass import graph_pass
-from precast.builder.passes.invariants import one_spelling_of_views
+from precast.builder.passes.graph_pass import graph_pass, one_spelling_of_views
 from precast.builder.passes.match.rotary import narrowed, rotated
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Rarely used ops become those that the op table has, which say the same; exchanges that undo each other go."""
+"""Replaces rare ops by ops of the op table that say the same, and removes transposes that undo each other."""
 
 from __future__ import annotations
 
@@ -105,10 +105,6 @@ def _concatenate(ctx: PassContext, node: FxNode) -> FxNode:
     return ctx.call(aten.cat.default, node.args[0], argument(node, "dim") % tensor(node).dim())
 
 
-def _expand_as(ctx: PassContext, node: FxNode) -> FxNode:
-    return _expanded(ctx, node.args[0], [node.args[1]])
-
-
 def _item(ctx: PassContext, node: FxNode) -> FxNode | None:
     source, index = node.args
     if not isinstance(source, FxNode) or source.target is not aten.broadcast_tensors.default:
@@ -172,7 +168,7 @@ _SPELLINGS: dict[Any, NodeFunction] = {
     aten.index_select.default: _index_select,
     aten.concatenate.default: _concatenate,
     aten.concat.default: _concatenate,
-    aten.expand_as.default: _expand_as,
+    aten.expand_as.default: lambda ctx, node: _expanded(ctx, node.args[0], [node.args[1]]),
     aten._softmax.default: _softmax,
     aten.clamp.Tensor: _clamp,
     aten.full_like.default: _full_like(None),

@@ -23,27 +23,18 @@ def normalise_arithmetic(ctx: PassContext, node: FxNode) -> FxNode | None:
     return spell(ctx, node) if spell else None
 
 
-def _square(ctx: PassContext, node: FxNode) -> FxNode:
-    return ctx.call(aten.mul.Tensor, node.args[0], node.args[0])
-
-
 def _as(target: Any) -> NodeFunction:
     """The same arguments for an op of another name, if it has as many (`alpha` of a sum is none of them)."""
     count = sum(not arg.kwarg_only for arg in target._schema.arguments)
-
-    def spell(ctx: PassContext, node: FxNode) -> FxNode | None:
-        return ctx.call(target, *node.args, **node.kwargs) if len(node.args) <= count else None
-
-    return spell
+    return lambda ctx, node: ctx.call(target, *node.args, **node.kwargs) if len(node.args) <= count else None
 
 
 def _of_truth_values(target: Any) -> NodeFunction:
     """Logical operations on truth values are minima and maxima of them; on numbers they have no other spelling."""
 
     def spell(ctx: PassContext, node: FxNode) -> FxNode | None:
-        if any(tensor(arg).dtype != torch.bool for arg in node.args):
-            return None
-        return ctx.call(target, *node.args)
+        are_truth_values = all(tensor(arg).dtype == torch.bool for arg in node.args)
+        return ctx.call(target, *node.args) if are_truth_values else None
 
     return spell
 
@@ -131,32 +122,25 @@ def _power(ctx: PassContext, x: FxNode, order: float) -> FxNode:
     return size if order == 1 else ctx.call(aten.pow.Tensor_Scalar, size, order)
 
 
-def _reciprocal(ctx: PassContext, node: FxNode) -> FxNode:
-    return ctx.call(aten.pow.Tensor_Scalar, node.args[0], -1.0)
-
-
+_SAME = {
+    # ops of the table -> others that do the same with the same arguments
+    aten.mul.Tensor: (aten.mul.Scalar, aten.multiply.Tensor), aten.add.Tensor: (aten.add.Scalar,),
+    aten.sub.Tensor: (aten.sub.Scalar,), aten.div.Tensor: (aten.div.Scalar,),
+    aten.matmul.default: (aten.bmm.default, aten.mm.default), aten.gt.Scalar: (aten.greater.Scalar,),
+    aten.minimum.default: (aten.min.other,), aten.maximum.default: (aten.max.other,),
+    aten.clamp.default: (aten.clamp_min.default,),
+}  # fmt: skip
+_SAME_OF_TRUTH_VALUES = {
+    aten.minimum.default: (aten.logical_and.default, aten.__and__.Tensor, aten.bitwise_and.Tensor),
+    aten.maximum.default: (aten.logical_or.default, aten.__or__.Tensor, aten.bitwise_or.Tensor),
+}
 _SPELLINGS: dict[Any, NodeFunction] = {
-    aten.square.default: _square,
-    aten.mul.Scalar: _as(aten.mul.Tensor),
-    aten.multiply.Tensor: _as(aten.mul.Tensor),
-    aten.add.Scalar: _as(aten.add.Tensor),
-    aten.sub.Scalar: _as(aten.sub.Tensor),
-    aten.div.Scalar: _as(aten.div.Tensor),
-    aten.bmm.default: _as(aten.matmul.default),
-    aten.mm.default: _as(aten.matmul.default),
-    aten.greater.Scalar: _as(aten.gt.Scalar),
-    aten.min.other: _as(aten.minimum.default),
-    aten.max.other: _as(aten.maximum.default),
-    aten.logical_and.default: _of_truth_values(aten.minimum.default),
-    aten.logical_or.default: _of_truth_values(aten.maximum.default),
-    aten.__and__.Tensor: _of_truth_values(aten.minimum.default),
-    aten.__or__.Tensor: _of_truth_values(aten.maximum.default),
-    aten.bitwise_and.Tensor: _of_truth_values(aten.minimum.default),
-    aten.bitwise_or.Tensor: _of_truth_values(aten.maximum.default),
-    aten.clamp_min.default: _as(aten.clamp.default),
+    **{other: _as(op) for op, others in _SAME.items() for other in others},
+    **{other: _of_truth_values(op) for op, others in _SAME_OF_TRUTH_VALUES.items() for other in others},
+    aten.square.default: lambda ctx, node: ctx.call(aten.mul.Tensor, node.args[0], node.args[0]),
     aten.baddbmm.default: _baddbmm,
     aten.linalg_vector_norm.default: _vector_norm,
-    aten.reciprocal.default: _reciprocal,
+    aten.reciprocal.default: lambda ctx, node: ctx.call(aten.pow.Tensor_Scalar, node.args[0], -1.0),
     aten.std.dim: _spread(root=True),
     aten.var.dim: _spread(root=False),
     aten.sum.dim_IntList: _sum,

@@ -26,7 +26,7 @@ def fold_constants(graph: FxGraph, ctx: PassContext) -> bool:
         if node in foldable and any(user not in foldable for user in node.users):
             try:
                 value = evaluate(node, {}, ctx)
-            except (NotComputable, RuntimeError, TypeError):
+            except (NotComputable, RuntimeError, TypeError):  # the CPU can't compute it: it stays in the graph
                 continue
             made = ctx.new_input(anchor, f"folded_{len(ctx.constants)}", ctx.empty(value.shape, value.dtype))
             ctx.constants[made.name] = ConstantInfo(made.name, value.contiguous())

@@ -1,4 +1,4 @@
-"""One spelling for each way to look at a tensor, so that patterns need to know only one; none for what does nothing."""
+"""One spelling for each view of a tensor, so that patterns need to know only one; views that change nothing go."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument
-from precast.builder.passes.graph_pass import graph_pass, node_pass
-from precast.builder.passes.invariants import CONVERSIONS, VIEWS, one_spelling_of_views
+from precast.builder.passes.graph_pass import CONVERSIONS, VIEWS, graph_pass, node_pass, one_spelling_of_views
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ _ELEMENTWISE = {
 
 @graph_pass(stage="normalise", version=1)
 def remove_self_copies(graph: FxGraph, ctx: PassContext) -> bool:
-    """x[0][..., part] = x[k][..., part] -> nothing, where x is the same for every k."""
+    """x[0][..., part] = x[k][..., part] -> nothing, where x[0] and x[k] are equal."""
     copies = [node for node in graph.nodes if node.target is aten.copy_.default]
     equal = [node for node in copies if _place(node.args[0], True) == _place(node.args[1], True)]
     written = {_place(node.args[0], True)[0] for node in graph.nodes if _is_written(node) and node not in equal}

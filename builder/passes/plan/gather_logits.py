@@ -8,8 +8,7 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import placeholder
-from precast.builder.passes.graph_pass import graph_pass
-from precast.builder.passes.invariants import all_have_caches
+from precast.builder.passes.graph_pass import all_have_caches, graph_pass
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from precast.builder import pipeline
 from precast.builder.graph.context import Options
 from precast.builder.graph.nodes import eliminate_dead_code
 from precast.builder.lower.lower import lower
-from precast.builder.passes.cache.insert_caches import insert_caches
+from precast.builder.passes.cache.caches import insert_caches
 from precast.builder.passes.graph_pass import Pass
 from precast.builder.passes.match.match_latent_attention import match_latent_attention
 from precast.builder.passes.match.rotary import match_paired_rotary

@@ -6,8 +6,7 @@ import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
 from precast.builder.passes.normalise.arithmetic import normalise_linear
-from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
-from precast.builder.passes.normalise.order_nodes import order_nodes
+from precast.builder.passes.normalise.canonical import merge_duplicates, order_nodes
 from precast.builder.passes.normalise.views import normalise_views, remove_noops
 
 # --- remove_noops ------------------------------------------------------------------------------------------------
