@@ -76,6 +76,8 @@ def _route_scales(module: Any) -> None:
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scales = (torch.full((1,), float(parameters[name])) for name in ("short_mscale", "long_mscale"))
         original = int(parameters["original_max_position_embeddings"])
+        scales = (torch.full((1,), float(parameters[name])) for name in ("short_mscale", "long_mscale"))
+        original = int(parameters["original_max_position_embeddings"])
         scale = torch.ops.precast.rope_frequencies(
             current_trace().rope_lengths, *scales, kind="longrope", original_length=original, factor=1.0, base=1.0
         )

@@ -167,6 +167,12 @@ class PassContext:
         node.meta["val"] = fake
         return node
 
+    def new_constant(self, after: FxNode, name: str, value: torch.Tensor) -> FxNode:
+        """A placeholder for a constant."""
+        node = self.new_input(after, name, self.empty(value.shape, value.dtype))
+        self.constants[name] = ConstantInfo(name, value)
+        return node
+
     def new_cache(self, after: FxNode, value: Value, pages: torch.SymInt) -> FxNode:
         """A placeholder for a cache tensor of so many pages."""
         node = self._placeholder(after, "cache_" + value.name.replace(".", "_"))

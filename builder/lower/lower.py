@@ -20,7 +20,7 @@ from precast.ir.errors import BuildError
 from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols
 from precast.ir.ops import table as ops
-from precast.ir.ops.op import ArgDef, OpDef
+from precast.ir.ops.op import ArgDef
 
 aten = torch.ops.aten
 
@@ -81,13 +81,8 @@ class _Names:
 
     def of(self, node: FxNode) -> str:
         if node.op == "placeholder":
-            if node.name in self.ctx.params:
-                return self.ctx.params[node.name].name
-            if node.name in self.ctx.constants:
-                return self.ctx.constants[node.name].name
-            if node.name in self.ctx.cache_tensors:
-                return self.ctx.cache_tensors[node.name].name
-            return node.name
+            tables = self.ctx.params, self.ctx.constants, self.ctx.cache_tensors
+            return next((table[node.name].name for table in tables if node.name in table), node.name)
         if node not in self.known:
             if node.target is operator.getitem:
                 source, index = node.args
@@ -107,10 +102,6 @@ def _is_tensor_op(node: FxNode) -> bool:
     return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _definition(target: Any) -> OpDef | None:
-    return ops.lookup(op_name(target))
-
-
 def refuse_unknown_ops(graph: FxGraph) -> None:
     """Raises BuildError("op-unsupported") naming every op outside the table, and the modules that use it."""
     calls = ((_unknown(node), node) for node in graph.nodes if _is_tensor_op(node))
@@ -122,7 +113,7 @@ def refuse_unknown_ops(graph: FxGraph) -> None:
 
 def _unknown(node: FxNode) -> str | None:
     """What the op table doesn't know of this call: the op, or arguments that haven't their defaults."""
-    definition = _definition(node.target)
+    definition = ops.lookup(op_name(node.target))
     if definition is None:
         return op_name(node.target)
     known = {arg.name for arg in definition.args}
@@ -141,7 +132,7 @@ def _type(value: torch.Tensor, ctx: PassContext) -> ir.TensorType:
 
 
 def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> ir.Node:
-    definition = _definition(node.target)
+    definition = ops.lookup(op_name(node.target))
     assert definition is not None
     value = node.meta["val"]
     results: list[ir.Value] = []

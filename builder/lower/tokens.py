@@ -117,17 +117,8 @@ def _table(op: OpDef, node: FxNode, args: Given, ctx: PassContext) -> bool:
     return bool(_token_dims(tensor(args[op.tokens.arg]), ctx))
 
 
-def _never(op: OpDef, node: FxNode, args: Given, ctx: PassContext) -> bool:
-    return False
-
-
 _LOOKS: dict[str, Callable[[OpDef, FxNode, Given, PassContext], bool]] = {
-    # what `precast.ir.ops.op.Tokens` says -> whether the call mixes tokens
-    "each": _never,
-    "sequences": _never,
-    "over": _over,
-    "last": _last,
-    "cuts": _cuts,
-    "reshapes": _reshapes,
-    "table": _table,
-}
+    # what `precast.ir.ops.op.Tokens` says of how an op looks across tokens -> whether the call mixes them
+    "each": lambda *_: False, "sequences": lambda *_: False, "over": _over, "last": _last, "cuts": _cuts,
+    "reshapes": _reshapes, "table": _table,
+}  # fmt: skip

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import shutil
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,15 +131,20 @@ def test_a_change_of_a_registered_models_source_is_another_key(
         CONFIG_MAPPING._extra_content.pop("own-llama")
 
 
-def test_a_registered_model_without_a_file_is_never_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = types.ModuleType("typed")
-    monkeypatch.setitem(sys.modules, "typed", typed)
-    exec(REGISTERED, vars(typed))
+def test_a_registered_model_without_a_file_is_never_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source can't be read: it was typed into an interpreter."""
+    (tmp_path / "registered.py").write_text(REGISTERED)
+    monkeypatch.syspath_prepend(tmp_path)
     try:
-        registered = open_source(typed.OwnConfig())
+        module = importlib.import_module("registered")
+        registered = open_source(module.OwnConfig())
+        monkeypatch.delattr(module, "__file__")
 
         assert key(registered) != key(registered)
     finally:
+        sys.modules.pop("registered")
         CONFIG_MAPPING._extra_content.pop("own-llama")
 
 
@@ -242,7 +246,7 @@ def test_a_snapshot_after_any_stage(stage: str, variant: str, tmp_path: Path) ->
 
 
 def test_a_stage_without_snapshots_is_refused(tmp_path: Path, source: Source) -> None:
-    with pytest.raises(BuildError, match="snapshot_after is .lower., which is no stage") as error:
+    with pytest.raises(BuildError, match=r"snapshot_after is .lower., which is no stage") as error:
         build(source.config, tmp_path / "bundle", snapshots=tmp_path, snapshot_after="lower")
 
     assert error.value.code == "option-invalid"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, PassContext, tensor
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.graph.nodes import placeholder
 from precast.builder.passes.graph_pass import graph_pass
@@ -251,6 +251,4 @@ def _slopes(ctx: PassContext, after: FxNode, slopes: torch.Tensor | None) -> FxN
     for name, info in ctx.constants.items():
         if info.value.shape == slopes.shape and torch.equal(info.value, slopes):
             return placeholder(after.graph, name)
-    node = ctx.new_input(after, f"alibi_slopes_{len(ctx.constants)}", ctx.empty(slopes.shape, slopes.dtype))
-    ctx.constants[node.name] = ConstantInfo(node.name, slopes)
-    return node
+    return ctx.new_constant(after, f"alibi_slopes_{len(ctx.constants)}", slopes)
