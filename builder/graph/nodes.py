@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext
@@ -60,6 +60,18 @@ def layer_of(node: FxNode) -> str | None:
         if path.rpartition(".")[2].isdigit():
             return path.removeprefix("model.")
     return None
+
+
+def origins(*nodes: FxNode, goes_on: Callable[[FxNode], bool]) -> list[FxNode]:
+    """The nodes and all that they are computed from, each once; beyond a node of which `goes_on` is false, none."""
+    found: dict[FxNode, None] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found[node] = None
+            stack += node.all_input_nodes if goes_on(node) else []
+    return list(found)
 
 
 def by_call(uses: Iterable[tuple[str, FxNode]], how: str) -> str:

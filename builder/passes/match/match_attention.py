@@ -14,7 +14,7 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
-from precast.builder.graph.nodes import placeholder
+from precast.builder.graph.nodes import origins, placeholder
 from precast.builder.passes.graph_pass import graph_pass
 from precast.kernels.attention.attend import visible_keys
 
@@ -110,21 +110,19 @@ def _is_square(node: FxNode) -> bool:
 
 def _product(logits: FxNode) -> FxNode | None:
     """The one product that the logits are made of."""
-    found: set[FxNode] = set()
-    seen: set[FxNode] = set()
-    stack = [logits]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.target in _PRODUCTS and _is_square(node):
-            found.add(node)
-            bias = [node.args[0]] if node.target is aten.baddbmm.default else []
-            stack += bias
-        elif node.op == "call_function":
-            stack += node.all_input_nodes
-    return found.pop() if len(found) == 1 else None
+
+    def products(node: FxNode) -> list[FxNode]:
+        nodes = origins(node, goes_on=lambda other: not _is_product(other))
+        return [other for other in nodes if _is_product(other)]
+
+    found = products(logits)
+    if len(found) == 1 and found[0].target is aten.baddbmm.default:
+        found += products(found[0].args[0])
+    return found[0] if len(found) == 1 else None
+
+
+def _is_product(node: FxNode) -> bool:
+    return node.target in _PRODUCTS and _is_square(node)
 
 
 # --- what f does ---------------------------------------------------------------------------------------------------
@@ -164,18 +162,13 @@ def _find(site: _Site, ctx: PassContext) -> _Finding | None:
 
 def _size_of_tables(site: _Site, ctx: PassContext) -> int:
     """As many tokens as a table that f looks into has rows, so that no window in it is overlooked."""
-    largest, seen, stack = _SHORT, set(), [site.logits]
-    while stack:
-        node = stack.pop()
-        if node in seen or node is site.query or node is site.key:
-            continue
-        seen.add(node)
+    largest = _SHORT
+    for node in origins(site.logits, goes_on=lambda node: node is not site.query and node is not site.key):
         table = ctx.constant(node)
         if table is not None and table.dim() >= 2 and table.shape[-1] == table.shape[-2]:
             largest = max(largest, int(table.shape[-1]))
         if node.target is torch.ops.precast_trace.causal_mask.default and node.kwargs["window"] is not None:
             largest = max(largest, node.kwargs["window"] + 8)
-        stack += node.all_input_nodes
     return largest
 
 

@@ -16,7 +16,7 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, expr_of, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate
-from precast.builder.graph.nodes import argument
+from precast.builder.graph.nodes import argument, origins
 from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph import symbols
 from precast.ir.ops.rows_experts import GROUP_SCORES, SCORINGS
@@ -107,15 +107,12 @@ def _routers(experts: FxNode, ctx: PassContext) -> Iterator[_Router]:
 
 def _inner(ctx: PassContext, *ends: FxNode, stop: FxNode | None = None) -> set[FxNode]:
     """The calls that these nodes come from, up to products and `stop`; sizes are none."""
-    found: set[FxNode] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        ends_here = node is stop or node.op != "call_function" or node.target in _PRODUCTS or _is_size(node)
-        if not ends_here and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
+
+    def is_inner(node: FxNode) -> bool:
+        is_end = node is stop or node.op != "call_function" or node.target in _PRODUCTS or _is_size(node)
+        return not is_end
+
+    return {node for node in origins(*ends, goes_on=is_inner) if is_inner(node)}
 
 
 def _sources(inner: set[FxNode], ctx: PassContext) -> set[FxNode]:
