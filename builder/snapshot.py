@@ -75,8 +75,9 @@ def _code_digests(config: PreTrainedConfig) -> dict[str, str]:
         module = sys.modules[name]
         folders = list(getattr(module, "__path__", ()))
         files = [file for folder in folders for file in sorted(Path(folder).rglob("*.py"))]
-        file = getattr(module, "__file__", None)
-        found[name] = _digest_of(files or [Path(file)]) if files or file else os.urandom(16).hex()
+        if not files and getattr(module, "__file__", None):
+            files = [Path(str(module.__file__))]
+        found[name] = _digest_of(files) if files else os.urandom(16).hex()
     return found
 
 

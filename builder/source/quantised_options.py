@@ -125,7 +125,6 @@ _FLOAT8_FORMATS = ("float-quantized", "naive-quantized")
 _NO_SPARSITY: Check = lambda value: not value or value.get("format", "dense") == "dense"  # noqa: E731
 _EMPTY: Check = lambda value: not value  # noqa: E731
 _gemm: Check = lambda value: str(getattr(value, "value", value)).lower() == "gemm"  # noqa: E731
-_gemm: Check = lambda value: str(getattr(value, "value", value)).lower() == "gemm"  # noqa: E731
 
 _SAYS_NOTHING = frozenset(
     # of how a checkpoint was made, how it is computed with, and what becomes of activations and caches
