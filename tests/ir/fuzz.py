@@ -190,7 +190,7 @@ def main(directory: str, first: str, count: str) -> None:
         try:
             outcomes[attempt(seed, Path(directory), original)] += 1
         # Whatever it is, it is what the test looks for.
-        except (Exception, Overtime) as error:
+        except (Exception, Overtime) as error:  # noqa: BLE001
             failures.append(f"seed {seed}: {type(error).__name__}: {error}"[:500])
     sys.stdout.write(json.dumps({"outcomes": outcomes, "failures": failures}))
 

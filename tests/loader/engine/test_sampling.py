@@ -92,7 +92,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 
 def test_params_are_values() -> None:
     params = SamplingParams(max_tokens=3, stop="x")
-    assert params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params))
+    assert params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params))  # noqa: S301 - our own bytes
     assert hash(params) == hash(SamplingParams(max_tokens=3, stop=("x",)))
     with pytest.raises(AttributeError):
         params.max_tokens = 4  # type: ignore[misc]
