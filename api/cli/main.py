@@ -76,7 +76,7 @@ def main() -> None:
     "--kv-dtype", default="auto", show_default=True, help="Of cached keys and values: fp8_e4m3, or the model's (auto)."
 )
 @click.option("--snapshots", type=DIRECTORY, help="Directory of snapshots that speed up rebuilds.")
-@click.option("--snapshot-after", metavar="STAGE", default="shard", show_default=True, help="The stage that is kept.")
+@click.option("--snapshot-after", metavar="STAGE", help="The stage that is kept.  [default: shard]")
 @click.option(
     "--disable-pass", "disabled_passes", multiple=True, metavar="NAME", help="Leave out this pass; may be repeated."
 )

@@ -178,15 +178,10 @@ def _weight(module: Any, name: str, *, interleaved: bool) -> tuple[torch.Tensor,
 
 
 def _call(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    gate: Gate | None,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    up: tuple[torch.Tensor, torch.Tensor | None],
-    down: tuple[torch.Tensor, torch.Tensor | None],
+    function: Callable[[torch.Tensor], torch.Tensor], gate: Gate | None, x: torch.Tensor, ids: torch.Tensor,
+    weights: torch.Tensor, up: tuple[torch.Tensor, torch.Tensor | None], down: tuple[torch.Tensor, torch.Tensor | None],
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """`precast.experts`; without a gate of ours, `function` and `norm` between and after grouped products."""
     if gate is not None:
         return torch.ops.precast.experts(

@@ -59,14 +59,11 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
         model = from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(_centre(name, parameter) + _spread(parameter) * torch.randn_like(parameter))
+                spread = 0.3 if parameter.dim() == 1 else 0.15
+                parameter.copy_(_centre(name, parameter) + spread * torch.randn_like(parameter))
             for buffer in _checkpoint_buffers(model):
                 buffer += 0.3 * torch.randn_like(buffer)
     return model.eval()
-
-
-def _spread(parameter: torch.Tensor) -> float:
-    return 0.3 if parameter.dim() == 1 else 0.15
 
 
 def _centre(name: str, parameter: torch.Tensor) -> float:

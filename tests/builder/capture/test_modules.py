@@ -19,8 +19,7 @@ from precast.builder.capture import modules
 from precast.builder.capture.capture import Captured, capture
 from precast.builder.capture.mixtures import drop_unread_rows, has_unread_rows
 from precast.builder.capture.modules import routed_modules
-from precast.builder.graph.context import Options, tensor
-from precast.builder.graph.fx_types import FxNode
+from precast.builder.graph.context import FxNode, Options, tensor
 from precast.builder.graph.nodes import op_counts
 from precast.builder.lower.lower import lower
 from precast.builder.source.shrink import random_model, shrink

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from fx_text import assert_leaves, assert_rewrites
 
-from precast.builder.passes.match.fuse_residual_norm import fuse_residual_norm
-from precast.builder.passes.match.match_norms import match_norms
+from precast.builder.passes.match.norms import fuse_residual_norm, match_norms
 
 # --- rms norm ----------------------------------------------------------------------------------------------------
 

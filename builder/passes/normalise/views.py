@@ -1,4 +1,4 @@
-"""One spelling for each way to look at a tensor, so that patterns need to know only one."""
+"""One spelling for each view of a tensor, so that patterns need to know only one; views that change nothing go."""
 
 from __future__ import annotations
 
@@ -7,13 +7,38 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument
-from precast.builder.passes.graph_pass import graph_pass
-from precast.builder.passes.invariants import CONVERSIONS, VIEWS, one_spelling_of_views
+from precast.builder.passes.graph_pass import CONVERSIONS, VIEWS, graph_pass, node_pass, one_spelling_of_views
 
 aten = torch.ops.aten
+
+_SAME_ELEMENTS = CONVERSIONS | {
+    aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.detach_.default,
+    aten.dropout.default, aten.lift_fresh_copy.default, aten.slice.Tensor, aten.expand.default, aten.to.dtype,
+    aten.view.default, aten.reshape.default,
+}  # fmt: skip
+
+
+@node_pass(stage="normalise", version=1)
+def remove_noops(ctx: PassContext, node: FxNode) -> FxNode | None:
+    """x.alias(), x.to(x.dtype), x[:], x.view(x.shape), x * 1.0 -> x."""
+    return node.args[0] if _is_noop(node, ctx) else None
+
+
+def _is_noop(node: FxNode, ctx: PassContext) -> bool:
+    if not node.args or not isinstance(node.args[0], FxNode) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    if node.target is aten.dropout.default:
+        return node.args[2] is False
+    identity = node.target in _SAME_ELEMENTS or (
+        node.target is aten.mul.Tensor and type(node.args[1]) in (int, float) and node.args[1] == 1
+    )
+    if not identity:
+        return False
+    before, after = tensor(node.args[0]), tensor(node)
+    return before.dtype == after.dtype and ctx.shape(before) == ctx.shape(after)
+
 
 _RESHAPES = VIEWS | {aten.reshape.default}
 _CONVERSIONS = CONVERSIONS | {aten.to.dtype}
@@ -39,7 +64,7 @@ def normalise_views(graph: FxGraph, ctx: PassContext) -> bool:
         elif node.target in _CONVERSIONS:
             changed |= _retarget(node, aten.to.dtype, (node.args[0], tensor(node).dtype))
         elif node.target is operator.getitem and node.args[0].target in _SPLITS | {aten.unbind.int}:
-            _replace_item(graph, node, ctx)
+            _replace_item(node, ctx)
             changed = True
         elif node.target is aten.numpy_T.default:
             changed |= _retarget(node, aten.permute.default, (node.args[0], list(range(tensor(node).dim()))[::-1]))
@@ -105,15 +130,14 @@ def _bounds(args: list[Any], size: Any) -> tuple[Any, Any]:
     return start, end
 
 
-def _replace_item(graph: FxGraph, item: FxNode, ctx: PassContext) -> None:
+def _replace_item(item: FxNode, ctx: PassContext) -> None:
     split, index = item.args
     source, parts = split.args[0], split.meta["val"]
     dim = argument(split, "dim") % tensor(source).dim()
     with ctx.before(item):
         if split.target is aten.unbind.int:
-            new = ctx.call(graph, aten.select.int, source, dim, index)
+            new = ctx.call(aten.select.int, source, dim, index)
         else:
             start = sum(part.shape[dim] for part in parts[:index])
-            new = ctx.call(graph, aten.slice.Tensor, source, dim, start, start + parts[index].shape[dim], 1)
+            new = ctx.call(aten.slice.Tensor, source, dim, start, start + parts[index].shape[dim], 1)
     ctx.replace(item, new)
-    graph.erase_node(item)

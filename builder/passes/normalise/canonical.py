@@ -1,17 +1,39 @@
-"""Puts the nodes outside of layers into an order that only what they compute decides.
-
-transformers goes through the kinds of a model's layers as a set (`for layer_type in set(config.layer_types)`), and a
-set of strings has another order in each process. The trace is in that order; a bundle must not be.
-"""
+"""Gives equal models equal graphs: equal calls are merged, and the order of nodes doesn't depend on the trace's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.graph.layers import layer_of
+import torch
+
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
+from precast.builder.graph.nodes import is_write, layer_of
 from precast.builder.passes.graph_pass import graph_pass
+
+
+@graph_pass(stage="normalise", version=1)
+def merge_duplicates(graph: FxGraph, ctx: PassContext) -> bool:
+    """Two calls of one pure op with the same arguments in the same layer -> one."""
+    changed = False
+    seen: dict[Any, FxNode] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or is_write(node):
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), layer_of(node))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            ctx.replace(node, first)
+            changed = True
+    return changed
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
+    return (type(value), str(value) if isinstance(value, torch.SymInt) else value)
 
 
 @graph_pass(stage="normalise", version=1)
