@@ -122,7 +122,7 @@ def reason(error: Exception) -> str:
 
 # --- reading -----------------------------------------------------------------------------------------------------
 
-_NAMES = "a directory with a config.json, or a model on the hub, such as meta-llama/Llama-3.1-8B"
+_NAMES = "a directory with a config.json, or a model on the hub, such as Qwen/Qwen3-8B"
 
 
 def _folder(name: str, allow_code: bool) -> Path:
