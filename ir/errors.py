@@ -118,10 +118,23 @@ FIXES: dict[str, str] = {
 """What to do about the errors of a code, where who raises one knows no better."""
 
 
+def printable(text: str) -> str:
+    """The text with all but printable characters and line ends spelled out: terminals obey control characters."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+
+
+def shown(text: str, length: int = limits.MAX_SHOWN) -> str:
+    """Text from a file as a message shows it: in one line, printable, and cut."""
+    cut = text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
+    return printable(cut).replace("\n", "\\n")
+
+
 def some(items: Sequence[str]) -> list[str]:
-    """The first of the items, and in place of the others how many they are."""
+    """The first of the items, as messages show them, and in place of the others how many they are."""
     more = len(items) - limits.MAX_LISTED
-    return [*items[: limits.MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
+    return [*map(shown, items[: limits.MAX_LISTED]), *([f"and {more} more"] if more > 0 else [])]
 
 
 _USAGE = frozenset(("option-invalid", "sampling-invalid", "engine-option-invalid"))
@@ -140,6 +153,7 @@ class PrecastError(Exception):
 
     def __init__(self, code: str, message: str, *, where: str | None = None, fix: str | None = None) -> None:
         assert code in CODES, f"error code {code!r} is not in precast.ir.errors.CODES"
+        message = printable(message[: limits.MAX_MESSAGE])
         super().__init__(code, message)
         self.code = code
         if code in _USAGE:
@@ -149,7 +163,7 @@ class PrecastError(Exception):
         self.fix = fix or FIXES.get(code)
 
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.message}" if self.where else self.message]
+        lines = [f"{shown(self.where, limits.MAX_MESSAGE)}: {self.message}" if self.where else self.message]
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join([*lines, f"  code: {self.code}"])

@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from precast import __version__
-from precast.ir.errors import BuildError, PrecastError, RequestError, TargetError
+from precast.ir.errors import BuildError, PrecastError, RequestError, TargetError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ class _Verb(click.Command):
             if ctx.params["as_json"]:
                 fields = {"code": error.code, "message": error.message, "where": error.where, "fix": error.fix}
                 click.echo(json.dumps({"error": fields}))
-            click.echo(_printable(f"error: {error}"), err=True)
+            click.echo(printable(f"error: {error}"), err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("\ninterrupted", err=True)  # after the terminal's ^C
@@ -295,7 +295,7 @@ def _token_ids(text: str) -> list[int]:
 
 
 def _report(report: Report, as_json: bool) -> None:
-    _echo(json.dumps(report.fields) if as_json else _printable(report.text))
+    _echo(json.dumps(report.fields) if as_json else printable(report.text))
 
 
 def _echo(text: str, *, nl: bool = True) -> None:
@@ -312,7 +312,3 @@ def _echo(text: str, *, nl: bool = True) -> None:
         message = f"the answer can't be written: {error.strerror}"
         raise PrecastError("write-failed", message, where="standard output") from error
 
-
-def _printable(text: str) -> str:
-    """The text with control characters spelled out: a bundle's names are anybody's, and a terminal obeys them."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)

@@ -16,7 +16,7 @@ from precast.ir.bundle import oci
 from precast.ir.bundle.codec import decode_foreign_json, decode_json
 from precast.ir.bundle.directory import Directory, opened
 from precast.ir.bundle.oci import Descriptor, Image, Index
-from precast.ir.errors import BundleError
+from precast.ir.errors import BundleError, shown
 
 _ROOT_NAMES = frozenset((oci.LAYOUT_FILE, oci.INDEX_FILE, oci.BLOBS))
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -194,7 +194,7 @@ def _check_provenance(image: Image, bundle: Descriptor) -> None:
 
 def _expect(code: str, what: str, found: str, expected: str) -> None:
     if found != expected:
-        raise BundleError(code, f"{what}: expected {expected}, found {found!r}")
+        raise BundleError(code, f"{what}: expected {shown(expected)}, found {shown(repr(found))}")
 
 
 def _layer_name(part: Descriptor) -> str:

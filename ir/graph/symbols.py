@@ -69,12 +69,19 @@ def minimum(first: Expr, *others: Expr) -> Expr:
 
 
 def largest(sums: Iterable[Expr]) -> Expr:
-    """The maximum of expressions whose symbols are never negative, without those that another one always exceeds."""
-    kept: list[tuple[Expr, dict[tuple[Expr, ...], int]]] = []
+    """The maximum of expressions whose symbols are never negative, without those that another one always exceeds.
+
+    Raises ExprError past `limits.MAX_COMPARISONS` comparisons.
+    """
+    comparisons = 0
+    kept: list[tuple[Expr, Mapping[tuple[Expr, ...], int]]] = []
     for each in {normal(one) for one in sums}:
         parts = each.args if isinstance(each, Apply) and each.op == "max" else (each,)
         for expr in parts:
             found = terms(expr)
+            comparisons += 2 * len(kept)
+            if comparisons > limits.MAX_COMPARISONS:
+                raise ExprError(f"more than {limits.MAX_COMPARISONS} comparisons to find the largest expression")
             if any(_exceeds(other, found) for _, other in kept):
                 continue
             kept = [(one, other) for one, other in kept if not _exceeds(found, other)]

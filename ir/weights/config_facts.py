@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from precast.ir import limits
-from precast.ir.errors import WeightsError
+from precast.ir import files, limits
+from precast.ir.errors import WeightsError, shown
 from precast.ir.manifest import ConfigFacts, Fact
 
 CONFIG = "config.json"
@@ -68,7 +68,7 @@ def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str]) -> None
     found = [] if facts is None or config is None else differences(facts, config)
     if not found:
         return
-    lines = [f"    {each.name}: {_shown(each.bundle)} in the bundle, {_shown(each.checkpoint)} here" for each in found]
+    lines = [f"    {shown(each.name)}: {_shown(each.bundle)} in the bundle, {_shown(each.checkpoint)} here" for each in found]
     count = "1 entry differs" if len(found) == 1 else f"{len(found)} entries differ"
     is_other = any(each.name == "model_type" for each in found)
     build = "this is another model: name the checkpoint of the bundle's, or build" if is_other else "build"
@@ -88,8 +88,7 @@ def read_config(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
     """
     file = _directory(checkpoint) / CONFIG
     try:
-        with file.open("rb") as stream:
-            data = stream.read(limits.MAX_CONFIG_BYTES + 1)
+        data = files.read_file(file, limits.MAX_CONFIG_BYTES)
         if len(data) > limits.MAX_CONFIG_BYTES:
             message = f"more than {limits.MAX_CONFIG_BYTES} bytes"
             raise WeightsError("checkpoint-config", message, where=str(file))
@@ -102,7 +101,21 @@ def read_config(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
         raise WeightsError("checkpoint-config", f"expected JSON: {error}", where=str(file)) from None
     if not isinstance(config, dict):
         raise WeightsError("checkpoint-config", "expected a JSON object", where=str(file))
+    if _is_nested(config):
+        message = f"nested more than {limits.MAX_JSON_NESTING} levels deep"
+        raise WeightsError("checkpoint-config", message, where=str(file))
     return config
+
+
+def _is_nested(config: dict[str, Any]) -> bool:
+    """Whether arrays and objects stand in each other deeper than is allowed. Iterative: no depth costs stack."""
+    level: list[Any] = [config]
+    for _ in range(limits.MAX_JSON_NESTING):
+        inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in inner if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def differences(facts: ConfigFacts, config: Mapping[str, Any]) -> list[Difference]:
@@ -158,7 +171,7 @@ def _decoder(config: Mapping[str, Any], part: tuple[str, ...]) -> Mapping[str, A
 def _flat(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Fact]]:
     for key, value in config.items():
         name = f"{prefix}{key}"
-        if _IGNORED.fullmatch(key) or name == _QUANTISATION or len(name) > limits.MAX_STRING_BYTES:
+        if len(name) > limits.MAX_STRING_BYTES or name == _QUANTISATION or _IGNORED.fullmatch(key):
             continue
         if _is_object(value):
             in_rope = key == "rope_scaling" or name.startswith(ROPE)
@@ -195,6 +208,8 @@ def _spelt_as(facts: ConfigFacts, found: dict[str, Fact]) -> dict[str, Fact]:
     """The entries by the names that the build knows them by; where both names are given, that one counts."""
     renamed = dict(found)
     for name, value in found.items():
+        if len(renamed) > limits.MAX_CONFIG_ENTRIES:
+            raise WeightsError("checkpoint-config", f"more than {limits.MAX_CONFIG_ENTRIES} entries, by all names")
         if name in facts.values:
             continue
         inner = name.partition(".")

@@ -1,0 +1,75 @@
+"""How much a graph is, counted before anything is computed from it: what it holds, and what that expands to.
+
+Each count bounds work and memory of all that is done with a graph later: the rules, the views, and the plan of a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from precast.ir import limits
+from precast.ir.errors import BundleError
+from precast.ir.graph.schema import Apply, Call, Dim, Each, Expr, Graph, Items, Node, Read, Recipe, Value
+from precast.ir.memory import caches
+from precast.ir.weights import recipes
+
+
+def check(graph: Graph) -> None:
+    """Raise BundleError (`limit-exceeded`) for a graph of which anything is more than `precast.ir.limits` allows."""
+    for what, found, limit in counts(graph):
+        if found > limit:
+            raise BundleError("limit-exceeded", f"graph: {found} {what}; at most {limit} are allowed")
+
+
+def counts(graph: Graph) -> Iterator[tuple[str, int, int]]:
+    """(what, how many, at most), the cheap ones first: later ones take for granted that those before hold."""
+    yield "symbols", len(graph.symbols), limits.MAX_SYMBOLS
+    yield "params", len(graph.params), limits.MAX_PARAMS
+    yield "nodes and calls", len(graph.main) + sum(len(block.nodes) for block in graph.blocks), limits.MAX_STEPS
+    nodes = {block.name: len(block.nodes) for block in graph.blocks}
+    run = sum(nodes.get(step.block, 0) if isinstance(step, Call) else 1 for step in graph.main)
+    yield "nodes over all calls", run, limits.MAX_RUN_NODES
+    yield "tensors that recipes read", sum(_reads(param.recipe) for param in graph.params), limits.MAX_READS
+    sizes = [_nodes_of(expr) for expr in {expr for expr in _expressions(graph) if isinstance(expr, Apply)}]
+    yield "operations and names in one expression", max(sizes, default=0), limits.MAX_EXPRESSION_NODES
+    yield "operations and names in all different expressions", sum(sizes), limits.MAX_EXPRESSIONS
+
+
+def _reads(recipe: Recipe) -> int:
+    if isinstance(recipe, Read):
+        return 1
+    inside = sum(map(_reads, recipes.parts(recipe)))
+    return inside * max(recipe.count, 1) if isinstance(recipe, Each) else inside
+
+
+def _nodes_of(expr: Expr) -> int:
+    return 1 + sum(map(_nodes_of, expr.args)) if isinstance(expr, Apply) else 1
+
+
+def _expressions(graph: Graph) -> Iterator[Expr]:
+    for value in _values(graph):
+        yield from value.type.shape
+    for step in _steps(graph):
+        for arg in step.args.values() if isinstance(step, Node) else ():
+            for item in arg.items if isinstance(arg, Items) else (arg,):
+                if isinstance(item, Dim):
+                    yield item.expr
+    for param in graph.params:
+        yield from param.type.shape
+        yield from recipes.sizes(param.recipe)
+    for group in caches.groups(graph.caches):
+        yield from (size for _, size in caches.spec_sizes(group))
+
+
+def _values(graph: Graph) -> Iterator[Value]:
+    yield from (*graph.inputs, *graph.constants, *caches.tensors(graph.caches))
+    for block in graph.blocks:
+        yield from (*block.inputs, *block.params, *block.caches)
+    for step in _steps(graph):
+        yield from step.outputs
+
+
+def _steps(graph: Graph) -> Iterable[Node | Call]:
+    yield from graph.main
+    for block in graph.blocks:
+        yield from block.nodes
