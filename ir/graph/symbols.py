@@ -45,7 +45,7 @@ def mul(*factors: Expr) -> Expr:
     """The product of the factors, in normal form; 1 for none."""
     if all(isinstance(factor, int) for factor in factors):
         return math.prod(factor for factor in factors if isinstance(factor, int))
-    return _from_polynomial(_multiply(factors))
+    return _product_of(factors)
 
 
 def floordiv(a: Expr, b: Expr) -> Expr:
@@ -199,6 +199,11 @@ def _apply(op: str, *args: Expr) -> Expr:
             quotient = {monomial: coefficient // args[1] for monomial, coefficient in poly.items()}
             return 0 if op == "mod" else _from_polynomial(quotient)
     return Apply(op, args)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _product_of(factors: tuple[Expr, ...]) -> Expr:
+    return _from_polynomial(_multiply(factors))
 
 
 @lru_cache(maxsize=4096)
