@@ -63,10 +63,10 @@ def test_version(command: Command) -> None:
     assert command("--version").stdout == "precast, version 0.1.0\n"
 
 
-def test_build_answers_with_the_summary(bundle: Path, tmp_path: Path) -> None:
-    built = run_precast("build", MODEL, "-o", tmp_path / "b", "--json")
+def test_build_answers_with_the_summary(bundle: Path, tmp_path: Path, command: Command) -> None:
+    built = command("build", MODEL, "-o", tmp_path / "b", "--json")
 
-    assert (built.returncode, built.stderr) == (0, "")
+    assert (built.exit_code, built.stderr) == (0, "")
     assert json.loads(built.stdout)["digest"] == Bundle.open(tmp_path / "b").digest == Bundle.open(bundle).digest
 
 
