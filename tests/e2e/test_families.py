@@ -25,7 +25,6 @@ from precast.ir.errors import BuildError
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
 
-
 # One of each kind of layer: what the commands do is the same for the others.
 COMMANDS = frozenset(
     ("llama", "gpt2", "gemma3", "deepseek_v3-dense", "mixtral", "gpt_oss", "qwen3_next", "nemotron_h", "mamba2")
