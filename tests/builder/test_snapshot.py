@@ -187,7 +187,7 @@ def test_a_snapshot_after_any_stage(stage: str, variant: str, tmp_path: Path) ->
 
 
 def test_a_stage_without_snapshots_is_refused(tmp_path: Path, source: Source) -> None:
-    with pytest.raises(BuildError, match="snapshot_after is .lower., which is no stage") as error:
+    with pytest.raises(BuildError, match=r"snapshot_after is .lower., which is no stage") as error:
         build(source.config, tmp_path / "bundle", snapshots=tmp_path, snapshot_after="lower")
 
     assert error.value.code == "option-invalid"
