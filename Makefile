@@ -12,7 +12,7 @@ SOURCES := api ir kernels builder loader
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint format types gpu-test bench clean
+.PHONY: help install demo test check lint format types gpu-test bench models clean
 
 help:
 	@echo "make demo      build, load and run the example model"
@@ -21,6 +21,7 @@ help:
 	@echo "make format    rewrite the sources in the format that check asks for"
 	@echo "make gpu-test  the tests that need a GPU"
 	@echo "make bench     all benchmarks, and the pages' figures"
+	@echo "make models    every model type of transformers, compared; writes docs/models.md"
 	@echo "make clean     remove what make made, .venv included"
 
 install: $(STAMP)
@@ -70,6 +71,10 @@ gpu-test: $(STAMP)
 bench: $(STAMP)
 	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=benchmarks $(PY) "$$file"; done
 	$(PY) benchmarks/figures.py
+
+# With ONLY="llama qwen3" these types alone, and no page.
+models: $(STAMP)
+	PYTHONPATH=tests/support $(PY) -m models_page --workers $(WORKERS) $(ONLY)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

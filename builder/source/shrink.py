@@ -1,6 +1,6 @@
 """A config made tiny: the same structure, with few layers of all kinds, small sizes and a small vocabulary.
 
-`precast build --check` and `precast models` compare such models with transformers on random weights: that takes
+`precast build --check` and `make models` compare such models with transformers on random weights: that takes
 seconds on a CPU, and a mistake in how a model is taken apart shows as well in the small as in the large.
 """
 

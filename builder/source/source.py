@@ -150,7 +150,7 @@ def _download(name: str, allow_code: bool) -> Path:
         raise BuildError(
             "config-missing",
             f"{name} is no directory here, and the hub gave no such model: {reason(error)}",
-            fix="name a directory with a config.json, or a hub id such as meta-llama/Llama-3.1-8B",
+            fix="name a directory with a config.json, or a hub id such as Qwen/Qwen3-8B",
         ) from error
     if not (folder / "config.json").is_file():
         raise BuildError("config-missing", f"{name} on the hub has no config.json", fix="name a model's repository")

@@ -51,7 +51,7 @@ _NEUTRAL: dict[str, Fact] = {"partial_rotary_factor": 1.0, "rope_type": "default
 
 
 class Difference(NamedTuple):
-    """An entry that the bundle was built with and the checkpoint has otherwise; None: `null`, or nothing."""
+    """An entry whose value differs between the bundle's config and the checkpoint's; None: `null`, or no such entry."""
 
     name: str
     bundle: Fact

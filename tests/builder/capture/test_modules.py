@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_sweep import COMPLETIONS
 from reference import evaluate, hf_logits, relative_error
 from torch import fx
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -24,7 +25,6 @@ from precast.builder.graph.nodes import op_counts
 from precast.builder.lower.lower import lower
 from precast.builder.source.shrink import random_model, shrink
 from precast.builder.source.source import open_source
-from precast.check.coverage import COMPLETIONS
 from precast.ir.errors import BuildError
 from precast.ir.manifest import PassRecord
 from precast.ir.verify.verifier import verify

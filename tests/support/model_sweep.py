@@ -25,9 +25,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from precast.builder.build import build
 from precast.builder.source.shrink import random_model, shrink
-from precast.check.agreement import TOLERANCE, agreement, is_causal
+from precast.check.agreement import PROMPTS, TOLERANCE, agreement, hf_logits, relative_error
 from precast.ir.errors import PrecastError
-from precast.ir.ops.flops import canonical_share
+from precast.ir.ops.flops import precast_share
 
 Status = Literal["green", "red", "out of scope"]
 
@@ -122,13 +122,20 @@ def _outside(config: Any) -> str | None:
     return None
 
 
+def is_causal(model: Any) -> bool:
+    """Whether another token at the end of a prompt leaves the logits before it as they were."""
+    prompt = PROMPTS[0]
+    first, second = hf_logits(model, [prompt, (*prompt[:-1], prompt[-1] + 1)])
+    return relative_error(second[:-1], first[:-1]) < TOLERANCE
+
+
 def _compared(row: Row, model: Any, folder: Path) -> Row:
     model.save_pretrained(folder / "checkpoint")
     try:
         bundle = build(folder / "checkpoint", folder / "bundle", dtype="float32")
     except PrecastError as error:
         return _red(row, _of(error, folder))
-    row = msgspec.structs.replace(row, builds=True, share=round(canonical_share(bundle.graph), 3))
+    row = msgspec.structs.replace(row, builds=True, share=round(precast_share(bundle.graph), 3))
     try:
         found = agreement(bundle, folder / "checkpoint", model)
     except PrecastError as error:

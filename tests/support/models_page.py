@@ -1,28 +1,28 @@
-"""The coverage table as a page, `docs/models.md`, and back: `precast models` writes it, a test holds it to its word."""
+"""What `make models` runs: it writes `docs/models.md`, or prints the rows of the model types that it is given."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
-import msgspec
+import click
 import transformers
+from model_sweep import Row, model_types, sweep
 
 from precast.check.agreement import CHUNK, NUM_TOKENS, PROMPTS, TOLERANCE
-from precast.check.coverage import Row, model_types, sweep
-from precast.cli.show import Report
-from precast.ir.errors import BuildError
 from precast.ir.ops.flops import TOKENS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 _GREEN = re.compile(r"^\| `(?P<model_type>[^`]+)` \| \S+ \| green \|", re.MULTILINE)
 
 _TEXT = """\
 # Models
 
-Written by `precast models --write docs/models.md`; don't edit it. transformers {version} has {total} model types for
-causal language modelling: **{green} are green**, {red} are not, {outside} are out of scope (encoders, encoder-decoders,
-draft models).
+Written by `make models`; don't edit it. transformers {version} has {total} model types for causal language modelling:
+**{green} are green**, {red} are not, {outside} are out of scope (encoders, encoder-decoders, draft models).
 
 Each type is made from its default config (completed where that alone makes no model), shrunk to a few layers of all its
 kinds, with random weights, and goes the whole line in float32 on the CPU: `save_pretrained`, `precast build`,
@@ -34,32 +34,16 @@ kinds, with random weights, and goes the whole line in float32 on the CPU: `save
 - **tokens**: {num_tokens} greedy tokens of each are transformers', while the prompts arrive one after another and share
   steps of at most {chunk} tokens.
 
-**canonical** is the share of the floating-point work for a prompt of {tokens} tokens that the `precast` ops and linear
-layers do; what remains runs as plain torch ops. It is that of the shrunk model: a large one's is higher.
+**precast ops** is the share of the floating-point work for a prompt of {tokens} tokens that the `precast` ops and
+linear layers do; what remains runs as plain torch ops. It is that of the shrunk model: a large one's is higher.
 
-A green row that turns red fails `tests/e2e/test_models.py`. To cover one type: `precast models --only llama`. To try a
-config of your own: `precast build --check`.
+A green row that turns red fails `tests/e2e/test_models.py`. To cover one type again: `make models ONLY=llama`.
+To try a config of your own: `precast build --check`.
 
-| model type | architecture | status | builds | logits | tokens | canonical | why not |
+| model type | architecture | status | builds | logits | tokens | precast ops | why not |
 |---|---|---|---|---|---|---|---|
 {rows}
 """
-
-
-def sweep_report(only: Sequence[str], *, workers: int, done: Callable[[str], None] | None) -> tuple[list[Row], Report]:
-    """Cover these model types, or all; `done` is called with a line of text for each.
-
-    Raises BuildError("model-unknown") for a type that is none of transformers' causal language models.
-    """
-    known = model_types()
-    unknown = [name for name in only if name not in known]
-    if unknown:
-        raise BuildError(
-            "model-unknown",
-            f"transformers {transformers.__version__} has no causal language model of type {', '.join(unknown)}",
-        )
-    rows = sweep(only or known, workers=workers, done=None if done is None else lambda row: done(line(row)))
-    return rows, Report({"models": [msgspec.to_builtins(row) for row in rows]}, "\n".join(map(line, rows)))
 
 
 def line(row: Row) -> str:
@@ -89,3 +73,21 @@ def _cells(row: Row) -> str:
     share = "" if row.share is None else f"{100 * row.share:.1f} %"
     reason = row.reason.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
     return f"| `{row.model_type}` | {row.architecture} | {row.status} | {' | '.join(found)} | {share} | {reason} |"
+
+
+@click.command()
+@click.argument("only", nargs=-1, metavar="[TYPE]...")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model types covered at once.")
+def main(only: tuple[str, ...], workers: int) -> None:
+    """Cover these model types, or cover all and write docs/models.md; each row is printed as soon as it is known."""
+    unknown = sorted({*only} - {*model_types()})
+    if unknown:
+        types = ", ".join(unknown)
+        raise click.UsageError(f"transformers {transformers.__version__} has no causal language model of type {types}")
+    rows = sweep(only or model_types(), workers=workers, done=lambda row: click.echo(line(row)))
+    if not only:
+        PAGE.write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
