@@ -21,7 +21,7 @@ import hashlib
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from precast.ir.memory import caches
@@ -117,6 +117,8 @@ class Prefixes:
             self._use(span, sequence)
         point = match.spans[-1].point if match.spans else None
         if point is not None:
+            if not point.is_proven:
+                sequence.points.append(point)
             for name, page in point.states.items():
                 self._tables.pool_of[name].retain(page)
                 sequence.restores[name] = page
@@ -159,9 +161,17 @@ class Prefixes:
             for end in {count, same, min(sequence.shared_length // self.span_tokens, count)} - {0}:
                 self._make_point(digests[end - 1], end * self.span_tokens, sequence)
 
+    def prove(self, sequence: Sequence) -> None:
+        """A token was drawn from all that the sequence stands on: it stays known if others fail that go on from it."""
+        sequence.is_proven = True
+        for each in (*sequence.spans, *sequence.points):
+            each.is_proven = True
+
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives up its pages: its spans may be dropped, the last ones first."""
         self.restored(sequence)
+        sequence.is_proven = False
+        sequence.points.clear()
         while sequence.spans:
             span = sequence.spans.pop()
             span.num_users -= 1
@@ -178,15 +188,24 @@ class Prefixes:
             self.drop_one()
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Forget all spans that the sequence stands on, and those that continue them: nobody goes on from them again.
+        """Forget what the sequence computed, as its logits are NaN: nobody goes on from there again.
 
-        For caches that may hold what is no number. Sequences that share them now go on, and leave nothing.
+        What others computed goes too where no token was drawn from it yet, since the NaN may stand there; else it
+        stays, without the points that the sequence made in it. Spans that continue those forgotten go with them.
+        Sequences that stand on them now go on, and leave nothing.
         """
         sequence.shares = False
+        for span in [span for span in self._points.values() if span.point in sequence.points]:
+            self._drop_point(span)
+        num_reused = sequence.num_reused // self.span_tokens
+        gone = {
+            span.digest
+            for i, span in enumerate(sequence.spans)
+            if self._known.get(span.digest) is span and (i >= num_reused or not span.is_proven)
+        }
         children: dict[bytes | None, list[bytes]] = {}
         for span in self._known.values():
             children.setdefault(span.parent, []).append(span.digest)
-        gone = {span.digest for span in sequence.spans if self._known.get(span.digest) is span}
         pending = list(gone)
         while pending:
             more = [digest for digest in children.get(pending.pop(), ()) if digest not in gone]
@@ -221,13 +240,16 @@ class Prefixes:
         """
         kept = [] if keep is None else keep.spans
         oldest = next(iter(self._unused.values()), None)
-        if oldest is not None and oldest is not next((span for span in reversed(kept) if not span.num_users), None):
+        if oldest is not None and oldest not in kept[oldest.index : oldest.index + 1]:
             self._drop(oldest)
             return True
-        points: Collection[Span] = self._points.values()
-        if kept:
-            points = [span for span in points if span is not kept[-1]]
-        found = next(filter(self._frees, points), None) or next(filter(self._frees_with_others(points), points), None)
+
+        def points() -> Iterator[Span]:
+            return (span for span in self._points.values() if span not in kept[-1:])
+
+        found = next(filter(self._frees, points()), None)
+        if found is None:
+            found = next(filter(self._frees_with_others(points()), points()), None)
         if found is not None:
             self._drop_point(found)
         return found is not None
@@ -315,8 +337,9 @@ class Prefixes:
         return made
 
     def _add(self, digest: bytes, index: int, sequence: Sequence) -> None:
-        parent = sequence.digests[index - 1] if index else None
-        span = self._known[digest] = self._unused[digest] = Span(digest, parent, self._pages_of(index, sequence))
+        parent, pages = sequence.digests[index - 1] if index else None, self._pages_of(index, sequence)
+        span = Span(digest, parent, index, pages, is_proven=sequence.is_proven)
+        self._known[digest] = self._unused[digest] = span
         self._count(span.pages, 1)
         self._use(span, sequence)
 
@@ -327,7 +350,7 @@ class Prefixes:
         """
         pages = self._pages_of(index, sequence)
         self._free(span.pages)
-        span.pages = pages
+        span.pages, span.is_proven = pages, sequence.is_proven
         self._use(span, sequence)
 
     def _pages_of(self, index: int, sequence: Sequence) -> dict[str, array[int]]:
@@ -363,13 +386,14 @@ class Prefixes:
                 return
             first[name] = begin
             pages[name] = table.pages[name][begin - evicted : length // size - evicted]
-        point = Point(first, pages)
+        point = Point(first, pages, is_proven=sequence.is_proven)
         if self._states and not self._save_states(point, span, sequence):
             return
         for name, some in pages.items():
             self._tables.pool_of[name].retain_many(some)
         self._count(pages, 1)
         span.point = point
+        sequence.points.append(point)
         self._points[digest] = span
 
     def _save_states(self, point: Point, span: Span, sequence: Sequence) -> bool:

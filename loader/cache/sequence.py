@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from precast.loader.cache.spans import Span
+from precast.loader.cache.spans import Point, Span
 from precast.loader.cache.tables import SequenceTable
 
 
@@ -19,9 +19,11 @@ class Sequence:
 
     __slots__ = (
         "digests",
+        "is_proven",
         "num_pending",
         "num_registered",
         "num_reused",
+        "points",
         "prefill_length",
         "restores",
         "shared_length",
@@ -39,10 +41,13 @@ class Sequence:
         self.shares = True
         self.table: SequenceTable | None = None
         # Of its prefix, kept by `Prefixes`: the digests of its first spans, the spans that it keeps from being dropped,
-        # how many it has offered, how many tokens were known when it started, and the states to copy before its first
+        # the points that fall if its logits turn out to be NaN, whether a token was drawn since it started, how many
+        # spans it has offered, how many tokens were known when it started, and the states to copy before its first
         # chunk.
         self.digests: list[bytes] = []
         self.spans: list[Span] = []
+        self.points: list[Point] = []
+        self.is_proven = False
         self.num_registered = 0
         self.shared_length = 0
         self.restores: dict[str, int] = {}

@@ -164,6 +164,7 @@ class Scheduler:
         self._tables.evict(request.table, request.num_computed)
         if token_id is None:
             return
+        self._prefixes.prove(request)
         request.token_ids.append(token_id)
         request.num_pending += 1
         if len(request.token_ids) == self._restart_length:

@@ -428,3 +428,81 @@ def test_what_is_withdrawn_is_found_no_more_and_neither_is_what_continues_it() -
     assert reused(tables, prefixes, *range(20)) == 8, "computed anew, without what once followed it"
     prefixes.clear()
     assert in_use(tables) == 0
+
+
+@pytest.mark.parametrize("graph", [FULL, WINDOW, STATE])
+def test_what_others_computed_stays_when_one_that_goes_on_from_it_fails(graph: Graph) -> None:
+    tables, prefixes = made(graph)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(16)))
+    prefixes.prove(first)
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(30), number=2))
+    assert wrong.num_reused == 16
+    leave(tables, prefixes, first)
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(30)) == 16
+    prefixes.clear()
+    assert in_use(tables) == 0
+
+
+def test_what_an_answer_computed_is_proven_by_its_tokens() -> None:
+    tables, prefixes = made(FULL)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(6)))
+    prefixes.prove(first)
+    first.token_ids.extend(range(6, 20))
+    leave(tables, prefixes, compute(tables, prefixes, first))
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(25), number=2))
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(25)) == 20
+
+
+@pytest.mark.parametrize("graph", [FULL, WINDOW, STATE])
+def test_what_no_token_was_drawn_from_falls_with_the_first_that_fails_on_it(graph: Graph) -> None:
+    """A chunk of a prompt is known before anybody sees whether it made NaN."""
+    tables, prefixes = made(graph)
+    cancelled = compute(tables, prefixes, started(tables, prefixes, *range(16)))
+    leave(tables, prefixes, cancelled)
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(30), number=2))
+    assert wrong.num_reused == 16
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(30)) == 0
+    assert prefixes.num_spans == in_use(tables) == 0
+
+
+def test_a_point_of_one_that_fails_does_not_survive_on_the_span_of_another() -> None:
+    tables, prefixes = made(STATE)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(10)))  # no state is kept at 8: no chunk ended
+    prefixes.prove(first)
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(10), 50, number=2), 8)
+    assert reused(tables, prefixes, *range(10)) == 8
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(10)) == 0
+    assert prefixes.num_spans == 2
+    assert prefixes.take_saves() == []
+
+
+def test_a_point_that_no_token_was_drawn_from_falls_with_the_first_that_fails_on_it() -> None:
+    tables, prefixes = made(STATE)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(10)))
+    prefixes.prove(first)
+    cancelled = compute(tables, prefixes, started(tables, prefixes, *range(10), 50, number=2), 8)
+    leave(tables, prefixes, cancelled)
+    wrong = started(tables, prefixes, *range(10), 60, number=3)
+    assert wrong.num_reused == 8
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(10)) == 0
+    assert prefixes.num_spans == 2
