@@ -506,3 +506,20 @@ def test_a_point_that_no_token_was_drawn_from_falls_with_the_first_that_fails_on
 
     assert reused(tables, prefixes, *range(10)) == 0
     assert prefixes.num_spans == 2
+
+
+def test_a_span_that_was_computed_again_is_proven_by_its_new_pages_alone() -> None:
+    tables, prefixes = made(WINDOW)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(30)))
+    prefixes.prove(first)
+    leave(tables, prefixes, first)
+    cancelled = compute(tables, prefixes, started(tables, prefixes, *range(16), *range(70, 80), number=2))
+    assert cancelled.num_reused == 0, "no point leads to the spans that both begin with"
+    leave(tables, prefixes, cancelled)
+    wrong = started(tables, prefixes, *range(16), *range(90, 99), number=3)
+    assert wrong.num_reused == 16
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert prefixes.num_spans == in_use(tables) == 0
