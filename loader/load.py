@@ -23,13 +23,14 @@ from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
+from precast.loader.engine.tokenizer import check_tokenizer
 from precast.loader.placement import Placement, bind_world, place
 from precast.loader.program.restore import restore
-from precast.loader.run.allocator import cut_blocks_to_size
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
+from precast.loader.torch_device import cut_blocks_to_size
 from precast.loader.weights.stream import load_weights
 from precast.loader.weights.workers import PinnedBuffers
 
@@ -54,7 +55,7 @@ def load(
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
 
-    On a GPU torch's allocator is configured for the whole process (`precast.loader.run.allocator`).
+    On a GPU torch's allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
 
     Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError
     for a device that is missing or too small, RequestError for options outside their range; all but what the device
@@ -71,7 +72,8 @@ def load(
             graph = rank_graph(opened, placement)
             limits = Limits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
             sizing.check_limits(graph, limits)
-            BatchInputs(graph)  # refuses a graph that no step's inputs can be made for
+            BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
+            check_tokenizer(opened.files("tokenizer"))
             if not allow_config_mismatch:
                 config_facts.check(opened.manifest.config, weights)
             program = restore(graph, device=torch.device(target.name))

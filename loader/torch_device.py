@@ -15,6 +15,9 @@ from precast.ir.errors import RequestError, TargetError
 from precast.kernels import dtypes
 from precast.loader.device import Arguments, Buffer, Device, Event, Kernel, Sizes, Stream
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""With these a user configures torch's allocator of GPU memory."""
+
 
 def open_device(device: str | torch.device | None) -> Device:
     """The device, with its index and, for a GPU, its context made. None: a GPU if there is one.
@@ -43,6 +46,22 @@ def open_device(device: str | torch.device | None) -> Device:
     opened = CudaDevice(torch.cuda.current_device() if found.index is None else found.index)
     opened.synchronize()
     return opened
+
+
+def cut_blocks_to_size(device: torch.device) -> bool:
+    """Let torch give each tensor on a GPU a block of its own size, rounded up to 512 bytes; whether that was set.
+
+    `precast.kernels.activations` counts such blocks. By default, a tensor above 1 MiB that takes a free block keeps
+    what it leaves of it, up to 1 MiB, so that the same step holds more or less, as it happens. Segments that can grow
+    are cut to size (`expandable_segments`). The setting is the process's; where the user has made settings of the kind,
+    they stay. PyTorch has no public function for it: a version without the one used here keeps its default.
+    """
+    if device.type != "cuda" or any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return False
+    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        return False
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return True
 
 
 def tensor_of(buffer: Buffer) -> torch.Tensor:

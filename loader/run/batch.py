@@ -51,7 +51,9 @@ class BatchInputs:
     """Makes the inputs of one graph: exactly those that it has, as its cache plan names them."""
 
     def __init__(self, graph: Graph) -> None:
-        """Raises BundleError for an input that this release can't feed."""
+        """Raises BundleError for a graph without logits, or with an input that this release can't feed."""
+        if not caches.groups(graph.caches) or "logits" not in graph.outputs:
+            raise BundleError("graph-invalid", "the graph has no cache or no output logits: the engine can't decode")
         known = dict(_INPUTS)
         for group in graph.caches.groups:
             known |= {getattr(group.inputs, role): (dtype, 1) for role, dtype in _GROUP_INPUTS.items()}
@@ -152,8 +154,7 @@ class BatchInputs:
     ) -> dict[str, tuple[Dtype, int]]:
         """The dtype of each array, and how long it can become.
 
-        A step has at most `num_seqs` sequences and `num_tokens` tokens, and a sequence at most `num_pages` pages of a
-        group.
+        A step has at most `num_tokens` tokens of `num_seqs` sequences, each with at most `num_pages` pages of a group.
         """
         lists = {group.inputs.page_indices: num_seqs * num_pages[group.name] for group in self._groups}
         of_tokens = {"input_ids", "positions", "rope_lengths", "logit_rows"}

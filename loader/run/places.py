@@ -9,6 +9,7 @@ On a CPU the host's side is the device's, and nothing is copied.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -21,6 +22,8 @@ from precast.loader.torch_device import tensor_of
 
 ALIGNMENT = 16
 """Bytes to which each place is aligned: the widest load that a kernel issues."""
+Capacities = Mapping[str, tuple[Dtype, int]]
+"""Of each array its dtype and how long it can become."""
 GAP_BYTES = 1 << 16
 """What a link of 25 to 50 GB/s moves in the 2 microseconds that one more copy takes."""
 
@@ -28,16 +31,11 @@ GAP_BYTES = 1 << 16
 class Places:
     """Memory for arrays by name, on the device and on the host."""
 
-    def __init__(self, capacities: Mapping[str, tuple[Dtype, int]], device: Device) -> None:
-        """`capacities`: of each array its dtype and how long it can become."""
+    def __init__(self, capacities: Capacities, device: Device) -> None:
         self._device = device
-        starts, end = {}, 0
-        for name, (dtype, length) in sorted(capacities.items(), key=lambda entry: _num_bytes(*entry[1])):
-            starts[name] = end
-            end += -(-_num_bytes(dtype, length) // ALIGNMENT) * ALIGNMENT
-        self._starts = starts
-        self._target = device.alloc(end)
-        self._source = self._target if device.kind == "cpu" else device.alloc(end, pinned=True)
+        self._starts = starts = _starts(capacities)
+        self._target = device.alloc(places_bytes(capacities))
+        self._source = self._target if device.kind == "cpu" else device.alloc(places_bytes(capacities), pinned=True)
         self._copied = device.event()
         host = host_bytes(self._source)
         self._arrays: dict[str, Array] = {}
@@ -77,5 +75,17 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield whole
 
 
+def places_bytes(capacities: Capacities) -> int:
+    """What `Places` take for these arrays: on the device, and on a GPU as much pinned memory of the host."""
+    return sum(itertools.starmap(_num_bytes, capacities.values()))
+
+
+def _starts(capacities: Capacities) -> dict[str, int]:
+    """Where the place of each array begins, in bytes."""
+    order = sorted(capacities, key=lambda name: _num_bytes(*capacities[name]))
+    sizes = (_num_bytes(*capacities[name]) for name in order)
+    return dict(zip(order, itertools.accumulate(sizes, initial=0), strict=False))
+
+
 def _num_bytes(dtype: Dtype, length: int) -> int:
-    return int(np.dtype(dtype).itemsize) * length
+    return -(-np.dtype(dtype).itemsize * length // ALIGNMENT) * ALIGNMENT
