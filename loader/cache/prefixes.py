@@ -338,7 +338,7 @@ class Prefixes:
 
     def _add(self, digest: bytes, index: int, sequence: Sequence) -> None:
         parent, pages = sequence.digests[index - 1] if index else None, self._pages_of(index, sequence)
-        span = Span(digest, parent, index, pages, is_proven=sequence.is_proven)
+        span = Span(digest, parent, index, pages, sequence.is_proven)
         self._known[digest] = self._unused[digest] = span
         self._count(span.pages, 1)
         self._use(span, sequence)
@@ -386,7 +386,7 @@ class Prefixes:
                 return
             first[name] = begin
             pages[name] = table.pages[name][begin - evicted : length // size - evicted]
-        point = Point(first, pages, is_proven=sequence.is_proven)
+        point = Point(first, pages, sequence.is_proven)
         if self._states and not self._save_states(point, span, sequence):
             return
         for name, some in pages.items():

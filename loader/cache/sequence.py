@@ -17,22 +17,6 @@ class Sequence:
     others left, and leaves nothing.
     """
 
-    __slots__ = (
-        "digests",
-        "is_proven",
-        "num_pending",
-        "num_registered",
-        "num_reused",
-        "points",
-        "prefill_length",
-        "restores",
-        "shared_length",
-        "shares",
-        "spans",
-        "table",
-        "token_ids",
-    )
-
     def __init__(self, token_ids: array[int]) -> None:
         """`token_ids` are int64, at least one."""
         self.token_ids = token_ids

@@ -15,21 +15,20 @@ class PageCopy:
     target: int
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Point:
     """What a sequence needs to go on after a span: pages of the groups that forget, and states, by group.
 
     It `is_proven` as a span is.
     """
 
-    __slots__ = ("first", "is_proven", "pages", "states")
-
-    def __init__(self, first: dict[str, int], pages: dict[str, array[int]], *, is_proven: bool) -> None:
-        self.first = first
-        self.pages = pages
-        self.states: dict[str, int] = {}
-        self.is_proven = is_proven
+    first: dict[str, int]
+    pages: dict[str, array[int]]
+    is_proven: bool
+    states: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Span:
     """A known span: its pages in the groups that see everything, and how many running sequences stand on it.
 
@@ -37,15 +36,10 @@ class Span:
     It `is_proven` once a token was drawn from what it holds, so that it holds no NaN.
     """
 
-    __slots__ = ("digest", "index", "is_proven", "num_users", "pages", "parent", "point")
-
-    def __init__(
-        self, digest: bytes, parent: bytes | None, index: int, pages: dict[str, array[int]], *, is_proven: bool
-    ) -> None:
-        self.digest = digest
-        self.parent = parent
-        self.index = index
-        self.pages = pages
-        self.is_proven = is_proven
-        self.point: Point | None = None
-        self.num_users = 0
+    digest: bytes
+    parent: bytes | None
+    index: int
+    pages: dict[str, array[int]]
+    is_proven: bool
+    point: Point | None = None
+    num_users: int = 0

@@ -25,8 +25,6 @@ class Request(Sequence):
     fits the empty cache is sure to fit.
     """
 
-    __slots__ = ("arrival", "id", "max_length", "priority", "prompt_length", "row")
-
     def __init__(self, request_id: int, prompt: array[int], max_length: int, priority: int = 0) -> None:
         """`prompt`: int64 token ids, at least one, and fewer than `max_length`. A higher `priority` goes first."""
         assert 0 < len(prompt) < max_length
@@ -52,8 +50,6 @@ class Chunk:
 
     `logits` says of which tokens the logits are wanted; by default of the last one, if all tokens before it are known.
     """
-
-    __slots__ = ("length", "logits", "request", "start")
 
     def __init__(self, request: Request, length: int, logits: Literal["none", "last", "all"] | None = None) -> None:
         self.request = request
