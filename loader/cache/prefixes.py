@@ -151,10 +151,8 @@ class Prefixes:
         digests = self._digests(sequence, count)
         for index in range(sequence.num_registered, count):
             span = self._known.get(digests[index])
-            if span is None:
-                self._add(digests[index], index, sequence)
-            elif not span.num_users:
-                self._take_over(span, index, sequence)
+            if span is None or not span.num_users:
+                self._publish(span, index, sequence)
         sequence.num_registered = max(sequence.num_registered, count)
         if self._forgetting or self._states:
             same = min(sequence.num_computed, len(sequence.token_ids) - 1) // self.span_tokens
@@ -336,20 +334,19 @@ class Prefixes:
             made.append(hashlib.blake2b(before + tokens, digest_size=32).digest())
         return made
 
-    def _add(self, digest: bytes, index: int, sequence: Sequence) -> None:
-        parent, pages = sequence.digests[index - 1] if index else None, self._pages_of(index, sequence)
-        span = Span(digest, parent, index, pages, sequence.is_proven)
-        self._known[digest] = self._unused[digest] = span
-        self._count(span.pages, 1)
-        self._use(span, sequence)
+    def _publish(self, span: Span | None, index: int, sequence: Sequence) -> None:
+        """Make a span known that the sequence has computed.
 
-    def _take_over(self, span: Span, index: int, sequence: Sequence) -> None:
-        """A known span that the sequence has computed itself, as no point led there: its own pages are kept instead.
-
-        So its later spans aren't kept without this one, and nothing is kept twice.
+        If it is known, and no point led there, the sequence's own pages are kept in place of the known ones: so its
+        later spans aren't kept without this one, and nothing is kept twice.
         """
         pages = self._pages_of(index, sequence)
-        self._free(span.pages)
+        if span is None:
+            digest, parent = sequence.digests[index], sequence.digests[index - 1] if index else None
+            span = self._known[digest] = self._unused[digest] = Span(digest, parent, index)
+            self._count(pages, 1)
+        else:
+            self._free(span.pages)
         span.pages, span.is_proven = pages, sequence.is_proven
         self._use(span, sequence)
 

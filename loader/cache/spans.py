@@ -39,7 +39,7 @@ class Span:
     digest: bytes
     parent: bytes | None
     index: int
-    pages: dict[str, array[int]]
-    is_proven: bool
+    pages: dict[str, array[int]] = dataclasses.field(default_factory=dict)
+    is_proven: bool = False
     point: Point | None = None
     num_users: int = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import msgspec
 import numpy as np
 
 from precast.ir.errors import BundleError
@@ -38,13 +37,9 @@ _GROUP_INPUTS: dict[str, Dtype] = {
 }  # fmt: skip
 
 
-class _Part(msgspec.Struct):
-    """What one chunk, or all sequences that decode, give to a group's arrays."""
-
-    indices: Array
-    counts: Array
-    starts: Array
-    slots: Array
+Listed: TypeAlias = "tuple[Array, Array, Array, Array]"
+"""What one chunk, or all sequences that decode, give to a group's arrays: indices and counts of pages, the positions at
+which they start, and the slots that are written to."""
 
 
 class BatchInputs:
@@ -100,8 +95,8 @@ class BatchInputs:
             "kv_lens": ends.astype(np.int32),
             "logit_rows": bounds[:-1].astype(np.int64),
         }
-        for group, (indices, counts, starts, slots) in zip(self._groups, rows.group_arrays(), strict=True):
-            made |= _named(group, _Part(indices, counts, starts, slots))
+        for group, listed in zip(self._groups, rows.group_arrays(), strict=True):
+            made |= _named(group, listed)
         for states, slot_ids in zip(self._states, rows.slot_ids(), strict=True):
             made[states.slot_ids] = slot_ids
         return made
@@ -125,9 +120,9 @@ class BatchInputs:
             "logit_rows": _flat(logit_rows),
         }
         for group in self._groups:
-            parts = [_group_part(group, chunk, at) for chunk, at in zip(chunks, positions, strict=True)]
-            whole = _Part(*(_flat([getattr(part, name) for part in parts]) for name in _Part.__struct_fields__))
-            made |= _named(group, whole)
+            each = [_listed(group, chunk, at) for chunk, at in zip(chunks, positions, strict=True)]
+            indices, counts, starts, slots = map(_flat, zip(*each, strict=True) if each else [()] * 4)
+            made |= _named(group, (indices, counts, starts, slots))
         for states in self._states:
             made[states.slot_ids] = np.array([chunk.table.pages[states.name][0] for chunk in chunks], np.int32)
         return made
@@ -163,7 +158,7 @@ class BatchInputs:
         return {name: (dtype, lengths.get(name, num_seqs + 1)) for name, (dtype, _) in self._kinds.items()}
 
 
-def _group_part(group: Group, chunk: Chunk, positions: Array) -> _Part:
+def _listed(group: Group, chunk: Chunk, positions: Array) -> Listed:
     """The chunk's page list, cut to what its queries can see, and the slots that its tokens are written to."""
     size = group.spec.page_size
     pages, evicted = chunk.table.pages[group.name], chunk.table.first[group.name]
@@ -172,16 +167,16 @@ def _group_part(group: Group, chunk: Chunk, positions: Array) -> _Part:
     # Of a copy: a table can't change while an array shows its memory, and a traceback would keep that alive.
     indices = np.frombuffer(pages[first - evicted : -(-chunk.end // size) - evicted], np.int32)
     slots = indices[positions // size - first].astype(np.int64) * size + positions % size
-    return _Part(indices, np.array([len(indices)]), np.array([first * size]), slots)
+    return indices, np.array([len(indices)]), np.array([first * size]), slots
 
 
-def _named(group: Group, part: _Part) -> Arrays:
-    names = group.inputs
+def _named(group: Group, listed: Listed) -> Arrays:
+    names, (indices, counts, starts, slots) = group.inputs, listed
     return {
-        names.page_indices: part.indices,
-        names.page_indptr: _bounds(part.counts),
-        names.page_start: part.starts.astype(np.int32),
-        names.slot_mapping: part.slots,
+        names.page_indices: indices,
+        names.page_indptr: _bounds(counts),
+        names.page_start: starts.astype(np.int32),
+        names.slot_mapping: slots,
     }
 
 

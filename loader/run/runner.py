@@ -54,12 +54,11 @@ class Runner:
         self.device = device
         self.num_slabs = memory.num_slabs
         self.limits = limits
-        self._program: Program | None = program
-        self._memory: CacheMemory | None = memory
         self._inputs = BatchInputs(graph)
         self._dimensions = self._inputs.dimensions
         self._sample = registry.resolve("precast.sample", 2, torch.device(device.name))
-        self._places: Places | None = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
+        places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
+        self._opened: tuple[Program, CacheMemory, Places] | None = (program, memory, places)
 
     def launch(self, step: Step, rows: DecodeRows | None = None, draws: Sequence[Draw] = ()) -> Ticket:
         """Begin a step: copy its pages, fill its inputs, run the program, draw.
@@ -69,13 +68,12 @@ class Runner:
 
         Raises RequestError after `close`, and what the program raises.
         """
-        program = self.open_program()
+        program, _, places = self.opened()
         arrays = self._inputs.arrays(step.chunks, rows)
         drawing = draw_arrays(draws)
         with self.device.use(), torch.inference_mode():
             self.copy_pages([*step.saves, *step.restores])
-            assert self._places is not None
-            tensors = self._places.fill(arrays | drawing)
+            tensors = places.fill(arrays | drawing)
             given = {name: tensors[name].view(1, -1) if dimensions == 2 else tensors[name]
                      for name, dimensions in self._dimensions.items()}  # fmt: skip
             logits = program(**given)["logits"][0]
@@ -91,20 +89,19 @@ class Runner:
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Copy pages, in this order and in that of the device's stream."""
-        self.open_program()
-        assert self._memory is not None
+        _, memory, _ = self.opened()
         for copy in copies:
-            self._memory.copy_page(copy.group, copy.source, copy.target)
+            memory.copy_page(copy.group, copy.source, copy.target)
 
-    def open_program(self) -> Program:
-        """The program. Raises RequestError after `close`."""
-        if self._program is None:
+    def opened(self) -> tuple[Program, CacheMemory, Places]:
+        """What it runs. Raises RequestError after `close`."""
+        if self._opened is None:
             raise RequestError("engine-closed", "the engine is closed", fix="load the bundle again")
-        return self._program
+        return self._opened
 
     def close(self) -> None:
         """Drop the program with its weights, the caches, and the places of its inputs."""
-        self._program = self._memory = self._places = None
+        self._opened = None
         if self.device.kind == "cuda":
             torch.cuda.empty_cache()
             torch.accelerator.empty_host_cache()

@@ -108,7 +108,7 @@ class Tables(RuleBasedStateMachine):
             self.evict(which)
         length, before = start + tokens, self.pages_of(table)
         missing = self.tables.missing(table, length)
-        if not self.tables.can_grow(table, length):
+        if not self.tables.can_take(self.tables.missing(table, length)):
             assert self.slabs_for(missing) > self.tables.arena.num_free
             return
         assert self.slabs_for(missing) <= self.tables.arena.num_free
