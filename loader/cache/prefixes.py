@@ -21,7 +21,7 @@ import hashlib
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from precast.ir.memory import caches
@@ -66,6 +66,7 @@ class Prefixes:
         self._known: dict[bytes, Span] = {}
         self._unused: dict[bytes, Span] = {}  # of the known ones, those without users: used longest ago first
         self._points: dict[bytes, Span] = {}  # of the known ones, those with a point: made or used longest ago first
+        self._in_points = {group.name: Counter[int]() for group in self._forgetting}  # how many points hold each page
         self._reclaimable = dict.fromkeys(tables.pool_of, 0)
         self._saves: dict[tuple[str, int], int] = {}  # group and target: the source, in the order of the copies
 
@@ -120,7 +121,7 @@ class Prefixes:
             if not point.is_proven:
                 sequence.points.append(point)
             for name, page in point.states.items():
-                self._tables.pool_of[name].retain(page)
+                self._tables.pool_of[name].retain((page,))
                 sequence.restores[name] = page
             self._touch_point(match.spans[-1])
 
@@ -241,16 +242,12 @@ class Prefixes:
         if oldest is not None and oldest not in kept[oldest.index : oldest.index + 1]:
             self._drop(oldest)
             return True
-
-        def points() -> Iterator[Span]:
-            return (span for span in self._points.values() if span not in kept[-1:])
-
-        found = next(filter(self._frees, points()), None)
-        if found is None:
-            found = next(filter(self._frees_with_others(points()), points()), None)
-        if found is not None:
-            self._drop_point(found)
-        return found is not None
+        last = kept[-1].point if kept else None
+        for span in self._points.values():
+            if span.point is not None and span.point is not last and self._frees(span.point, last):
+                self._drop_point(span)
+                return True
+        return False
 
     def touch(self, match: Match) -> None:
         """What `match` found is wanted: it is given up last."""
@@ -270,33 +267,17 @@ class Prefixes:
         self._free(span.pages)
         self._drop_point(span)
 
-    def _frees(self, span: Span) -> bool:
-        """Whether a page becomes free without the span's point: windows of running sequences may show the same ones.
+    def _frees(self, point: Point, kept: Point | None) -> bool:
+        """Whether a page becomes free without this point and others, but for the `kept` one: none but points hold it.
 
-        Of a row of pages sequences give back the first ones first, and share the first ones with longer rows.
+        Windows of running sequences may show the same pages.
         """
-        point = span.point
-        assert point is not None
-        rows = [(self._tables.pool_of[name], pages) for name, pages in point.pages.items() if pages]
-        return bool(point.states) or any(1 in (pool.holders(row[0]), pool.holders(row[-1])) for pool, row in rows)
-
-    def _frees_with_others(self, spans: Iterable[Span]) -> Callable[[Span], bool]:
-        """Whether a page becomes free without a span's point and others of `spans`: none but those hold it.
-
-        So it is where several points begin with the first page of all, which a sequence has given back since.
-        """
-        points = [span.point for span in spans if span.point is not None]
-        counts = Counter((name, page) for point in points for name, pages in point.pages.items() for page in pages)
-
-        def frees(span: Span) -> bool:
-            rows = {} if span.point is None else span.point.pages
-            return any(
-                self._tables.pool_of[name].holders(page) == counts[name, page]
-                for name, pages in rows.items()
-                for page in pages
-            )
-
-        return frees
+        return bool(point.states) or any(
+            self._tables.pool_of[name].holders(page) == self._in_points[name][page]
+            and (kept is None or page not in kept.pages[name])
+            for name, pages in point.pages.items()
+            for page in pages
+        )
 
     def drop_points(self) -> None:
         """Give up all points, for states that may be wrong."""
@@ -357,7 +338,7 @@ class Prefixes:
         for group in self._full:
             per_span = self.span_tokens // group.spec.page_size
             pages[group.name] = sequence.table.pages[group.name][index * per_span : (index + 1) * per_span]
-            self._tables.pool_of[group.name].retain_many(pages[group.name])
+            self._tables.pool_of[group.name].retain(pages[group.name])
         return pages
 
     def _use(self, span: Span, sequence: Sequence) -> None:
@@ -387,7 +368,8 @@ class Prefixes:
         if self._states and not self._save_states(point, span, sequence):
             return
         for name, some in pages.items():
-            self._tables.pool_of[name].retain_many(some)
+            self._tables.pool_of[name].retain(some)
+            self._in_points[name].update(some)
         self._count(pages, 1)
         span.point = point
         sequence.points.append(point)
@@ -402,7 +384,7 @@ class Prefixes:
                 return False
             self.drop_one()
         for name in wanted:
-            page = point.states[name] = self._tables.pool_of[name].allocate()
+            page = point.states[name] = self._tables.pool_of[name].allocate(1)[0]
             self._saves[name, page] = sequence.table.pages[name][0]
             self._reclaimable[name] += 1
         return True
@@ -414,6 +396,8 @@ class Prefixes:
         del self._points[span.digest]
         self._count(point.pages, -1)
         self._free(point.pages)
+        for name, pages in point.pages.items():
+            self._in_points[name].subtract(pages)
         for name, page in point.states.items():
             self._free_state(name, page)
             self._reclaimable[name] -= 1
@@ -421,13 +405,13 @@ class Prefixes:
     def _free_state(self, name: str, page: int) -> None:
         """One holder less of a copy of states; without any it need not be made."""
         pool = self._tables.pool_of[name]
-        pool.free(page)
+        pool.free((page,))
         if not pool.holders(page):
             self._saves.pop((name, page), None)
 
     def _free(self, pages: dict[str, array[int]]) -> None:
         for name, some in pages.items():
-            self._tables.pool_of[name].free_many(some)
+            self._tables.pool_of[name].free(some)
 
     def _count(self, pages: dict[str, array[int]], sign: int) -> None:
         for name, some in pages.items():

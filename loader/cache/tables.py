@@ -169,12 +169,12 @@ class PageTables:
         spare = self._slabs_left(missing, {}) // 2 // max(1, len(self._lasting))
         for name, count in missing.items():
             pool = self.pool_of[name]
-            table.pages[name].extend(pool.allocate_many(count, spare=spare if name in self._lasting else 0))
+            table.pages[name].extend(pool.allocate(count, spare=spare if name in self._lasting else 0))
 
     def hold(self, table: SequenceTable) -> None:
         """Share the pages of a table that was put together from those of others: one holder more for each page."""
         for name, pages in table.pages.items():
-            self.pool_of[name].retain_many(pages)
+            self.pool_of[name].retain(pages)
 
     def evict(self, table: SequenceTable, position: int) -> None:
         """Give back the pages that the token at `position`, and those after it, can't see any more."""
@@ -183,21 +183,21 @@ class PageTables:
             seen = caches.first_visible(group.spec, position) // group.spec.page_size
             count = min(seen - table.first[name], len(table.pages[name]))
             if count > 0:
-                self.pool_of[name].free_many(table.pages[name][:count])
+                self.pool_of[name].free(table.pages[name][:count])
                 del table.pages[name][:count]
                 table.first[name] += count
                 self._evicted[group.pool] += count
 
     def append_page(self, group: str, tables: Sequence[SequenceTable]) -> array[int]:
         """One page more of the group for each of the sequences, in their order. The caller has asked."""
-        taken = self.pool_of[group].allocate_many(len(tables))
+        taken = self.pool_of[group].allocate(len(tables))
         for table, page in zip(tables, taken, strict=True):
             table.pages[group].append(page)
         return taken
 
     def drop_first_page(self, group: str, tables: Sequence[SequenceTable]) -> None:
         """Give back the first page of the group in each of the sequences, whose next tokens don't see it."""
-        self.pool_of[group].free_many([table.pages[group].pop(0) for table in tables])
+        self.pool_of[group].free([table.pages[group].pop(0) for table in tables])
         for table in tables:
             table.first[group] += 1
         self._evicted[self._pool_names[group]] += len(tables)
@@ -205,7 +205,7 @@ class PageTables:
     def release(self, table: SequenceTable) -> None:
         """Give back all pages; the table is as new."""
         for name, pages in table.pages.items():
-            self.pool_of[name].free_many(pages)
+            self.pool_of[name].free(pages)
             del pages[:]
             table.first[name] = 0
 

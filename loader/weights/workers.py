@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,37 +68,29 @@ def _share(jobs: Sequence[Job], open_worker: Callable[[], AbstractContextManager
     """Hand the jobs out, in order, to threads; the bytes read. The first error ends all of them, and is raised."""
     if not jobs:
         return 0
-    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    for job in jobs:
-        waiting.put(job)
-    stop = threading.Event()
+    waiting = deque(jobs)
 
-    def next_jobs() -> Iterator[Job]:
-        while not stop.is_set():
-            try:
-                yield waiting.get_nowait()
-            except queue.Empty:
-                return
-
-    def stop_on_error(future: Future[int]) -> None:
-        if future.exception() is not None:
-            stop.set()
+    def next_job() -> Job | None:
+        try:
+            return waiting.popleft()
+        except IndexError:
+            return None
 
     with opened({job.file for job in jobs}) as descriptors:
 
         def work() -> int:
-            with open_worker() as worker:
-                return sum(worker(job, descriptors[job.file]) for job in next_jobs())
+            try:
+                with open_worker() as worker:
+                    return sum(worker(job, descriptors[job.file]) for job in iter(next_job, None))
+            finally:
+                waiting.clear()  # after an error; else it is empty
 
         threads = min(max_threads, len(jobs))
         with ThreadPoolExecutor(threads, thread_name_prefix="precast-weights") as pool:
             try:
-                futures = [pool.submit(work) for _ in range(threads)]
-                for future in futures:
-                    future.add_done_callback(stop_on_error)
-                return sum(future.result() for future in futures)
+                return sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
             finally:
-                stop.set()
+                waiting.clear()
 
 
 @contextmanager

@@ -322,9 +322,9 @@ def test_a_chunk_is_cut_to_the_pages_that_are_left() -> None:
     queue = Scheduler(memory, max_num_seqs=2, max_num_tokens=8)
     queue.submit(request(1, prompt=24, answer=2))
     assert run(queue) == [(1, 8, False)]
-    others = memory.pools["small"].allocate_many(5)  # one slab is left, and 8 tokens need two
+    others = memory.pools["small"].allocate(5)  # one slab is left, and 8 tokens need two
     assert run(queue) == [(1, 4, False)]
-    memory.pools["small"].free_many(others)
+    memory.pools["small"].free(others)
     assert [run(queue) for _ in range(3)] == [[(1, 8, False)], [(1, 4, True)], [(1, 1, True)]]
 
 
@@ -333,10 +333,10 @@ def test_a_request_is_admitted_when_all_its_tokens_have_room() -> None:
     queue = Scheduler(memory, max_num_seqs=2, max_num_tokens=32)
     queue.submit(request(1, prompt=4, answer=3 * RETRY_STEPS))
     assert run(queue) == [(1, 4, True)]
-    others = memory.pools["small"].allocate_many(12)
+    others = memory.pools["small"].allocate(12)
     queue.submit(request(2, prompt=24, answer=2))
     assert run(queue) == [(1, 1, True)]
-    memory.pools["small"].free_many(others)
+    memory.pools["small"].free(others)
     steps = [run(queue) for _ in range(RETRY_STEPS)]  # it is looked at again after so many
     assert steps[:-1] == [[(1, 1, True)]] * (RETRY_STEPS - 1)
     assert steps[-1] == [(1, 1, True), (2, 24, True)]
@@ -360,12 +360,12 @@ def test_one_of_a_higher_priority_need_not_wait_for_another_look() -> None:
     queue = Scheduler(memory, max_num_seqs=3, max_num_tokens=32)
     queue.submit(request(1, prompt=4, answer=3 * RETRY_STEPS))
     run(queue)
-    others = memory.pools["small"].allocate_many(12)
+    others = memory.pools["small"].allocate(12)
     queue.submit(request(2, prompt=24, answer=2))
     assert run(queue) == [(1, 1, True)]  # there is no room, and it waits to be looked at again
     queue.submit(request(3, prompt=4, answer=2, priority=1))
     assert run(queue) == [(1, 1, True), (3, 4, True)]
-    memory.pools["small"].free_many(others)
+    memory.pools["small"].free(others)
 
 
 def test_those_cancelled_while_they_wait_do_not_pile_up() -> None:
@@ -392,10 +392,10 @@ def test_pages_on_too_many_slabs_are_computed_anew_alone() -> None:
     running = queue.rows.requests[0]
     while not queue.num_preemptions or queue.num_running > 1:
         if len(set(running.table.pages["far"])) > len(held) and large.num_room:  # type: ignore[union-attr]
-            held.append(large.allocate())  # the other half of its slab, as another sequence would
+            held.append(large.allocate(1)[0])  # the other half of its slab, as another sequence would
         run(queue)
     assert not running.shares
-    large.free_many(held)
+    large.free(held)
     queue.submit(request(3, prompt=1, answer=1, first=2))
     found = []
     while queue.num_running or queue.num_waiting:
