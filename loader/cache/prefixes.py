@@ -127,9 +127,7 @@ class Prefixes:
 
     def restores(self, sequence: Sequence) -> list[PageCopy]:
         """The states that the sequence goes on from, to be copied before its first chunk."""
-        assert sequence.table is not None
-        table = sequence.table
-        return [PageCopy(name, page, table.pages[name][0]) for name, page in sequence.restores.items()]
+        return [PageCopy(name, page, sequence.table.pages[name][0]) for name, page in sequence.restores.items()]
 
     def restored(self, sequence: Sequence) -> None:
         """The sequence's first chunk is computed: the states that it went on from may be dropped."""
@@ -333,7 +331,6 @@ class Prefixes:
 
     def _pages_of(self, index: int, sequence: Sequence) -> dict[str, array[int]]:
         """The sequence's pages of a span, with one holder more."""
-        assert sequence.table is not None
         pages = {}
         for group in self._full:
             per_span = self.span_tokens // group.spec.page_size
@@ -355,7 +352,6 @@ class Prefixes:
         span, table = self._known.get(digest), sequence.table
         if span is None or span.point is not None or (self._states and length != sequence.num_computed):
             return
-        assert table is not None
         first, pages = {}, {}
         for group in self._forgetting:
             name, size = group.name, group.spec.page_size
@@ -377,7 +373,6 @@ class Prefixes:
 
     def _save_states(self, point: Point, span: Span, sequence: Sequence) -> bool:
         """Take pages for copies of the sequence's states. Older spans give way to them, running sequences don't."""
-        assert sequence.table is not None
         wanted = {group.name: 1 for group in self._states}
         while not self._tables.can_take(wanted):
             if not self._unused or next(iter(self._unused.values())) is span:

@@ -13,8 +13,8 @@ class Sequence:
 
     `num_pending` tokens at the end of `token_ids` are not computed yet. `prefill_length` is the length that the tokens
     had when their computation began, or began anew because of their length; a sequence that is computed again because
-    its pages were taken keeps it. `table` is None while it waits. One that doesn't `share` goes on from nothing that
-    others left, and leaves nothing.
+    its pages were taken keeps it. Its `table` is empty while it waits. One that doesn't `share` goes on from nothing
+    that others left, and leaves nothing.
     """
 
     def __init__(self, token_ids: array[int]) -> None:
@@ -23,7 +23,7 @@ class Sequence:
         self.num_pending = self.prefill_length = len(token_ids)
         self.num_reused = 0  # computed tokens that another sequence computed
         self.shares = True
-        self.table: SequenceTable | None = None
+        self.table = SequenceTable(())
         # Of its prefix, kept by `Prefixes`: the digests of its first spans, the spans that it keeps from being dropped,
         # the points that fall if its logits turn out to be NaN, whether a token was drawn since it started, how many
         # spans it has offered, how many tokens were known when it started, and the states to copy before its first

@@ -29,15 +29,6 @@ class _Source(NamedTuple):
     offset: int
 
 
-class _Expected(NamedTuple):
-    """A tensor's name, dtype and sizes; `constant` are the sizes if they hold no symbol."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[Expr, ...]
-    constant: tuple[int, ...] | None
-
-
 class Binding:
     """Which tensors must be given, and what their sizes say about the symbols."""
 
@@ -46,7 +37,11 @@ class Binding:
         self._device = device
         self._ranges = {symbol.name: symbol for symbol in symbols}
         self._sources = _sources(values)
-        self._expected = [_expected(value) for value in values]
+        # Name, dtype and sizes of each tensor, and whether one of the sizes holds a symbol.
+        self._expected = [
+            (value.name, dtypes.BY_NAME[value.type.dtype], shape, not all(isinstance(size, int) for size in shape))
+            for value, shape in ((value, value.type.shape) for value in values)
+        ]
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -82,11 +77,11 @@ class Binding:
     def _fits(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> bool:
         if len(tensors) != len(self._expected) or not all(source.symbol in sizes for source in self._sources):
             return False
-        for name, dtype, shape, constant in self._expected:
+        for name, dtype, shape, is_symbolic in self._expected:
             tensor = tensors.get(name)
             if tensor is None or tensor.dtype != dtype or tensor.device != self._device:
                 return False
-            if tensor.shape != (constant if constant is not None else tuple(_value(size, sizes) for size in shape)):
+            if tensor.shape != (tuple(_value(size, sizes) for size in shape) if is_symbolic else shape):
                 return False
         return not any(self._out_of_range(source.symbol, sizes) for source in self._sources)
 
@@ -135,12 +130,6 @@ def type_text(kind: TensorType) -> str:
 
 def _value(size: Expr, sizes: Mapping[str, int]) -> int:
     return size if isinstance(size, int) else exprs.evaluate(size, sizes)
-
-
-def _expected(value: Value) -> _Expected:
-    sizes = tuple(size for size in value.type.shape if isinstance(size, int))
-    constant = sizes if len(sizes) == len(value.type.shape) else None
-    return _Expected(value.name, dtypes.BY_NAME[value.type.dtype], value.type.shape, constant)
 
 
 def _sources(values: Sequence[Value]) -> tuple[_Source, ...]:

@@ -65,7 +65,6 @@ class Chunk:
     @property
     def table(self) -> SequenceTable:
         """The request's page table."""
-        assert self.request.table is not None
         return self.request.table
 
     @property

@@ -91,7 +91,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended or is cancelled, and give back its pages; its prefix stays known."""
-        if request.table is not None:
+        if request.row >= 0 or request.id in self._prefilling:
             self._stop(request)
             return
         index = bisect_left(self._waiting, request.rank, key=_rank_of)
@@ -158,7 +158,6 @@ class Scheduler:
 
     def _complete_chunk(self, chunk: Chunk, token_id: int | None) -> None:
         request = chunk.request
-        assert request.table is not None
         request.num_pending -= chunk.length
         self._prefixes.restored(request)
         self._prefixes.register(request)
@@ -177,7 +176,6 @@ class Scheduler:
     def _restart(self, request: Request) -> None:
         """All tokens of a running request are to be computed anew, as those of a sequence of its present length."""
         self._give_back(request)
-        request.table = self._tables.new_table()
         request.prefill_length = len(request.token_ids)
         request.digests.clear()
 
@@ -204,7 +202,6 @@ class Scheduler:
         for request in sorted(lacking.values(), key=_rank_of):
             # It may have been preempted for an older one, and be preempted itself.
             while request.row >= 0:
-                assert request.table is not None
                 if self.make_room(request.table, len(request.token_ids)):
                     rows.refresh(request.row)
                     break
@@ -225,7 +222,6 @@ class Scheduler:
 
         The pages are taken.
         """
-        assert request.table is not None
         length = min(request.num_pending, budget)
         if not request.shares:
             # Nothing is given up for it: with larger chunks its windows could keep slabs that it needs later.
@@ -346,7 +342,7 @@ class Scheduler:
         if not staying:
             return True
         # What none of those that stay has can be had.
-        tables = [match.table, *(other.table for other in staying if other.table is not None)]
+        tables = [match.table, *(other.table for other in staying)]
         held = {name: len({page for table in tables for page in table.pages[name]}) for name in self._tables.pool_of}
         kept = self._tables.by_pool(held)
         freed = {name: pool.num_held - kept[name] for name, pool in self._tables.pools.items()}
@@ -396,10 +392,8 @@ class Scheduler:
         self._steps_to_wait = 0
 
     def _give_back(self, request: Request, *, keep: bool = True) -> None:
-        assert request.table is not None
         if keep:
             self._prefixes.register(request)
         self._prefixes.leave(request)
         self._tables.release(request.table)
-        request.table = None
         request.num_computed = request.num_reused = 0
