@@ -47,7 +47,7 @@ def host_bytes(buffer: Buffer) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-Sizes = tuple[int, int, int]
+Dim3 = tuple[int, int, int]
 """Of a grid or a block of threads, by dimension."""
 Arguments = Sequence[Buffer | int | float]
 """Of a kernel; a buffer is passed as its address."""
@@ -89,7 +89,7 @@ class Device(Protocol):
         """The kernel called `name` of a compiled image. Raises TargetError where the device takes none."""
 
     def launch(
-        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
+        self, kernel: Kernel, grid: Dim3, block: Dim3, args: Arguments, shared_bytes: int = 0, stream: Stream = None
     ) -> None:
         """Run the kernel once for each place of the grid; the host does not wait."""
 

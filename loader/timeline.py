@@ -62,14 +62,6 @@ class Timeline:
         first = min((phase.start for phase in self.phases), default=0.0)
         return max((phase.start + (phase.seconds or 0.0) for phase in self.phases), default=0.0) - first
 
-    def counters(self) -> dict[str, int]:
-        """All counters, summed over the phases."""
-        total: dict[str, int] = {}
-        for phase in self.phases:
-            for counter, number in phase.counters.items():
-                total[counter] = total.get(counter, 0) + number
-        return total
-
     def to_dict(self) -> dict[str, Any]:
         """`{"total_seconds": ..., "phases": [{"name", "start", "seconds", "bytes", "counters"}, ...]}`."""
         phases = [msgspec.to_builtins(phase) for phase in self.phases]

@@ -13,7 +13,7 @@ import torch
 
 from precast.ir.errors import RequestError, TargetError
 from precast.kernels import dtypes
-from precast.loader.device import Arguments, Buffer, Device, Event, Kernel, Sizes, Stream
+from precast.loader.device import Arguments, Buffer, Device, Dim3, Event, Kernel, Stream
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """With these a user configures torch's allocator of GPU memory."""
@@ -99,7 +99,7 @@ class CpuDevice:
         raise TargetError("device-invalid", f"kernel {name} is for a GPU, and the device is cpu")
 
     def launch(
-        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
+        self, kernel: Kernel, grid: Dim3, block: Dim3, args: Arguments, shared_bytes: int = 0, stream: Stream = None
     ) -> None:
         """Call `kernel`, a function, as a GPU's kernels are called; the whole grid is one call."""
         self._run(partial(kernel, grid, block, _arguments(args), shared_bytes, stream))
@@ -173,7 +173,7 @@ class CudaDevice:
         return kernel
 
     def launch(
-        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
+        self, kernel: Kernel, grid: Dim3, block: Dim3, args: Arguments, shared_bytes: int = 0, stream: Stream = None
     ) -> None:
         """As the interface says. Integers are passed as int32, floats as doubles."""
         with self.use():

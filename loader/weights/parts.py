@@ -22,7 +22,7 @@ from precast.ir.weights import recipes
 from precast.loader.weights import views
 from precast.loader.weights.views import Shape, View
 
-Window = tuple[tuple[int, int], ...]
+Region = tuple[tuple[int, int], ...]
 """The part of a recipe's result that is wanted: start and length in each dimension."""
 
 Casts = tuple[ir.Dtype, ...]
@@ -124,27 +124,27 @@ class Assembly:
         return values, scales, zeros, groups
 
     def _input(self, part: ir.Recipe, computed: Computed) -> int:
-        window = _whole(_shape(part))
+        region = _whole(_shape(part))
         if computed.index is not None:
-            window = ((computed.index, 1), *window[1:])
-        shape = tuple(length for _, length in window)
+            region = ((computed.index, 1), *region[1:])
+        shape = tuple(length for _, length in region)
         dtype = recipes.dtype(part) or "float32"  # of scales, which are used in float32 whatever is stored
         target = self._add_target(Target(None, dtype, shape))
-        self._place(part, views.contiguous(shape), window, target, (dtype,))
+        self._place(part, views.contiguous(shape), region, target, (dtype,))
         return target
 
     def _add_target(self, target: Target) -> int:
         self.targets.append(target)
         return len(self.targets) - 1
 
-    def _place(self, recipe: ir.Recipe, destination: View, window: Window, target: int, casts: Casts) -> None:
-        """Fill `destination`, of the window's shape, with the window of what the recipe makes."""
+    def _place(self, recipe: ir.Recipe, destination: View, region: Region, target: int, casts: Casts) -> None:
+        """Fill `destination`, of the region's shape, with the region of what the recipe makes."""
         if 0 in destination.shape:
             return
         leaf = _leaf(recipe)
         if leaf is not None:
             origin, source, inner = leaf
-            for dim, (start, length) in enumerate(window):
+            for dim, (start, length) in enumerate(region):
                 source = views.narrow(source, dim, start, length)
             if isinstance(origin, ir.Read):
                 kept = _conversions(self._stored_dtype(origin.tensor), (*inner, *casts))
@@ -152,38 +152,38 @@ class Assembly:
             else:
                 self._compute(origin, source, target, destination, _conversions("float32", (*inner, *casts)))
         elif isinstance(recipe, ir.Slice):
-            start, length = window[recipe.dim]
+            start, length = region[recipe.dim]
             moved = (start + _number(recipe.start), length)
-            inside = (*window[: recipe.dim], moved, *window[recipe.dim + 1 :])
+            inside = (*region[: recipe.dim], moved, *region[recipe.dim + 1 :])
             self._place(recipe.of, destination, inside, target, casts)
         elif isinstance(recipe, ir.Transpose):
             i, j = recipe.dim0, recipe.dim1
-            exchanged = list(window)
+            exchanged = list(region)
             exchanged[i], exchanged[j] = exchanged[j], exchanged[i]
             self._place(recipe.of, views.transpose(destination, i, j), tuple(exchanged), target, casts)
         elif isinstance(recipe, ir.Cast):
-            self._place(recipe.of, destination, window, target, (recipe.dtype, *casts))
+            self._place(recipe.of, destination, region, target, (recipe.dtype, *casts))
         elif isinstance(recipe, ir.Concat):
-            self._place_concat(recipe, destination, window, target, casts)
+            self._place_concat(recipe, destination, region, target, casts)
         elif isinstance(recipe, (ir.Stack, ir.Each)):
-            start, length = window[recipe.dim]
-            inside = (*window[: recipe.dim], *window[recipe.dim + 1 :])
+            start, length = region[recipe.dim]
+            inside = (*region[: recipe.dim], *region[recipe.dim + 1 :])
             for i in range(length):
                 part = recipe.parts[start + i] if isinstance(recipe, ir.Stack) else recipes.nth(recipe, start + i)
                 self._place(part, views.select(destination, recipe.dim, i), inside, target, casts)
         else:
             assert isinstance(recipe, ir.Reshape), "verified: a tie is a recipe of its own"
-            self._place_reshape(recipe, destination, window, target, casts)
+            self._place_reshape(recipe, destination, region, target, casts)
 
-    def _place_concat(self, recipe: ir.Concat, destination: View, window: Window, target: int, casts: Casts) -> None:
+    def _place_concat(self, recipe: ir.Concat, destination: View, region: Region, target: int, casts: Casts) -> None:
         dim = recipe.dim
-        first, length = window[dim]
+        first, length = region[dim]
         begin = 0
         for part in recipe.parts:
             end = begin + _shape(part)[dim]
             low, high = max(begin, first), min(end, first + length)
             if low < high:
-                inside = (*window[:dim], (low - begin, high - low), *window[dim + 1 :])
+                inside = (*region[:dim], (low - begin, high - low), *region[dim + 1 :])
                 self._place(part, views.narrow(destination, dim, low - first, high - low), inside, target, casts)
             begin = end
 
@@ -197,9 +197,9 @@ class Assembly:
         for index, inside, place in parts:
             self.computed.append(Computed(recipe, index, inside, target, place, casts))
 
-    def _place_reshape(self, recipe: ir.Reshape, destination: View, window: Window, target: int, casts: Casts) -> None:
+    def _place_reshape(self, recipe: ir.Reshape, destination: View, region: Region, target: int, casts: Casts) -> None:
         shape, inner = _shape(recipe), _shape(recipe.of)
-        fitting = views.reshape(destination, inner) if window == _whole(shape) else None
+        fitting = views.reshape(destination, inner) if region == _whole(shape) else None
         if fitting is not None:
             self._place(recipe.of, fitting, _whole(inner), target, casts)
             return
@@ -207,7 +207,7 @@ class Assembly:
         temporary = self._add_target(Target(None, casts[-1], inner))
         self._place(recipe.of, views.contiguous(inner), _whole(inner), temporary, casts)
         view = views.contiguous(shape)
-        for dim, (start, length) in enumerate(window):
+        for dim, (start, length) in enumerate(region):
             view = views.narrow(view, dim, start, length)
         self.moves.append(Move(temporary, view, target, destination))
 
@@ -246,7 +246,7 @@ def _number(size: ir.Expr) -> int:
     return size
 
 
-def _whole(shape: Shape) -> Window:
+def _whole(shape: Shape) -> Region:
     return tuple((0, size) for size in shape)
 
 

@@ -89,11 +89,6 @@ class Job(msgspec.Struct, frozen=True):
     bytes_needed: int
 
     @property
-    def num_bytes(self) -> int:
-        """What the job reads."""
-        return sum(each.num_bytes for each in self.ranges)
-
-    @property
     def size(self) -> int:
         """What a buffer must hold that all of the job passes through."""
         return self.buffer_bytes + sum(each.num_bytes for each in self.ranges if each.target is not None)
@@ -110,11 +105,6 @@ class Plan(msgspec.Struct, frozen=True):
     def bytes_needed(self) -> int:
         """The bytes of the checkpoint that the parts need, each counted once."""
         return sum(job.bytes_needed for job in self.jobs)
-
-    @property
-    def bytes_read(self) -> int:
-        """What the jobs read: the bytes needed, and the short gaps between them."""
-        return sum(job.num_bytes for job in self.jobs)
 
 
 DEFAULT_SIZES = Granularity()

@@ -127,7 +127,7 @@ class Upload(NamedTuple):
     offset: int
 
 
-class _Buffer(NamedTuple):
+class _Pinned(NamedTuple):
     """Pinned bytes, the same as a memoryview, and when the device has taken them."""
 
     raw: torch.Tensor
@@ -145,7 +145,7 @@ class PinnedBuffers:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._pinned: deque[Future[_Buffer]] = deque()
+        self._pinned: deque[Future[_Pinned]] = deque()
         if device.kind == "cuda":
             pool = ThreadPoolExecutor(1, thread_name_prefix="precast-pinning")
             self._pinned.extend(pool.submit(self._pin) for _ in range(DEVICE_THREADS * BUFFERS_A_THREAD))
@@ -158,20 +158,20 @@ class PinnedBuffers:
         while self._pinned:
             self._pinned.popleft().cancel()
 
-    def take(self) -> _Buffer:
+    def take(self) -> _Pinned:
         """The next buffer, once it is pinned."""
         return self._pinned.popleft().result()
 
-    def give_back(self, buffer: _Buffer) -> None:
+    def give_back(self, buffer: _Pinned) -> None:
         """Take a buffer back that nothing is on its way from any more."""
-        free: Future[_Buffer] = Future()
+        free: Future[_Pinned] = Future()
         free.set_result(buffer)
         self._pinned.append(free)
 
-    def _pin(self) -> _Buffer:
+    def _pin(self) -> _Pinned:
         with self.device.use():
             raw = tensor_of(self.device.alloc(BUFFER_BYTES, pinned=True))
-            return _Buffer(raw, raw.numpy().data, self.device.event())
+            return _Pinned(raw, raw.numpy().data, self.device.event())
 
 
 @contextmanager
@@ -183,9 +183,9 @@ def _device_worker(memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready
     """
     device = buffers.device
     stream, done = device.stream(), device.event()
-    taken: deque[_Buffer] = deque()
+    taken: deque[_Pinned] = deque()
 
-    def next_buffer() -> _Buffer:
+    def next_buffer() -> _Pinned:
         """A buffer that is on its way to nowhere: a new one, or the one that has been on its way for the longest."""
         if len(taken) < BUFFERS_A_THREAD:
             taken.append(buffers.take())
@@ -205,7 +205,7 @@ def _device_worker(memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready
                 buffers.give_back(buffer)
 
 
-def _run_on_device(job: Job, descriptor: int, buffer: _Buffer, memory: Sequence[torch.Tensor], device: Device) -> int:
+def _run_on_device(job: Job, descriptor: int, buffer: _Pinned, memory: Sequence[torch.Tensor], device: Device) -> int:
     """Read the job's bytes and queue what the device has to do with them.
 
     What Python does for a job must be short: the threads take turns at it, and a GPU takes thousands of jobs a second.

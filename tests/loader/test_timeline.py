@@ -41,13 +41,6 @@ def test_the_total_goes_from_the_first_start_to_the_last_end() -> None:
     assert Timeline().total_seconds() == 0.0
 
 
-def test_counters_are_summed_over_phases() -> None:
-    timeline = loaded()
-    timeline.phases[2].counters = {"blobs": 1, "fallbacks": 0}
-
-    assert timeline.counters() == {"blobs": 4, "fallbacks": 0}
-
-
 def test_phases_do_not_share_counters() -> None:
     timeline = loaded()
 
