@@ -29,10 +29,6 @@ class Phase(msgspec.Struct):
     bytes: int | None = None
     counters: dict[str, int] = {}
 
-    def note(self, num_bytes: int, counters: dict[str, int]) -> None:
-        """Say what the phase moved and counted."""
-        self.bytes, self.counters = num_bytes, counters
-
 
 class Timeline:
     """The phases of one load, in the order in which they began to be recorded."""

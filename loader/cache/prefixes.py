@@ -96,14 +96,11 @@ class Prefixes:
         if self._forgetting or self._states:
             while spans and spans[-1].point is None:
                 spans.pop()
-        table = self._tables.new_table()
-        for span in spans:
-            for name, pages in span.pages.items():
-                table.pages[name].extend(pages)
-        point = spans[-1].point if spans else None
+        table, point = self._tables.new_table(), spans[-1].point if spans else None
         if point is not None:
             table.first.update(point.first)
-            for name, pages in point.pages.items():
+        for each in [*spans, point] if point is not None else spans:
+            for name, pages in each.pages.items():
                 table.pages[name].extend(pages)
         return Match(spans, len(spans) * self.span_tokens, known, table)
 
@@ -123,7 +120,7 @@ class Prefixes:
             for name, page in point.states.items():
                 self._tables.pool_of[name].retain((page,))
                 sequence.restores[name] = page
-            self._touch_point(match.spans[-1])
+            self._points[match.spans[-1].digest] = self._points.pop(match.spans[-1].digest)
 
     def restores(self, sequence: Sequence) -> list[PageCopy]:
         """The states that the sequence goes on from, to be copied before its first chunk."""
@@ -253,10 +250,7 @@ class Prefixes:
             if not span.num_users:
                 self._unused[span.digest] = self._unused.pop(span.digest)
         if match.spans and match.spans[-1].point is not None:
-            self._touch_point(match.spans[-1])
-
-    def _touch_point(self, span: Span) -> None:
-        self._points[span.digest] = self._points.pop(span.digest)
+            self._points[match.spans[-1].digest] = self._points.pop(match.spans[-1].digest)
 
     def _drop(self, span: Span) -> None:
         """Give up a span without users."""

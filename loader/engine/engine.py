@@ -332,9 +332,6 @@ class Engine:
             self._end(answer, event)
 
     def _count(self, step: Step, num_sampled: int) -> None:
-        decoded = len(step.decodes)
-        self._counts["steps"] += 1
-        self._counts["eager_steps"] += 1
-        self._counts["tokens_decoded"] += decoded
-        self._counts["tokens_prefilled"] += step.num_tokens - decoded
-        self._counts["tokens_sampled"] += num_sampled
+        decoded, prefilled = len(step.decodes), sum(chunk.length for chunk in step.chunks)
+        self._counts.update(steps=1, eager_steps=1, tokens_sampled=num_sampled)
+        self._counts.update(tokens_decoded=decoded, tokens_prefilled=prefilled)

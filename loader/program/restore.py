@@ -91,7 +91,7 @@ class Program:
     def _check_symbols(self) -> None:
         statics = Binding(tuple(self._statics.values()), self._symbols, self.device)
         sizes = [size for value in (*self.inputs, *self._statics.values()) for size in value.type.shape]
-        used = set().union(*(exprs.free_symbols(size) for size in (*sizes, *self._main.expressions())))
+        used = set().union(*(exprs.free_symbols(size) for size in (*sizes, *self._main.expressions)))
         missing = sorted(used - statics.symbols - self._inputs.symbols)
         if missing:
             raise BundleError(
@@ -165,16 +165,12 @@ class _Main:
         self._inputs = tuple((value.name, layout[value.name]) for value in graph.inputs)
         self._outputs = tuple((name, layout[value]) for name, value in graph.outputs.items())
         self._integers = tuple((register, _evaluator(arg)) for arg, register in layout.integers.items())
-        self._integer_args = tuple(layout.integers)
+        self.expressions = [expr for arg in layout.integers for expr in _expressions(arg)]  # that a run evaluates
         outputs = (register for _, register in self._outputs)
         self._instructions = Instructions(actions, {*range(len(statics)), *layout.integers.values(), *outputs})
         self._template: Frame = [None] * layout.size
         for name in statics:
             self.places[name].append((self._template, layout[name]))
-
-    def expressions(self) -> list[ir.Expr]:
-        """Every expression that a run evaluates."""
-        return [expr for arg in self._integer_args for expr in _expressions(arg)]
 
     def run(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
         frame = self._template.copy()

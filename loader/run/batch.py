@@ -85,10 +85,10 @@ class BatchInputs:
         return {name: made[name] for name in self._kinds}
 
     def _decode_arrays(self, rows: DecodeRows) -> Arrays:
-        positions, bounds = rows.positions(), rows.bounds()
+        token_ids, positions, bounds = rows.tokens()
         ends = positions + 1
         made: Arrays = {
-            "input_ids": rows.token_ids(),
+            "input_ids": token_ids,
             "positions": positions,
             "rope_lengths": ends,
             "cu_seqlens": bounds,

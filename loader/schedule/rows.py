@@ -146,17 +146,10 @@ class DecodeRows:
 
     # --- what a step takes -------------------------------------------------------------------------------------
 
-    def token_ids(self) -> Ints:
-        """`[B]`, a view: the rows' next tokens."""
-        return self._token_ids[: len(self.requests)]
-
-    def positions(self) -> Ints:
-        """`[B]`, a view."""
-        return self._positions[: len(self.requests)]
-
-    def bounds(self) -> npt.NDArray[np.int32]:
-        """`[B + 1]`, a view: `cu_seqlens`."""
-        return self._bounds[: len(self.requests) + 1]
+    def tokens(self) -> tuple[Ints, Ints, npt.NDArray[np.int32]]:
+        """The rows' next tokens `[B]`, their positions `[B]`, and `cu_seqlens` `[B + 1]`: views."""
+        count = len(self.requests)
+        return self._token_ids[:count], self._positions[:count], self._bounds[: count + 1]
 
     def group_arrays(self) -> list[tuple[npt.NDArray[np.int32], Ints, Ints, Ints]]:
         """For each group with pages: indices `[N]`, counts `[B]`, starts `[B]` in tokens, slots `[B]`."""

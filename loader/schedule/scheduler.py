@@ -14,6 +14,7 @@ highest priority is never preempted for others, and what `check` let through fit
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -56,7 +57,7 @@ class Scheduler:
         self._restart_length = restart_length
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
-        self._num_arrivals = 0
+        self._arrivals = itertools.count(1)
         self._waiting: list[Request] = []  # in the order of their ranks
         self._prefilling: dict[int, Request] = {}  # running, with more than one token to compute
         self._steps_to_wait = 0  # before the first in the queue is looked at again
@@ -83,8 +84,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request that `check` let through."""
-        self._num_arrivals += 1
-        request.arrival = self._num_arrivals
+        request.arrival = next(self._arrivals)
         self._enqueue(request)
         if self._waiting[0] is request:
             self._steps_to_wait = 0

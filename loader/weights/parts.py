@@ -158,9 +158,7 @@ class Assembly:
             self._place(recipe.of, destination, inside, target, casts)
         elif isinstance(recipe, ir.Transpose):
             i, j = recipe.dim0, recipe.dim1
-            exchanged = list(region)
-            exchanged[i], exchanged[j] = exchanged[j], exchanged[i]
-            self._place(recipe.of, views.transpose(destination, i, j), tuple(exchanged), target, casts)
+            self._place(recipe.of, views.transpose(destination, i, j), views.swap(region, i, j), target, casts)
         elif isinstance(recipe, ir.Cast):
             self._place(recipe.of, destination, region, target, (recipe.dtype, *casts))
         elif isinstance(recipe, ir.Concat):

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from precast.loader.weights.cuts import Cut, cuts_of
 from precast.loader.weights.parts import Assembly, Casts, Move, Target
 from precast.loader.weights.views import View
 
+T = TypeVar("T")
 ALIGNMENT = 16
 """Where copies begin in a buffer, in bytes: a multiple of every element's size."""
 
@@ -115,7 +117,9 @@ def plan_reads(assembly: Assembly, find: Callable[[str], StoredTensor], sizes: G
     cuts = [cut for part in assembly.parts for cut in cuts_of(part, find(part.tensor), sizes.job)]
     cuts.sort(key=lambda cut: (cut.file, cut.start, cut.end))
     smallest = (_job_of(cluster, sizes) for cluster in _clusters(cuts))
-    jobs = tuple(map(_joined, _groups(smallest, sizes.job)))
+    of_files = (jobs for _, jobs in itertools.groupby(smallest, lambda job: job.file))
+    groups = (group for jobs in of_files for group in grouped(jobs, lambda job: job.size, sizes.job))
+    jobs = tuple(map(_joined, groups))
     return Plan(tuple(assembly.targets), jobs, tuple(assembly.moves))
 
 
@@ -210,16 +214,16 @@ def _copy(cut: Cut, offset: int, strides: list[int]) -> Copy:
 # --- jobs of the allowed size ------------------------------------------------------------------------------------
 
 
-def _groups(jobs: Iterable[Job], job_bytes: int) -> Iterator[list[Job]]:
-    """Neighbours of one file, as many as are one job together; one that is larger stays alone."""
-    group: list[Job] = []
+def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Neighbours, as many together as have up to `most` bytes; one that is larger stays alone."""
+    group: list[T] = []
     size = 0
-    for job in jobs:
-        if group and (job.file != group[0].file or size + job.size > job_bytes):
+    for item in items:
+        size += size_of(item)
+        if group and size > most:
             yield group
-            group, size = [], 0
-        group.append(job)
-        size += job.size
+            group, size = [], size_of(item)
+        group.append(item)
     if group:
         yield group
 

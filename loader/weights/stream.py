@@ -22,8 +22,8 @@ from precast.kernels import dtypes
 from precast.loader.device import Device
 from precast.loader.torch_device import tensor_of
 from precast.loader.weights.dequantise import dequantise
-from precast.loader.weights.parts import Computed, Inputs, Target, input_parts, param_parts
-from precast.loader.weights.read_plan import plan_reads
+from precast.loader.weights.parts import Computed, Target, input_parts, param_parts
+from precast.loader.weights.read_plan import grouped, plan_reads
 from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_all, read_all, strided
 
 PARAM_ALIGNMENT = 256
@@ -83,19 +83,13 @@ def _round(
     num_bytes = read_all(plan, read, buffers)
     move_all(plan, read)
     tensors = _typed(plan.targets, read)
-    for each, places in zip(computed, inputs, strict=True):
-        _compute(each, places, tensors, memory)
+    for each, (values, scales, *optional) in zip(computed, inputs, strict=True):
+        zeros, groups = (None if place is None else tensors[place] for place in optional)
+        made = dequantise(each.recipe, tensors[values], tensors[scales], zeros, groups)
+        source = strided(made.contiguous().flatten(), each.source)
+        copy_converted(source, memory[each.target], each.destination, each.casts)
+        del made, source  # before the next is made
     return num_bytes, plan.bytes_needed
-
-
-def _compute(
-    computed: Computed, inputs: Inputs, tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]
-) -> None:
-    values, scales, *optional = inputs
-    zeros, groups = (None if place is None else tensors[place] for place in optional)
-    made = dequantise(computed.recipe, tensors[values], tensors[scales], zeros, groups)
-    source = strided(made.contiguous().flatten(), computed.source)
-    copy_converted(source, memory[computed.target], computed.destination, computed.casts)
 
 
 def _in_rounds(computed: Sequence[Computed], stored: Mapping[str, StoredTensor]) -> Iterator[list[Computed]]:
@@ -105,19 +99,11 @@ def _in_rounds(computed: Sequence[Computed], stored: Mapping[str, StoredTensor])
         first = stored[recipes.leaves(each.recipe)[0].tensor]
         return str(first.file), first.offset, each.index or 0
 
-    found: list[Computed] = []
-    size = 0
-    for each in sorted(computed, key=place):
-        num_bytes = sum(stored[read.tensor].nbytes for read in recipes.leaves(each.recipe))
-        if each.index is not None:
-            num_bytes //= int(recipes.shape(each.recipe)[0])  # type: ignore[arg-type]
-        if found and size + num_bytes > ROUND_BYTES:
-            yield found
-            found, size = [], 0
-        found.append(each)
-        size += num_bytes
-    if found:
-        yield found
+    def num_bytes(each: Computed) -> int:
+        size = sum(stored[read.tensor].nbytes for read in recipes.leaves(each.recipe))
+        return size if each.index is None else size // int(recipes.shape(each.recipe)[0])  # type: ignore[arg-type]
+
+    return grouped(sorted(computed, key=place), num_bytes, ROUND_BYTES)
 
 
 def _allocate(targets: Sequence[Target], device: Device) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ def loaded() -> Timeline:
     with timeline.phase("bundle") as phase:
         phase.counters = {"blobs": 3}
     with timeline.phase("weights") as phase:
-        phase.note(3_000_000_000, {})
+        phase.bytes = 3_000_000_000
     return timeline
 
 
