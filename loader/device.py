@@ -40,6 +40,11 @@ class Buffer(NamedTuple):
         return Buffer(self.pointer + start, dtype, shape, strides, self.owner)
 
 
+def aligned(num_bytes: int, alignment: int) -> int:
+    """The next multiple of `alignment` bytes."""
+    return -(-num_bytes // alignment) * alignment
+
+
 def host_bytes(buffer: Buffer) -> memoryview:
     """A contiguous buffer of bytes in the host's memory, writable. The view keeps that memory alive."""
     memory = (ctypes.c_ubyte * math.prod(buffer.shape)).from_address(buffer.pointer)

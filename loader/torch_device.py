@@ -56,9 +56,8 @@ def cut_blocks_to_size(device: torch.device) -> bool:
     are cut to size (`expandable_segments`). The setting is the process's; where the user has made settings of the kind,
     they stay. PyTorch has no public function for it: a version without the one used here keeps its default.
     """
-    if device.type != "cuda" or any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        return False
-    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+    can_be_set = device.type == "cuda" and hasattr(torch._C, "_accelerator_setAllocatorSettings")
+    if not can_be_set or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return False
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return True

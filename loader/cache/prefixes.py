@@ -62,6 +62,7 @@ class Prefixes:
         self._full = [group for group in plan.groups if not forgets(group.spec)]
         self._forgetting = [group for group in plan.groups if forgets(group.spec)]
         self._states = plan.states if reuses else ()
+        self.has_states = bool(self._states)
         self.span_tokens = math.lcm(*(group.spec.page_size for group in plan.groups)) if plan.groups else STATE_SPAN
         self._known: dict[bytes, Span] = {}
         self._unused: dict[bytes, Span] = {}  # of the known ones, those without users: used longest ago first
@@ -73,10 +74,6 @@ class Prefixes:
     @property
     def num_spans(self) -> int:
         return len(self._known)
-
-    @property
-    def has_states(self) -> bool:
-        return bool(self._states)
 
     def reclaimable(self, match: Match | None = None) -> dict[str, int]:
         """Pages by group that `drop_one` gives back at most; some of windows may still be in use."""

@@ -71,8 +71,7 @@ class PageTables:
         self._forgetting = tuple(group for group in self.plan.groups if forgets(group.spec))
         self._lasting = {group.name for group in self.plan.groups if not forgets(group.spec)}
         self._filled_bytes = {group.pool: caches.filled_bytes(group) for group in self.groups}
-        self._evicted = dict.fromkeys(self.pools, 0)
-        self._pool_names = {group.name: group.pool for group in self.groups}
+        self._evicted = dict.fromkeys(self.pool_of, 0)
 
     def new_table(self) -> SequenceTable:
         """The table of a sequence without pages."""
@@ -186,7 +185,7 @@ class PageTables:
                 self.pool_of[name].free(table.pages[name][:count])
                 del table.pages[name][:count]
                 table.first[name] += count
-                self._evicted[group.pool] += count
+                self._evicted[name] += count
 
     def append_page(self, group: str, tables: Sequence[SequenceTable]) -> array[int]:
         """One page more of the group for each of the sequences, in their order. The caller has asked."""
@@ -200,7 +199,7 @@ class PageTables:
         self.pool_of[group].free([table.pages[group].pop(0) for table in tables])
         for table in tables:
             table.first[group] += 1
-        self._evicted[self._pool_names[group]] += len(tables)
+        self._evicted[group] += len(tables)
 
     def release(self, table: SequenceTable) -> None:
         """Give back all pages; the table is as new."""
@@ -211,12 +210,12 @@ class PageTables:
 
     def usage(self, reclaimable: Mapping[str, int] | None = None) -> dict[str, PoolUsage]:
         """All pools, by name. `reclaimable`: pages by group that are only kept for reuse, at most."""
-        found, kept = {}, self.by_pool(reclaimable or {})
+        found, kept, evicted = {}, self.by_pool(reclaimable or {}), self.by_pool(self._evicted)
         for name, pool in self.pools.items():
             held = pool.num_held
             waste = pool.num_slabs * self.plan.slab_bytes - held * self._filled_bytes[name]
             found[name] = PoolUsage(
-                held + pool.num_available, held, pool.num_room, self._evicted[name], waste, min(kept[name], held)
+                held + pool.num_available, held, pool.num_room, evicted[name], waste, min(kept[name], held)
             )
         return found
 

@@ -315,7 +315,9 @@ class Engine:
             ticket = self._runner.launch(step, self._scheduler.rows, [answer.draw() for answer in answers])
             drawn = self._runner.collect(ticket)
             on_error.pop_all()
-        self._count(step, len(answers))
+        prefilled = sum(chunk.length for chunk in step.chunks)
+        self._counts.update(steps=1, eager_steps=1, tokens_sampled=len(answers))
+        self._counts.update(tokens_decoded=len(step.decodes), tokens_prefilled=prefilled)
         self._scheduler.complete(step, drawn)
         for answer, token_id in zip(answers, drawn, strict=True):
             self._hand_out(answer, token_id)
@@ -330,8 +332,3 @@ class Engine:
             answer.events.append(event)
         else:
             self._end(answer, event)
-
-    def _count(self, step: Step, num_sampled: int) -> None:
-        decoded, prefilled = len(step.decodes), sum(chunk.length for chunk in step.chunks)
-        self._counts.update(steps=1, eager_steps=1, tokens_sampled=num_sampled)
-        self._counts.update(tokens_decoded=decoded, tokens_prefilled=prefilled)

@@ -50,7 +50,9 @@ class Program:
         self.device = device = torch.empty(0, device=device).device
         self.inputs: tuple[ir.Value, ...] = graph.inputs
         self._symbols = graph.symbols
-        self._statics = {value.name: value for value in _static_values(graph)}
+        params = [ir.Value(param.name, param.type) for param in graph.params]
+        statics = (*params, *graph.constants, *caches.tensors(graph.caches))  # what `bind` is given, in this order
+        self._statics = {value.name: value for value in statics}
         self._tensors: dict[str, torch.Tensor] = {}
         self._static_sizes: Sizes = {}
         self._inputs = Binding(graph.inputs, graph.symbols, device)
@@ -247,12 +249,6 @@ class _Nodes:
             make = partial(torch.empty, dtype=dtypes.BY_NAME[value.type.dtype], device=self._device)
             found.append((layout.integer(shape), make))
         return tuple(found)
-
-
-def _static_values(graph: ir.Graph) -> list[ir.Value]:
-    """What `bind` is given, in the graph's order."""
-    params = [ir.Value(param.name, param.type) for param in graph.params]
-    return [*params, *graph.constants, *caches.tensors(graph.caches)]
 
 
 def _expressions(arg: ir.Dim | ir.Items) -> tuple[ir.Expr, ...]:

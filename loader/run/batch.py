@@ -43,7 +43,10 @@ which they start, and the slots that are written to."""
 
 
 class BatchInputs:
-    """Makes the inputs of one graph: exactly those that it has, as its cache plan names them."""
+    """Makes the inputs of one graph: exactly those that it has, as its cache plan names them.
+
+    `dimensions` says how many each has: 1, or 2 for `[1, T]`.
+    """
 
     def __init__(self, graph: Graph) -> None:
         """Raises BundleError for a graph without logits, or with an input that this release can't feed."""
@@ -66,6 +69,7 @@ class BatchInputs:
         self._groups = graph.caches.groups
         self._states = graph.caches.states
         self._kinds = {name: known[name] for name in found}
+        self.dimensions = {name: dimensions for name, (_, dimensions) in self._kinds.items()}
         self._bounds = {"cu_seqlens", *(group.inputs.page_indptr for group in self._groups)}
 
     def arrays(self, chunks: Sequence[Chunk], rows: DecodeRows | None = None) -> Arrays:
@@ -124,7 +128,7 @@ class BatchInputs:
             indices, counts, starts, slots = map(_flat, zip(*each, strict=True) if each else [()] * 4)
             made |= _named(group, (indices, counts, starts, slots))
         for states in self._states:
-            made[states.slot_ids] = np.array([chunk.table.pages[states.name][0] for chunk in chunks], np.int32)
+            made[states.slot_ids] = np.array([chunk.request.table.pages[states.name][0] for chunk in chunks], np.int32)
         return made
 
     def _joined(self, first: Arrays, second: Arrays) -> Arrays:
@@ -138,11 +142,6 @@ class BatchInputs:
                 left, right = left[:-1], right + left[-1]
             made[name] = np.concatenate((left, right))
         return made
-
-    @property
-    def dimensions(self) -> dict[str, int]:
-        """How many dimensions each input of the graph has: 1, or 2 for `[1, T]`."""
-        return {name: dimensions for name, (_, dimensions) in self._kinds.items()}
 
     def capacities(
         self, *, num_seqs: int, num_tokens: int, num_pages: Mapping[str, int]
@@ -161,7 +160,7 @@ class BatchInputs:
 def _listed(group: Group, chunk: Chunk, positions: Array) -> Listed:
     """The chunk's page list, cut to what its queries can see, and the slots that its tokens are written to."""
     size = group.spec.page_size
-    pages, evicted = chunk.table.pages[group.name], chunk.table.first[group.name]
+    pages, evicted = chunk.request.table.pages[group.name], chunk.request.table.first[group.name]
     first = caches.first_visible(group.spec, chunk.start) // size
     assert first >= evicted, f"group {group.name}: pages from {first} on are seen, {evicted} were evicted"
     # Of a copy: a table can't change while an array shows its memory, and a traceback would keep that alive.

@@ -55,7 +55,6 @@ class Runner:
         self.num_slabs = memory.num_slabs
         self.limits = limits
         self._inputs = BatchInputs(graph)
-        self._dimensions = self._inputs.dimensions
         self._sample = registry.resolve("precast.sample", 2, torch.device(device.name))
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         self._opened: tuple[Program, CacheMemory, Places] | None = (program, memory, places)
@@ -75,7 +74,7 @@ class Runner:
             self.copy_pages([*step.saves, *step.restores])
             tensors = places.fill(arrays | drawing)
             given = {name: tensors[name].view(1, -1) if dimensions == 2 else tensors[name]
-                     for name, dimensions in self._dimensions.items()}  # fmt: skip
+                     for name, dimensions in self._inputs.dimensions.items()}  # fmt: skip
             logits = program(**given)["logits"][0]
             drawn = self._draw(logits, {name: tensors[name] for name in drawing}) if draws else None
         return Ticket(logits, drawn)

@@ -8,10 +8,6 @@ from typing import Literal
 
 from precast.loader.cache.sequence import Sequence
 from precast.loader.cache.spans import PageCopy
-from precast.loader.cache.tables import SequenceTable
-
-Rank = tuple[int, int]
-"""Sorts requests: the highest priority first, and within it the one that came first."""
 
 NO_TOKEN = -1
 """In the place of a drawn token: the row's logits were not finite, and its request has failed."""
@@ -41,7 +37,8 @@ class Request(Sequence):
         return len(self.token_ids) - self.prompt_length
 
     @property
-    def rank(self) -> Rank:
+    def rank(self) -> tuple[int, int]:
+        """Sorts requests: the highest priority first, and within it the one that came first."""
         return -self.priority, self.arrival
 
 
@@ -61,11 +58,6 @@ class Chunk:
     def end(self) -> int:
         """One past the last position."""
         return self.start + self.length
-
-    @property
-    def table(self) -> SequenceTable:
-        """The request's page table."""
-        return self.request.table
 
     @property
     def samples(self) -> bool:

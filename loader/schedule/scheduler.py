@@ -306,7 +306,10 @@ class Scheduler:
                 if not has_place and not lower:
                     return None
                 match = self._match(request)
-                if has_place and self._would_fit(request, match) and self._reclaim(self._needed(request, match), match):
+                needed = self._needed(request, match, len(others))
+                # Asked before anything is given up: at best all that no sequence uses is.
+                freed = self._tables.by_pool(self._prefixes.reclaimable(match))
+                if has_place and self._tables.can_take(needed, freed) and self._reclaim(needed, match):
                     return match
                 is_enough = bool(lower) and self._would_fit_without(request, match, lower)
             if not is_enough:
@@ -331,13 +334,8 @@ class Scheduler:
         self._prefixes.touch(match)
         return match
 
-    def _would_fit(self, request: Request, match: Match) -> bool:
-        """Whether a request could have what it needs beside all that run if prefixes were given up; at best."""
-        freed = self._tables.by_pool(self._prefixes.reclaimable(match))
-        return self._tables.can_take(self._needed(request, match), freed)
-
     def _would_fit_without(self, request: Request, match: Match, lower: Sequence[Request]) -> bool:
-        """The same if those of `lower`, who run, were preempted too."""
+        """Whether a request could have what it needs if those of `lower` were preempted and all prefixes given up."""
         staying = [other for other in self._running() if other.priority >= request.priority]
         if not staying:
             return True
@@ -348,14 +346,13 @@ class Scheduler:
         freed = {name: pool.num_held - kept[name] for name, pool in self._tables.pools.items()}
         return self._tables.can_take(self._needed(request, match, len(staying)), freed)
 
-    def _needed(self, request: Request, match: Match, num_others: int | None = None) -> dict[str, int]:
+    def _needed(self, request: Request, match: Match, num_others: int) -> dict[str, int]:
         """Pages by group that a request should find where it starts: for its known tokens, and for all to grow.
 
-        `num_others` run beside it, by default all that run now.
+        `num_others` run beside it.
         """
-        others = self.num_running if num_others is None else num_others
         length = len(request.token_ids)
-        return self._tables.with_growth(match.table, length, self._max_num_tokens, others + 1, GROWTH_TOKENS)
+        return self._tables.with_growth(match.table, length, self._max_num_tokens, num_others + 1, GROWTH_TOKENS)
 
     def _enqueue(self, request: Request) -> None:
         insort(self._waiting, request, key=_rank_of)

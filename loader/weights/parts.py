@@ -5,13 +5,14 @@ branch without a join is a strided view of one stored tensor, so nearly all of i
 tensor read. Only a join under a reshape that no strides describe is made in a temporary tensor and moved afterwards.
 
 Values that a checkpoint holds in few bits are computed, matrix by matrix, from tensors that are read for it
-(`input_parts`) and gone afterwards. Recipes are those of a graph that is bound to its rank: all sizes are numbers.
+(`Assembly.add_inputs`) and gone afterwards. Recipes are those of a graph that is bound to its rank: all sizes are
+numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -87,12 +88,6 @@ def param_parts(params: Iterable[ir.Param], stored_dtype: Callable[[str], str]) 
         except BundleError as error:
             raise error.inside(f"param {param.name}") from None
     return assembly
-
-
-def input_parts(computed: Sequence[Computed], stored_dtype: Callable[[str], str]) -> tuple[Assembly, list[Inputs]]:
-    """The tensors that these computations need, in temporary targets, and which of them each one needs."""
-    assembly = Assembly(stored_dtype)
-    return assembly, [assembly.add_inputs(each) for each in computed]
 
 
 class Assembly:

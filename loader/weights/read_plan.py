@@ -20,6 +20,7 @@ import msgspec
 
 from precast.ir.graph.schema import Dtype
 from precast.ir.weights.checkpoint import StoredTensor
+from precast.loader.device import aligned
 from precast.loader.weights.cuts import Cut, cuts_of
 from precast.loader.weights.parts import Assembly, Casts, Move, Target
 from precast.loader.weights.views import View
@@ -148,7 +149,7 @@ def _job_of(cluster: list[Cut], sizes: Granularity) -> Job:
     if direct is not None:
         return Job(cut.file, direct, (), 0, cut.num_bytes)
     dense, strides = _dense_ranges(cut, sizes.gap)
-    return Job(cut.file, (dense,), (_copy(cut, 0, strides),), _aligned(dense.num_bytes), cut.num_bytes)
+    return Job(cut.file, (dense,), (_copy(cut, 0, strides),), aligned(dense.num_bytes, ALIGNMENT), cut.num_bytes)
 
 
 def _direct_ranges(cut: Cut, shortest: int) -> tuple[Ranges, ...] | None:
@@ -201,7 +202,7 @@ def _shared(cluster: list[Cut], gap: int) -> Job:
     copies = tuple(_copy(cut, cut.start - first.start, [dim.source for dim in cut.dims]) for cut in cluster)
     needed = min(sum(each.num_bytes for each in ranges), sum(cut.num_bytes for cut in cluster))
     end = max(cut.end for cut in cluster)
-    return Job(first.file, ranges, copies, _aligned(end - first.start), needed)
+    return Job(first.file, ranges, copies, aligned(end - first.start, ALIGNMENT), needed)
 
 
 def _copy(cut: Cut, offset: int, strides: list[int]) -> Copy:
@@ -240,7 +241,3 @@ def _joined(jobs: list[Job]) -> Job:
         copies += [msgspec.structs.replace(copy, offset=copy.offset + used) for copy in job.copies]
         used += job.buffer_bytes
     return Job(jobs[0].file, tuple(ranges), tuple(copies), used, sum(job.bytes_needed for job in jobs))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

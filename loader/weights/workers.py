@@ -40,7 +40,9 @@ def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers)
     """
     device = buffers.device
     if device.kind == "cpu":
-        threads = min(MAX_HOST_THREADS, THREADS_A_CORE * _num_cores())
+        # The cores that this process may use, where the system tells.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = min(MAX_HOST_THREADS, THREADS_A_CORE * cores)
         return _share(plan.jobs, lambda: _host_worker(plan, memory), threads)
     # The memory may have been in use before, by work that the current stream has not finished.
     ready = device.event()
@@ -57,11 +59,6 @@ def move_all(plan: Plan, memory: Sequence[torch.Tensor]) -> None:
     for move in plan.moves:
         source = memory[move.source].view(dtypes.BY_NAME[plan.targets[move.source].dtype])
         copy_converted(strided(source, move.view), memory[move.target], move.destination)
-
-
-def _num_cores() -> int:
-    """The cores that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _share(jobs: Sequence[Job], open_worker: Callable[[], AbstractContextManager[Worker]], max_threads: int) -> int:

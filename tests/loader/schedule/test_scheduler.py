@@ -391,7 +391,7 @@ def test_pages_on_too_many_slabs_are_computed_anew_alone() -> None:
     large, held = memory.pools["large"], []
     running = queue.rows.requests[0]
     while not queue.num_preemptions or queue.num_running > 1:
-        if len(set(running.table.pages["far"])) > len(held) and large.num_room:  # type: ignore[union-attr]
+        if len(set(running.table.pages["far"])) > len(held) and large.num_room:
             held.append(large.allocate(1)[0])  # the other half of its slab, as another sequence would
         run(queue)
     assert not running.shares
