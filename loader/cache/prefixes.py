@@ -94,10 +94,12 @@ class Prefixes:
             while spans and spans[-1].point is None:
                 spans.pop()
         table, point = self._tables.new_table(), spans[-1].point if spans else None
+        held = [span.pages for span in spans]
         if point is not None:
             table.first.update(point.first)
-        for each in [*spans, point] if point is not None else spans:
-            for name, pages in each.pages.items():
+            held.append(point.pages)
+        for each in held:
+            for name, pages in each.items():
                 table.pages[name].extend(pages)
         return Match(spans, len(spans) * self.span_tokens, known, table)
 
@@ -155,7 +157,8 @@ class Prefixes:
     def prove(self, sequence: Sequence) -> None:
         """A token was drawn from all that the sequence stands on: it stays known if others fail that go on from it."""
         sequence.is_proven = True
-        for each in (*sequence.spans, *sequence.points):
+        proven: list[Span | Point] = [*sequence.spans, *sequence.points]
+        for each in proven:
             each.is_proven = True
 
     def leave(self, sequence: Sequence) -> None:

@@ -315,9 +315,8 @@ class Engine:
             ticket = self._runner.launch(step, self._scheduler.rows, [answer.draw() for answer in answers])
             drawn = self._runner.collect(ticket)
             on_error.pop_all()
-        prefilled = sum(chunk.length for chunk in step.chunks)
         self._counts.update(steps=1, eager_steps=1, tokens_sampled=len(answers))
-        self._counts.update(tokens_decoded=len(step.decodes), tokens_prefilled=prefilled)
+        self._counts.update(tokens_decoded=len(step.decodes), tokens_prefilled=step.num_tokens - len(step.decodes))
         self._scheduler.complete(step, drawn)
         for answer, token_id in zip(answers, drawn, strict=True):
             self._hand_out(answer, token_id)

@@ -32,8 +32,7 @@ _POOL_METRICS = {
     "pages_evicted": "Pages given back as windows left them.",
     "waste_bytes": "Bytes of the pool's slabs that belong to no page in use.",
 }
-_GAUGES = {"requests_waiting", "requests_running", "prefix_spans", "slabs", "slabs_free", *_POOL_METRICS}
-_GAUGES -= {"pages_evicted"}
+_COUNTERS = set(_METRICS) - {"requests_waiting", "requests_running", "prefix_spans", "slabs", "slabs_free"}
 
 
 def prometheus_text(stats: EngineStats) -> str:
@@ -49,7 +48,8 @@ def prometheus_text(stats: EngineStats) -> str:
 
 
 def _metric(field: str, name: str, what: str, values: dict[str, Any]) -> list[str]:
-    kind, metric = ("gauge", f"precast_{name}") if field in _GAUGES else ("counter", f"precast_{name}_total")
+    is_counter = field in _COUNTERS or field == "pages_evicted"
+    kind, metric = ("counter", f"precast_{name}_total") if is_counter else ("gauge", f"precast_{name}")
     return [f"# HELP {metric} {what}", f"# TYPE {metric} {kind}", *(f"{metric}{of} {n}" for of, n in values.items())]
 
 

@@ -598,7 +598,7 @@ def test_invariants(script: list[Any], seqs: int, tokens: int, slabs: int, reuse
         if best is not None and any(best.table.pages.values()):
             assert best in computed, "the first of all stands still"
         for group in ("near", "far"):
-            owners = Counter(page for each in running for page in each.table.pages[group])  # type: ignore[union-attr]
+            owners = Counter(page for each in running for page in each.table.pages[group])
             for page, count in owners.items():
                 assert memory.pool_of[group].holders(page) >= count
                 assert reuses or count == 1, f"a page of group {group} has two owners"
@@ -606,7 +606,7 @@ def test_invariants(script: list[Any], seqs: int, tokens: int, slabs: int, reuse
         for each in running:
             end = ends.get(each.id, each.num_computed + (each.row >= 0))
             for group, size in (("near", 4), ("far", 8)):
-                held = len(each.table.pages[group]) + each.table.first[group]  # type: ignore[union-attr]
+                held = len(each.table.pages[group]) + each.table.first[group]
                 assert held == -(-end // size)
         # The arrays that decode keeps up are those that are made from the tables.
         decodes = [Chunk(each, 1) for each in planned.decodes]
