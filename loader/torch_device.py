@@ -51,7 +51,7 @@ def open_device(device: str | torch.device | None) -> Device:
 def cut_blocks_to_size(device: torch.device) -> bool:
     """Let torch give each tensor on a GPU a block of its own size, rounded up to 512 bytes; whether that was set.
 
-    `precast.kernels.activations` counts such blocks. By default, a tensor above 1 MiB that takes a free block keeps
+    `precast.kernels.step_memory` counts such blocks. By default, a tensor above 1 MiB that takes a free block keeps
     what it leaves of it, up to 1 MiB, so that the same step holds more or less, as it happens. Segments that can grow
     are cut to size (`expandable_segments`). The setting is the process's; where the user has made settings of the kind,
     they stay. PyTorch has no public function for it: a version without the one used here keeps its default.

@@ -14,7 +14,7 @@ from precast.ir.graph.schema import Call, Graph, Group, LatentSpec, Node, PagedS
 from precast.ir.graph.text import format_graph, format_recipe, format_type
 from precast.ir.memory import caches
 from precast.ir.ops.flops import canonical_share
-from precast.kernels import activations
+from precast.kernels import step_memory
 from precast.kernels.use import GPU
 
 STEPS = ((8192, 256), (256, 256))
@@ -91,11 +91,11 @@ def summary(bundle: Bundle) -> Report:
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:
     """Bytes that steps of so many tokens and sequences hold at most on a GPU, all sequences beginning there."""
-    peak = activations.step_peak(graph, GPU)
+    peak = step_memory.step_peak(graph, GPU)
     found = {}
     for tokens, sequences in STEPS:
         pages = {group.name: -(-tokens // group.spec.page_size) + sequences for group in graph.caches.groups}
-        sizes = activations.step_sizes(
+        sizes = step_memory.step_sizes(
             graph, max_num_tokens=tokens, max_num_seqs=sequences, max_seq_len=tokens, num_pages=pages
         )
         found[tokens, sequences] = symbols.evaluate(peak, sizes)

@@ -13,14 +13,8 @@ from precast.ir.memory import caches
 from precast.ir.ops import table as ops
 from precast.ir.verify.facts import Facts, Fault, Rule, duplicates, same_type
 
-_WRITES, _READS = ("slot_mapping",), ("page_indices", "page_indptr", "page_start")
-_METADATA = {
-    "precast.write_kv": (("k_cache", "v_cache"), _WRITES),
-    "precast.paged_attention": (("k_cache", "v_cache"), _READS),
-    "precast.write_latent": (("cache",), _WRITES),
-    "precast.paged_latent_attention": (("cache",), _READS),
-}
-"""The ops on pages: the arguments that are a slot's tensors, and those that are inputs of the slot's group."""
+_PAGE_INPUTS = ("slot_mapping", "page_indices", "page_indptr", "page_start")
+"""The arguments that make an op one on pages: inputs of the group whose slot its caches are."""
 
 MAX_CACHE_OPS = 100_000
 """Ops on caches, each counted once per call: no other check takes more than linear time in the graph's size."""
@@ -219,7 +213,14 @@ def _cache_ops(facts: Facts) -> Iterator[Fault]:
 
 
 def _is_cache_op(step: Node | Call) -> TypeGuard[Node]:
-    return isinstance(step, Node) and (step.op in _METADATA or _is_stateful(step))
+    return isinstance(step, Node) and (bool(_page_args(step)[1]) or _is_stateful(step))
+
+
+def _page_args(node: Node) -> tuple[list[str], list[str]]:
+    """The caches that the op's signature names, which are one slot's tensors, and its inputs that say which pages."""
+    op = ops.lookup(node.op, node.version)
+    names = [arg.name for arg in op.args] if op is not None else []
+    return [name for name in names if name.endswith("cache")], [name for name in names if name in _PAGE_INPUTS]
 
 
 def _cache_op(facts: Facts, where: str, node: Node, resolve: Resolve) -> Iterator[Fault]:
@@ -228,7 +229,7 @@ def _cache_op(facts: Facts, where: str, node: Node, resolve: Resolve) -> Iterato
     if _is_stateful(node):
         yield from _stateful_op(facts, where, bound)
         return
-    names, metadata = _METADATA[node.op]
+    names, metadata = _page_args(node)
     group, slot = facts.slots.get(bound.get(names[0]) or "", (None, None))
     if slot is None or not isinstance(group, Group):
         yield where, f"{names[0]}: expected a tensor of a cache slot"
@@ -238,7 +239,7 @@ def _cache_op(facts: Facts, where: str, node: Node, resolve: Resolve) -> Iterato
     for name, tensor in expected.items():
         if bound.get(name) != tensor:
             yield where, f"{name}: expected %{tensor} of slot {slot.name}, group {group.name}, found %{bound.get(name)}"
-    for name in ("window", "chunk") if metadata is _READS else ():
+    for name in ("window", "chunk") if "page_indices" in metadata else ():
         size = getattr(group.spec, name, None)  # latents have no chunks
         if size is not None and node.args.get(name) != Const(size):
             yield where, f"{name}: expected {size}, that of group {group.name}, whose pages end there"

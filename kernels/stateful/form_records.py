@@ -1,6 +1,6 @@
-"""Records of ops that keep states, in both forms, and words for what their implementations in PyTorch hold.
+"""Makes the records of both forms of an op with a state, and has words for what its implementations in PyTorch hold.
 
-Sequences whose lengths differ by less than a factor of two are computed together (`precast.kernels.states.together`),
+`precast.kernels.stateful.walks.together` computes sequences whose lengths differ by less than a factor of two together,
 padded to the longest: less than twice the tokens, and of several sequences no more than a constant. All is computed in
 float32 (float64 for float64 results): the arguments' copies in it, where they have another type, are part of the sums.
 """
@@ -15,17 +15,13 @@ from msgspec.structs import replace
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, floordiv, largest, maximum, minimum, mul
 from precast.ir.ops import table as ops
-from precast.kernels.limits import TOGETHER
 from precast.kernels.records import Record, reference_on_cpu
+from precast.kernels.stateful.limits import MAX_TOGETHER
 from precast.kernels.use import Use, copied, wide
 
 
-def forms(
-    name: str,
-    module: str,
-    workspace: Callable[[Use], Expr],
-    *,
-    capture: Literal["static", "host"] = "host",
+def form_records(
+    name: str, module: str, workspace: Callable[[Use], Expr], *, control: Literal["static", "host"] = "host"
 ) -> tuple[Record, ...]:
     """The records of `precast.stateful_<name>` and of `precast.<name>`, the form without a cache.
 
@@ -44,7 +40,7 @@ def forms(
 
     stateful = f"stateful_{name}"
     kept = Record(
-        name=f"torch.{stateful}", op=f"precast.{stateful}", workspace=workspace, capture=capture,
+        name=f"torch.{stateful}", op=f"precast.{stateful}", workspace=workspace, control=control,
         runs=f"precast.kernels.{name}.{module}:{stateful}",
     )  # fmt: skip
     fresh = replace(
@@ -69,7 +65,7 @@ def padded_tokens(use: Use, tokens: Expr) -> Expr:
     sequences = sequences_of(use)
     longest = maximum(1, add(tokens, mul(-1, sequences), 1))
     twice = maximum(tokens, add(mul(2, tokens), mul(-1, sequences)))
-    return minimum(mul(sequences, tokens), maximum(longest, minimum(twice, TOGETHER)))
+    return minimum(mul(sequences, tokens), maximum(longest, minimum(twice, MAX_TOGETHER)))
 
 
 def chunked_tokens(use: Use, tokens: Expr, chunk: int) -> Expr:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Arg, Block, Call, Const, Graph, Items, Node, Ref, Symbol, TensorType, Value
-from precast.kernels import activations
+from precast.kernels import step_memory
 from precast.kernels.use import GPU, LONGEST
 
 ROW = 512
@@ -37,7 +37,7 @@ def block(*nodes: Node, outputs: tuple[str, ...]) -> Block:
 
 def rows(found: Graph, tokens: int = 10) -> float:
     """The peak for so many tokens, in rows of one token."""
-    return symbols.evaluate(activations.peak(found, GPU), {"T": tokens, "R": tokens, LONGEST: tokens}) / ROW
+    return symbols.evaluate(step_memory.peak(found, GPU), {"T": tokens, "R": tokens, LONGEST: tokens}) / ROW
 
 
 def test_a_value_lives_until_its_last_use() -> None:
@@ -101,7 +101,7 @@ def test_workspace_counts_while_its_op_runs() -> None:
 
 def test_blocks_of_the_allocator_are_whole() -> None:
     few = node("aten.exp.default", value("a", "T", 3), self=Ref("x"))
-    peak = symbols.evaluate(activations.peak(graph(few, out="a"), GPU), {"T": 100, "R": 1})
+    peak = symbols.evaluate(step_memory.peak(graph(few, out="a"), GPU), {"T": 100, "R": 1})
 
     assert 100 * 3 * 4 <= peak <= 100 * 3 * 4 + 512
 
@@ -110,21 +110,21 @@ def test_moments_name_their_calls_and_what_is_alive_before() -> None:
     inner = block(exp("i", "p"), exp("p", "q"), outputs=("q",))
     found = graph(exp("x", "a"), Call("inner", {"i": "a"}, (value("b", "T", 128),)), blocks=(inner,), out="b")
 
-    (first, second, third), kept = activations.runs(found, GPU)[0]
+    (first, second, third), kept = step_memory.runs(found, GPU)[0]
 
     assert (first.path, first.held, [size for size, _ in first.made]) == ("", frozenset(), [symbols.mul(ROW, "T")])
     assert second.path == third.path == "inner that makes b"
     assert second.held == frozenset({(symbols.mul(ROW, "T"), 1)})
     assert kept == second.held
-    largest = activations.largest_moments(found, GPU, {"T": 3}, 1)
+    largest = step_memory.largest_moments(found, GPU, {"T": 3}, 1)
     assert [size for size, _ in largest] == [2 * 3 * ROW]
 
 
 def test_a_step_holds_the_logits_while_tokens_are_drawn_from_them() -> None:
     made = node("precast.gather_rows", value("l", 1, "R", 1000), x=Ref("x"), rows=Ref("x"))
     sizes = {"T": 5, "R": 4, LONGEST: 5}
-    drawn = symbols.evaluate(activations.step_peak(graph(made, logits="l"), GPU), sizes)
+    drawn = symbols.evaluate(step_memory.step_peak(graph(made, logits="l"), GPU), sizes)
 
-    assert drawn > symbols.evaluate(activations.peak(graph(made, logits="l"), GPU), sizes)
-    assert drawn == symbols.evaluate(activations.step_peak(graph(made, logits="l", more="l"), GPU), sizes)
-    assert activations.step_peak(graph(made, out="l"), GPU) == activations.peak(graph(made, out="l"), GPU)
+    assert drawn > symbols.evaluate(step_memory.peak(graph(made, logits="l"), GPU), sizes)
+    assert drawn == symbols.evaluate(step_memory.step_peak(graph(made, logits="l", more="l"), GPU), sizes)
+    assert step_memory.step_peak(graph(made, out="l"), GPU) == step_memory.peak(graph(made, out="l"), GPU)

@@ -16,7 +16,7 @@ from program_steps import random_program, step_inputs
 import precast
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Graph
-from precast.kernels import activations
+from precast.kernels import step_memory
 from precast.kernels.registry import target_of
 from precast.loader.program.restore import Program
 
@@ -86,10 +86,10 @@ def predicted(graph: Graph, sequences: list[tuple[int, int]]) -> int:
     }
     tokens = sum(count for count, _ in sequences)
     longest = max(context for _, context in sequences)
-    sizes = activations.step_sizes(
+    sizes = step_memory.step_sizes(
         graph, max_num_tokens=tokens, max_num_seqs=len(sequences), max_seq_len=longest, num_pages=lists
     )
-    return symbols.evaluate(activations.peak(graph, target_of(CUDA)), sizes)
+    return symbols.evaluate(step_memory.peak(graph, target_of(CUDA)), sizes)
 
 
 def measured(program: Program, graph: Graph, sequences: list[tuple[int, int]]) -> int:

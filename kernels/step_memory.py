@@ -1,4 +1,4 @@
-"""How many bytes of activations a step holds at most, as an expression of the graph's symbols; without running it.
+"""The bytes of activations that a step holds at most, as an expression of the graph's symbols, without running it.
 
 At each op there is a sum: what is alive (`precast.ir.memory.liveness`), what the op makes, and the workspace of what
 computes it (`precast.kernels.choices`). The peak is the largest of the sums, of which those that others exceed for all

@@ -1,4 +1,4 @@
-"""How ops with a state walk over packed sequences: which tokens, which slot, and whether the sequence begins here.
+"""Walks over packed sequences for ops with a state: which tokens, which slot, and whether the sequence begins here.
 
 Tokens `cu_seqlens[b] .. cu_seqlens[b + 1]` are this step's tokens of sequence b, the last of them at absolute position
 `kv_lens[b] - 1`. The sequence begins here if these are all its tokens, and then its state is zero, whatever lies in its
@@ -6,26 +6,25 @@ slot; else it continues from `state[slots[b]]`. Afterwards that slot holds the s
 is a padding sequence's: it reads zeros and writes nothing. Sequences without tokens, and slots that nobody names, stay
 as they are. Tokens past `cu_seqlens[B]` are padding, and give zeros.
 
-What an op computes stands in the op's own module, as a function over one sequence (`one_by_one`) or over several of
-like length, padded to the longest with zeros (`together`).
+What an op computes stands in the op's own module, as a recurrence over one sequence (`one_by_one`) or over several of
+like length, padded to the longest with zeros (`together`); `token_by_token` and `by_length` make one of a single step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from precast.kernels.limits import TOGETHER
-from precast.kernels.spec import Draw, Sample
+from precast.kernels.stateful.limits import MAX_TOGETHER
 
-Tokens = Sequence[torch.Tensor | None]
-Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Tokens = Sequence[torch.Tensor]
+Recurrence = Callable[..., tuple[torch.Tensor, Any]]
 """(tokens of each argument..., state before) -> (results, state after)."""
-
-METADATA = ("slots", "cu_seqlens", "kv_lens")
+Walk = Callable[[Recurrence, Tokens, torch.Tensor, "Slots"], torch.Tensor]
+"""`one_by_one` or `together`."""
 
 
 class Slots(NamedTuple):
@@ -62,12 +61,12 @@ def fresh(cu_seqlens: torch.Tensor, shape: Sequence[int], like: torch.Tensor) ->
 def one_by_one(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: Slots) -> torch.Tensor:
     """Fill `out` [1, T, ...] and the states: `recurrence` over each sequence, computed in float32.
 
-    `tokens` [1, T, ...] each, or None.
+    `tokens` [1, T, ...] each.
     """
     for sequence in _sequences(held):
         rows = slice(sequence.first, sequence.end)
         state = _initial([sequence], held.state, out)[0]
-        own = (None if x is None else x[0, rows].to(computed_in(out)) for x in tokens)
+        own = (x[0, rows].to(computed_in(out)) for x in tokens)
         y, state = recurrence(*own, state)
         out[0, rows] = y.to(out.dtype)
         if sequence.slot >= 0:
@@ -78,18 +77,45 @@ def one_by_one(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: 
 def together(recurrence: Recurrence, tokens: Tokens, out: torch.Tensor, held: Slots) -> torch.Tensor:
     """As `one_by_one`, with `recurrence` over several sequences at once: tokens [n, L, ...], states [n, ...].
 
-    A sequence shorter than L has zeros behind its last token, and must come out with the state after that token. As
-    many are computed at once as `TOGETHER` allows. The metadata is read on the host, once; on a GPU that is a wait.
+    A sequence shorter than L has zeros after its last token, and must come out with the state after that token. As
+    many are computed at once as `MAX_TOGETHER` allows. The metadata is read on the host, once; on a GPU that is a wait.
     """
     classes: dict[int, list[_Sequence]] = {}
     for sequence in _sequences(held):
         # Lengths of one class differ by less than a factor of two: that bounds what padding costs.
         classes.setdefault((sequence.end - sequence.first).bit_length(), []).append(sequence)
     for group in classes.values():
-        step = max(1, TOGETHER // max(sequence.end - sequence.first for sequence in group))
+        step = max(1, MAX_TOGETHER // max(sequence.end - sequence.first for sequence in group))
         for first in range(0, len(group), step):
             _compute(recurrence, tokens, out, held.state, group[first : first + step])
     return out
+
+
+def token_by_token(step: Recurrence) -> Recurrence:
+    """A recurrence over one sequence, of `step`, which takes one token of each argument."""
+
+    def sequence(*given: Any) -> tuple[torch.Tensor, Any]:
+        *tokens, state = given
+        rows = []
+        for own in zip(*tokens, strict=True):
+            y, state = step(*own, state)
+            rows.append(y)
+        return torch.stack(rows), state
+
+    return sequence
+
+
+def by_length(step: Recurrence, scan: Recurrence) -> Recurrence:
+    """A recurrence over several sequences: `scan`, or `step` for sequences of one token, without their dimension L."""
+
+    def sequences(*given: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if given[0].shape[1] > 1:
+            return scan(*given)
+        *tokens, state = given
+        y, state = step(*(x[:, 0] for x in tokens), state)
+        return y[:, None], state
+
+    return sequences
 
 
 def _compute(
@@ -97,7 +123,7 @@ def _compute(
 ) -> None:
     """The recurrence over these sequences; what it makes is gone before the next ones are computed."""
     initial = _initial(group, state, out)
-    own = (None if x is None else _gathered(x[0], group).to(computed_in(out)) for x in tokens)
+    own = (_gathered(x[0], group).to(computed_in(out)) for x in tokens)
     y, final = recurrence(*own, initial)
     _scatter(y, out[0], group)
     _store(final, state, group)
@@ -158,65 +184,3 @@ def _scatter(y: torch.Tensor, out: torch.Tensor, group: list[_Sequence]) -> None
 
 def _index(values: list[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=like.device)
-
-
-# --- samples ---------------------------------------------------------------------------------------------------
-
-MIXED = ((5, 5), (1, 9), (3, 20), (0, 6), (7, 7), (1, 1), (0, 0))
-DECODE = ((1, 7), (1, 1), (1, 30), (1, 12))
-LONG = ((70, 70), (129, 200), (40, 41), (1, 3))
-
-
-def sequence_samples() -> Iterator[tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]]]:
-    """(sequences as (tokens, context with them), padding tokens, sequences whose slot is -1), for one call each."""
-    yield MIXED, 3, ()
-    yield MIXED, 0, (1, 4)
-    yield DECODE, 2, (3,)
-    yield DECODE, 0, ()
-    yield LONG, 1, ()
-    yield ((1, 5),), 0, ()
-    yield ((2, 2), (1, 4)), 1, (0, 1)
-    yield (), 3, ()
-    yield (), 0, ()
-
-
-def bounds_of(sequences: Sequence[tuple[int, int]]) -> list[int]:
-    """`cu_seqlens` of (tokens, context) pairs."""
-    return [sum(tokens for tokens, _ in sequences[:i]) for i in range(len(sequences) + 1)]
-
-
-def state_sample(
-    draw: Draw,
-    sequences: Sequence[tuple[int, int]],
-    nameless: Sequence[int],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Sample:
-    """State and metadata for `sequences`, in slots in random order; those in `nameless` have slot -1.
-
-    Slots that must not be read are NaN: those of sequences that begin here or have no tokens, and one without a name.
-    """
-    slots = draw.permutation(len(sequences) + 1).tolist()
-    state = draw.normal(len(sequences) + 1, *shape, dtype=dtype)
-    for b, (tokens, context) in enumerate(sequences):
-        if tokens in (0, context) or b in nameless:
-            state[slots[b]] = float("nan")
-    state[slots[-1]] = float("nan")
-    named = [-1 if b in nameless else slots[b] for b in range(len(sequences))]
-    return {
-        "state": state,
-        "slots": draw.of(named, torch.int32),
-        "cu_seqlens": draw.of(bounds_of(sequences), torch.int32),
-        "kv_lens": draw.of([context for _, context in sequences], torch.int32),
-    }
-
-
-def without_states(sample: Sample) -> Sample:
-    """The cache-free form's arguments of a stateful form's call."""
-    return {name: value for name, value in sample.items() if name not in ("state", "slots", "kv_lens")}
-
-
-def spoiled(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """`x` [1, T, ...] with NaN in the padding tokens, those from `tokens` on."""
-    x[:, tokens:] = float("nan")
-    return x
