@@ -116,7 +116,7 @@ def capacities(graph: Graph, limits: Limits, num_slabs: int) -> Capacities:
 
 def _list_lengths(graph: Graph, limits: Limits, num_slabs: int) -> dict[str, int]:
     """By group, the pages that the list of one sequence has at most."""
-    pages = {pool.name: num_slabs * pool.pages_per_slab for pool in graph.caches.pools}
+    pages = {pool.name: num_slabs * pool.pages_per_slab for pool in caches.with_slabs(graph.caches).pools}
     return {
         group.name: min(pages[group.pool], caches.peak_pages(group, limits.max_seq_len, limits.max_num_tokens))
         for group in graph.caches.groups

@@ -81,9 +81,9 @@ def test_manifest_and_inspect_say_whether_it_was_checked(tmp_path: Path, bundle:
     checked = run_precast("build", tmp_path / "model", "-o", tmp_path / "checked", "--check")
 
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert "checked        yes: equal to transformers, made tiny" in checked.stdout
+    assert "checked      yes: equal to transformers, made tiny" in checked.stdout
     assert Bundle.open(tmp_path / "checked").manifest.checked
-    assert "checked        no" in command("inspect", bundle).stdout
+    assert "checked      no" in command("inspect", bundle).stdout
     assert not Bundle.open(bundle).manifest.checked
 
 
