@@ -86,12 +86,14 @@ class Device(Protocol):
 
     def alloc(self, num_bytes: int, *, pinned: bool = False) -> Buffer:
         """New memory, uninitialised, as bytes: of the device, or of the host for fast copies to it (`pinned`)."""
+        ...
 
     def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """Copy the elements of one buffer onto another of the same shape; the host does not wait."""
 
     def load(self, image: bytes, name: str) -> Kernel:
         """The kernel called `name` of a compiled image. Raises TargetError where the device takes none."""
+        ...
 
     def launch(
         self, kernel: Kernel, grid: Dim3, block: Dim3, args: Arguments, shared_bytes: int = 0, stream: Stream = None
@@ -100,18 +102,22 @@ class Device(Protocol):
 
     def capture(self, stream: Stream = None) -> AbstractContextManager[CapturedGraph]:
         """Record the copies and launches of the body in place of running them."""
+        ...
 
     def event(self) -> Event:
         """An event that is yet to be recorded; waiting for it leaves the core to others."""
+        ...
 
     def stream(self) -> Stream:
         """A new stream."""
 
     def use(self, stream: Stream = None) -> AbstractContextManager[object]:
         """While open, this thread's work goes to this device, and to `stream` if one is given."""
+        ...
 
     def free_bytes(self) -> int:
         """Bytes that can still be allocated."""
+        ...
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

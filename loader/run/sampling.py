@@ -25,9 +25,11 @@ class Draw(NamedTuple):
     steps: int
 
 
-_DTYPES: tuple[Dtype, ...] = ("float32", "int32", "float32", "float32", "int64", "int64")
-DTYPES = dict(zip(Draw._fields, _DTYPES, strict=True))
-"""Of each argument of `precast.sample` and field of `Draw`."""
+DTYPES: dict[str, Dtype] = {
+    "temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32", "seeds": "int64",
+    "steps": "int64",
+}  # fmt: skip
+"""Of each field of `Draw`, which is an argument of `precast.sample`."""
 
 
 def draw_arrays(draws: Sequence[Draw]) -> Arrays:
