@@ -124,6 +124,11 @@ def some(items: Sequence[str]) -> list[str]:
     return [*items[: limits.MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether it is the failure of a library: an Exception, or a panic in Rust, whose class can't be imported."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 class PrecastError(Exception):
     """The root of all errors meant for a user.
 

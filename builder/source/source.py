@@ -24,7 +24,7 @@ from precast.builder.source.quantised_options import check_options, quantisation
 from precast.ir.errors import BuildError
 
 CONFIG_ERRORS = (
-    ValueError, KeyError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError, OSError,
+    ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError, OSError,
     StrictDataclassError,
 )  # fmt: skip
 """What transformers raises for configs that its own checks refuse."""
@@ -175,7 +175,10 @@ def _read_config(raw: dict[str, Any], folder: Path, name: str, allow_code: bool)
             fix="check the model_type; if the model is newer than that, update transformers",
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
+        if not isinstance(config.get_text_config(), PreTrainedConfig):
+            raise TypeError("text_config, in the config of a model of text alone, is an object")
+        return config
     except CONFIG_ERRORS as error:
         message = f"{name}: {'its own code' if is_own else 'transformers'} refuses the config: {reason(error)}"
         fix = f"correct the config: compare it with that of a published {model_type} model"
@@ -194,6 +197,10 @@ def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(raw.get("auto_map") or {}, dict):
         message = f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object"
         raise BuildError("config-invalid", message, fix="correct auto_map, or remove it")
+    named = raw.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        message = f"{name}: config.json: architectures is {named!r}, expected a list of names"
+        raise BuildError("config-invalid", message, fix="correct architectures, or remove them")
     return raw
 
 
@@ -201,7 +208,7 @@ def _json_object(data: bytes, what: str) -> dict[str, Any]:
     fix = "correct the file, or download it again"
     try:
         found = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BuildError("config-invalid", f"{what} is no JSON: {error}", fix=fix) from error
     if not isinstance(found, dict):
         raise BuildError("config-invalid", f"{what} is no JSON object", fix=fix)

@@ -17,6 +17,12 @@ from precast.builder.pipeline import passes
 from precast.ir.errors import BuildError
 
 TINY = {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 80}
+NESTED = b'{"model_type": ' + b"[" * 100_000
+PANICKING = json.dumps({
+    "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+    "decoder": None, "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]},
+}).encode()  # fmt: skip
+"""A `tokenizer.json` without the result of a merge, at which the tokenizers library panics."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,14 @@ def test_a_hub_id_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pyte
         (b"[]", "config.json is no JSON object"),
         (b"{}", "config.json names no model_type"),
         (b'{"model_type": 3}', "config.json names no model_type"),
+        (NESTED, "config.json is no JSON: maximum recursion depth exceeded"),
+        (b'{"model_type": "llama", "architectures": 6}', "architectures is 6, expected a list of names"),
+        (
+            b'{"model_type": "llama", "architectures": [["a"]]}',
+            r"architectures is \[\['a'\]\], expected a list of names",
+        ),
     ],
+    ids=lambda value: None if value is NESTED else repr(value)[:30],
 )
 def test_a_config_that_cannot_be_read(content: bytes, message: str, model: Path) -> None:
     (model / "config.json").write_bytes(content)
@@ -169,6 +182,8 @@ def test_an_unknown_quantisation(model: Path, llama: dict[str, Any]) -> None:
         ),
         pytest.param({"hidden_act": "nope"}, "KeyError: 'nope'", id="a name"),
         pytest.param({"dtype": "nonsense"}, "nonsense", id="a dtype"),
+        pytest.param({"dtype": []}, "IndexError|list index", id="a dtype of another kind"),
+        pytest.param({"text_config": {"hidden_size": 4}}, "text_config", id="a part of a model that has none"),
     ],
 )
 def test_what_transformers_refuses(entries: dict[str, Any], reason: str, model: Path, llama: dict[str, Any]) -> None:
@@ -257,7 +272,7 @@ def test_a_window_that_no_layer_has(size: int, model: Path, tmp_path: Path) -> N
     assert [group.spec.window for group in bundle.graph.caches.groups] == [None]
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]"])
+@pytest.mark.parametrize("content", [b"{", b"[]", NESTED], ids=["no JSON", "a list", "too deep"])
 def test_a_generation_config_that_cannot_be_read(content: bytes, model: Path) -> None:
     (model / "generation_config.json").write_bytes(content)
 
@@ -357,9 +372,12 @@ def test_a_dump_on_a_full_disk(model: Path, tmp_path: Path) -> None:
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json: expected JSON"),
         ("tokenizer.json", b"[]", "tokenizer.json: expected a JSON object, found a list"),
         ("tokenizer.json", b'{"version": "1.0"}', "tokenizer.json: the tokenizers library [0-9.]+ can't read it"),
+        ("tokenizer.json", PANICKING, "tokenizer.json: the tokenizers library [0-9.]+ can't read it: "),
         ("tokenizer_config.json", b"x", "tokenizer_config.json: expected JSON"),
+        ("tokenizer_config.json", NESTED, "tokenizer_config.json: expected JSON: maximum recursion depth exceeded"),
         ("special_tokens_map.json", b"3", "special_tokens_map.json: expected a JSON object, found a int"),
     ],
+    ids=lambda value: None if value is NESTED else repr(value)[:30],
 )
 def test_a_tokenizer_file_that_is_none(file: str, content: bytes, message: str, model: Path) -> None:
     (model / file).write_bytes(content)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +49,31 @@ def test_text_that_is_not_unicode_is_refused() -> None:
     with pytest.raises(RequestError, match="a lone surrogate at character 2") as error:
         BYTES.encode("ab\ud800")
     assert error.value.code == "prompt-invalid"
+
+
+def odd(model: dict[str, Any], decoder: dict[str, Any] | None) -> Tokenizer:
+    """A tokenizer that the library reads, and fails with later."""
+    absent = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
+    content = {"version": "1.0", "added_tokens": [], "model": model, "decoder": decoder, **absent}
+    return tokenizer(json.dumps(content).encode())
+
+
+def test_text_that_the_library_cannot_encode_is_the_tokenizers_fault() -> None:
+    made = odd({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}, None)
+
+    assert made.encode("a") == [0]
+    with pytest.raises(BundleError, match=r"tokenizer\.json: the tokenizers library .* can't encode with it") as error:
+        made.encode("b")
+    assert error.value.code == "tokenizer-invalid"
+
+
+def test_a_panic_of_the_library_is_an_error_as_any_other() -> None:
+    strip = {"type": "Strip", "content": " ", "start": 0, "stop": 2}  # of a token that is shorter
+    made = odd({"type": "BPE", "vocab": {" ": 0}, "merges": []}, strip)
+
+    with pytest.raises(BundleError, match=r"tokenizer\.json: the tokenizers library .* can't decode with it") as error:
+        made.decode([0])
+    assert error.value.code == "tokenizer-invalid"
 
 
 def test_no_tokenizer_file_is_no_tokenizer() -> None:
