@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from precast.builder.limits import MAX_SEQ_LEN
+from precast.builder.limits import MAX_DEPTH, MAX_SEQ_LEN
 from precast.builder.source import tokenizer_files
 from precast.builder.source.model_class import CAUSAL, model_class, needs_code, own_code
 from precast.builder.source.quantised_options import check_options, quantisation_of
@@ -36,6 +38,8 @@ _LEAST = {
 }  # fmt: skip
 """Entries of configs and what they are at least, in every model that has them. A convolution of one token has no state
 to keep. The dimensions of heads are not among them: models without rotary embeddings have some of 0."""
+
+_LAYERS = re.compile(r"(num|n)(_\w+)?_layers?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +205,22 @@ def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
         message = f"{name}: config.json: architectures is {named!r}, expected a list of names"
         raise BuildError("config-invalid", message, fix="correct architectures, or remove them")
+    for entry, count in _layer_counts(raw):
+        if count > MAX_DEPTH:
+            message = f"{name}: the config's {entry} is {count}, expected at most {MAX_DEPTH}"
+            raise BuildError("config-invalid", message, fix=f"correct {entry} in the config")
     return raw
+
+
+def _layer_counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The numbers of layers in a config and in the objects within it, by name."""
+    pending = [raw]
+    while pending:
+        for entry, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            elif isinstance(value, int) and _LAYERS.fullmatch(entry):
+                yield entry, value
 
 
 def _json_object(data: bytes, what: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from precast.ir.ops.op import ArgDef, OpDef
 Mutate = Callable[[bytes, random.Random], bytes]
 
 INTERESTING = (0x00, 0x01, 0x7F, 0x80, 0x9F, 0xC0, 0xC1, 0xCF, 0xDD, 0xDF, 0xFF)
-NUMBERS = (0, 1, -1, 2, 3, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63))
+NUMBERS = (0, 1, -1, 2, 3, 1000, 2**16, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, -(2**63))
 ODD: tuple[Any, ...] = (
     None, True, 0.5, 1e308, float("inf"), *NUMBERS, "", "T", "*", "x" * 2000, "\x1b[2J\n", [], {}, ["T"], {"k": "e"},
 )  # fmt: skip
@@ -92,11 +92,16 @@ def change_value(document: Any, rng: random.Random, odd: Sequence[Any] = ODD) ->
             return
         container, key = rng.choice(places)
         old = container[key]
-        kind = rng.randrange(7)
+        kind = rng.randrange(8)
         if kind == 0:
             del container[key]
         elif kind == 1:
             container[key] = copy.deepcopy(rng.choice(odd))
+        elif kind == 4 and type(old) in (int, str):  # in all places: sizes and names must agree
+            new = rng.choice([value for value in odd if type(value) is type(old)])
+            for holder, place in places:
+                if type(holder[place]) is type(old) and holder[place] == old:
+                    holder[place] = new
         elif kind == 2:
             container[key] = _other(places, rng)
         elif kind == 3 and isinstance(container, list):

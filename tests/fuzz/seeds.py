@@ -64,6 +64,15 @@ _CONFIG = {
 }  # fmt: skip
 _QUANTISED = _CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}}
 _MULTIMODAL = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 16}}
+_KINDS: dict[str, dict[str, object]] = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+    "gpt2": {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64, "activation_function": "gelu_new"},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "deepseek_v3": {"kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 4, "n_routed_experts": 4, "n_group": 1},
+    "mamba2": {"state_size": 4, "num_heads": 4, "head_dim": 8, "expand": 2, "conv_kernel": 4, "n_groups": 1},
+    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}},
+}
 _AT_LOAD = {"rms_norm_eps": 1e-6, "sliding_window": 4096, "layer_types": ["full", "sliding"], "rope_scaling": _ROPE}
 _FACTS = {
     "values": {"rms_norm_eps": 1e-6, "layer_types": ["full", "sliding"], "window": None}
@@ -101,6 +110,9 @@ def _seeds(texts: Path) -> Seeds:
     yield "checkpoint-config", "nested", canonical({"text_config": _AT_LOAD | {"rope_parameters": _ROPE}})
     yield "config-facts", "both", canonical({"config": {"text_config": _AT_LOAD}, "facts": _FACTS})
     yield "config", "llama", canonical(_CONFIG)
+    for name, entries in _KINDS.items():
+        kind = {"model_type": name} if name not in ("yarn", "fp8") else {}
+        yield "config", name, canonical(_CONFIG | {"architectures": None} | kind | entries)
     yield "config", "quantised", canonical(_QUANTISED)
     yield "config", "multimodal", canonical(_MULTIMODAL)
     yield "config", "code", canonical(_CONFIG | {"auto_map": {"AutoModelForCausalLM": "own.Model"}})

@@ -42,6 +42,8 @@ FACTS = ConfigFacts(
     absent_objects={"rope_parameters.rope_theta": 10000.0},
     spellings={"rope_scaling": ("rope_parameters",), "norm_eps": ("rms_norm_eps",)},
 )  # fmt: skip
+MAX_TENSOR_BYTES = 1 << 30
+"""The largest tensor of a checkpoint that fits recipes: work may grow with the bytes on disk."""
 TEXTS = ("hello w", "", "\N{GREEK SMALL LETTER ALPHA}\0\n", "a" * 300)
 
 
@@ -141,6 +143,8 @@ def _recipes(data: bytes, folder: Path) -> None:
         size = tensorfile.element_bytes(read.dtype or "float32")
         for extent in read.shape:
             size *= extent
+        if size > MAX_TENSOR_BYTES:
+            return
         stored[read.tensor] = StoredTensor(folder / SINGLE, read.dtype or "float32", read.shape, 8, size)
     files = CheckpointFiles(folder, stored)
     graph = msgspec.structs.replace(tiny_graph(1), params=params)

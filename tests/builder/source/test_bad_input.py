@@ -204,6 +204,15 @@ def test_a_size_that_is_none(name: str, size: int, model: Path, llama: dict[str,
     assert f"fix: correct {name} in the config" in text
 
 
+@pytest.mark.parametrize(("kind", "name"), [("gpt2", "n_layer"), ("llama", "num_hidden_layers")])
+@pytest.mark.parametrize("nested", [False, True])
+def test_more_layers_than_transformers_can_list(kind: str, name: str, nested: bool, model: Path) -> None:
+    entries = {"model_type": kind, name: 2**62}
+    write(model, {"model_type": "gemma3", "text_config": entries} if nested else entries)
+
+    refused(model, "config-invalid", f"the config's {name} is {2**62}, expected at most 4096")
+
+
 def test_a_size_goes_by_the_name_in_the_config(model: Path) -> None:
     write(model, {**families.make_config("gpt2").to_dict(), "n_layer": -1})
 
