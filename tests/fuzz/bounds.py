@@ -87,4 +87,4 @@ def _described(error: BaseException) -> Finding:
 
 def _is_ours(file: str) -> bool:
     path = Path(file).resolve()
-    return path.is_relative_to(ROOT) and ".venv" not in path.parts
+    return not file.startswith("<") and path.is_relative_to(ROOT) and ".venv" not in path.parts

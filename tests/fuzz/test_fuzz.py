@@ -49,7 +49,7 @@ def test_readers_give_clean_errors(names: tuple[str, ...]) -> None:
 
     assert list(reports) == list(names)
     for name, report in reports.items():
-        assert report["findings"] == {}
+        assert report["findings"] == {}, "\n".join(report["findings"].values())
         assert report["refused"] == REFUSED.get(name, {})
         assert report["tried"] > 100
 
