@@ -15,7 +15,7 @@ SOURCES := api ir kernels builder loader
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint format types gpu-test bench fuzz fuzz-random clean
+.PHONY: help install demo test check lint format types gpu-test bench fuzz fuzz-random models clean
 
 help:
 	@echo "make demo      build, load and run the example model"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench     all benchmarks, and the pages' figures"
 	@echo "make fuzz      coverage-guided fuzzing of all readers, SECONDS=3600 in all"
 	@echo "make fuzz-random  COUNT=1000000 random corruptions of a bundle"
+	@echo "make models    every model type of transformers, compared; writes docs/models.md"
 	@echo "make clean     remove what make made, .venv included"
 
 install: $(STAMP)
@@ -82,6 +83,10 @@ fuzz: $(STAMP)
 
 fuzz-random: $(STAMP)
 	$(PY) tests/fuzz/run.py bundles 0 $(COUNT)
+
+# With ONLY="llama qwen3" these types alone, and no page.
+models: $(STAMP)
+	PYTHONPATH=tests/support $(PY) -m models_page --workers $(WORKERS) $(ONLY)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,7 +1,7 @@
 """Precast casts a language model once, offline, into a small bundle, and sets it up on the target in seconds.
 
-    bundle = precast.build("meta-llama/Llama-3.1-8B", "llama.bundle")
-    engine = precast.load("llama.bundle", weights="/ckpt", device="cuda")
+    bundle = precast.build("Qwen/Qwen3-8B", "qwen.bundle")
+    engine = precast.load("qwen.bundle", weights="/ckpt", device="cuda")
     outputs = engine.generate(["Hello"], precast.SamplingParams(max_tokens=64))
 
 Each name is imported when it is first used: `import precast` costs nothing, `precast.load` never imports the
@@ -27,18 +27,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_ERRORS = ("PrecastError", "BuildError", "BundleError", "WeightsError", "RequestError", "TargetError")
 _HOMES = {
     "build": "precast.builder.build",
     "load": "precast.loader.load",
     "Engine": "precast.loader.engine.engine",
     "SamplingParams": "precast.loader.engine.sampling",
     "Bundle": "precast.ir.artifact",
-    "PrecastError": "precast.ir.errors",
-    "BuildError": "precast.ir.errors",
-    "BundleError": "precast.ir.errors",
-    "WeightsError": "precast.ir.errors",
-    "RequestError": "precast.ir.errors",
-    "TargetError": "precast.ir.errors",
+    **dict.fromkeys(_ERRORS, "precast.ir.errors"),
 }
 
 __all__ = [  # noqa: RUF022 - in the order in which they are met

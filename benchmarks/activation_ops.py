@@ -9,7 +9,7 @@ import torch
 
 from precast.ir.graph.schema import Graph
 from precast.ir.memory.liveness import Moment
-from precast.kernels import activations, registry
+from precast.kernels import registry, step_memory
 from precast.kernels.registry import Implementation
 from precast.kernels.use import Use
 from precast.loader.program.restore import restore
@@ -36,7 +36,7 @@ class WatchedOps:
 
     def mispredicted(self, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
         """The ops that are off by more than 3 %, those that hold most first."""
-        run, _ = activations.runs(self._graph, self._target)
+        run, _ = step_memory.runs(self._graph, self._target)
         found = [_compared(moment, *held, sizes) for moment, held in zip(run.moments, self._found, strict=True)]
         wrong = [row for row in found if _is_off(row, "own", 4096) or _is_off(row, "alive", 65536)]
         return sorted(wrong, key=lambda row: -max(row["own"], row["predicted_own"]))[:MAX_SHOWN]
@@ -57,11 +57,11 @@ class WatchedOps:
 
 def _compared(moment: Moment, own: int, alive: int, sizes: Mapping[str, int]) -> dict[str, Any]:
     before = moment._replace(made=frozenset(), workspace=0)
-    predicted = activations.moment_bytes(before, sizes)
+    predicted = step_memory.moment_bytes(before, sizes)
     return {
         "op": f"{moment.path} {moment.node.op} {[value.name for value in moment.node.outputs]}",
         "own": own,
-        "predicted_own": activations.moment_bytes(moment, sizes) - predicted,
+        "predicted_own": step_memory.moment_bytes(moment, sizes) - predicted,
         "alive": alive,
         "predicted_alive": predicted,
     }

@@ -27,7 +27,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr, Graph
 from precast.ir.memory import caches
-from precast.kernels import activations, registry
+from precast.kernels import registry, step_memory
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.use import LONGEST
 from precast.loader.cache.memory import CacheMemory
@@ -150,7 +150,7 @@ class _Family:
         """All steps of a second run: the first one leaves what libraries keep for themselves."""
         found = []
         for drawn in (False, True):
-            peak = (activations.step_peak if drawn else activations.peak)(self._graph, registry.target_of(self._device))
+            peak = (step_memory.step_peak if drawn else step_memory.peak)(self._graph, registry.target_of(self._device))
             for name in PROMPTS:
                 program = Sized(self._program, self._graph)
                 steps = [list(self._run(program, name, drawn)) for _ in range(2)][1]
@@ -195,7 +195,7 @@ class _Family:
         """The ops where the prediction has its peak; for a row that breaks the claim, those predicted wrong."""
         is_below = row["lowest_ratio_of_all_steps"] < 1
         sizes = row["lowest"]["sizes"] if is_below else row["sizes"]
-        largest = activations.largest_moments(self._graph, registry.target_of(self._device), sizes, 4)
+        largest = step_memory.largest_moments(self._graph, registry.target_of(self._device), sizes, 4)
         found: dict[str, Any] = {"largest": [f"{size} {at.path} {at.node.op}" for size, at in largest]}
         if is_below or (row["claimed"] and row["predicted_over_measured"] > ABOVE):
             watched = WatchedOps(self._graph, self._tensors, self._device)

@@ -45,7 +45,7 @@ Passes = tuple[Pass, ...]
 def build(
     source: str | Path | PreTrainedConfig, out: str | Path, *, dtype: str = "auto", max_seq_len: int | None = None,
     page_size: int | None = None, kv_dtype: str = "auto", disabled_passes: Collection[str] = (),
-    snapshots: str | Path | None = None, snapshot_after: str = "shard", dump: str | Path | None = None,
+    snapshots: str | Path | None = None, snapshot_after: str | None = None, dump: str | Path | None = None,
     allow_remote_code: bool = False, check: Callable[[PreTrainedConfig], None] | None = None,
     progress: Progress | None = None,
 ) -> Bundle:  # fmt: skip
@@ -62,7 +62,8 @@ def build(
         disabled_passes: names of passes to leave out, to find the one that makes a mistake.
         snapshots: a directory for snapshots of the pipeline; a rebuild starts from the one that fits. None: none are
             read or written.
-        snapshot_after: the stage whose result is kept; up to `shard`, page size and kv dtype don't matter.
+        snapshot_after: the stage whose result is kept; None: `shard`, the last one whose result page size and kv dtype
+            don't change.
         dump: a directory that gets the graph after each pass as text.
         allow_remote_code: run the code that comes with a model which transformers does not have itself, with the
             rights of this process. None of it enters the bundle, which records that it ran. No snapshots are taken
@@ -81,7 +82,10 @@ def build(
     opened = open_source(source, allow_code=allow_remote_code)
     facts = config_facts(opened)
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
-    parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after)
+    if snapshot_after is not None and snapshots is None:
+        message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
+        raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
+    parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after or "shard")
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
     dump_dir = _dump_dir(dump)
     if check is not None:

@@ -1,90 +1,53 @@
-"""The passes in their order, and the runner that knows everything a pass need not.
+"""The passes in their order, and the runner, which checks and records what each of them does.
 
-The runner removes dead nodes, lints, checks that a pass told the truth and that what it relies on holds, and records
-what it added and removed.
+A pass only rewrites. The runner removes dead nodes, lints, checks that the pass told the truth and that what it relies
+on holds, and records which ops it added and removed.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph
+from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
-from precast.builder.passes.cache.insert_caches import insert_caches
-from precast.builder.passes.cache.insert_states import insert_states
+from precast.builder.passes.cache.caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, Pass
-from precast.builder.passes.match.cancel_transposes import cancel_transposes
-from precast.builder.passes.match.fold_param_views import fold_param_views
-from precast.builder.passes.match.fuse_gated_activation import fuse_gated_activation
-from precast.builder.passes.match.fuse_projections import fuse_projections
-from precast.builder.passes.match.fuse_residual_norm import fuse_residual_norm
-from precast.builder.passes.match.match_activations import match_activations
 from precast.builder.passes.match.match_attention import match_attention
 from precast.builder.passes.match.match_causal_conv import match_causal_conv
-from precast.builder.passes.match.match_complex_rotary import match_complex_rotary
-from precast.builder.passes.match.match_embedding import match_embedding
 from precast.builder.passes.match.match_latent_attention import match_latent_attention
-from precast.builder.passes.match.match_norms import match_norms
-from precast.builder.passes.match.match_paired_rotary import match_paired_rotary
-from precast.builder.passes.match.match_rotary import match_rotary
-from precast.builder.passes.match.match_rotary_tables import match_rotary_tables
 from precast.builder.passes.match.match_routers import match_routers
-from precast.builder.passes.match.normalise_spelling import normalise_spelling
-from precast.builder.passes.normalise.assemble_copies import assemble_copies
+from precast.builder.passes.match.norms import fuse_residual_norm, match_norms
+from precast.builder.passes.match.params import fold_param_views, fuse_projections
+from precast.builder.passes.match.pointwise import fuse_gated_activation, match_activations, match_embedding
+from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
+from precast.builder.passes.match.rotary_tables import match_complex_rotary, match_rotary_tables
+from precast.builder.passes.match.spelling import cancel_transposes, normalise_spelling
+from precast.builder.passes.normalise.arithmetic import normalise_arithmetic, normalise_linear
+from precast.builder.passes.normalise.canonical import merge_duplicates, order_nodes
 from precast.builder.passes.normalise.fold_constants import fold_constants
 from precast.builder.passes.normalise.match_positions import match_positions
-from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
-from precast.builder.passes.normalise.normalise_arithmetic import normalise_arithmetic
-from precast.builder.passes.normalise.normalise_linear import normalise_linear
-from precast.builder.passes.normalise.normalise_views import normalise_views
-from precast.builder.passes.normalise.order_nodes import order_nodes
-from precast.builder.passes.normalise.remove_noops import remove_noops
-from precast.builder.passes.normalise.remove_self_copies import remove_self_copies
-from precast.builder.passes.normalise.remove_writes import remove_writes
+from precast.builder.passes.normalise.views import normalise_views, remove_noops
+from precast.builder.passes.normalise.writes import assemble_copies, remove_self_copies, remove_writes
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
 from precast.ir.errors import BuildError
 from precast.ir.manifest import PassRecord
 
 PASSES: tuple[Pass, ...] = (
-    remove_self_copies,
-    assemble_copies,
-    remove_writes,
-    remove_noops,
-    match_positions,
-    fold_constants,
-    normalise_views,
-    normalise_linear,
-    normalise_arithmetic,
-    merge_duplicates,
-    order_nodes,
-    match_attention,
-    match_causal_conv,
-    match_rotary_tables,
-    match_rotary,
-    match_paired_rotary,
-    match_complex_rotary,
-    normalise_spelling,
-    match_latent_attention,
-    match_norms,
-    match_activations,
-    match_embedding,
-    match_routers,
-    fold_param_views,
-    fuse_gated_activation,
-    fuse_projections,
-    cancel_transposes,
-    fuse_residual_norm,
-    insert_states,
-    insert_caches,
-    plan_pages,
-    gather_logits,
-)
+    # normalise
+    remove_self_copies, assemble_copies, remove_writes, remove_noops, match_positions, fold_constants,
+    normalise_views, normalise_linear, normalise_arithmetic, merge_duplicates, order_nodes,
+    # match
+    match_attention, match_causal_conv,
+    match_rotary_tables, match_rotary, match_paired_rotary, match_complex_rotary,
+    normalise_spelling, match_latent_attention, match_norms, match_activations, match_embedding, match_routers,
+    fold_param_views, fuse_gated_activation, fuse_projections, cancel_transposes, fuse_residual_norm,
+    # cache, plan
+    insert_states, insert_caches, plan_pages, gather_logits,
+)  # fmt: skip
 """THE ordered list."""
 
 _NEEDED = ("cache", "plan")
@@ -102,8 +65,7 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
     known = {each.name: each for each in PASSES}
     for name in disabled:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-            raise BuildError("option-invalid", f"there is no pass {name}", fix=f"name one of {', '.join(near)}")
+            raise BuildError("option-invalid", f"there is no pass {name}", fix=_nearest(name, sorted(known)))
         if known[name].stage in _NEEDED:
             message = f"the pass {name} can't be disabled: no target runs a graph without what it makes"
             raise BuildError("option-invalid", message, fix=f"disable passes before the stage {_NEEDED[0]} only")
@@ -120,9 +82,15 @@ def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[P
     """The passes up to the end of `stage`, and those after it. Raises BuildError("option-invalid")."""
     if stage not in SNAPSHOT_STAGES:
         message = f"snapshot_after is {stage!r}, which is no stage with a snapshot"
-        raise BuildError("option-invalid", message, fix=f"name one of {', '.join(SNAPSHOT_STAGES)}")
+        raise BuildError("option-invalid", message, fix=_nearest(stage, SNAPSHOT_STAGES))
     count = sum(STAGES.index(each.stage) <= STAGES.index(stage) for each in todo)
     return todo[:count], todo[count:]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """What to do about an unknown name: the known ones that are most like it, or all."""
+    near = difflib.get_close_matches(name, known, n=3) or known
+    return f"name {near[0]}" if len(near) == 1 else f"name one of {', '.join(near)}"
 
 
 def run(
@@ -145,7 +113,8 @@ def run(
         changed = each.run(graph, ctx)
         eliminate_dead_code(graph, ctx)
         graph.lint()
-        delta = _difference(op_counts(graph), counts)
+        new = op_counts(graph)
+        delta = {op: new[op] - counts[op] for op in sorted(new | counts) if new[op] != counts[op]}
         differs = (_content(graph), ctx.caches) != content
         assert changed or not differs, f"{each.name} changed the graph and said that it didn't: {delta}"
         assert differs or not changed, f"{each.name} said that it changed the graph, and didn't"
@@ -176,7 +145,3 @@ def _write_dump(file: Path, graph: FxGraph) -> None:
 def _content(graph: FxGraph) -> list[tuple[Any, ...]]:
     """What two graphs of the same nodes are compared by."""
     return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
-
-
-def _difference(after: Counter[str], before: Counter[str]) -> dict[str, int]:
-    return {op: after[op] - before[op] for op in sorted(after.keys() | before.keys()) if after[op] != before[op]}

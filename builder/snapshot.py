@@ -1,8 +1,8 @@
-"""Snapshots of the pipeline: the graph as it is after a stage, on disk, by the content of all that went in.
+"""Snapshots of the pipeline: the graph as it is after a stage, on disk, under a key made of all that went in.
 
-The key covers the config, the options that matter up to there, the passes that ran, the sources of this package and of
-those under it, and the versions of torch and transformers. A snapshot is data with a digest; what does not read back
-whole is a miss, never an error and never a wrong graph.
+The key covers the config, the options that matter up to there, the passes that ran, the sources of this package, of
+those under it and of a model that is none of transformers', and the versions of torch and transformers. A snapshot is
+data with a digest; what does not read back whole is a miss, never an error and never a wrong graph.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -17,12 +20,14 @@ import msgspec
 import torch
 import transformers
 import zstandard
+from transformers import PreTrainedConfig
 
 from precast.builder.capture.capture import Captured
 from precast.builder.capture.routing import trace_ops
 from precast.builder.graph.context import Options
 from precast.builder.graph.stored import StoredGraph, load, store
 from precast.builder.passes.graph_pass import Pass
+from precast.builder.source.model_class import model_class
 from precast.builder.source.source import Source
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Wire
@@ -45,6 +50,7 @@ def key(source: Source, options: Options, passes: tuple[Pass, ...]) -> str:
     parts = {
         "config": config,
         "architecture": type(source.config).__name__,
+        "code": _code_digests(source.config),
         "generation": source.generation_config(),
         "dtype": options.dtype,
         "max_seq_len": options.max_seq_len,
@@ -57,15 +63,37 @@ def key(source: Source, options: Options, passes: tuple[Pass, ...]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def _code_digests(config: PreTrainedConfig) -> dict[str, str]:
+    """The sources of the classes of a model that somebody registered with transformers: whole packages of them.
+
+    What was typed in and stands in no file is never the same twice.
+    """
+    kinds = {*type(config).__mro__, *(model_class(config) or object).__mro__}
+    names = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch", "transformers"}
+    found = {}
+    for name in sorted(names - sys.stdlib_module_names):
+        module = sys.modules[name]
+        folders = list(getattr(module, "__path__", ()))
+        files = [file for folder in folders for file in sorted(Path(folder).rglob("*.py"))]
+        if not files and getattr(module, "__file__", None):
+            files = [Path(str(module.__file__))]
+        found[name] = _digest_of(files) if files else os.urandom(16).hex()
+    return found
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        total.update(file.read_bytes())
+    return total.hexdigest()
+
+
 @cache
 def _sources_digest() -> str:
     """The sources of this package and of those that it stands on."""
-    total = hashlib.sha256()
     here = Path(__file__).parent
-    for folder in (here.parent / "ir", here.parent / "kernels", here):
-        for file in sorted(folder.rglob("*.py")):
-            total.update(file.read_bytes())
-    return total.hexdigest()
+    folders = (here.parent / "ir", here.parent / "kernels", here)
+    return _digest_of(file for folder in folders for file in sorted(folder.rglob("*.py")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The artifact's language: what a bundle says, how it is written, read, checked and shown.
 
-Standard library, msgspec and zstandard only; importable anywhere, without torch. `schema` holds the structs, `ops` the
-table of operations, `verify` the rules, `text` the readable form, `bundle` the directory that holds it all.
+Standard library, msgspec and zstandard only; importable anywhere, without torch. `graph` holds the structs and their
+text form, `ops` the table of operations, `verify` the rules, `weights` recipes and checkpoints, `memory` cache plans
+and liveness, `bundle` the container, `artifact` the bundle as a whole.
 """

@@ -19,13 +19,13 @@ from precast.ir.bundle import codec, oci
 from precast.ir.bundle.layout import Contents, Layer, check_file_name, is_bundle, read_layout
 from precast.ir.errors import BundleError, some
 from precast.ir.graph.schema import Graph, Node
-from precast.ir.manifest import Blob, Manifest
+from precast.ir.manifest import Blob, Manifest, Role
 from precast.ir.ops import table as ops
 from precast.ir.verify.verifier import check
 from precast.ir.weights import tensorfile
 from precast.ir.weights.tensorfile import Tensor, TensorFileError
 
-_ROLES = {oci.GRAPH: "graph", oci.CONSTANTS: "constants", oci.TOKENIZER: "tokenizer"}
+_ROLES: dict[str, Role] = {oci.GRAPH: "graph", oci.CONSTANTS: "constants", oci.TOKENIZER: "tokenizer"}
 
 
 class Bundle(msgspec.Struct, frozen=True, eq=False):
@@ -103,9 +103,8 @@ def ops_of(graph: Graph) -> dict[str, int]:
     nodes = [*(node for block in graph.blocks for node in block.nodes), *graph.main]
     for node in nodes:
         if isinstance(node, Node) and found.setdefault(node.op, node.version) != node.version:
-            raise BundleError(
-                "manifest-invalid", f"graph: {node.op} is used in versions {found[node.op]}, {node.version}"
-            )
+            message = f"graph: {node.op} is used in versions {found[node.op]}, {node.version}"
+            raise BundleError("manifest-invalid", message)
     return dict(sorted(found.items()))
 
 
@@ -133,13 +132,15 @@ def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
     model = manifest.model
     if min(model.vocab_size, model.max_seq_len) < 1 or min(model.num_layers, model.num_parameters) < 0:
         raise BundleError("manifest-invalid", "manifest: the model's vocab_size and max_seq_len are at least 1")
-    expected = tuple(
-        Blob(_ROLES[layer.media_type], layer.name, layer.digest, len(layer.data))  # type: ignore[arg-type]
-        for layer in layers
-    )
+    expected = _blobs(layers)
     if manifest.blobs != expected:
         listed, held = (", ".join(some([blob.name for blob in blobs])) for blobs in (manifest.blobs, expected))
         raise BundleError("blob-list", f"manifest: lists {listed}, which are not the layers {held}")
+
+
+def _blobs(layers: tuple[Layer, ...]) -> tuple[Blob, ...]:
+    """The layers as the manifest lists them."""
+    return tuple(Blob(_ROLES[x.media_type], x.name, x.digest, len(x.data)) for x in layers)
 
 
 def _check_ops_known(manifest: Manifest) -> None:
@@ -180,22 +181,14 @@ def _layout(
     assert not manifest.blobs, "the blobs are listed here"
     for name in files:
         check_file_name(name)
-    layers = [
-        Layer(oci.GRAPH, "graph", *_identified(encoding.encode_graph(graph))),
-        Layer(oci.CONSTANTS, "constants", *_identified(_encode_constants(constants))),
-        *(Layer(oci.TOKENIZER, name, *_identified(files[name])) for name in sorted(files)),
-    ]
-    blobs = tuple(Blob(_ROLES[x.media_type], x.name, x.digest, len(x.data)) for x in layers)  # type: ignore[arg-type]
-    config = encoding.encode_manifest(msgspec.structs.replace(manifest, blobs=blobs))
-    image = codec.encode_json(
-        oci.Image(
-            artifact_type=oci.BUNDLE,
-            config=oci.describe(config, oci.MANIFEST),
-            layers=tuple(_describe(layer) for layer in layers),
-            media_type=oci.IMAGE_TYPE,
-            schema_version=2,
-        )
+    layers = (
+        _layer(oci.GRAPH, "graph", encoding.encode_graph(graph)),
+        _layer(oci.CONSTANTS, "constants", _encode_constants(constants)),
+        *(_layer(oci.TOKENIZER, name, files[name]) for name in sorted(files)),
     )
+    config = encoding.encode_manifest(msgspec.structs.replace(manifest, blobs=_blobs(layers)))
+    described = tuple(map(_describe, layers))
+    image = codec.encode_json(oci.image(oci.BUNDLE, oci.describe(config, oci.MANIFEST), described))
     contents = [config, image, *(layer.data for layer in layers)]
     index, attached = _index(image, codec.encode_json(dict(provenance)))
     return {
@@ -207,16 +200,9 @@ def _layout(
 
 def _index(image: bytes, record: bytes) -> tuple[bytes, list[bytes]]:
     """`index.json`, and the blobs of the provenance record, which is attached to the image from outside."""
-    attached = codec.encode_json(
-        oci.Image(
-            artifact_type=oci.PROVENANCE,
-            config=oci.describe(oci.EMPTY, oci.EMPTY_TYPE),
-            layers=(oci.describe(record, oci.PROVENANCE),),
-            media_type=oci.IMAGE_TYPE,
-            schema_version=2,
-            subject=oci.describe(image, oci.IMAGE_TYPE),
-        )
-    )
+    empty, described = oci.describe(oci.EMPTY, oci.EMPTY_TYPE), oci.describe(record, oci.PROVENANCE)
+    subject = oci.describe(image, oci.IMAGE_TYPE)
+    attached = codec.encode_json(oci.image(oci.PROVENANCE, empty, (described,), subject))
     manifests = (
         # Tools want a name when a layout holds more than one manifest.
         oci.describe(image, oci.IMAGE_TYPE, artifact_type=oci.BUNDLE, annotations={oci.REF_NAME: "latest"}),
@@ -225,8 +211,8 @@ def _index(image: bytes, record: bytes) -> tuple[bytes, list[bytes]]:
     return codec.encode_json(oci.Index(manifests, 2, oci.INDEX_TYPE)), [record, oci.EMPTY, attached]
 
 
-def _identified(data: bytes) -> tuple[str, bytes]:
-    return oci.digest_of(data), data
+def _layer(media_type: str, name: str, data: bytes) -> Layer:
+    return Layer(media_type, name, oci.digest_of(data), data)
 
 
 def _describe(layer: Layer) -> oci.Descriptor:

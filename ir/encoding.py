@@ -1,4 +1,4 @@
-"""The graph and the manifest as bytes: written in the current version of the format, read in every known one."""
+"""The graph and the manifest to bytes and back: written in the newest version of the format, read in all known ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def decode_graph(data: bytes, format: tuple[int, int] = FORMAT) -> Graph:
     """
     era = versions.era(format, ERAS)
     old: Any = codec.decode_packed(data, era.graph, "graph")
-    graph: Graph = versions.upgrade_graph(old, format, ERAS)
+    graph: Graph = versions.upgrade(old, "graph", format, ERAS)
     return graph
 
 
@@ -58,5 +58,6 @@ def decode_manifest(data: bytes) -> Manifest:
     # The version comes first: fields of a newer one must be reported as that, not as unknown.
     format = codec.peek_json(data, _Versioned, "manifest", limits.MAX_JSON_BYTES).format
     era = versions.era(format, ERAS)
-    manifest: Manifest = versions.upgrade_manifest(codec.decode_json(data, era.manifest, "manifest"), format, ERAS)
+    old: Any = codec.decode_json(data, era.manifest, "manifest")
+    manifest: Manifest = versions.upgrade(old, "manifest", format, ERAS)
     return manifest

@@ -1,4 +1,4 @@
-"""What goes wrong, by name: four kinds of error for the user, each with a stable code.
+"""What goes wrong, by name: the kinds of error that a user sees, each with a stable code.
 
 A message says what was read and what was expected; `where` says where, `fix` what to do. Codes are part of the
 public interface: scripts and tests match them, so a code keeps its meaning for good. Our own bugs are assertions,
@@ -129,11 +129,16 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
+_USAGE = frozenset(("option-invalid", "sampling-invalid", "engine-option-invalid"))
+"""The codes of an option's value that is not allowed: usage, whether the command line finds it or what it calls."""
+
+
 class PrecastError(Exception):
     """The root of all errors meant for a user.
 
     `code` is a key of `CODES`; `message` says what was read and what was expected; `where` names the file, tensor or
-    place; `fix` says what to do, by default what `FIXES` says. `str()` gives all of it.
+    place; `fix` says what to do, by default what `FIXES` says. `str()` gives all of it. The command line ends with
+    `exit_code`: that of the kind of error, or 2 for usage.
     """
 
     exit_code = 1
@@ -142,6 +147,8 @@ class PrecastError(Exception):
         assert code in CODES, f"error code {code!r} is not in precast.ir.errors.CODES"
         super().__init__(code, message)
         self.code = code
+        if code in _USAGE:
+            self.exit_code = 2
         self.message = message
         self.where = where
         self.fix = fix or FIXES.get(code)

@@ -73,10 +73,13 @@ class ConfigFacts(Wire, frozen=True):
     part: tuple[str, ...] = ()
 
 
+Role = Literal["graph", "constants", "tokenizer"]
+
+
 class Blob(Wire, frozen=True):
     """A file in the bundle: what it is for (`role`), under which name, its digest and size."""
 
-    role: Literal["graph", "constants", "tokenizer"]
+    role: Role
     name: str
     digest: str
     size: int

@@ -1,4 +1,4 @@
-"""Functions that are called as an op is: with the arguments of its signature, which stands in the op table alone."""
+"""Makes a function callable with the arguments of an op's signature, which is written in the op table alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation computes a node: of the op's records the first that takes it, or what was measured.
+"""Chooses the implementation of a node: the first of the op's records that takes it, or the fastest that was measured.
 
 A choice depends on the node's types, the target, and where records say so on the sizes of a step. No torch.
 """

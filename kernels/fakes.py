@@ -1,4 +1,4 @@
-"""What torch traces in the place of an op: contiguous results of its shape rule's types, without values."""
+"""The fake of an op, which torch traces in its place: contiguous results of its shape rule's types, without values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""An implementation as data: what it computes, where it runs, what it takes, what it holds, and how it is called.
+"""`Record`: one implementation of an op as data. It says where it runs, what it takes and holds, and how it is called.
 
 The records of a family of ops stand in `kernels/<family>/records.py`, the fastest of an op first; none of these
-modules imports torch. Capture, the arithmetic of memory and `inspect --kernels` read them, and nothing else says what
-is fast, capturable, or how much it holds.
+modules imports torch. Nothing else says what is fast, what can be replayed as a CUDA graph, and how much it holds.
 """
 
 from __future__ import annotations
@@ -49,9 +48,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     tuple of several, which it is given besides. `workspace` are the bytes that it holds beside its results at most on a
     GPU (`precast.kernels.choices.workspace` has a bound for CPUs).
 
-    `capture`: "static" if it launches the same work whatever its metadata hold, "host" if it reads them on the host,
-    which is a wait for the device. `dtypes` are element types by argument, where it takes fewer than the op; `sizes`
-    are those of a step that it takes. `layout` names by argument the layout of a weight that it wants.
+    `control`: "static" if it launches the same work whatever its metadata hold, so that a CUDA graph can replay it;
+    "host" if it reads them on the host, which is a wait for the device. `dtypes` are element types by argument, where
+    it takes fewer than the op; `sizes` are those of a step that it takes. `layout` names by argument the layout of a
+    weight that it wants.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: Mapping[str, tuple[Dtype, ...]] = {}
     takes: tuple[Condition, ...] = ()
     sizes: Ranges = {}
-    capture: Literal["static", "host"] = "static"
+    control: Literal["static", "host"] = "static"
     allocates: bool = True
     layout: Mapping[str, str] = {}
 
@@ -85,4 +85,4 @@ def reference(op: str, module: str, workspace: Callable[[Use], Expr]) -> Record:
 
 def reference_on_cpu(op: str, module: str) -> Record:
     """The definition of an op that other implementations compute on GPUs."""
-    return msgspec.structs.replace(reference(op, module, nothing), devices=("cpu",), capture="host")
+    return msgspec.structs.replace(reference(op, module, nothing), devices=("cpu",), control="host")

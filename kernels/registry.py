@@ -1,4 +1,4 @@
-"""All ops of this room: their specs, their registration with torch, and the functions that records name.
+"""The ops in torch: their specs, their registration with `torch.library`, and the functions that records name.
 
 The builder registers the ops with `torch.library`, to trace models that call them. The loader calls what
 `implementations` gives, without torch's dispatcher between.

@@ -1,4 +1,4 @@
-"""torch's symbolic sizes as expressions of the bundle's language. Only what traces needs them: this loads sympy."""
+"""torch's symbolic sizes as expressions of the bundle's language. Only tracing needs them: this loads sympy."""
 
 from __future__ import annotations
 

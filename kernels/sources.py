@@ -1,4 +1,4 @@
-"""The sources of an implementation: what was measured of it, or compiled, counts as long as they stay as they are."""
+"""The digest of an implementation's source files: what was measured or compiled is valid while it stays the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an op is to tests, verifier and docs: one `OpSpec`, beside the op's formula and its reference.
+"""`OpSpec`: the axes, dtypes, reference and tolerances of an op, for tests and docs; it stands beside the reference.
 
 The signature, the shape rule and what it mutates stand in `precast.ir.ops.table`; a spec adds what only torch can say,
 and takes all else from there. What computes the op fast stands in its family's records.
@@ -6,16 +6,13 @@ and takes all else from there. What computes the op fast stands in its family's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from precast.ir.ops import table as ops
-
-Sample = dict[str, Any]
-"""Arguments of one call, by the names of the signature."""
 
 
 class Tolerance(NamedTuple):
@@ -43,41 +40,6 @@ PRODUCT: Mapping[torch.dtype, Tolerance] = {
 EXACT: Mapping[torch.dtype, Tolerance] = {}
 
 
-class Draw:
-    """Draws the tensors of samples: the same numbers on every device, floats in the sample's `dtype`."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-        self.dtype = dtype
-        self.device = device
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normally distributed floats with standard deviation `scale`."""
-        return self.to(torch.randn(shape, generator=self._generator) * scale, dtype or self.dtype)
-
-    def uniform(
-        self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """Floats in `low..high`."""
-        return self.to(torch.rand(shape, generator=self._generator) * (high - low) + low, dtype or self.dtype)
-
-    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Integers in `low..high`, `high` left out."""
-        return self.to(torch.randint(low, high, shape, generator=self._generator), dtype)
-
-    def permutation(self, count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """The integers below `count` in random order."""
-        return self.to(torch.randperm(count, generator=self._generator), dtype)
-
-    def of(self, values: object, dtype: torch.dtype) -> torch.Tensor:
-        """These values, on the sample's device."""
-        return self.to(torch.tensor(values), dtype)
-
-    def to(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`x` on the sample's device."""
-        return x.to(device=self.device, dtype=dtype)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
     """One version of an op.
@@ -94,7 +56,6 @@ class OpSpec:
     results: Mapping[str, str]
     dtypes: Mapping[str, tuple[torch.dtype, ...]]
     reference: Callable[..., Any]
-    samples: Callable[[Draw], Iterator[Sample]]
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""What a record is asked about: one use of an op, a node with the types of its tensors, on a target.
+"""`Use`: a node with the types of its tensors, on a target. Records are asked whether they take it, and what it holds.
 
 No torch: `inspect` asks too.
 """

@@ -17,7 +17,7 @@ from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan, Graph
 from precast.ir.memory import caches
-from precast.kernels import activations
+from precast.kernels import step_memory
 from precast.kernels.registry import target_of
 from precast.loader.device import Device
 
@@ -98,9 +98,9 @@ def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> Ar
 
 
 def step_bytes(graph: Graph, limits: Limits, device: Device) -> Callable[[int], int]:
-    """Bytes of activations that a step holds at most, for a cache of so many slabs; see `kernels.activations`."""
+    """Bytes of activations that a step holds at most, for a cache of so many slabs; see `kernels.step_memory`."""
     plan, (max_num_seqs, max_num_tokens, max_seq_len, _) = graph.caches, limits
-    peak = activations.step_peak(graph, target_of(torch.device(device.name)))
+    peak = step_memory.step_peak(graph, target_of(torch.device(device.name)))
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
     most = {group.name: caches.peak_pages(group, max_seq_len, max_num_tokens) for group in plan.groups}
     num_seqs = min(max_num_seqs, max_num_tokens)
@@ -116,7 +116,7 @@ def step_bytes(graph: Graph, limits: Limits, device: Device) -> Callable[[int], 
         # All tokens may be of one prompt as well, and a prompt takes more than as many sequences that decode. And page
         # lists may be shorter: what is gathered at a time is then of more sequences.
         steps = (
-            activations.step_sizes(
+            step_memory.step_sizes(
                 graph,
                 max_num_tokens=max_num_tokens,
                 max_num_seqs=count,

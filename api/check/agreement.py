@@ -37,7 +37,7 @@ PROMPTS = (
     (17,),
     (99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90, 2, 3, 5),
 )
-"""Token ids below 121, of which `precast.builder.source.shrink` makes text; 0 and 1 are left out: padding and begin."""
+"""Token ids below 121, of which `precast.builder.source.shrink` makes text. 0 and 1 (padding, begin) are left out."""
 
 NUM_TOKENS = 32
 CHUNK = 7
@@ -132,18 +132,6 @@ def hf_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor
         return [model(input_ids=torch.tensor([list(prompt)]), use_cache=False).logits[0].clone() for prompt in prompts]
 
 
-def hf_greedy(model: Any, prompt: Sequence[int], count: int, *, use_cache: bool = True) -> list[int]:
-    """The `count` tokens that transformers' own `generate` gives greedily; end-of-sequence tokens end nothing."""
-    ids = torch.tensor([list(prompt)])
-    model.generation_config.eos_token_id = None
-    with torch.no_grad():
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0,
-            use_cache=use_cache,
-        )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
-
-
 def is_greedy(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> bool:
     """Whether each token of the answer is the likeliest one after those before it, by transformers without a cache.
 
@@ -162,10 +150,3 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The norm of the difference over the norm of what was expected; infinite for what isn't finite."""
     error = float((found.double() - expected.double()).norm() / expected.double().norm())
     return error if bool(torch.isfinite(found).all()) else float("inf")
-
-
-def is_causal(model: Any) -> bool:
-    """Whether another token at the end of a prompt leaves the logits before it as they were."""
-    prompt = PROMPTS[0]
-    first, second = hf_logits(model, [prompt, (*prompt[:-1], prompt[-1] + 1)])
-    return relative_error(second[:-1], first[:-1]) < TOLERANCE

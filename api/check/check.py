@@ -75,7 +75,7 @@ def _failed(config: PreTrainedConfig, how: str, where: str) -> BuildError:
 
 
 def _first_difference(bundle: Bundle, weights: Path, model: PreTrainedModel) -> str:
-    """The first layer, in the order of the graph, of whose results none is what transformers' layer returns."""
+    """The first layer, in the order of the graph, none of whose results is what transformers' layer returns."""
     prompt = list(PROMPTS[0])
     expected = _layer_outputs(model, prompt)
     results = _layer_results(bundle.graph)

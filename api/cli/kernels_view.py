@@ -22,10 +22,10 @@ def view(target: str) -> Callable[[Bundle], Report]:
 def kernels(bundle: Bundle, target: Target) -> Report:
     """A row for each op, element type and choice, with how many of the graph's nodes it stands for."""
     rows = Counter(row for use in _uses(bundle.graph, target) for row in _rows(use))
-    names = ("op", "dtype", "implementation", "sizes", "capture", "reason")
+    names = ("op", "dtype", "implementation", "sizes", "control", "reason")
     found = [dict(zip(names, row, strict=True)) | {"nodes": rows[row]} for row in sorted(rows)]
     has_classes = any(row["sizes"] != "all" for row in found)
-    header = ("op", "dtype", "nodes", "implementation", *(("sizes",) if has_classes else ()), "capture", "reason")
+    header = ("op", "dtype", "nodes", "implementation", *(("sizes",) if has_classes else ()), "control", "reason")
     lines = [tuple(str(row[name]) for name in header) for row in found]
     text = f"target {target.text}; nodes of a block count once\n\n{table([header, *lines])}"
     return Report({"target": target.text, "kernels": found}, text)
@@ -49,4 +49,4 @@ def _cells(case: Case) -> tuple[str, str, str, str]:
         f"{symbol} {low} to {'any' if high is None else high}" for symbol, (low, high) in case.sizes.items()
     )
     record = case.choice.record
-    return record.name, sizes or "all", record.capture, case.choice.reason
+    return record.name, sizes or "all", record.control, case.choice.reason

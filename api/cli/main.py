@@ -1,8 +1,8 @@
 """The command line: `precast VERB ...`.
 
 Verbs that only look at a bundle import no torch. Every error of Precast's own becomes one message on standard error,
-with --json one object on standard output as well, and the exit code of its kind: 1 the user's input, 2 usage, 3 a
-bundle refused, 4 the environment. Ctrl-C ends with 130.
+with --json one object on standard output as well, and the exit code of its kind: 1 the user's input, 2 usage (the value
+of an option, above all), 3 a bundle refused, 4 the environment. Ctrl-C ends with 130.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +61,8 @@ class _Verbs(click.Group):
 def main() -> None:
     """Cast a language model once, offline, into a bundle; set it up on the target in seconds.
 
-    Exit codes: 0 fine, 1 the input can't be used, 2 usage, 3 the bundle is refused, 4 the machine lacks something,
-    130 interrupted.
+    Exit codes: 0 fine, 1 the input can't be used, 2 usage, as a wrong option, 3 the bundle is refused, 4 the machine
+    lacks something, 130 interrupted.
     """
 
 
@@ -77,7 +76,7 @@ def main() -> None:
     "--kv-dtype", default="auto", show_default=True, help="Of cached keys and values: fp8_e4m3, or the model's (auto)."
 )
 @click.option("--snapshots", type=DIRECTORY, help="Directory of snapshots that speed up rebuilds.")
-@click.option("--snapshot-after", metavar="STAGE", default="shard", show_default=True, help="The stage that is kept.")
+@click.option("--snapshot-after", metavar="STAGE", help="The stage that is kept.  [default: shard]")
 @click.option(
     "--disable-pass", "disabled_passes", multiple=True, metavar="NAME", help="Leave out this pass; may be repeated."
 )
@@ -150,29 +149,6 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
     _report(Report(fields, "\n".join(lines)), as_json)
-
-
-@main.command()
-@click.option("--only", multiple=True, metavar="TYPE", help="Cover this model type; may be repeated. Default: all.")
-@click.option("--write", type=PATH, help="Write the page of the table, docs/models.md.")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model types covered at once.")
-@AS_JSON
-def models(only: tuple[str, ...], write: Path | None, workers: int, as_json: bool) -> None:
-    """Cover transformers' causal language models: build each, made tiny, and compare it. Takes minutes."""
-    try:
-        from precast.check.models_page import page, sweep_report
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        message = "precast models needs transformers: pip install 'precast[build]'"
-        raise TargetError("dependency-missing", message) from error
-    if write is not None:
-        _check_writable(write)
-    rows, report = sweep_report(only, workers=workers, done=None if as_json else _echo)
-    if write is not None:
-        _write_page(write, page(rows))
-    if as_json:
-        _report(report, as_json)
 
 
 @main.command()
@@ -314,8 +290,8 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        message = f"--token-ids is {text!r}, expected numbers separated by commas"
-        raise RequestError("prompt-invalid", message, fix="--token-ids 1,15,27") from error
+        message = f"{text!r} is no list of numbers separated by commas, such as 1,15,27"
+        raise click.BadParameter(message, param_hint="--token-ids") from error
 
 
 def _report(report: Report, as_json: bool) -> None:
@@ -335,28 +311,6 @@ def _echo(text: str, *, nl: bool = True) -> None:
         os.close(nowhere)
         message = f"the answer can't be written: {error.strerror}"
         raise PrecastError("write-failed", message, where="standard output") from error
-
-
-def _check_writable(file: Path) -> None:
-    """Raise PrecastError (`write-failed`) when the file can't be written; it stays as it is, or absent."""
-    existed = file.exists()
-    try:
-        file.open("a").close()
-        if not existed:
-            file.unlink()
-    except OSError as error:
-        raise _unwritten(file, error) from error
-
-
-def _write_page(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritten(file, error) from error
-
-
-def _unwritten(file: Path, error: OSError) -> PrecastError:
-    return PrecastError("write-failed", f"the page can't be written: {error.strerror}", where=str(file))
 
 
 def _printable(text: str) -> str:

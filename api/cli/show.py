@@ -10,11 +10,11 @@ import msgspec
 
 from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Call, Graph, Group, LatentSpec, Node, PagedSpec, StateGroup, StateSpec
+from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Graph, LatentSpec, Node, PagedSpec, StateSpec
 from precast.ir.graph.text import format_graph, format_recipe, format_type
 from precast.ir.memory import caches
-from precast.ir.ops.flops import canonical_share
-from precast.kernels import activations
+from precast.ir.ops.flops import precast_share
+from precast.kernels import step_memory
 from precast.kernels.use import GPU
 
 STEPS = ((8192, 256), (256, 256))
@@ -46,7 +46,7 @@ def summary(bundle: Bundle) -> Report:
     tokenizer = [blob for blob in manifest.blobs if blob.role == "tokenizer"]
     total = sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
-    share = canonical_share(graph)
+    share = precast_share(graph)
     peaks = _activation_peaks(graph)
     fields = {
         "digest": bundle.digest,
@@ -59,7 +59,7 @@ def summary(bundle: Bundle) -> Report:
         "files": [blob.name for blob in manifest.blobs],
         "built_with": manifest.built_with,
         "checked": manifest.checked,
-        "canonical_share": round(share, 4),
+        "precast_share": round(share, 4),
         "activation_bytes": [
             {"tokens": tokens, "sequences": sequences, "bytes": peak} for (tokens, sequences), peak in peaks.items()
         ],
@@ -81,7 +81,7 @@ def summary(bundle: Bundle) -> Report:
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
         ("activations", "; ".join(f"{peak / 2**20:,.0f} MiB for {_step_text(*step)}" for step, peak in peaks.items())),
-        ("canonical ops", f"{100 * share:.1f} % of the floating-point work"),
+        ("precast ops", f"{100 * share:.1f} % of the floating-point work"),
         ("checked", "yes: equal to transformers, made tiny" if manifest.checked else "no"),
         ("built with", _pairs(manifest.built_with)),
         ("provenance", _pairs(bundle.provenance) or "none"),
@@ -91,11 +91,11 @@ def summary(bundle: Bundle) -> Report:
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:
     """Bytes that steps of so many tokens and sequences hold at most on a GPU, all sequences beginning there."""
-    peak = activations.step_peak(graph, GPU)
+    peak = step_memory.step_peak(graph, GPU)
     found = {}
     for tokens, sequences in STEPS:
         pages = {group.name: -(-tokens // group.spec.page_size) + sequences for group in graph.caches.groups}
-        sizes = activations.step_sizes(
+        sizes = step_memory.step_sizes(
             graph, max_num_tokens=tokens, max_num_seqs=sequences, max_seq_len=tokens, num_pages=pages
         )
         found[tokens, sequences] = symbols.evaluate(peak, sizes)
@@ -125,8 +125,11 @@ def passes(bundle: Bundle) -> Report:
 def weights(bundle: Bundle) -> Report:
     """Each param with its type and recipe, which tensors are ignored, and what the build read of the config."""
     rules = bundle.manifest.checkpoint
-    rows = [("param", "type", "recipe")]
-    rows += [(param.name, format_type(param.type), format_recipe(param.recipe)) for param in bundle.graph.params]
+    params = [
+        {"name": param.name, "type": format_type(param.type), "recipe": format_recipe(param.recipe)}
+        for param in bundle.graph.params
+    ]
+    rows = [("param", "type", "recipe"), *(tuple(param.values()) for param in params)]
     notes = [
         ("unused tensors", ", ".join(rules.unused) or "none"),
         ("ignored tensors", ", ".join(rules.ignored) or "none"),
@@ -135,10 +138,7 @@ def weights(bundle: Bundle) -> Report:
     config = {} if bundle.manifest.config is None else bundle.manifest.config.values
     facts = [("entry of the config", "value"), *((name, _short(msgspec.json.encode(config[name]))) for name in config)]
     fields = {
-        "params": [
-            {"name": param.name, "type": format_type(param.type), "recipe": format_recipe(param.recipe)}
-            for param in bundle.graph.params
-        ],
+        "params": params,
         "unused": list(rules.unused),
         "ignored": list(rules.ignored),
         "optional_prefixes": list(rules.optional_prefixes),
@@ -181,18 +181,14 @@ def cache(bundle: Bundle) -> Report:
     }
     if not groups:
         return Report(fields, "no caches")
-    geometry: list[tuple[str, ...]] = [
-        ("group", "pool", "layers", "kind", "geometry", "dtype", "page", "window", "bytes/token", "bytes/seq")
-    ]
-    geometry += [_geometry(group) for group in groups]
-    pages: list[tuple[str, ...]] = [("group", "bytes a page", "stride", "pages a slab", "padding")]
+    names = ("group", "pool", "layers", "kind", "geometry", "dtype", "page", "window", "bytes/token", "bytes/seq")
+    geometry = [names, *map(_geometry, groups)]
+    pages = [("group", "bytes a page", "stride", "pages a slab", "padding")]
     pages += [_pages(group, strides[group.name], per_slab[group.pool]) for group in groups]
     prices = [("tokens", "bytes a sequence", "of which visible to the next token")]
     for length, held in costs.items():
-        visible = sum(
-            min(caches.visible_bytes(group, length), caches.sequence_bytes(group, length)) for group in groups
-        )
-        prices.append((f"{length:,}", f"{held:,}", _percent(visible, held)))
+        seen = (min(caches.visible_bytes(group, length), caches.sequence_bytes(group, length)) for group in groups)
+        prices.append((f"{length:,}", f"{held:,}", _percent(sum(seen), held)))
     slabs = f"slabs of {plan.slab_bytes:,} bytes"
     return Report(fields, f"{table(geometry)}\n\n{slabs}\n{table(pages)}\n\n{table(prices)}")
 
@@ -208,13 +204,13 @@ def _pairs(record: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in record.items())
 
 
-def _spec_fields(spec: PagedSpec | LatentSpec | StateSpec) -> dict[str, Any]:
+def _spec_fields(spec: CacheSpec) -> dict[str, Any]:
     """The spec's kind (paged, latent, state or conv) and all of its fields, also those that have their defaults."""
     fields = {name: msgspec.to_builtins(getattr(spec, name)) for name in spec.__struct_fields__}
     return {"kind": spec.__struct_config__.tag, **fields}
 
 
-def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
+def _geometry(group: CacheGroup) -> tuple[str, ...]:
     spec = group.spec
     layers, token, state = str(len(group.slots)), f"{caches.token_bytes(group):,}", f"{caches.state_bytes(group):,}"
     if isinstance(spec, StateSpec):
@@ -229,7 +225,7 @@ def _geometry(group: Group | StateGroup) -> tuple[str, ...]:
     return (group.name, group.pool, layers, kind, shape, spec.dtype, str(spec.page_size), window, token, "-")
 
 
-def _pages(group: Group | StateGroup, stride: int, per_slab: int) -> tuple[str, ...]:
+def _pages(group: CacheGroup, stride: int, per_slab: int) -> tuple[str, str, str, str, str]:
     size = caches.filled_bytes(group)
     return (group.name, f"{size:,}", f"{stride:,}", f"{per_slab:,}", _percent(stride - size, stride))
 

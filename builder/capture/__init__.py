@@ -1,1 +1,1 @@
-"""From a config to an FX graph: a module of transformers, with its attention and friends routed to our ops."""
+"""From a config to an FX graph: a module of transformers, its attention, experts and recurrences routed to our ops."""

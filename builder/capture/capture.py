@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from precast.builder.capture.export import Exported, export
 from precast.builder.capture.factory import make_module, make_whole, materialise_buffers
 from precast.builder.capture.rope import long_frequencies
-from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
+from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, Options, ParamInfo, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
-from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.nodes import eliminate_dead_code, placeholder
 from precast.builder.source.quantised_options import quantisation_of
 from precast.builder.source.source import Source
@@ -51,20 +50,16 @@ def capture(source: Source, options: Options) -> Captured:
     _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
     eliminate_dead_code(exported.graph, ctx)
     used = [exported.params[place] for place in ctx.params]
-    return Captured(exported.graph, ctx, _model_info(source, module, options), stored.rules(used))
+    return Captured(exported.graph, ctx, _model_info(source, module, options), stored.known_names(used))
 
 
 def _keep_used(exported: Exported) -> None:
     """Forgets placeholders that no node uses (masks and positions that the routed attention has no use for)."""
-    used = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
-    for node in list(exported.graph.nodes):
-        known = node.name in exported.params or node.name in exported.buffers or node.name in exported.literals
-        if node.op == "placeholder" and known and node.name not in used:
-            exported.graph.erase_node(node)
+    unused = [node for node in exported.graph.nodes if node.op == "placeholder" and not node.users]
     tables: tuple[dict[str, Any], ...] = (exported.params, exported.buffers, exported.literals)
-    for table in tables:
-        for name in [name for name in table if name not in used]:
-            del table[name]
+    for node in unused:
+        if any(table.pop(node.name, None) is not None for table in tables):
+            exported.graph.erase_node(node)
 
 
 def _drop_paddings(graph: FxGraph, ctx: PassContext, vocab_size: int) -> None:

@@ -23,7 +23,7 @@ from transformers.integrations.moe import ExpertsInterface
 from precast.builder.capture.routing import IMPLEMENTATION
 from precast.ir.errors import BuildError
 from precast.ir.ops.rows_experts import EXPERT_ACTIVATIONS
-from precast.kernels.experts.experts import activate
+from precast.kernels.experts.experts import Between, activate
 
 _FAR = 1e6
 """Beyond every clamp."""
@@ -45,7 +45,7 @@ class Gate:
         """The result for `h` [..., 2F], or [..., F] where there is no gate, in the module's own layout."""
         if self.interleaved:
             h = torch.cat([h[..., ::2], h[..., 1::2]], dim=-1)
-        return activate(h, self.activation, gated=self.gated, alpha=self.alpha, limit=self.limit, offset=self.offset)
+        return activate(h, Between(self.activation, self.gated, self.alpha, self.limit, self.offset))
 
 
 @contextlib.contextmanager
@@ -178,15 +178,10 @@ def _weight(module: Any, name: str, *, interleaved: bool) -> tuple[torch.Tensor,
 
 
 def _call(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    gate: Gate | None,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    up: tuple[torch.Tensor, torch.Tensor | None],
-    down: tuple[torch.Tensor, torch.Tensor | None],
+    function: Callable[[torch.Tensor], torch.Tensor], gate: Gate | None, x: torch.Tensor, ids: torch.Tensor,
+    weights: torch.Tensor, up: tuple[torch.Tensor, torch.Tensor | None], down: tuple[torch.Tensor, torch.Tensor | None],
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """`precast.experts`; without a gate of ours, `function` and `norm` between and after grouped products."""
     if gate is not None:
         return torch.ops.precast.experts(

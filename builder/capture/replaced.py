@@ -9,12 +9,18 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """While the body runs, each module or class has this value under this name; then its own again."""
-    own = [(place, name, vars(place)[name]) for place, name, _ in changes]
+    """While the body runs, each module, class or object has this value under this name; then its own again, or none."""
+    own = [(place, name, vars(place).get(name, _NONE)) for place, name, _ in changes]
     try:
         for place, name, value in changes:
             setattr(place, name, value)
         yield
     finally:
         for place, name, value in own:
-            setattr(place, name, value)
+            if value is _NONE:
+                delattr(place, name)
+            else:
+                setattr(place, name, value)
+
+
+_NONE = object()

@@ -57,14 +57,10 @@ def _route(module: Any, path: str) -> None:
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
         inv_freq = torch.ops.precast.rope_frequencies(
-            current_trace().rope_lengths,
-            module.inv_freq,
-            module.long_frequencies if kind == "longrope" else None,
-            kind=kind,
-            original_length=original,
-            factor=float(parameters.get("factor") or 1.0),
+            current_trace().rope_lengths, module.inv_freq, module.long_frequencies if kind == "longrope" else None,
+            kind=kind, original_length=original, factor=float(parameters.get("factor") or 1.0),
             base=float(parameters["rope_theta"]),
-        )
+        )  # fmt: skip
         return undecorated(_WithFrequencies(module, {"inv_freq": inv_freq}), x, position_ids, **kwargs)
 
     module.forward = forward
@@ -78,13 +74,12 @@ def _route_scales(module: Any) -> None:
     parameters = module.config.rope_parameters
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scales = (torch.full((1,), float(parameters[name])) for name in ("short_mscale", "long_mscale"))
+        original = int(parameters["original_max_position_embeddings"])
+        scales = (torch.full((1,), float(parameters[name])) for name in ("short_mscale", "long_mscale"))
+        original = int(parameters["original_max_position_embeddings"])
         scale = torch.ops.precast.rope_frequencies(
-            current_trace().rope_lengths,
-            *(torch.full((1,), float(parameters[name])) for name in ("short_mscale", "long_mscale")),
-            kind="longrope",
-            original_length=int(parameters["original_max_position_embeddings"]),
-            factor=1.0,
-            base=1.0,
+            current_trace().rope_lengths, *scales, kind="longrope", original_length=original, factor=1.0, base=1.0
         )
         tables = torch.ops.precast.rotary_tables(position_ids, module.inv_freq, scale=1.0, dtype=torch.float32)
         scaled = [(table * scale).to(x.dtype) for table in tables]

@@ -3,22 +3,53 @@
 A pass gets an FX graph whose placeholders are inputs, params, and constants; this context says which is which, and
 holds what a placeholder stands for. New nodes get their value types from the op's fake function, and the layer that
 they belong to from the node that they replace.
+
+torch types a node's arguments as the union of all that any op takes; a pass knows what its op takes: `FxGraph` and
+`FxNode` say so to a type checker, and are torch's own classes at run time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.ir.errors import BuildError
 from precast.ir.graph.schema import CachePlan, Dtype, Expr, Recipe, Value
+from precast.kernels.dtypes import BY_NAME
+from precast.kernels.sizes import NoExpressionError, expression
+
+if TYPE_CHECKING:
+
+    class FxNode(fx.Node):
+        """A node whose arguments are what its op takes."""
+
+        graph: FxGraph
+        args: Any
+        kwargs: Any
+        target: Any
+        users: dict[FxNode, None]  # type: ignore[assignment]
+        all_input_nodes: list[FxNode]  # type: ignore[assignment]
+
+    class FxGraph(fx.Graph):
+        """A graph of such nodes."""
+
+        nodes: Iterable[FxNode]  # type: ignore[assignment]
+
+        def call_function(self, *args: Any, **kwargs: Any) -> FxNode: ...
+
+        def placeholder(self, *args: Any, **kwargs: Any) -> FxNode: ...
+
+else:
+    FxGraph, FxNode = fx.Graph, fx.Node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +107,11 @@ class PassContext:
         info = self.constants.get(node.name) if isinstance(node, FxNode) and node.op == "placeholder" else None
         return info.value if info else None
 
+    def shape(self, of: FxNode | torch.Tensor) -> tuple[Expr, ...]:
+        """The sizes of a node's value, or of a tensor, as expressions."""
+        value = of if isinstance(of, torch.Tensor) else tensor(of)
+        return tuple(expr_of(size, self.symbols) for size in value.shape)
+
     # --- editing ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -85,24 +121,20 @@ class PassContext:
             self._origin = node
             yield
 
-    def call(self, graph: FxGraph, target: Any, *args: Any, **kwargs: Any) -> FxNode:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> FxNode:
         """A new node; its value comes from the op's fake function."""
-        node = graph.call_function(target, args, kwargs)
-        origin = self._origin
+        return self._new(self._origin, target, args, kwargs, self.fake(target, args, kwargs))
+
+    def item(self, node: FxNode, index: int) -> FxNode:
+        """Result `index` of a node with several."""
+        return self._new(node, operator.getitem, (node, index), {}, node.meta["val"][index])
+
+    def _new(self, origin: FxNode, target: Any, args: Any, kwargs: Any, value: Any) -> FxNode:
+        node: Any = origin.graph.call_function(target, args, kwargs)
         if "nn_module_stack" in origin.meta:
             node.meta["nn_module_stack"] = origin.meta["nn_module_stack"]
-        node.meta["val"] = self.fake(target, args, kwargs)
+        node.meta["val"] = value
         return node
-
-    def item(self, graph: FxGraph, node: FxNode, index: int) -> FxNode:
-        """Result `index` of a node with several."""
-        import operator
-
-        got = graph.call_function(operator.getitem, (node, index))
-        if "nn_module_stack" in node.meta:
-            got.meta["nn_module_stack"] = node.meta["nn_module_stack"]
-        got.meta["val"] = node.meta["val"][index]
-        return got
 
     def fake(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What the op returns for the nodes' values, as fake tensors."""
@@ -113,32 +145,39 @@ class PassContext:
             return target(*values, **keyword_values)
 
     def replace(self, old: FxNode, new: FxNode) -> None:
-        """All users of `old` use `new`; `old` goes when nothing else needs it."""
+        """All users of `old` use `new`, and `old` goes."""
         old.replace_all_uses_with(new)
+        old.graph.erase_node(old)
 
     def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor; sizes may be the exporter's symbols."""
         with self.fake_mode or contextlib.nullcontext():
             return torch.empty(shape, dtype=dtype)
 
-    def new_param(self, graph: FxGraph, after: FxNode, name: str, recipe: Recipe, shape: Any) -> FxNode:
+    def new_param(self, after: FxNode, name: str, recipe: Recipe, shape: Any) -> FxNode:
         """A new param placeholder of the dtype of `after`, the param that it follows."""
-        node = self._placeholder(graph, after, "p_" + name.replace(".", "_"))
+        node = self._placeholder(after, "p_" + name.replace(".", "_"))
         node.meta["val"] = self.empty(shape, tensor(after).dtype)
         self.params[node.name] = ParamInfo(name, recipe)
         return node
 
-    def new_input(self, graph: FxGraph, after: FxNode, name: str, fake: torch.Tensor) -> FxNode:
+    def new_input(self, after: FxNode, name: str, fake: torch.Tensor) -> FxNode:
         """A new graph input; `fake` has its type."""
-        node = self._placeholder(graph, after, name)
+        node = self._placeholder(after, name)
         assert node.name == name, f"the graph has a value named {name}"
         node.meta["val"] = fake
         return node
 
-    def new_cache(self, graph: FxGraph, after: FxNode, value: Value, fake: torch.Tensor) -> FxNode:
-        """A placeholder for a cache tensor, of the type that `fake` has."""
-        node = self._placeholder(graph, after, "cache_" + value.name.replace(".", "_"))
-        node.meta["val"] = fake
+    def new_constant(self, after: FxNode, name: str, value: torch.Tensor) -> FxNode:
+        """A placeholder for a constant."""
+        node = self.new_input(after, name, self.empty(value.shape, value.dtype))
+        self.constants[name] = ConstantInfo(name, value)
+        return node
+
+    def new_cache(self, after: FxNode, value: Value, pages: torch.SymInt) -> FxNode:
+        """A placeholder for a cache tensor of so many pages."""
+        node = self._placeholder(after, "cache_" + value.name.replace(".", "_"))
+        node.meta["val"] = self.empty((pages, *value.type.shape[1:]), BY_NAME[value.type.dtype])
         self.cache_tensors[node.name] = value
         return node
 
@@ -150,9 +189,10 @@ class PassContext:
         self.symbols[str(size.node.expr)] = name
         return size
 
-    def _placeholder(self, graph: FxGraph, after: FxNode, name: str) -> FxNode:
-        with graph.inserting_after(after):
-            return graph.placeholder(name)
+    def _placeholder(self, after: FxNode, name: str) -> FxNode:
+        with after.graph.inserting_after(after):
+            node: Any = after.graph.placeholder(name)
+        return node
 
 
 def tensor(node: Any) -> torch.Tensor:
@@ -160,3 +200,15 @@ def tensor(node: Any) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value
+
+
+def expr_of(size: int | torch.SymInt, names: Mapping[str, Expr]) -> Expr:
+    """The size as an expression in normal form; `names` maps the exporter's symbols to ours.
+
+    Raises BuildError("export-failed") for a size that depends on something else than the packed batch.
+    """
+    try:
+        return expression(size, names.get)
+    except NoExpressionError as error:
+        message = f"a size depends on {error}, which is no size of the packed batch"
+        raise BuildError("export-failed", message) from error

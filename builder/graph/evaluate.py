@@ -1,4 +1,4 @@
-"""Computes a part of a graph on real numbers, on the CPU: passes that prove by comparison look at the result."""
+"""Computes a part of a graph on numbers, on the CPU, for passes that compare it with one of our ops."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch.fx.node import map_arg
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
+from precast.builder.graph.nodes import origins
 
 
 class NotComputable(Exception):
@@ -45,23 +45,16 @@ def example_inputs(graph: FxGraph, size: int) -> dict[FxNode, torch.Tensor]:
 
 
 def _needed(wanted: FxNode, known: Mapping[FxNode, Any], ctx: PassContext) -> Iterable[FxNode]:
-    """The nodes to compute for `wanted`, those needed first first."""
-    order: list[FxNode] = []
-    seen = set(known)
-    stack = [(wanted, False)]
-    while stack:
-        node, is_ready = stack.pop()
-        if is_ready:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            if node.op == "placeholder" and ctx.constant(node) is not None:
-                continue
-            if node.op != "call_function":
-                raise NotComputable(node.name)
-            stack.append((node, True))
-            stack += [(source, False) for source in node.all_input_nodes]
-    return order
+    """The nodes to compute for `wanted`, in the graph's order."""
+
+    def is_computed(node: FxNode) -> bool:
+        return node not in known and ctx.constant(node) is None
+
+    needed = {node for node in origins(wanted, goes_on=is_computed) if is_computed(node)}
+    unknown = [node.name for node in needed if node.op != "call_function"]
+    if unknown:
+        raise NotComputable(unknown[0])
+    return [node for node in wanted.graph.nodes if node in needed]
 
 
 def _value(node: FxNode, values: Mapping[FxNode, Any], ctx: PassContext) -> Any:

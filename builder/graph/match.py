@@ -1,8 +1,8 @@
 """Patterns over FX graphs: what a subgraph looks like, written as an expression.
 
-    norm = Mul(Capture("w"), Cast(Mul(Capture("x"), Op(aten.rsqrt.default, ...))))
+    norm = Mul(Bind("w"), Cast(Mul(Bind("x"), Op(aten.rsqrt.default, ...))))
 
-A pattern is matched from its root upwards against a node; captures bind names to what stands there, and the same
+A pattern is matched from its root upwards against a node; `Bind` gives names to what stands there, and the same
 name must bind the same thing everywhere. Nothing is asked about other users of the inner nodes: a match only
 replaces its root, and what is still used stays.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.fx_types import FxNode
+from precast.builder.graph.context import FxNode
 
 aten = torch.ops.aten
 Bindings = dict[str, Any]
 
 
-class Capture:
+class Bind:
     """Binds whatever stands there."""
 
     def __init__(self, name: str) -> None:
@@ -38,7 +38,7 @@ class Anything:
         return found
 
 
-class Number(Capture):
+class Number(Bind):
     """Binds a Python number."""
 
     def match(self, value: Any, found: Bindings) -> Bindings | None:
@@ -46,25 +46,28 @@ class Number(Capture):
 
 
 class Op:
-    """A call of one of `targets` with these positional arguments and no other; missing trailing ones match None."""
+    """A call of `target` with these arguments, positional and by name, and no other; missing last ones match None.
 
-    def __init__(self, targets: Any, *args: Any, commutes: bool = False) -> None:
-        self.targets = targets if isinstance(targets, tuple) else (targets,)
-        self.args = args
+    Ops of our own, which are registered after this, are given by their name: `precast.rotary.default`.
+    """
+
+    def __init__(self, target: Any, *args: Any, commutes: bool = False, **kwargs: Any) -> None:
+        self.target, self.args, self.kwargs = target, args, kwargs
         self.commutes = commutes
 
     def match(self, value: Any, found: Bindings) -> Bindings | None:
-        if not isinstance(value, FxNode) or value.op != "call_function" or value.target not in self.targets:
+        if not isinstance(value, FxNode) or self.target not in (value.target, str(value.target)):
             return None
-        if value.kwargs:  # such as alpha of add: an argument that the pattern doesn't know changes the result
+        if len(value.args) > len(self.args):
             return None
-        args = list(value.args)
-        if len(args) > len(self.args):
+        if value.kwargs.keys() != self.kwargs.keys():  # such as alpha of add, which changes the result
             return None
-        args += [None] * (len(self.args) - len(args))
-        result = _match_all(self.args, args, found)
+        named = [value.kwargs[name] for name in self.kwargs]
+        args = [*value.args, *[None] * (len(self.args) - len(value.args)), *named]
+        patterns = [*self.args, *self.kwargs.values()]
+        result = _match_all(patterns, args, found)
         if result is None and self.commutes:
-            result = _match_all(self.args, [args[1], args[0], *args[2:]], found)
+            result = _match_all(patterns, [args[1], args[0], *args[2:]], found)
         return result
 
 
@@ -75,11 +78,8 @@ class Either:
         self.patterns = patterns
 
     def match(self, value: Any, found: Bindings) -> Bindings | None:
-        for pattern in self.patterns:
-            result = _match(pattern, value, found)
-            if result is not None:
-                return result
-        return None
+        results = (_match(pattern, value, found) for pattern in self.patterns)
+        return next((result for result in results if result is not None), None)
 
 
 def Add(a: Any, b: Any) -> Op:
@@ -98,7 +98,7 @@ def Cast(inner: Any) -> Either:
 
 
 def match(pattern: Any, node: FxNode) -> Bindings | None:
-    """What the pattern's captures bind at `node`, or None."""
+    """What the pattern's names stand for at `node`, or None."""
     return _match(pattern, node, {})
 
 

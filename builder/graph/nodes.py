@@ -1,13 +1,13 @@
-"""Nodes of an FX graph: what they call, with which arguments, and which of them nothing needs."""
+"""Nodes of an FX graph: what they call, with which arguments, in which layer, and which of them nothing needs."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
 
 
 def op_name(target: Any) -> str:
@@ -45,6 +45,42 @@ def given_arguments(node: FxNode) -> dict[str, Any]:
 def placeholder(graph: FxGraph, name: str) -> FxNode:
     """The graph's placeholder of this name."""
     return next(node for node in graph.nodes if node.op == "placeholder" and node.name == name)
+
+
+def module_path(node: FxNode) -> str:
+    """The path of the innermost module that the node was traced in; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return paths[-1].removeprefix("model.") if paths else ""
+
+
+def layer_of(node: FxNode) -> str | None:
+    """The path of the outermost numbered module (`model.layers.3`, `transformer.h.3`), or None outside of layers."""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        if path.rpartition(".")[2].isdigit():
+            return path.removeprefix("model.")
+    return None
+
+
+def origins(*nodes: FxNode, goes_on: Callable[[FxNode], bool]) -> list[FxNode]:
+    """The nodes and all that they are computed from, each once; beyond a node of which `goes_on` is false, none."""
+    found: dict[FxNode, None] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found[node] = None
+            stack += node.all_input_nodes if goes_on(node) else []
+    return list(found)
+
+
+def by_call(uses: Iterable[tuple[str, FxNode]], how: str) -> str:
+    """What is called, and the first three modules it is called in: `aten.mean.dim (in model.norm); ...` for "in"."""
+    modules: dict[str, set[str]] = {}
+    for call, node in uses:
+        modules.setdefault(call, set()).add(module_path(node) or "the model itself")
+    listed = ((call, ", ".join(sorted(paths)[:3]), len(paths) - 3) for call, paths in sorted(modules.items()))
+    return "; ".join(f"{call} ({how} {first}{f' and {more} more' if more > 0 else ''})" for call, first, more in listed)
 
 
 def eliminate_dead_code(graph: FxGraph, ctx: PassContext) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -18,12 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from precast.builder.graph.constants import tensor_bytes, tensor_from_bytes
-from precast.builder.graph.context import ConstantInfo, Options, ParamInfo, PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.graph.sizes import expr_of
+from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, Options, ParamInfo, PassContext, expr_of
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import CachePlan, Expr, Recipe, TensorType, Value, Wire
+from precast.ir.graph.schema import CachePlan, Expr, TensorType, Value, Wire
 
 _MODULES = {"operator": operator, "torch": torch, "math": math}
 """Where targets are that are no ops: arithmetic of sizes, and picking a result."""
@@ -58,7 +55,7 @@ class StoredGraph(Wire, frozen=True):
 
     nodes: tuple[StoredNode, ...]
     symbols: tuple[str, ...]
-    params: dict[str, tuple[str, Recipe]]
+    params: dict[str, ParamInfo]
     constants: dict[str, tuple[Value, bytes]]
     cache_tensors: dict[str, Value]
     caches: CachePlan
@@ -74,7 +71,7 @@ def store(graph: FxGraph, ctx: PassContext) -> StoredGraph | None:
     return StoredGraph(
         nodes=nodes,
         symbols=tuple(names),
-        params={place: (info.name, info.recipe) for place, info in ctx.params.items()},
+        params=ctx.params,
         constants={place: (_type(info), tensor_bytes(info.value)) for place, info in ctx.constants.items()},
         cache_tensors=ctx.cache_tensors,
         caches=ctx.caches,
@@ -147,7 +144,7 @@ class _Loader:
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self.ctx = PassContext(
             options=options,
-            params={place: ParamInfo(*info) for place, info in stored.params.items()},
+            params=dict(stored.params),
             constants={
                 place: ConstantInfo(value.name, tensor_from_bytes(value, data))
                 for place, (value, data) in stored.constants.items()
@@ -209,13 +206,9 @@ class _Loader:
         if key not in self.fakes:
             dtype, shape, strides = content
             with self.mode:
-                self.fakes[key] = torch.empty_strided(
-                    self._sizes(shape), self._sizes(strides), dtype=getattr(torch, dtype)
-                )
+                sizes = [[self._size(expr) for expr in part] for part in (shape, strides)]
+                self.fakes[key] = torch.empty_strided(*sizes, dtype=getattr(torch, dtype))
         return self.fakes[key]
-
-    def _sizes(self, exprs: Iterable[Any]) -> list[Any]:
-        return [self._size(expr) for expr in exprs]
 
     def _size(self, data: Any) -> Any:
         return self._evaluated(msgspec.convert(data, Expr))

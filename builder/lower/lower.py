@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.graph.layers import layer_of, module_path
-from precast.builder.graph.nodes import given_arguments, op_name
-from precast.builder.graph.sizes import expr_of, shape_of
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, expr_of, tensor
+from precast.builder.graph.nodes import by_call, given_arguments, layer_of, op_name
 from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.builder.lower.outline import Flat, outline
 from precast.ir.errors import BuildError
 from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols
 from precast.ir.ops import table as ops
-from precast.ir.ops.op import ArgDef, OpDef
+from precast.ir.ops.op import ArgDef
 
 aten = torch.ops.aten
 
@@ -84,13 +81,8 @@ class _Names:
 
     def of(self, node: FxNode) -> str:
         if node.op == "placeholder":
-            if node.name in self.ctx.params:
-                return self.ctx.params[node.name].name
-            if node.name in self.ctx.constants:
-                return self.ctx.constants[node.name].name
-            if node.name in self.ctx.cache_tensors:
-                return self.ctx.cache_tensors[node.name].name
-            return node.name
+            tables = self.ctx.params, self.ctx.constants, self.ctx.cache_tensors
+            return next((table[node.name].name for table in tables if node.name in table), node.name)
         if node not in self.known:
             if node.target is operator.getitem:
                 source, index = node.args
@@ -110,29 +102,18 @@ def _is_tensor_op(node: FxNode) -> bool:
     return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _definition(target: Any) -> OpDef | None:
-    return ops.lookup(op_name(target))
-
-
 def refuse_unknown_ops(graph: FxGraph) -> None:
     """Raises BuildError("op-unsupported") naming every op outside the table, and the modules that use it."""
-    unknown: dict[str, set[str]] = {}
-    for node in graph.nodes:
-        call = _unknown(node) if _is_tensor_op(node) else None
-        if call is not None:
-            unknown.setdefault(call, set()).add(module_path(node) or "the model itself")
+    calls = ((_unknown(node), node) for node in graph.nodes if _is_tensor_op(node))
+    unknown = by_call(((call, node) for call, node in calls if call is not None), "used by")
     if unknown:
-        lines = [f"{call} (used by {_some(paths)})" for call, paths in sorted(unknown.items())]
-        raise BuildError(
-            "op-unsupported",
-            "the model uses operations outside the op table: " + "; ".join(lines),
-            fix=_ADD_AN_OP,
-        )
+        message = f"the model uses operations outside the op table: {unknown}"
+        raise BuildError("op-unsupported", message, fix=_ADD_AN_OP)
 
 
 def _unknown(node: FxNode) -> str | None:
     """What the op table doesn't know of this call: the op, or arguments that haven't their defaults."""
-    definition = _definition(node.target)
+    definition = ops.lookup(op_name(node.target))
     if definition is None:
         return op_name(node.target)
     known = {arg.name for arg in definition.args}
@@ -145,18 +126,13 @@ def _unknown(node: FxNode) -> str | None:
     return f"{definition.name} with {', '.join(others)}" if others else None
 
 
-def _some(paths: set[str]) -> str:
-    listed, rest = sorted(paths)[:3], len(paths) - 3
-    return ", ".join(listed) + (f" and {rest} more" if rest > 0 else "")
-
-
 def _type(value: torch.Tensor, ctx: PassContext) -> ir.TensorType:
     dtype = str(value.dtype).removeprefix("torch.")
-    return ir.TensorType(dtype, shape_of(value, ctx.symbols))  # type: ignore[arg-type]
+    return ir.TensorType(dtype, ctx.shape(value))  # type: ignore[arg-type]
 
 
 def _lower_node(node: FxNode, ctx: PassContext, names: _Names) -> ir.Node:
-    definition = _definition(node.target)
+    definition = ops.lookup(op_name(node.target))
     assert definition is not None
     value = node.meta["val"]
     results: list[ir.Value] = []
@@ -178,7 +154,7 @@ def _written_out(node: FxNode, ctx: PassContext) -> dict[str, Any]:
     """Sizes that FX leaves implicit (-1, missing ends), as expressions."""
     shape = {aten.reshape.default: "shape", aten.expand.default: "size"}.get(node.target)
     if shape is not None:
-        return {shape: list(shape_of(tensor(node), ctx.symbols))}
+        return {shape: list(ctx.shape(node))}
     if node.target is aten.slice.Tensor:
         _, dim, start, end, *_ = node.args
         size = expr_of(tensor(node.args[0]).shape[dim], ctx.symbols)

@@ -1,4 +1,4 @@
-"""The last check of a graph before it is lowered: tokens meet in ops that know sequences, and nowhere else.
+"""The last check of a graph before it is lowered: only ops that know sequences may look across tokens.
 
 A step packs tokens of several sequences, and of each only a part. An op that looks across tokens (a product over
 them, a sum, a shift) and knows nothing of sequences and caches would give other results than the model, in silence.
@@ -15,11 +15,8 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.graph.layers import module_path
-from precast.builder.graph.nodes import given_arguments, op_name
-from precast.builder.graph.sizes import shape_of
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
+from precast.builder.graph.nodes import by_call, given_arguments, op_name
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr
@@ -32,23 +29,21 @@ Given = Mapping[str, Any]
 
 def refuse_mixed_tokens(graph: FxGraph, ctx: PassContext) -> None:
     """Raises BuildError("feature-unsupported") naming what looks across tokens, all at once."""
-    found: dict[str, set[str]] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and _mixes(node, ctx):
-            found.setdefault(op_name(node.target), set()).add(module_path(node) or "the model itself")
+    calls = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    found = by_call(((op_name(node.target), node) for node in calls if _mixes(node, ctx)), "in")
     if found:
-        calls = "; ".join(f"{call} (in {', '.join(sorted(paths)[:3])})" for call, paths in sorted(found.items()))
         raise BuildError(
             "feature-unsupported",
-            f"the model looks across tokens outside of the ops that know sequences: {calls}",
+            f"the model looks across tokens outside of the ops that know sequences: {found}",
             fix="attention, convolutions and recurrences have ops of their own; this one has none yet",
         )
 
 
 def _mixes(node: FxNode, ctx: PassContext) -> bool:
-    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+    value = node.meta.get("val")
+    results = value if isinstance(value, (tuple, list)) else [value]
+    if not isinstance(value, (torch.Tensor, tuple, list)):
+        return False
     if any(len(_token_dims(result, ctx)) > 1 for result in results if isinstance(result, torch.Tensor)):
         return True
     args = given_arguments(node)
@@ -75,7 +70,7 @@ _NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")
 
 def _token_dims(value: torch.Tensor, ctx: PassContext) -> list[int]:
     """The dimensions that count tokens."""
-    return [dim for dim, size in enumerate(shape_of(value, ctx.symbols)) if _counts_tokens(size)]
+    return [dim for dim, size in enumerate(ctx.shape(value)) if _counts_tokens(size)]
 
 
 def _counts_tokens(size: Expr) -> bool:
@@ -100,7 +95,7 @@ def _last(op: OpDef, node: FxNode, args: Given, ctx: PassContext) -> bool:
 
 
 def _cuts(op: OpDef, node: FxNode, args: Given, ctx: PassContext) -> bool:
-    is_whole = shape_of(tensor(node), ctx.symbols) == shape_of(tensor(args["self"]), ctx.symbols)
+    is_whole = ctx.shape(node) == ctx.shape(args["self"])
     return not is_whole and _over(op, node, args, ctx)
 
 
@@ -113,7 +108,7 @@ def _stride(value: torch.Tensor, ctx: PassContext) -> int | None:
     dims = _token_dims(value, ctx)
     if len(dims) != 1:
         return None
-    shape = shape_of(value, ctx.symbols)
+    shape = ctx.shape(value)
     inner = math.prod(size for size in shape[dims[0] + 1 :] if isinstance(size, int))
     return inner * symbols.evaluate(shape[dims[0]], dict.fromkeys(symbols.free_symbols(shape[dims[0]]), 1))
 
@@ -122,17 +117,8 @@ def _table(op: OpDef, node: FxNode, args: Given, ctx: PassContext) -> bool:
     return bool(_token_dims(tensor(args[op.tokens.arg]), ctx))
 
 
-def _never(op: OpDef, node: FxNode, args: Given, ctx: PassContext) -> bool:
-    return False
-
-
 _LOOKS: dict[str, Callable[[OpDef, FxNode, Given, PassContext], bool]] = {
-    # what `precast.ir.ops.op.Tokens` says -> whether the call mixes tokens
-    "each": _never,
-    "sequences": _never,
-    "over": _over,
-    "last": _last,
-    "cuts": _cuts,
-    "reshapes": _reshapes,
-    "table": _table,
-}
+    # what `precast.ir.ops.op.Tokens` says of how an op looks across tokens -> whether the call mixes them
+    "each": lambda *_: False, "sequences": lambda *_: False, "over": _over, "last": _last, "cuts": _cuts,
+    "reshapes": _reshapes, "table": _table,
+}  # fmt: skip

@@ -1,1 +1,1 @@
-"""The passes, one a file, named verb_noun; `precast.builder.pipeline` lists them in order."""
+"""The passes, named verb_noun, those of one subject in one file; `precast.builder.pipeline` lists them in order."""

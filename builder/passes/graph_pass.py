@@ -1,7 +1,7 @@
-"""What a pass is, and how a function becomes one.
+"""What a pass is, how a function becomes one, and what several passes rely on.
 
 A pass is a function `(graph, ctx) -> bool` that edits the graph and says whether it changed anything. Most look at one
-call at a time: those are functions `(graph, ctx, node) -> new node or None`, registered by `node_pass`.
+call at a time: those are functions `(ctx, node) -> new node or None`, registered by `node_pass`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph, FxNode
+import torch
+
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
+from precast.builder.graph.nodes import op_counts
 
 STAGES = ("factory", "export", "normalise", "match", "shard", "cache", "plan", "lower", "pack")
 
 PassFunction = Callable[[FxGraph, PassContext], bool]
-NodeFunction = Callable[[FxGraph, PassContext, FxNode], FxNode | None]
+NodeFunction = Callable[[PassContext, FxNode], FxNode | None]
 Invariant = Callable[[FxGraph], set[str]]
 """Something that holds for a graph: gives what contradicts it, by name. Its docstring says it in words."""
 
@@ -60,10 +62,9 @@ def node_pass(
                 if node.op != "call_function":
                     continue
                 with ctx.before(node):
-                    new = function(graph, ctx, node)
+                    new = function(ctx, node)
                 if new is not None:
                     ctx.replace(node, new)
-                    graph.erase_node(node)
                     changed = True
             return changed
 
@@ -71,3 +72,31 @@ def node_pass(
         return Pass(function.__name__, stage, version, run, requires, before)
 
     return register
+
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    (aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int, aten.view_as.default,
+     aten.reshape_as.default)
+)  # fmt: skip
+"""Other spellings of `reshape`."""
+
+CONVERSIONS = frozenset((aten.to.device, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default))
+"""Other spellings of `to.dtype`: a graph has one device."""
+
+
+def one_spelling_of_views(graph: FxGraph) -> set[str]:
+    """A tensor is looked at otherwise by `reshape`, and converted by `to.dtype`."""
+    return {str(node.target) for node in graph.nodes if node.target in VIEWS | CONVERSIONS}
+
+
+def all_have_caches(graph: FxGraph) -> set[str]:
+    """Attention reads its keys and values from a cache, and recurrences go on from a state."""
+    names = [name for name in op_counts(graph) if name.startswith("precast.")]
+    return {name for name in names if _has("paged", name) or _has("stateful", name)}
+
+
+def _has(form: str, name: str) -> bool:
+    """Whether there is an op that does the same with a cache."""
+    return hasattr(torch.ops.precast, name.replace("precast.", f"{form}_"))

@@ -1,4 +1,4 @@
-"""What the manifest keeps of a config, so that a checkpoint's can be compared with it where there is no transformers.
+"""What the manifest keeps of a config, so that a checkpoint's can be compared with it without transformers.
 
 The config's class is asked, by reading changed copies of the config: what does it make of an entry that is left out, of
 `null`, of a name from an older version? `precast.ir.weights.config_facts` compares.

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from precast.ir.errors import BuildError
 
 
-class Options(NamedTuple):
-    """A method, and the entries of its config."""
+class Quantised(NamedTuple):
+    """How a checkpoint is quantised: the method, and the entries of its config."""
 
     method: str
     entries: Mapping[str, Any]
@@ -43,7 +43,7 @@ def unquantised(config: PreTrainedConfig) -> PreTrainedConfig:
     return plain
 
 
-def check_options(entries: Mapping[str, Any], where: str | None = None) -> Options:
+def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quantised:
     """The method and its options. Raises BuildError (`feature-unsupported`), naming what isn't known.
 
     `where`: what the config was read from, for the message.
@@ -59,11 +59,11 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Optio
         )
     allowed = _KNOWN[method]
     for name, value in entries.items():
-        if name == "quant_method" or name in _SAYS_NOTHING or name in _SAYS_NOTHING_OF[method]:
+        if name == "quant_method" or (name in _SAYS_NOTHING and name not in allowed):
             continue
         if name not in allowed or not allowed[name](value):
             raise refuse(method, f"{name} = {value!r}", where)
-    return Options(method, entries)
+    return Quantised(method, entries)
 
 
 def refuse(method: str, what: str, where: str | None = None) -> BuildError:
@@ -124,69 +124,41 @@ def _float8_group(group: Any) -> bool:
 _FLOAT8_FORMATS = ("float-quantized", "naive-quantized")
 _NO_SPARSITY: Check = lambda value: not value or value.get("format", "dense") == "dense"  # noqa: E731
 _EMPTY: Check = lambda value: not value  # noqa: E731
+_gemm: Check = lambda value: str(getattr(value, "value", value)).lower() == "gemm"  # noqa: E731
 
-_SAYS_NOTHING = frozenset(("backend", "meta", "dequantize"))
-_SAYS_NOTHING_OF: dict[str, frozenset[str]] = {
-    "fp8": frozenset(("activation_scheme", "kv_cache_scheme", "quantized_by")),
-    "fbgemm_fp8": frozenset(("activation_scale_ub",)),
-    "compressed-tensors": frozenset(
-        ("quantization_status", "global_compression_ratio", "kv_cache_scheme", "version", "run_compressed",
-         "use_optimized_inference")
-    ),
-    "mxfp4": frozenset(),
-    "awq": frozenset(
-        ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "desc_act", "sym", "damp_percent",
-         "true_sequential", "act_group_aware", "tokenizer", "dataset", "model_seqlen", "block_name_to_quantize",
-         "module_name_preceding_first_block", "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs",
-         "modules_in_block_to_quantize")
-    ),
-    "gptq": frozenset(
-        ("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "desc_act", "sym", "quantizer",
-         "model_name_or_path", "model_file_base_name", "dataset", "tokenizer", "act_group_aware", "model_seqlen",
-         "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id", "use_cuda_fp16",
-         "max_input_length", "cache_block_outputs", "exllama_config", "disable_exllama", "use_exllama", "mse", "uri",
-         "is_marlin_format", "parallel_packing")
-    ),
-}  # fmt: skip
+_SAYS_NOTHING = frozenset(
+    # of how a checkpoint was made, how it is computed with, and what becomes of activations and caches
+    ("act_group_aware", "activation_scale_ub", "activation_scheme", "backend", "batch_size", "block_name_to_quantize",
+     "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize", "desc_act",
+     "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "global_compression_ratio",
+     "is_marlin_format", "kv_cache_scheme", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
+     "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "mse",
+     "pad_token_id", "parallel_packing", "quantization_status", "quantized_by", "quantizer", "run_compressed",
+     "static_groups", "sym", "tokenizer", "true_sequential", "uri", "use_cuda_fp16", "use_exllama",
+     "use_optimized_inference", "version")
+)  # fmt: skip
+"""Options that say nothing about the stored tensors, in methods that don't list them as their own."""
 
 _KNOWN: dict[str, dict[str, Check]] = {
     "fp8": {
-        "weight_block_size": _block,
-        "modules_to_not_convert": _names,
-        "ignored_layers": _names,
-        "modules_to_convert": _one_of(None),
-        "scale_fmt": _one_of(None, "float", "ue8m0"),
-        "fmt": _one_of("e4m3"),
+        "weight_block_size": _block, "modules_to_not_convert": _names, "ignored_layers": _names,
+        "modules_to_convert": _one_of(None), "scale_fmt": _one_of(None, "float", "ue8m0"), "fmt": _one_of("e4m3"),
         "expert_dtype": _one_of(None, "fp8"),
     },
     "fbgemm_fp8": {"modules_to_not_convert": _names},
     "compressed-tensors": {
-        "config_groups": _float8_groups,
-        "format": _one_of(*_FLOAT8_FORMATS),
-        "ignore": _names,
-        "sparsity_config": _NO_SPARSITY,
-        "transform_config": _EMPTY,
+        "config_groups": _float8_groups, "format": _one_of(*_FLOAT8_FORMATS), "ignore": _names,
+        "sparsity_config": _NO_SPARSITY, "transform_config": _EMPTY,
     },
     "mxfp4": {"modules_to_not_convert": _names},
     "awq": {
-        "bits": _one_of(4),
-        "w_bit": _one_of(4),
-        "group_size": _group_size,
-        "q_group_size": _group_size,
-        "zero_point": _one_of(True),
-        "version": lambda value: str(value).lower() == "gemm",
-        "format": lambda value: str(getattr(value, "value", value)).lower() == "gemm",
-        "modules_to_not_convert": _names,
+        "bits": _one_of(4), "w_bit": _one_of(4), "group_size": _group_size, "q_group_size": _group_size,
+        "zero_point": _one_of(True), "version": _gemm, "format": _gemm, "modules_to_not_convert": _names,
     },
     "gptq": {
-        "bits": _one_of(4),
-        "group_size": _group_size,
-        "checkpoint_format": _one_of("gptq", "gptq_v2"),
-        "format": _one_of("gptq", "gptq_v2"),
-        "lm_head": _one_of(True, False),
-        "dynamic": _only_skips,
-        "modules_in_block_to_quantize": _modules,
-        "pack_dtype": _one_of("int32"),
+        "bits": _one_of(4), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),
+        "format": _one_of("gptq", "gptq_v2"), "lm_head": _one_of(True, False), "dynamic": _only_skips,
+        "modules_in_block_to_quantize": _modules, "pack_dtype": _one_of("int32"),
     },
-}
+}  # fmt: skip
 """The options of each method that say what is stored, and whether a value of theirs is known."""

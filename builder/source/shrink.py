@@ -1,6 +1,6 @@
 """A config made tiny: the same structure, with few layers of all kinds, small sizes and a small vocabulary.
 
-`precast build --check` and `precast models` compare such models with transformers on random weights: that takes
+`precast build --check` and `make models` compare such models with transformers on random weights: that takes
 seconds on a CPU, and a mistake in how a model is taken apart shows as well in the small as in the large.
 """
 
@@ -59,14 +59,11 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
         model = from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(_centre(name, parameter) + _spread(parameter) * torch.randn_like(parameter))
+                spread = 0.3 if parameter.dim() == 1 else 0.15
+                parameter.copy_(_centre(name, parameter) + spread * torch.randn_like(parameter))
             for buffer in _checkpoint_buffers(model):
                 buffer += 0.3 * torch.randn_like(buffer)
     return model.eval()
-
-
-def _spread(parameter: torch.Tensor) -> float:
-    return 0.3 if parameter.dim() == 1 else 0.15
 
 
 def _centre(name: str, parameter: torch.Tensor) -> float:

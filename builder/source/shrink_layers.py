@@ -1,4 +1,4 @@
-"""Which layers a shrunk config keeps: of each kind one, in their order, and everything that is said by layer.
+"""Chooses the layers that a shrunk config keeps, one or two of each kind, and shortens all lists by layer.
 
 Configs say what a layer is in five ways: a list with an entry for each layer (`layer_types`), a list of layers'
 numbers (`moe_layers`), a count of first or of last layers (`first_k_dense_replace`), a period (`attn_layer_period`),
@@ -25,10 +25,18 @@ _TWICE = 6
 _MANY_KINDS = 8
 """A list of more different entries than this says something of each layer by itself, and makes no kinds."""
 
-# the number of first layers (`i < n`), of first layers less one (`i <= n`), and of last layers (`i >= N - n`)
-_FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
-_THROUGH = ("moe_layer_end_index",)
-_LAST = ("num_kv_shared_layers",)
+_Rule = Callable[[int, int, int], bool]
+_first: _Rule = lambda layer, count, total: layer < count  # noqa: E731
+_through: _Rule = lambda layer, last, total: layer <= (last if last >= 0 else total + last)  # noqa: E731
+_last: _Rule = lambda layer, count, total: layer >= total - count  # noqa: E731
+_ENDS: dict[str, tuple[_Rule, int]] = {
+    # counts of first or of last layers: which layers are meant, and how many less than there are is said
+    **dict.fromkeys(
+        ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index"), (_first, 0)
+    ),
+    "moe_layer_end_index": (_through, 1),
+    "num_kv_shared_layers": (_last, 0),
+}
 
 # every so many layers, and the number of the first such one
 _PERIODS: dict[str, str | None] = {
@@ -60,7 +68,8 @@ def cut_layers(entries: dict[str, Any]) -> None:
         entries[name] = type(value)(place for place, layer in enumerate(kept) if layer in value)
     _count_ends(entries, total, kept)
     _shorten_periods(entries)
-    _write_out_nested(entries, by_layer)
+    if "attention_types" in entries and "attention_layers" in by_layer:  # GPT-Neo's [[kinds, times], ...]
+        entries["attention_types"] = [[list(entries["attention_layers"]), 1]]
     for name in COUNTS:
         if _is_count(entries.get(name)):
             entries[name] = len(kept) if entries[name] == total else min(entries[name], len(kept))
@@ -88,23 +97,10 @@ def _kinds(
         if len(set(words)) <= _MANY_KINDS:
             said.append(words.__getitem__)
     said += [lambda layer, value=value: layer in value for value in numbered.values()]  # type: ignore[misc]
-    for names, rule in ((_FIRST, _is_first), (_THROUGH, _is_through), (_LAST, _is_last)):
-        for name in names:
-            if type(entries.get(name)) is int:
-                said.append(lambda layer, n=entries[name], rule=rule: rule(layer, n, total))  # type: ignore[misc]
-    return [tuple(rule(layer) for rule in said) for layer in range(total)]
-
-
-def _is_first(layer: int, count: int, total: int) -> bool:
-    return layer < count
-
-
-def _is_through(layer: int, last: int, total: int) -> bool:
-    return layer <= (last if last >= 0 else total + last)
-
-
-def _is_last(layer: int, count: int, total: int) -> bool:
-    return layer >= total - count
+    for name, (is_meant, _) in _ENDS.items():
+        if type(entries.get(name)) is int:
+            said.append(lambda layer, n=entries[name], is_meant=is_meant: is_meant(layer, n, total))  # type: ignore[misc]
+    return [tuple(say(layer) for say in said) for layer in range(total)]
 
 
 def _fewest(entries: dict[str, Any], listed: bool) -> int:
@@ -129,10 +125,9 @@ def _kept(total: int, kinds: Sequence[tuple[Any, ...]], fewest: int) -> list[int
 
 
 def _count_ends(entries: dict[str, Any], total: int, kept: Sequence[int]) -> None:
-    for names, rule, less in ((_FIRST, _is_first, 0), (_THROUGH, _is_through, 1), (_LAST, _is_last, 0)):
-        for name in names:
-            if type(entries.get(name)) is int:
-                entries[name] = sum(rule(layer, entries[name], total) for layer in kept) - less
+    for name, (is_meant, less) in _ENDS.items():
+        if type(entries.get(name)) is int:
+            entries[name] = sum(is_meant(layer, entries[name], total) for layer in kept) - less
 
 
 def _shorten_periods(entries: dict[str, Any]) -> None:
@@ -143,9 +138,3 @@ def _shorten_periods(entries: dict[str, Any]) -> None:
         if offset is not None and type(entries.get(offset)) is int:
             entries[offset] = entries[offset] * period // entries[name]
         entries[name] = period
-
-
-def _write_out_nested(entries: dict[str, Any], by_layer: dict[str, Any]) -> None:
-    """`attention_types` of GPT-Neo, [[kinds, times], ...], stands beside the list by layer that it makes."""
-    if "attention_types" in entries and "attention_layers" in by_layer:
-        entries["attention_types"] = [[list(entries["attention_layers"]), 1]]

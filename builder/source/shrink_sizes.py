@@ -50,16 +50,14 @@ _EXPERT_GROUPS = {"n_group": "topk_group", "num_expert_group": "topk_group"}
 
 _CAPPED = {
     # counts and lengths that are no size of a weight that matters, and the most of them that stays
-    **dict.fromkeys(("original_max_position_embeddings",), 64),
+    "original_max_position_embeddings": 64, "keep_window_size": 256, "index_topk": 256, "zero_expert_num": 4,
+    "split_ngram_parts": 4, "rel_extent": 10,
     **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention_window_len"), 9),
     **dict.fromkeys(("window_size", "sliding_window_size", "local_attention", "attention_chunk_size"), 10),
-    "rel_extent": 10, "keep_window_size": 256,
-    **dict.fromkeys(("index_block_size", "index_topk_blocks"), 4), "index_topk": 256,
+    **dict.fromkeys(("index_block_size", "index_topk_blocks"), 4),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size", "lsh_attn_chunk_length", "local_attn_chunk_length"), 16),
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 8),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
-    **dict.fromkeys(("zero_expert_num",), 4),
-    **dict.fromkeys(("split_ngram_parts",), 4),
     **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 6),
 }  # fmt: skip
 _LENGTHS = (
@@ -71,7 +69,7 @@ _SHORTEST, _LONGEST = 64, 256
 
 _NOT_SIZES = (
     "kernel", "conv", "patch", "image", "position", "token", "eps", "layers", "window", "chunk", "max_", "tile",
-    "crop", "resolution", "sampling", "seconds", "merge", "block_size", "group_size", "per_",
+    "crop", "resolution", "sampling", "seconds", "merge", "block_size", "group_size", "per_", "vocab",
 )  # fmt: skip
 _SIZE_WORDS = (
     "size", "dim", "rank", "width", "channels", "inner", "ffn", "d_ff", "dff", "embd", "features", "d_ssm", "lru",
@@ -104,14 +102,15 @@ def shrink_sizes(entries: dict[str, Any], vocab: int, scale: int, known: Known) 
     _heads(entries, old)
     hidden, old_hidden = None, _first(old, HIDDEN)
     if old_hidden is not None:
-        hidden = _hidden(old_hidden, 16 * scale * (_first(entries, HEADS) or 4), known)
-        known.hidden[old_hidden] = hidden
+        known.hidden[old_hidden] = hidden = _hidden(old_hidden, 16 * scale * (_first(entries, HEADS) or 4), known)
     _change(entries, old, HIDDEN, lambda size: known.get(size) or _scaled(size, old_hidden, hidden))
     _head_sizes(entries, old, scale, known)
     _experts(entries, old)
     _rest(entries, old, known)
     _vocabulary(entries, old, vocab)
-    _rope(entries, old)
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(old.get(key), dict):
+            entries[key] = _rope(old[key], entries)
 
 
 def _hidden(old: int, default: int, known: Known) -> int:
@@ -235,17 +234,13 @@ def _rest(entries: dict[str, Any], old: dict[str, Any], known: Known) -> None:
     _change(entries, old, _LENGTHS, lambda length: min(max(length, _SHORTEST), _LONGEST))
     _change(entries, old, _MULTIPLES, lambda size: min(size, 8))
     for name, value in old.items():
-        if name in done or "vocab" in name or not _names_size(name):
+        if name in done or not any(word in name for word in _SIZE_WORDS) or any(word in name for word in _NOT_SIZES):
             continue
         if _is_size(value) and value > 8:
             same = known.get(value) if value > 64 else None
             entries[name] = same or _scaled(value, old_hidden, hidden)
         elif isinstance(value, (list, tuple)) and value and all(_is_size(item) and item > 8 for item in value):
             entries[name] = type(value)(_scaled(item, old_hidden, hidden) for item in value)
-
-
-def _names_size(name: str) -> bool:
-    return any(word in name for word in _SIZE_WORDS) and not any(word in name for word in _NOT_SIZES)
 
 
 def _vocabulary(entries: dict[str, Any], old: dict[str, Any], vocab: int) -> None:
@@ -267,19 +262,12 @@ def _vocabulary(entries: dict[str, Any], old: dict[str, Any], vocab: int) -> Non
             entries[name], special = min(special, vocab - 1), special + 1
 
 
-def _rope(entries: dict[str, Any], old: dict[str, Any]) -> None:
-    """Lists by frequency in rope parameters are cut to the small head's; lengths are capped."""
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = old.get(key)
-        if isinstance(rope, dict):
-            entries[key] = _rope_of(rope, entries, old)
-
-
-def _rope_of(rope: dict[str, Any], entries: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+def _rope(rope: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
+    """The parameters with lists by frequency cut to the small head's, and lengths capped."""
     found = dict(rope)
     for name, value in rope.items():
         if isinstance(value, dict):
-            found[name] = _rope_of(value, entries, old)
+            found[name] = _rope(value, entries)
         elif name == "original_max_position_embeddings" and _is_size(value):
             found[name] = min(value, 64)
         elif name in ("short_factor", "long_factor"):

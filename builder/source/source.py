@@ -126,6 +126,8 @@ def reason(error: Exception) -> str:
 
 # --- reading -----------------------------------------------------------------------------------------------------
 
+_NAMES = "a directory with a config.json, or a model on the hub, such as Qwen/Qwen3-8B"
+
 
 def _folder(name: str, allow_code: bool) -> Path:
     path = Path(name)
@@ -145,17 +147,21 @@ def _folder(name: str, allow_code: bool) -> Path:
 
 def _download(name: str, allow_code: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     wanted = ["config.json", *tokenizer_files.READ, *(["*.py"] if allow_code else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=wanted))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise BuildError(
-            "config-missing",
-            f"{name} is no directory here, and the hub gave no such model: {reason(error)}",
-            fix="name a directory with a config.json, or a hub id such as meta-llama/Llama-3.1-8B",
-        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        if isinstance(error, HFValidationError):
+            found, fix = "its form is not that of a model's name on the hub", f"name {_NAMES}"
+        elif isinstance(error, HfHubHTTPError):
+            found = f"the hub, which was asked, doesn't give such a model: {reason(error)}"
+            fix = f"name {_NAMES}; where a model asks for a login, log in with `hf auth login`"
+        else:
+            found = f"the hub, which was to be asked, can't be reached: {reason(error)}"
+            fix = "name a directory with a config.json; or, if it is a model's name on the hub, connect to the network"
+        raise BuildError("config-missing", f"{name} is no directory here, and {found}", fix=fix) from error
     if not (folder / "config.json").is_file():
         raise BuildError("config-missing", f"{name} on the hub has no config.json", fix="name a model's repository")
     return folder

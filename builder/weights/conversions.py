@@ -13,17 +13,8 @@ from typing import NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    apply_renamings,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
 
 from precast.builder.weights.tensor_recipes import RecipeTensor
 from precast.ir.errors import BuildError
@@ -55,7 +46,7 @@ def saved_tensors(model: PreTrainedModel, tied: Iterable[str]) -> dict[str, torc
     left_out = set(tied)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     try:
-        return dict(revert_weight_conversion(model, state))
+        return dict(loading.revert_weight_conversion(model, state))
     except NotImplementedError as error:
         message = f"a conversion of {model.config.model_type} checkpoints has no reverse, so their layout is unknown"
         raise BuildError("recipe-unsupported", message) from error
@@ -64,15 +55,15 @@ def saved_tensors(model: PreTrainedModel, tied: Iterable[str]) -> dict[str, torc
 def saved_name(model: PreTrainedModel, name: str) -> str:
     """The checkpoint's name for an entry of the state dict that no conversion splits or merges."""
     transforms = get_model_conversion_mapping(model, add_legacy=False)
-    reverse = [each.reverse_transform() for each in transforms[::-1] if not isinstance(each, PrefixChange)]
-    return apply_renamings(name, [each for each in reverse if isinstance(each, WeightRenaming)])
+    reverse = [each.reverse_transform() for each in transforms[::-1] if not isinstance(each, loading.PrefixChange)]
+    return loading.apply_renamings(name, [each for each in reverse if isinstance(each, loading.WeightRenaming)])
 
 
 def other_prefixes(model: PreTrainedModel) -> dict[str, str]:
     """Beginnings of checkpoint names, and what may stand there instead: a text model's in a multimodal checkpoint."""
     found = {}
     for change in get_model_conversion_mapping(model, add_legacy=False):
-        if not isinstance(change, PrefixChange) or change.scope_prefix:
+        if not isinstance(change, loading.PrefixChange) or change.scope_prefix:
             continue
         outer = change.model_prefix + "." if change.model_prefix else ""
         if change.prefix_to_remove is not None:
@@ -84,11 +75,10 @@ def other_prefixes(model: PreTrainedModel) -> dict[str, str]:
 
 def converted(model: PreTrainedModel, saved: Mapping[str, torch.Tensor], source: ReadBy) -> Converted:
     """The recipes of the state dict's entries that the `saved` tensors make."""
-    transforms = get_model_conversion_mapping(model)
-    find = _Targets(model, transforms)
+    find = _Targets(model, get_model_conversion_mapping(model))
     loads: dict[str, _Load] = {}
     made: dict[str, Made] = {}
-    for name in sorted(saved, key=dot_natural_key):
+    for name in sorted(saved, key=loading.dot_natural_key):
         target, pattern = find(name)
         if target is None:
             continue
@@ -98,7 +88,7 @@ def converted(model: PreTrainedModel, saved: Mapping[str, torch.Tensor], source:
             made[target] = Made(recipe, (name,))
             continue
         if target not in loads:
-            loads[target] = _Load(copy.deepcopy(_converter(pattern, transforms)), [])
+            loads[target] = _Load(copy.deepcopy(find.converter(pattern)), [])
         known = RecipeTensor.of(recipe, tensor.shape, tensor.dtype)
         loads[target].converter.add_tensor(target, name, pattern, known)  # type: ignore[arg-type]
         loads[target].tensors.append(name)
@@ -112,7 +102,7 @@ def converted(model: PreTrainedModel, saved: Mapping[str, torch.Tensor], source:
 
 
 class _Load(NamedTuple):
-    converter: WeightConverter
+    converter: loading.WeightConverter
     tensors: list[str]
 
 
@@ -122,24 +112,22 @@ class _Targets:
     Names must be asked for in their natural order: some renamings count on it.
     """
 
-    def __init__(self, model: PreTrainedModel, transforms: Sequence[WeightTransform]) -> None:
-        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    def __init__(self, model: PreTrainedModel, transforms: Sequence[loading.WeightTransform]) -> None:
+        self._renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+        self._converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
         self._prefix = model.base_model_prefix
         self._state = model.state_dict()
 
     def __call__(self, name: str) -> tuple[str | None, str | None]:
         """The entry of the state dict that a tensor makes, the first of several, and its conversion's pattern."""
-        target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
+        target, pattern = loading.rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
         if target not in self._state and name in self._state:
-            target, pattern = rename_source_key(name, [], [], self._prefix, self._state)
+            target, pattern = loading.rename_source_key(name, [], [], self._prefix, self._state)
         return (target, pattern) if target in self._state else (None, None)
 
-
-def _converter(pattern: str, transforms: Iterable[WeightTransform]) -> WeightConverter:
-    # transformers takes the last of several that have the pattern
-    found = [each for each in transforms if isinstance(each, WeightConverter) and pattern in each.source_patterns]
-    return found[-1]
+    def converter(self, pattern: str) -> loading.WeightConverter:
+        """The conversion of this pattern; of several, transformers takes the last."""
+        return [each for each in self._converters if pattern in each.source_patterns][-1]
 
 
 def _run(target: str, load: _Load, model: PreTrainedModel) -> dict[str, Made]:

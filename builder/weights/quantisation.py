@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from precast.builder.source.quantised_options import Options, check_options, refuse
+from precast.builder.source.quantised_options import Quantised, check_options, refuse
 from precast.ir.graph.schema import Dequantise, Read, Recipe, Reshape, Transpose
 
 INT32 = 8
@@ -94,21 +94,21 @@ def _chosen(
 # --- FP8 ---------------------------------------------------------------------------------------------------------
 
 
-def _fp8(model: PreTrainedModel, options: Options) -> Scheme:
-    block = options.get("weight_block_size", None)
+def _fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
+    tile = options.get("weight_block_size", None)
     # Checkpoints without the key are AutoFP8's: one scale a tensor, under another name.
     suffix = "_scale_inv" if "weight_block_size" in options.entries else "_scale"
     skipped = options.get("modules_to_not_convert", options.get("ignored_layers", None))
 
     def recipe(weight: Weight) -> Recipe:
         name = weight.name + suffix
-        return _scaled(weight, _per_tensor(weight, name) if block is None else _per_block(weight, name, tuple(block)))
+        return _scaled(weight, _per_tensor(weight, name) if tile is None else _per_tile(weight, name, tuple(tile)))
 
     ignored = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale")
     return Scheme("fp8", _chosen(model, skipped), recipe, ignored)
 
 
-def _fbgemm_fp8(model: PreTrainedModel, options: Options) -> Scheme:
+def _fbgemm_fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
     def recipe(weight: Weight) -> Recipe:
         if len(weight.shape) != 2:
             raise refuse("fbgemm_fp8", f"stacked experts ({weight.name})")
@@ -120,11 +120,11 @@ def _fbgemm_fp8(model: PreTrainedModel, options: Options) -> Scheme:
 
 class _Scales(NamedTuple):
     recipe: Recipe
-    block: tuple[int, int]
+    tile: tuple[int, int]
 
 
 def _scaled(weight: Weight, scales: _Scales) -> Recipe:
-    return Dequantise(Read(weight.name, weight.shape, "float8_e4m3fn"), scales.recipe, "fp8", scales.block)
+    return Dequantise(Read(weight.name, weight.shape, "float8_e4m3fn"), scales.recipe, "fp8", scales.tile)
 
 
 def _per_tensor(weight: Weight, name: str, stored: tuple[int, ...] = ()) -> _Scales:
@@ -138,12 +138,12 @@ def _per_row(weight: Weight, name: str) -> _Scales:
     return _Scales(Read(name, (*weight.shape[:-1], 1)), (1, weight.shape[-1]))
 
 
-def _per_block(weight: Weight, name: str, block: tuple[int, int]) -> _Scales:
+def _per_tile(weight: Weight, name: str, tile: tuple[int, int]) -> _Scales:
     *outer, rows, columns = weight.shape
-    return _Scales(Read(name, (*outer, -(-rows // block[0]), -(-columns // block[1]))), block)
+    return _Scales(Read(name, (*outer, -(-rows // tile[0]), -(-columns // tile[1]))), tile)
 
 
-def _compressed_tensors(model: PreTrainedModel, options: Options) -> Scheme:
+def _compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
     groups = list(options.get("config_groups", {}).values())
     ignore = list(options.get("ignore", None) or ())
 
@@ -160,7 +160,7 @@ def _compressed_tensors(model: PreTrainedModel, options: Options) -> Scheme:
             return _scaled(weight, _per_tensor(weight, name, (1,)))
         if args["strategy"] == "channel":
             return _scaled(weight, _per_row(weight, name))
-        return _scaled(weight, _per_block(weight, name, tuple(args["block_structure"])))
+        return _scaled(weight, _per_tile(weight, name, tuple(args["block_structure"])))
 
     ignored = ("*.input_scale", "*.input_zero_point", "*.output_scale", "*.k_scale", "*.v_scale")
     return Scheme("compressed-tensors", lambda weight: group_of(weight) is not None, recipe, ignored)
@@ -180,7 +180,7 @@ def _matches(pattern: str, *names: str) -> bool:
 # --- four bits ---------------------------------------------------------------------------------------------------
 
 
-def _mxfp4(model: PreTrainedModel, options: Options) -> Scheme:
+def _mxfp4(model: PreTrainedModel, options: Quantised) -> Scheme:
     """GPT-OSS: stacked experts, which the checkpoint holds with their rows and columns exchanged."""
     known = [path for path, module in model.named_modules() if type(module).__name__ == "GptOssExperts"]
     if not known:
@@ -196,20 +196,17 @@ def _mxfp4(model: PreTrainedModel, options: Options) -> Scheme:
     return Scheme("mxfp4", lambda weight: weight.module in known and chosen(weight), recipe, ())
 
 
-def _awq(model: PreTrainedModel, options: Options) -> Scheme:
+def _awq(model: PreTrainedModel, options: Quantised) -> Scheme:
     def recipe(weight: Weight) -> Recipe:
-        size, columns = _matrix("awq", weight)
-        rows = _num_groups("awq", weight, size, options.get("group_size", 128))
+        size, columns, zeros, scales = _grouped("awq", weight, options)
         values = Read(weight.stem + ".qweight", (size, columns // INT32), "int32")
-        zeros = Read(weight.stem + ".qzeros", (rows, columns // INT32), "int32")
-        scales = Read(weight.stem + ".scales", (rows, columns))
         return Transpose(Dequantise(values, scales, "awq", zeros=zeros), 0, 1)
 
     skipped = options.get("modules_to_not_convert", None)
     return Scheme("awq", _chosen(model, skipped, default_too=True), recipe, ())
 
 
-def _gptq(model: PreTrainedModel, options: Options) -> Scheme:
+def _gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
     format = options.get("checkpoint_format", options.get("format", "gptq"))
     kept = options.get("modules_in_block_to_quantize", None) or ()
     suffixes = [name for names in kept for name in ([names] if isinstance(names, str) else names)]
@@ -225,11 +222,8 @@ def _gptq(model: PreTrainedModel, options: Options) -> Scheme:
         return not suffixes or any(weight.stem.endswith("." + suffix) for suffix in suffixes)
 
     def recipe(weight: Weight) -> Recipe:
-        size, columns = _matrix("gptq", weight)
-        rows = _num_groups("gptq", weight, size, options.get("group_size", 128))
+        size, columns, zeros, scales = _grouped("gptq", weight, options)
         values = Read(weight.stem + ".qweight", (size // INT32, columns), "int32")
-        zeros = Read(weight.stem + ".qzeros", (rows, columns // INT32), "int32")
-        scales = Read(weight.stem + ".scales", (rows, columns))
         groups = Read(weight.stem + ".g_idx", (size,), "int32")
         offset = 1 if format == "gptq" else 0
         return Transpose(Dequantise(values, scales, "gptq", None, zeros, groups, offset), 0, 1)
@@ -245,25 +239,22 @@ def _zero_biases(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted({re.sub(r"\.\d+\.", ".*.", path) + ".bias" for path in layers}))
 
 
-def _matrix(method: str, weight: Weight) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer, eight of which are packed together."""
+def _grouped(method: str, weight: Weight, options: Quantised) -> tuple[int, int, Read, Read]:
+    """Inputs and outputs of a linear layer, of which eight are packed together, and its groups' zeros and scales."""
     if len(weight.shape) != 2 or not weight.name.endswith(".weight"):
         raise refuse(method, f"stacked experts ({weight.name})")
     outputs, inputs = weight.shape
     if inputs % INT32 or outputs % INT32:
         raise refuse(method, f"{weight.name} of {list(weight.shape)}, sizes that are no multiples of {INT32}")
-    return inputs, outputs
-
-
-def _num_groups(method: str, weight: Weight, inputs: int, group_size: int) -> int:
-    """The rows of scales."""
-    size = inputs if group_size == -1 else group_size
+    size = inputs if options.get("group_size", 128) == -1 else options.get("group_size", 128)
     if method == "awq" and inputs % size:
         raise refuse(method, f"{weight.name}: {inputs} inputs in groups of {size}")
-    return -(-inputs // size)
+    rows = -(-inputs // size)
+    zeros = Read(weight.stem + ".qzeros", (rows, outputs // INT32), "int32")
+    return inputs, outputs, zeros, Read(weight.stem + ".scales", (rows, outputs))
 
 
-_SCHEMES: dict[str, Callable[[PreTrainedModel, Options], Scheme]] = {
+_SCHEMES: dict[str, Callable[[PreTrainedModel, Quantised], Scheme]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
     "compressed-tensors": _compressed_tensors,

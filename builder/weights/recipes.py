@@ -8,6 +8,7 @@ refused by name: no weight is guessed.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,11 +19,11 @@ from transformers import PreTrainedModel
 
 from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
 from precast.builder.weights.quantisation import Weight, scheme_of
-from precast.builder.weights.unused import unused_patterns
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Read, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes as ir_recipes
+from precast.ir.weights.recipes import matches
 
 _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
 _PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")
@@ -57,7 +58,7 @@ class ModelCheckpoint:
                 made[each] = Tie(self._tied[each]) if each in self._tied else self._recipe(each, state[each])
         return made
 
-    def rules(self, used: Iterable[str] | None = None) -> Checkpoint:
+    def known_names(self, used: Iterable[str] | None = None) -> Checkpoint:
         """The names that a checkpoint may hold beyond those that recipes read.
 
         `used` are the entries of the state dict that the graph uses; None: all of them.
@@ -149,3 +150,38 @@ def _globs(pattern: str) -> list[str]:
     spelled = {"\\d+": "*", ".*": "*", "\\.": "."}
     text = "".join(spelled.get(token, token) for token in tokens)
     return [("" if anchored_start else "*") + text + ("" if anchored_end else "*")]
+
+
+def unused_patterns(names: Iterable[str], used: Iterable[str]) -> tuple[str, ...]:
+    """Patterns that describe all of `names` but those in `used`, sorted: `model.vision_tower.*`, or a single name.
+
+    Where layers, or all their experts, differ only by their number, `*` stands for it, unless that names a used tensor.
+    """
+    kept = set(used)
+    text = "\n".join(kept)
+    parts = {prefix for name in kept for prefix in itertools.accumulate(name.split("."), "{}.{}".format)}
+    found = {_part(name, parts) for name in names if name not in kept}
+    for stars in (None, 1):
+        safe = {short for short in {_numbers_starred(each, stars) for each in found} if not _any(short, kept, text)}
+        found = safe | {pattern for pattern in found if _numbers_starred(pattern, stars) not in safe}
+    return tuple(sorted(found))
+
+
+def _part(name: str, parts: set[str]) -> str:
+    """The largest part of the model with this tensor in it of which nothing is used."""
+    prefixes = list(itertools.accumulate(name.split("."), "{}.{}".format))
+    whole = next((prefix for prefix in prefixes if prefix not in parts), name)
+    return name if whole == name else whole + ".*"
+
+
+def _numbers_starred(pattern: str, count: int | None) -> str:
+    """With `*` for the first `count` numbers, the layer's first; None: for all."""
+    words = pattern.split(".")
+    at = [place for place, word in enumerate(words) if word.isdigit()][:count]
+    return ".".join("*" if place in at else word for place, word in enumerate(words))
+
+
+def _any(pattern: str, names: Iterable[str], text: str) -> bool:
+    """Whether it is a pattern of one of the names, of which `text` is made: most are seen there not to be."""
+    literal = max(pattern.split("*"), key=len)
+    return literal in text and any(matches(pattern, name) for name in names)

@@ -8,7 +8,7 @@ versions of libzstd compress differently; its form is not (`docs/format/v1.md`, 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zstandard
@@ -82,13 +82,10 @@ def _decode_raw(raw: bytes, type: type[T], what: str) -> T:
 
 def _decompress(data: bytes, what: str) -> bytes:
     """The content of exactly one zstd frame, whose size is declared and allowed."""
-    if len(data) > limits.MAX_GRAPH_BYTES:
-        message = f"{what}: {len(data)} bytes; at most {limits.MAX_GRAPH_BYTES} are allowed"
-        raise BundleError("limit-exceeded", message)
+    _check_size(data, what, limits.MAX_GRAPH_BYTES)
     if data[:4] != _ZSTD_MAGIC:
-        raise BundleError(
-            f"{what}-compression", f"{what}: expected a zstd frame, found bytes {data[:4].hex() or 'none'}"
-        )
+        message = f"{what}: expected a zstd frame, found bytes {data[:4].hex() or 'none'}"
+        raise BundleError(f"{what}-compression", message)
     try:
         frame = zstandard.get_frame_parameters(data)
         if frame.content_size == zstandard.CONTENTSIZE_UNKNOWN:
@@ -132,7 +129,7 @@ def decode_foreign_json(data: bytes, type: type[T], what: str, limit: int) -> T:
     """
     _check_size(data, what, limit)
     value = _parse(data, type, what)
-    plain = _parse(data, Any, what)
+    plain: Any = _parse(data, object, what)
     _check_plain(plain, what)
     if msgspec.json.encode(plain) != data:
         _refuse_duplicates(data, what)
@@ -145,8 +142,7 @@ def peek_json(data: bytes, type: type[T], what: str, limit: int) -> T:
     Raises BundleError: `json-invalid` or `limit-exceeded`.
     """
     _check_size(data, what, limit)
-    value: T = _parse(data, type, what)
-    return value
+    return _parse(data, type, what)
 
 
 def _check_size(data: bytes, what: str, limit: int) -> None:
@@ -154,7 +150,7 @@ def _check_size(data: bytes, what: str, limit: int) -> None:
         raise BundleError("limit-exceeded", f"{what}: {len(data)} bytes; at most {limit} are allowed")
 
 
-def _parse(data: bytes, type: Any, what: str) -> Any:
+def _parse(data: bytes, type: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=type)
     except (msgspec.DecodeError, ValueError) as error:  # ValueError: broken UTF-8, integers of thousands of digits
@@ -191,11 +187,8 @@ def _refuse_duplicates(data: bytes, what: str) -> None:
         seen: set[str] = set()
         for key, _ in items:
             if key in seen:
-                refuse(key)
+                raise BundleError("json-duplicate-key", f"{what}: the key {key!r} stands twice in one object")
             seen.add(key)
-
-    def refuse(key: str) -> NoReturn:
-        raise BundleError("json-duplicate-key", f"{what}: the key {key!r} stands twice in one object")
 
     json.loads(data, object_pairs_hook=pairs)
 

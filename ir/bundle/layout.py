@@ -132,9 +132,7 @@ def _read_index(root: Directory) -> Index:
     index = decode_foreign_json(data, Index, oci.INDEX_FILE, limits.MAX_INDEX_BYTES)
     if index.schema_version != 2:
         raise BundleError("index-invalid", f"{oci.INDEX_FILE}: expected schemaVersion 2, found {index.schema_version}")
-    if index.media_type not in ("", oci.INDEX_TYPE):
-        message = f"{oci.INDEX_FILE}: expected {oci.INDEX_TYPE}, found {index.media_type!r}"
-        raise BundleError("media-type", message)
+    _expect("media-type", oci.INDEX_FILE, index.media_type or oci.INDEX_TYPE, oci.INDEX_TYPE)
     return index
 
 
@@ -156,13 +154,10 @@ def _read_images(files: Directory, index: Index) -> tuple[str, Image, list[Image
 
 def _read_image(files: Directory, descriptor: Descriptor) -> Image:
     what = "image manifest"
-    if descriptor.media_type != oci.IMAGE_TYPE:
-        message = f"{oci.INDEX_FILE}: expected {oci.IMAGE_TYPE}, found {descriptor.media_type!r}"
-        raise BundleError("media-type", message)
+    _expect("media-type", oci.INDEX_FILE, descriptor.media_type, oci.IMAGE_TYPE)
     image = decode_json(_read_blob(files, descriptor, what, limits.MAX_JSON_BYTES), Image, what)
-    if descriptor.artifact_type not in (None, image.artifact_type):
-        message = f"{oci.INDEX_FILE}: expected {image.artifact_type!r}, found {descriptor.artifact_type!r}"
-        raise BundleError("artifact-type", message)
+    if descriptor.artifact_type is not None:
+        _expect("artifact-type", oci.INDEX_FILE, descriptor.artifact_type, image.artifact_type)
     if image.schema_version != 2 or image.media_type != oci.IMAGE_TYPE or image.annotations:
         message = f"{what}: expected schemaVersion 2, mediaType {oci.IMAGE_TYPE} and no annotations"
         raise BundleError("image-invalid", message)
@@ -170,11 +165,8 @@ def _read_image(files: Directory, descriptor: Descriptor) -> Image:
 
 
 def _check_image(image: Image) -> None:
-    if image.artifact_type != oci.BUNDLE:
-        raise BundleError("artifact-type", f"image manifest: expected {oci.BUNDLE}, found {image.artifact_type!r}")
-    if image.config.media_type != oci.MANIFEST:
-        message = f"manifest: expected {oci.MANIFEST}, found {image.config.media_type!r}"
-        raise BundleError("media-type", message)
+    _expect("artifact-type", "image manifest", image.artifact_type, oci.BUNDLE)
+    _expect("media-type", "manifest", image.config.media_type, oci.MANIFEST)
     if len(image.layers) > limits.MAX_LAYERS:
         raise BundleError("limit-exceeded", f"{len(image.layers)} layers; at most {limits.MAX_LAYERS} are allowed")
     expected = [oci.GRAPH, oci.CONSTANTS, *[oci.TOKENIZER] * (len(image.layers) - 2)]
@@ -190,10 +182,7 @@ def _check_image(image: Image) -> None:
 
 
 def _check_provenance(image: Image, bundle: Descriptor) -> None:
-    if image.artifact_type != oci.PROVENANCE:
-        raise BundleError(
-            "artifact-type", f"attached manifest: expected {oci.PROVENANCE}, found {image.artifact_type!r}"
-        )
+    _expect("artifact-type", "attached manifest", image.artifact_type, oci.PROVENANCE)
     if image.subject != Descriptor(oci.IMAGE_TYPE, bundle.digest, bundle.size):
         raise BundleError("index-invalid", "attached manifest: its subject is not this bundle")
     if image.config != oci.describe(oci.EMPTY, oci.EMPTY_TYPE):
@@ -201,6 +190,11 @@ def _check_provenance(image: Image, bundle: Descriptor) -> None:
     (record, *more) = image.layers or (None,)
     if record is None or more or record != Descriptor(oci.PROVENANCE, record.digest, record.size):
         raise BundleError("image-invalid", f"attached manifest: expected one layer of type {oci.PROVENANCE}")
+
+
+def _expect(code: str, what: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise BundleError(code, f"{what}: expected {expected}, found {found!r}")
 
 
 def _layer_name(part: Descriptor) -> str:
@@ -227,9 +221,8 @@ def _read_blob(files: Directory, descriptor: Descriptor, what: str, limit: int) 
     name = oci.blob_name(descriptor, what)
     where = f"{oci.BLOBS}/{oci.ALGORITHM}/{name}"
     if descriptor.size > limit:
-        raise BundleError(
-            "limit-exceeded", f"{what}: {descriptor.size} bytes; at most {limit} are allowed", where=where
-        )
+        message = f"{what}: {descriptor.size} bytes; at most {limit} are allowed"
+        raise BundleError("limit-exceeded", message, where=where)
     try:
         data = files.read_exactly(name, descriptor.size)
     except BundleError as error:

@@ -82,6 +82,13 @@ def describe(
     return Descriptor(media_type, digest_of(data), len(data), artifact_type, annotations or {})
 
 
+def image(
+    artifact_type: str, config: Descriptor, layers: tuple[Descriptor, ...], subject: Descriptor | None = None
+) -> Image:
+    """An image manifest of the one version that there is."""
+    return Image(artifact_type, config, layers, IMAGE_TYPE, 2, subject)
+
+
 def blob_name(descriptor: Descriptor, what: str) -> str:
     """The name of the blob's file below `blobs/sha256`.
 

@@ -55,9 +55,8 @@ def scan(data: bytes, what: str) -> None:
         raise BundleError(f"{what}-encoding", message) from None
     if position != len(data):
         more = "ends inside a value" if position > len(data) else "goes on after its value"
-        raise BundleError(
-            f"{what}-encoding", f"{what}: the encoding {more}: expected {position} bytes, found {len(data)}"
-        )
+        message = f"{what}: the encoding {more}: expected {position} bytes, found {len(data)}"
+        raise BundleError(f"{what}-encoding", message)
 
 
 def _other(data: bytes, position: int, marker: int, what: str) -> tuple[int, int]:
@@ -97,9 +96,8 @@ def _number(data: bytes, position: int, marker: int, what: str) -> int:
         if _length(data, position, 8) >= 1 << 63:
             raise BundleError(f"{what}-encoding", f"{what}: an integer beyond 63 bits at byte {position}")
         return 9
-    raise BundleError(
-        f"{what}-encoding", f"{what}: a value of msgpack type {marker:#04x}, not in use, at byte {position}"
-    )
+    message = f"{what}: a value of msgpack type {marker:#04x}, not in use, at byte {position}"
+    raise BundleError(f"{what}-encoding", message)
 
 
 def _too_much(depth: int, objects: int, what: str) -> None:

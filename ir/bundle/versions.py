@@ -1,4 +1,4 @@
-"""Versions of the format: which are read, and how what was decoded of an old one becomes the newest.
+"""Versions of the format: which are read, and how structs of an old one become those of today.
 
 A *minor* version adds what older readers refuse and changes nothing of what was: every file of (1, 0) decodes under
 the structs of (1, 3), to the same meaning. A *major* version changes or removes; its structs stay as code, frozen, with
@@ -8,7 +8,7 @@ two pure functions that turn its graph and its manifest into those of the next (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,17 +44,12 @@ def era(format: tuple[int, int], eras: Mapping[int, Era]) -> Era:
     return found
 
 
-def upgrade_graph(graph: Any, format: tuple[int, int], eras: Mapping[int, Era]) -> Any:
-    """`graph`, decoded as one of this format, as one of the newest."""
-    major = format[0]
-    while (step := eras[major].next_graph) is not None:
-        graph, major = step(graph), major + 1
-    return graph
+def upgrade(value: Any, part: Literal["graph", "manifest"], format: tuple[int, int], eras: Mapping[int, Era]) -> Any:
+    """The graph or the manifest, decoded as one of this format, as one of the newest.
 
-
-def upgrade_manifest(manifest: Any, format: tuple[int, int], eras: Mapping[int, Era]) -> Any:
-    """`manifest`, decoded as one of this format, as one of the newest; `format` stays what the bundle says."""
+    A manifest's `format` stays what the bundle says.
+    """
     major = format[0]
-    while (step := eras[major].next_manifest) is not None:
-        manifest, major = step(manifest), major + 1
-    return manifest
+    while (step := getattr(eras[major], f"next_{part}")) is not None:
+        value, major = step(value), major + 1
+    return value

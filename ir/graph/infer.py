@@ -1,7 +1,6 @@
 """A node's arguments against its op's signature, and the result types that the op's rule gives them.
 
-The one place that knows which argument of the schema fits which kind of the op table. The builder's lowering, the
-verifier and the text form's parser all infer through it.
+The one place that knows which argument of the schema fits which kind of the op table.
 """
 
 from __future__ import annotations
@@ -15,19 +14,11 @@ from precast.ir.graph.symbols import ExprError
 from precast.ir.ops.op import ArgDef, Kind, OpDef, ShapeError
 
 
-def infer(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """The types of the op's results, in order; `types` has the type of every name defined so far.
-
-    Raises `ShapeError`, with all that is wrong with the arguments, or what the op's shape rule expected.
-    """
-    faults = [*misfits(op, args), *(f"%{name} is not defined" for name in references(args) if name not in types)]
-    if faults:
-        raise ShapeError("; ".join(faults))
-    return apply_shape_rule(op, args, types)
-
-
 def apply_shape_rule(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """As `infer`, for arguments that fit the signature and refer only to names in `types`."""
+    """The types of the op's results, in order, for arguments that fit the signature and refer only to names in `types`.
+
+    Raises ShapeError, with what the op's shape rule expected.
+    """
     given = {arg.name: _bound(args[arg.name], types) if arg.name in args else arg.default for arg in op.args}
     try:
         return op.shape_rule(given)
@@ -52,11 +43,13 @@ def misfits(op: OpDef, args: Mapping[str, Arg]) -> Iterator[str]:
 
 def references(args: Mapping[str, Arg]) -> Iterator[str]:
     """The names that the arguments refer to, in order."""
-    for arg in args.values():
-        if isinstance(arg, Ref):
-            yield arg.name
-        elif isinstance(arg, Items):
-            yield from (item.name for item in arg.items if isinstance(item, Ref))
+    return (arg.name for _, arg in flat(args) if isinstance(arg, Ref))
+
+
+def flat(args: Mapping[str, Arg]) -> Iterator[tuple[str, Ref | Const | Dim | DtypeArg]]:
+    """The arguments by name, those of a list one by one."""
+    for name, arg in args.items():
+        yield from ((name, item) for item in (arg.items if isinstance(arg, Items) else (arg,)))
 
 
 def _fits(definition: ArgDef, arg: Arg) -> bool:

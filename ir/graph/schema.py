@@ -269,6 +269,9 @@ class StateSpec(Wire, frozen=True, tag="state", tag_field="k"):
     dtype: Dtype
 
 
+CacheSpec = PagedSpec | LatentSpec | StateSpec
+
+
 class PagedInputs(Wire, frozen=True):
     """The names of one group's metadata inputs (`docs/format/v1.md`, Caches)."""
 
@@ -304,6 +307,9 @@ class StateGroup(Wire, frozen=True):
     spec: StateSpec
     slot_ids: str
     slots: tuple[Slot, ...]
+
+
+CacheGroup = Group | StateGroup
 
 
 class Pool(Wire, frozen=True):

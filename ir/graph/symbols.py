@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from precast.ir import limits
@@ -79,9 +79,7 @@ def largest(sums: Iterable[Expr]) -> Expr:
                 continue
             kept = [(one, other) for one, other in kept if not _exceeds(found, other)]
             kept.append((expr, found))
-    if len(kept) < 2:
-        return kept[0][0] if kept else 0
-    return maximum(*(expr for expr, _ in kept))
+    return maximum(*(expr for expr, _ in kept)) if kept else 0
 
 
 def terms(expr: Expr) -> dict[tuple[Expr, ...], int]:
@@ -98,8 +96,7 @@ def evaluate(expr: Expr, symbols: Mapping[str, int]) -> int:
         return expr
     if isinstance(expr, str):
         return symbols[expr]
-    values = [evaluate(arg, symbols) for arg in expr.args]
-    return _fold(expr.op, values)
+    return _FOLD[expr.op]([evaluate(arg, symbols) for arg in expr.args])
 
 
 def normal(expr: Expr) -> Expr:
@@ -165,21 +162,15 @@ def _exceeds(a: Polynomial, b: Polynomial) -> bool:
     )
 
 
-def _fold(op: str, values: list[int]) -> int:
-    if op == "add":
-        return sum(values)
-    if op == "mul":
-        return math.prod(values)
-    if op == "min":
-        return min(values)
-    if op == "max":
-        return max(values)
-    a, b = values
-    if op == "floordiv":
-        return a // b
-    if op == "mod":
-        return a % b
-    return -(-a // b)
+_FOLD: dict[str, Callable[[Sequence[int]], int]] = {
+    "add": sum,
+    "mul": math.prod,
+    "min": min,
+    "max": max,
+    "floordiv": lambda pair: pair[0] // pair[1],
+    "mod": lambda pair: pair[0] % pair[1],
+    "ceildiv": lambda pair: -(-pair[0] // pair[1]),
+}
 
 
 def _apply(op: str, *args: Expr) -> Expr:
@@ -190,7 +181,7 @@ def _apply(op: str, *args: Expr) -> Expr:
     if op in _BINARY and args[1] == 0:
         raise ExprError(f"{op} divides by zero")
     if all(isinstance(arg, int) for arg in args):
-        return _fold(op, [arg for arg in args if isinstance(arg, int)])
+        return _FOLD[op]([arg for arg in args if isinstance(arg, int)])
     if op in ("min", "max"):
         args = tuple(sorted(set(args), key=text))
         if len(args) == 1:

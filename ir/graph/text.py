@@ -35,69 +35,33 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
-from precast.ir.graph import symbols
-from precast.ir.graph.schema import (
-    Apply,
-    Arg,
-    Block,
-    Call,
-    Cast,
-    Concat,
-    Const,
-    Dequantise,
-    Dim,
-    Dtype,
-    DtypeArg,
-    Each,
-    Expr,
-    Graph,
-    Group,
-    Items,
-    LatentSpec,
-    Node,
-    PagedSpec,
-    Param,
-    Read,
-    Recipe,
-    Ref,
-    Reshape,
-    Slice,
-    Slot,
-    Stack,
-    StateGroup,
-    Symbol,
-    TensorType,
-    Tie,
-    Transpose,
-    Value,
-)
-from precast.ir.graph.symbols import is_plain
+from precast.ir.graph import schema, symbols
 from precast.ir.ops import table as ops
 
-RESERVED = frozenset((*get_args(Dtype), "none", "true", "false", "inf", "nan"))
+RESERVED = frozenset((*get_args(schema.Dtype), "none", "true", "false", "inf", "nan"))
 """Bare words that stand for something other than a symbol where an argument is expected."""
 
 
-def format_graph(graph: Graph) -> str:
+def format_graph(graph: schema.Graph) -> str:
     """The whole graph as text, ending in a newline. No two graphs have the same text."""
     return "\n".join(_graph(graph)) + "\n"
 
 
-def format_type(tensor: TensorType) -> str:
+def format_type(tensor: schema.TensorType) -> str:
     """A type: `bfloat16[1, T, 4096]`; `float32[]` has no dimensions."""
     return tensor.dtype + _sizes(tensor.shape)
 
 
-def format_value(value: Value) -> str:
+def format_value(value: schema.Value) -> str:
     """A value with its type: `%x: bfloat16[1, T, 4096]`."""
     return f"{_ref(value.name)}: {format_type(value.type)}"
 
 
-def format_step(step: Node | Call, order: Sequence[str] = ()) -> str:
+def format_step(step: schema.Node | schema.Call, order: Sequence[str] = ()) -> str:
     """A node or call, in one line: arguments of a node in the order of its op's signature, of a call in `order`,
     and those that are in neither by name."""
     results = ", ".join(map(format_value, step.outputs))
-    if isinstance(step, Node):
+    if isinstance(step, schema.Node):
         definition = ops.lookup(step.op, step.version)
         names = _ordered(step.args, [arg.name for arg in definition.args] if definition else order)
         # Ops of the table have a dot; another name could read as `call` or `return`.
@@ -109,39 +73,39 @@ def format_step(step: Node | Call, order: Sequence[str] = ()) -> str:
     return f"{results} = {what}" if results else what
 
 
-def format_recipe(recipe: Recipe) -> str:
+def format_recipe(recipe: schema.Recipe) -> str:
     """How a param is made: `cast(concat([read("q", [8, 4]), read("k", [2, 4])], dim=0), bfloat16)`."""
     match recipe:
-        case Read(tensor, shape, dtype):
+        case schema.Read(tensor, shape, dtype):
             return f"read({json.dumps(tensor)}, {_sizes(shape)}{f', {dtype}' if dtype else ''})"
-        case Slice(of, dim, start, length):
+        case schema.Slice(of, dim, start, length):
             bounds = f"start={symbols.text(start)}, length={symbols.text(length)}"
             return f"slice({format_recipe(of)}, dim={dim}, {bounds})"
-        case Concat(parts, dim):
+        case schema.Concat(parts, dim):
             return f"concat([{', '.join(map(format_recipe, parts))}], dim={dim})"
-        case Stack(parts, dim):
+        case schema.Stack(parts, dim):
             return f"stack([{', '.join(map(format_recipe, parts))}], dim={dim})"
-        case Transpose(of, dim0, dim1):
+        case schema.Transpose(of, dim0, dim1):
             return f"transpose({format_recipe(of)}, {dim0}, {dim1})"
-        case Reshape(of, sizes):
+        case schema.Reshape(of, sizes):
             return f"reshape({format_recipe(of)}, {_sizes(sizes)})"
-        case Cast(of, dtype):
+        case schema.Cast(of, dtype):
             return f"cast({format_recipe(of)}, {dtype})"
-        case Each(of, dim, count, start):
+        case schema.Each(of, dim, count, start):
             return f"each({format_recipe(of)}, dim={dim}, count={count}, start={start})"
-        case Dequantise(of, scales, kind, block, zeros, groups, offset):
+        case schema.Dequantise(of, scales, kind, block, zeros, groups, offset):
             size = f"[{block[0]}, {block[1]}]" if block else "none"
             rest = f"zeros={_maybe(zeros)}, groups={_maybe(groups)}, zero_offset={offset}"
             return f"dequantise({kind}, {format_recipe(of)}, {format_recipe(scales)}, block={size}, {rest})"
-        case Tie(param):
+        case schema.Tie(param):
             return f"tie({_ref(param)})"
 
 
-def _maybe(recipe: Recipe | None) -> str:
+def _maybe(recipe: schema.Recipe | None) -> str:
     return "none" if recipe is None else format_recipe(recipe)
 
 
-def _graph(graph: Graph) -> Iterator[str]:
+def _graph(graph: schema.Graph) -> Iterator[str]:
     yield from _section("symbols", map(_symbol, graph.symbols))
     yield from _section("inputs", map(format_value, graph.inputs))
     yield from _section("params", map(_param, graph.params))
@@ -169,38 +133,38 @@ def _section(head: str, lines: Iterable[str], *, always: bool = False) -> Iterat
         yield "}"
 
 
-def _symbol(symbol: Symbol) -> str:
+def _symbol(symbol: schema.Symbol) -> str:
     return f"{_name(symbol.name)}: {symbol.min}..{'' if symbol.max is None else symbol.max}"
 
 
-def _param(param: Param) -> str:
-    return f"{format_value(Value(param.name, param.type))} = {format_recipe(param.recipe)}"
+def _param(param: schema.Param) -> str:
+    return f"{format_value(schema.Value(param.name, param.type))} = {format_recipe(param.recipe)}"
 
 
-def _group(group: Group) -> str:
+def _group(group: schema.Group) -> str:
     fields = ", ".join(f"{field}={_ref(getattr(group.inputs, field))}" for field in group.inputs.__struct_fields__)
     return f"group {_name(group.name)}(pool={_name(group.pool)}, spec={_spec(group.spec)}, {fields})"
 
 
-def _states(group: StateGroup) -> str:
+def _states(group: schema.StateGroup) -> str:
     spec = f"{group.spec.kind}(shape={_sizes(group.spec.shape)}, dtype={group.spec.dtype})"
     return f"group {_name(group.name)}(pool={_name(group.pool)}, spec={spec}, slot_ids={_ref(group.slot_ids)})"
 
 
-def _slot(slot: Slot) -> str:
+def _slot(slot: schema.Slot) -> str:
     return f"slot {_name(slot.name)}({', '.join(map(format_value, slot.tensors))})"
 
 
-def _spec(spec: PagedSpec | LatentSpec) -> str:
+def _spec(spec: schema.PagedSpec | schema.LatentSpec) -> str:
     pages = f"dtype={spec.dtype}, page_size={spec.page_size}, window={'none' if spec.window is None else spec.window}"
-    if isinstance(spec, LatentSpec):
+    if isinstance(spec, schema.LatentSpec):
         return f"latent(latent_size={spec.latent_size}, rope_size={spec.rope_size}, {pages})"
     sizes = f"num_kv_heads={symbols.text(spec.num_kv_heads)}, head_size={spec.head_size}, value_size={spec.value_size}"
     chunk = "" if spec.chunk is None else f", chunk={spec.chunk}"
     return f"paged({sizes}, {pages}{chunk})"
 
 
-def _block(block: Block) -> Iterator[str]:
+def _block(block: schema.Block) -> Iterator[str]:
     yield from _section("inputs", map(format_value, block.inputs))
     yield from _section("params", map(format_value, block.params))
     yield from _section("caches", map(format_value, block.caches))
@@ -208,12 +172,12 @@ def _block(block: Block) -> Iterator[str]:
     yield f"return {', '.join(map(_ref, block.outputs))}".rstrip()
 
 
-def _main(graph: Graph) -> Iterator[str]:
+def _main(graph: schema.Graph) -> Iterator[str]:
     orders = {
         block.name: [value.name for value in (*block.inputs, *block.params, *block.caches)] for block in graph.blocks
     }
     for step in graph.main:
-        yield format_step(step, orders.get(step.block, ()) if isinstance(step, Call) else ())
+        yield format_step(step, orders.get(step.block, ()) if isinstance(step, schema.Call) else ())
     yield f"return {', '.join(f'{_name(key)}={_ref(name)}' for key, name in sorted(graph.outputs.items()))}".rstrip()
 
 
@@ -224,29 +188,31 @@ def _ordered(args: Iterable[str], order: Sequence[str]) -> list[str]:
 
 
 def _name(name: str) -> str:
-    return name if is_plain(name) else json.dumps(name)
+    return name if symbols.is_plain(name) else json.dumps(name)
 
 
 def _ref(name: str) -> str:
     return "%" + _name(name)
 
 
-def _sizes(shape: Sequence[Expr]) -> str:
+def _sizes(shape: Sequence[schema.Expr]) -> str:
     return f"[{', '.join(map(symbols.text, shape))}]"
 
 
-def _arg(arg: Arg) -> str:
+def _arg(arg: schema.Arg) -> str:
     match arg:
-        case Ref(name):
+        case schema.Ref(name):
             return _ref(name)
-        case Const(value):
+        case schema.Const(value):
             return _literal(value)
-        case Dim(expr):
-            bare = isinstance(expr, Apply) or (isinstance(expr, str) and expr not in RESERVED and is_plain(expr))
+        case schema.Dim(expr):
+            bare = isinstance(expr, schema.Apply) or (
+                isinstance(expr, str) and expr not in RESERVED and symbols.is_plain(expr)
+            )
             return symbols.text(expr) if bare else f"dim({symbols.text(expr)})"
-        case DtypeArg(dtype):
+        case schema.DtypeArg(dtype):
             return dtype
-        case Items(items):
+        case schema.Items(items):
             return f"[{', '.join(map(_arg, items))}]"
 
 

@@ -1,1 +1,1 @@
-"""What a graph needs of memory: cache plans, and activations from liveness."""
+"""What a graph needs of memory: cache plans, and what is alive while it runs."""

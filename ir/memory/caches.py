@@ -1,6 +1,6 @@
 """What a cache plan comes to: its slots and their tensors, and the arithmetic of their memory.
 
-Cache memory is one arena of slabs. A page of a pool holds the page of each layer of its group, one tensor behind the
+Cache memory is one arena of slabs. A page of a pool holds the page of each layer of its group, one tensor after the
 other; page `p` of a pool begins at byte `p * page_stride` of the arena, `page_stride = slab_bytes / pages_per_slab`.
 The builder chooses slabs by this arithmetic, and the loader allocates by it.
 """
@@ -16,8 +16,10 @@ import msgspec
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
+    CacheGroup,
     CachePlan,
-    Group,
+    CacheSpec,
+    Expr,
     LatentSpec,
     PagedSpec,
     Slot,
@@ -35,16 +37,16 @@ PAGE_ALIGNMENT = 256
 MAX_SLAB_BYTES = 1 << 30
 """Of a slab that holds pages of several sizes well; one page of a larger state is a slab all the same."""
 MAX_REST = 0.01
-"""The share of a slab that may lie behind pages and belong to none, for a slab to be large enough. It is the part of
-the padding that the size of slabs decides: the other part aligns tensors within pages."""
+"""The share of a slab that may be left over beside its pages, for a slab to be large enough. That part of the padding
+is decided by the size of slabs; the other part aligns tensors within pages."""
 
 
-def groups(plan: CachePlan) -> tuple[Group | StateGroup, ...]:
+def groups(plan: CachePlan) -> tuple[CacheGroup, ...]:
     """All groups, those with page tables first."""
     return (*plan.groups, *plan.states)
 
 
-def slots(plan: CachePlan) -> Iterator[tuple[Group | StateGroup, Slot]]:
+def slots(plan: CachePlan) -> Iterator[tuple[CacheGroup, Slot]]:
     """Every slot, with its group."""
     return ((group, slot) for group in groups(plan) for slot in group.slots)
 
@@ -54,7 +56,7 @@ def tensors(plan: CachePlan) -> Iterator[Value]:
     return (tensor for _, slot in slots(plan) for tensor in slot.tensors)
 
 
-def input_names(group: Group | StateGroup) -> tuple[str, ...]:
+def input_names(group: CacheGroup) -> tuple[str, ...]:
     """The group's metadata inputs."""
     if isinstance(group, StateGroup):
         return (group.slot_ids,)
@@ -62,7 +64,7 @@ def input_names(group: Group | StateGroup) -> tuple[str, ...]:
     return (names.page_indices, names.page_indptr, names.page_start, names.slot_mapping)
 
 
-def slot_types(spec: PagedSpec | LatentSpec | StateSpec, pages: str) -> tuple[TensorType, ...]:
+def slot_types(spec: CacheSpec, pages: str) -> tuple[TensorType, ...]:
     """The types of a slot's tensors in a pool whose pages `pages` counts."""
     if isinstance(spec, StateSpec):
         return (TensorType(spec.dtype, (pages, *spec.shape)),)
@@ -72,42 +74,51 @@ def slot_types(spec: PagedSpec | LatentSpec | StateSpec, pages: str) -> tuple[Te
     return TensorType(spec.dtype, keys), TensorType(spec.dtype, (*keys[:-1], spec.value_size))
 
 
-def token_bytes(group: Group | StateGroup) -> int:
+def spec_sizes(group: CacheGroup) -> Iterator[tuple[str, Expr]]:
+    """The sizes that the group's spec says, by the names of its fields."""
+    for name in group.spec.__struct_fields__:
+        found = getattr(group.spec, name)
+        if name not in ("kind", "dtype") and found is not None:
+            yield from ((name, size) for size in (found if name == "shape" else (found,)))
+
+
+def token_bytes(group: CacheGroup) -> int:
     """Bytes that one more token keeps in all layers of the group, on one rank of one; 0 for states."""
     return 0 if isinstance(group, StateGroup) else filled_bytes(group) // group.spec.page_size
 
 
-def state_bytes(group: Group | StateGroup) -> int:
+def state_bytes(group: CacheGroup) -> int:
     """Bytes that a sequence keeps in all layers of the group whatever its length, on one rank of one; 0 for pages."""
     return filled_bytes(group) if isinstance(group, StateGroup) else 0
 
 
-def sequence_bytes(group: Group | StateGroup, length: int) -> int:
-    """Bytes of the pages that a sequence of `length` tokens keeps in the group: those behind its window are free."""
+def sequence_bytes(group: CacheGroup, length: int) -> int:
+    """Bytes of the pages that a sequence of `length` tokens keeps in the group. What its window has left is free."""
     return kept_pages(group, length) * filled_bytes(group)
 
 
-def kept_pages(group: Group | StateGroup, length: int) -> int:
-    """Pages of the group that hold a token which the one behind `length` others can see."""
+def kept_pages(group: CacheGroup, length: int) -> int:
+    """Pages of the group that hold a token which the next one, after `length`, can see."""
     if isinstance(group, StateGroup):
         return 1
     return sequence_pages(group, length) - first_visible(group.spec, length) // group.spec.page_size
 
 
-def sequence_pages(group: Group | StateGroup, length: int) -> int:
+def sequence_pages(group: CacheGroup, length: int) -> int:
     """Pages that hold `length` tokens in the group; 1 for states."""
     return 1 if isinstance(group, StateGroup) else -(-length // group.spec.page_size)
 
 
-def peak_pages(group: Group | StateGroup, length: int, step: int) -> int:
+def peak_pages(group: CacheGroup, length: int, step: int) -> int:
     """The most pages that a sequence holds while it grows to `length` tokens, up to `step` of them at a time.
 
     Behind a window or chunk pages are given back between steps. The worst alignment counts: `n` tokens in a row stand
     on up to `ceil((n - 1) / page_size) + 1` pages.
     """
     whole = sequence_pages(group, length)
-    reach = None if isinstance(group, StateGroup) else _reach(group.spec)
-    if isinstance(group, StateGroup) or reach is None:
+    sizes = dict(spec_sizes(group))
+    reach = sizes.get("window", sizes.get("chunk"))
+    if isinstance(group, StateGroup) or not isinstance(reach, int):
         return whole
     tokens = reach - 1 + step
     return min(whole, -(-(tokens - 1) // group.spec.page_size) + 1)
@@ -122,8 +133,8 @@ def first_visible(spec: PagedSpec | LatentSpec, position: int) -> int:
     return 0
 
 
-def visible_bytes(group: Group | StateGroup, length: int) -> int:
-    """Bytes of the group that the token behind `length` others can see."""
+def visible_bytes(group: CacheGroup, length: int) -> int:
+    """Bytes of the group that the next token, after `length`, can see."""
     if isinstance(group, StateGroup):
         return state_bytes(group)
     return min(length, length + 1 - first_visible(group.spec, length)) * token_bytes(group)
@@ -132,17 +143,17 @@ def visible_bytes(group: Group | StateGroup, length: int) -> int:
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-def page_layout(group: Group | StateGroup) -> dict[str, int]:
+def page_layout(group: CacheGroup) -> dict[str, int]:
     """The byte in the group's page at which each tensor's part begins, a multiple of 256, on one rank of one."""
     return _laid_out(group)[0]
 
 
-def filled_bytes(group: Group | StateGroup) -> int:
+def filled_bytes(group: CacheGroup) -> int:
     """Bytes of a full page of the group in all its layers, without padding: that is what its stride has besides."""
     return len(group.slots) * sum(map(_one_page, slot_types(group.spec, "P")))
 
 
-def page_bytes(group: Group | StateGroup) -> int:
+def page_bytes(group: CacheGroup) -> int:
     """Bytes of the group's page from the first tensor's part to the end of the last, up to a multiple of 256."""
     return _laid_out(group)[1]
 
@@ -175,8 +186,8 @@ def slabs_for(plan: CachePlan, num_seqs: int, seq_len: int, step: int) -> int:
     return sum(-(-pages[pool.name] // pool.pages_per_slab) for pool in plan.pools)
 
 
-def choose_slabs(groups: Iterable[Group | StateGroup]) -> tuple[int, dict[str, int]]:
-    """Bytes of a slab, and pages of each pool in it: the smallest slab tried of which at most 1 % lies behind pages.
+def choose_slabs(groups: Iterable[CacheGroup]) -> tuple[int, dict[str, int]]:
+    """Bytes of a slab, and pages of each pool in it: the smallest slab tried of which at most 1 % is left over.
 
     That is so of each pool of pages with tokens, and of all states together, of which a sequence has one each. Where
     no slab up to 1 GiB is good enough, the best counts; a larger page is a slab all the same. Pages and slabs are whole
@@ -240,7 +251,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _rest(units: dict[str, int], states: set[str], slab: int, counts: dict[str, int]) -> float:
-    """The share of slabs that lies behind pages: the largest of the pools with tokens and of all states together."""
+    """The share of slabs that is left over: the largest of the pools with tokens and of all states together."""
     shares = [1 - counts[pool] * size / slab for pool, size in units.items() if pool not in states]
     if states:
         strides = sum(slab // counts[pool] for pool in states)
@@ -248,14 +259,14 @@ def _rest(units: dict[str, int], states: set[str], slab: int, counts: dict[str, 
     return max(shares)
 
 
-def _largest_pages(groups: Iterable[Group | StateGroup]) -> dict[str, int]:
+def _largest_pages(groups: Iterable[CacheGroup]) -> dict[str, int]:
     found: dict[str, int] = {}
     for group in groups:
         found[group.pool] = max(page_bytes(group), found.get(group.pool, 0))
     return found
 
 
-def _laid_out(group: Group | StateGroup) -> tuple[dict[str, int], int]:
+def _laid_out(group: CacheGroup) -> tuple[dict[str, int], int]:
     offsets, end = {}, 0
     for tensor in (tensor for slot in group.slots for tensor in slot.tensors):
         offsets[tensor.name] = end
@@ -266,9 +277,3 @@ def _laid_out(group: Group | StateGroup) -> tuple[dict[str, int], int]:
 def _one_page(kind: TensorType) -> int:
     """Bytes of one page of a cache tensor, whose first size counts pages."""
     return math.prod(symbols.evaluate(size, UNSHARDED) for size in kind.shape[1:]) * element_bytes(kind.dtype)
-
-
-def _reach(spec: PagedSpec | LatentSpec) -> int | None:
-    """How many tokens a query sees at most, itself included; None: all."""
-    chunk = spec.chunk if isinstance(spec, PagedSpec) else None
-    return chunk if spec.window is None else spec.window

@@ -9,30 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import references
-from precast.ir.graph.schema import (
-    Block,
-    Call,
-    Const,
-    Dim,
-    DtypeArg,
-    Expr,
-    Graph,
-    Items,
-    Node,
-    Ref,
-    TensorType,
-    Value,
-)
+from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Items, Node, Ref, TensorType, Value
 from precast.ir.memory import caches, strides
 from precast.ir.memory.strides import Layout
 from precast.ir.weights.tensorfile import element_bytes
 
 ROUNDING = 512
-"""Bytes of which the blocks of torch's CUDA allocator are multiples."""
+"""torch's CUDA allocator gives multiples of so many bytes."""
 
 _GENERIC = (1009, 757, 1213, 881, 1103, 613, 929, 1151)
 """Sizes without common factors: what is a view for these is one for all sizes, but for some that are 1."""
@@ -101,8 +89,8 @@ def runs(graph: Graph, workspace: Workspace) -> list[Run]:
     return [_Walk(graph, workspace, sizes, workspaces).run() for sizes in _sample_sizes(graph)]
 
 
-def block_bytes(kind: TensorType) -> Expr:
-    """The bytes of the allocator's block for a tensor."""
+def allocated_bytes(kind: TensorType) -> Expr:
+    """The bytes that torch's CUDA allocator takes for a tensor."""
     exact = symbols.mul(element_bytes(kind.dtype), *kind.shape)
     if all(factor % ROUNDING == 0 for factor in symbols.terms(exact).values()):
         return exact
@@ -130,7 +118,7 @@ class _Walk:
         self._blocks = {block.name: block for block in graph.blocks}
         self._alive: Counter[_Storage] = Counter()  # by how many registers hold it
         self._sum: Counter[Expr] = Counter()  # the sizes of what is alive
-        self._block_bytes: dict[TensorType, Expr] = {}
+        self._allocated: dict[TensorType, Expr] = {}
         self._workspaces = workspaces
         self._path = ""
         self._moments: list[Moment] = []
@@ -162,7 +150,7 @@ class _Walk:
         outputs = {value.name for value in call.outputs}
         self._release(frame, [name for name in dead if name not in outputs])
         self._path = f"{call.block} that makes {', '.join(value.name for value in call.outputs)}"
-        self._steps(block.nodes, local, _immortal(block))
+        self._steps(block.nodes, local, {*(value.name for value in (*block.params, *block.caches)), *block.outputs})
         self._path = ""
         for value, name in zip(call.outputs, block.outputs, strict=True):
             if value.name not in dead:
@@ -200,43 +188,40 @@ class _Walk:
                 return _Held(value.type, view, source.storage)
         layout = strides.contiguous(shape)
         if node.op.startswith("aten.") and not node.op.startswith(_ROW_MAJOR):
-            layout = _elementwise(shape, [frame[name].layout for name in names]) or layout
-        if value.type not in self._block_bytes:
-            self._block_bytes[value.type] = block_bytes(value.type)
-        return _Held(value.type, layout, _Storage(self._block_bytes[value.type]))
+            # Elementwise: dimensions are ordered as those of the first argument of the result's shape.
+            layout = next((strides.like(of) for name in names if (of := frame[name].layout).shape == shape), layout)
+        if value.type not in self._allocated:
+            self._allocated[value.type] = allocated_bytes(value.type)
+        return _Held(value.type, layout, _Storage(self._allocated[value.type]))
 
     def _view(self, node: Node, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
         """Where a view of a tensor with this layout has its elements; None for an op whose result is new memory."""
-        name = node.op.removeprefix("aten.")
-        if name == "reshape.default":
-            return strides.reshaped(layout, shape)
-        if name == "transpose.int":
-            return strides.transposed(layout, self._integer(node, "dim0"), self._integer(node, "dim1"))
-        if name == "permute.default":
-            return strides.permuted(layout, self._integers(node, "dims"))
-        if name == "unsqueeze.default":
-            return strides.unsqueezed(layout, self._integer(node, "dim"))
-        if name == "squeeze.dim":
-            dim = self._integer(node, "dim")
-            return layout if len(shape) == len(layout.shape) else strides.without(layout, dim)
-        if name == "select.int":
-            return strides.without(layout, self._integer(node, "dim"))
-        if name == "expand.default":
-            return strides.expanded(layout, shape)
-        if name == "slice.Tensor":
-            step = self._integer(node, "step") if "step" in node.args else 1
-            return strides.sliced(layout, shape, self._integer(node, "dim"), step)
+        of = partial(self._numbers_of, node)
+        match node.op.removeprefix("aten."):
+            case "reshape.default":
+                return strides.reshaped(layout, shape)
+            case "transpose.int":
+                return strides.transposed(layout, *of("dim0"), *of("dim1"))
+            case "permute.default":
+                return strides.permuted(layout, of("dims"))
+            case "unsqueeze.default":
+                return strides.unsqueezed(layout, *of("dim"))
+            case "squeeze.dim":
+                return layout if len(shape) == len(layout.shape) else strides.without(layout, *of("dim"))
+            case "select.int":
+                return strides.without(layout, *of("dim"))
+            case "expand.default":
+                return strides.expanded(layout, shape)
+            case "slice.Tensor":
+                return strides.sliced(layout, shape, *of("dim"), *of("step"))
         return None
 
-    def _integer(self, node: Node, name: str) -> int:
-        return self._number(node.args[name])
+    def _numbers_of(self, node: Node, name: str) -> list[int]:
+        """The argument's integers: one, or those of its list; none where it is left out."""
+        arg = node.args.get(name, Items(()))
+        return [self._number(item) for item in (arg.items if isinstance(arg, Items) else (arg,))]
 
-    def _integers(self, node: Node, name: str) -> list[int]:
-        arg = node.args[name]
-        assert isinstance(arg, Items), f"{node.op}: {name} is a list"
-        return [self._number(item) for item in arg.items]
-
-    def _number(self, arg: Ref | Const | Dim | DtypeArg | Items) -> int:
+    def _number(self, arg: Arg) -> int:
         if isinstance(arg, Dim):
             return symbols.evaluate(arg.expr, self._sizes)
         assert isinstance(arg, Const), "verified: an integer"
@@ -270,18 +255,6 @@ class _Walk:
 
 _ROW_MAJOR = ("aten.linear", "aten.addmm", "aten.matmul", "aten.cat", "aten.one_hot")
 """Ops whose results lie in row-major order, whatever the order of their arguments' dimensions."""
-
-
-def _elementwise(shape: tuple[int, ...], layouts: Sequence[Layout]) -> Layout | None:
-    """The layout of a result whose dimensions are ordered as those of the first argument of its shape."""
-    for layout in layouts:
-        if layout.shape == shape:
-            return strides.like(layout)
-    return None
-
-
-def _immortal(block: Block) -> set[str]:
-    return {*(value.name for value in (*block.params, *block.caches)), *block.outputs}
 
 
 def _deaths(steps: Sequence[Node | Call], kept: set[str]) -> list[list[str]]:

@@ -70,7 +70,7 @@ def without(layout: Layout, dim: int) -> Layout:
     return Layout((*layout.shape[:at], *layout.shape[at + 1 :]), (*layout.strides[:at], *layout.strides[at + 1 :]))
 
 
-def sliced(layout: Layout, shape: Sequence[int], dim: int, step: int) -> Layout:
+def sliced(layout: Layout, shape: Sequence[int], dim: int, step: int = 1) -> Layout:
     """`slice` to `shape`."""
     at = dim % len(layout.shape)
     strides = list(layout.strides)

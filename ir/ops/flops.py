@@ -1,7 +1,7 @@
 """How much floating-point work a graph does, and how much of it in ops that kernels are written for.
 
-The work is counted for one sequence of `TOKENS` tokens, as each op's row of the op table says. Canonical are all
-`precast` ops and the linear layers.
+Those are the `precast` ops and the linear layers. The work is counted for one sequence of `TOKENS` tokens, as each op's
+row of the op table says.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ TOKENS = 1024
 _LINEAR = ("aten.linear.default", "aten.addmm.default")
 
 
-def canonical_share(graph: Graph) -> float:
+def precast_share(graph: Graph) -> float:
     """The part of the graph's floating-point work, 0 to 1, that `precast` ops and linear layers do."""
-    canonical, total = work(graph)
-    return canonical / total if total else 1.0
+    ours, total = work(graph)
+    return ours / total if total else 1.0
 
 
 def work(graph: Graph) -> tuple[float, float]:
-    """Floating-point operations for one sequence of `TOKENS` tokens: in canonical ops, and in all."""
+    """Floating-point operations for one sequence of `TOKENS` tokens: in `precast` ops and linear layers, and in all."""
     sizes = {symbol.name: max(symbol.min, 1) for symbol in graph.symbols} | {"T": TOKENS, "B": 1, "R": TOKENS}
     blocks = {block.name: _sum(block.nodes, _block_values(block), sizes) for block in graph.blocks}
     nodes = [step for step in graph.main if isinstance(step, Node)]
-    canonical, total = _sum(nodes, _main_values(graph), sizes)
+    ours, total = _sum(nodes, _main_values(graph), sizes)
     for step in graph.main:
         if isinstance(step, Call):
-            canonical, total = canonical + blocks[step.block][0], total + blocks[step.block][1]
-    return canonical, total
+            ours, total = ours + blocks[step.block][0], total + blocks[step.block][1]
+    return ours, total
 
 
 def _block_values(block: Block) -> list[Value]:
@@ -51,13 +51,13 @@ def _main_values(graph: Graph) -> list[Value]:
 
 def _sum(nodes: tuple[Node, ...] | list[Node], values: list[Value], sizes: Mapping[str, int]) -> tuple[float, float]:
     shapes = {value.name: _shape(value.type, sizes) for value in values}
-    canonical = total = 0.0
+    ours = total = 0.0
     for node in nodes:
         count = node_work(node, shapes)
         total += count
         if node.op.startswith("precast.") or node.op in _LINEAR:
-            canonical += count
-    return canonical, total
+            ours += count
+    return ours, total
 
 
 def _shape(kind: TensorType, sizes: Mapping[str, int]) -> Shape:

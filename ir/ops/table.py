@@ -19,15 +19,7 @@ from precast.ir.ops import (
 )
 from precast.ir.ops.op import OpDef
 
-_FAMILIES = (
-    rows_attention,
-    rows_experts,
-    rows_pointwise,
-    rows_reductions,
-    rows_states,
-    rows_tokens,
-    rows_views,
-)
+_ROW_FILES = (rows_attention, rows_experts, rows_pointwise, rows_reductions, rows_states, rows_tokens, rows_views)
 
 
 def lookup(name: str, version: int = 1) -> OpDef | None:
@@ -50,7 +42,7 @@ def signature(name: str, version: int = 1) -> str:
 
 @cache
 def _table() -> dict[tuple[str, int], OpDef]:
-    rows = [row for family in _FAMILIES for row in family.ROWS]
+    rows = [row for file in _ROW_FILES for row in file.ROWS]
     table = {(row.name, row.version): row for row in rows}
     assert len(table) == len(rows), "two rows for one version of an op"
     return table

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from precast.ir import limits
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Call, Const, Expr, Group, LatentSpec, Node, PagedSpec, Pool, Ref, StateGroup
+from precast.ir.graph.schema import CacheGroup, Call, Const, Expr, Group, Node, Pool, Ref, StateGroup, TensorType
 from precast.ir.graph.text import format_type
 from precast.ir.memory import caches
 from precast.ir.ops import table as ops
 from precast.ir.verify.facts import Facts, Fault, Rule, duplicates, same_type
 
-_WRITES, _READS = ("slot_mapping",), ("page_indices", "page_indptr", "page_start")
-_METADATA = {
-    "precast.write_kv": (("k_cache", "v_cache"), _WRITES),
-    "precast.paged_attention": (("k_cache", "v_cache"), _READS),
-    "precast.write_latent": (("cache",), _WRITES),
-    "precast.paged_latent_attention": (("cache",), _READS),
-}
-"""The ops on pages: the arguments that are a slot's tensors, and those that are inputs of the slot's group."""
+_PAGE_INPUTS = ("slot_mapping", "page_indices", "page_indptr", "page_start")
+"""The arguments that make an op one on pages: inputs of the group whose slot its caches are."""
+_ON_STATES = (["state"], ["slots"])
+"""Of every op that writes a `state`: the argument that is a slot's tensor, and the input of the slot's group."""
 
 MAX_CACHE_OPS = 100_000
 """Ops on caches, each counted once per call: no other check takes more than linear time in the graph's size."""
@@ -61,25 +57,14 @@ def _page_counts(facts: Facts) -> Iterator[Fault]:
 
 
 def _specs(facts: Facts) -> Iterator[Fault]:
-    for group in facts.graph.caches.groups:
-        for name, size in _spec_sizes(group.spec).items():
+    for group in caches.groups(facts.graph.caches):
+        sizes = list(caches.spec_sizes(group))
+        for name, size in sizes:
             if isinstance(size, int) and size < 1:
                 yield f"group {group.name}", f"{name}: expected at least 1, found {size}"
-        if group.spec.window is not None and isinstance(group.spec, PagedSpec) and group.spec.chunk is not None:
-            found = f"window {group.spec.window} and chunk {group.spec.chunk}"
-            yield f"group {group.name}", f"expected a window or chunks, found {found}"
-    for states in facts.graph.caches.states:
-        for size in states.spec.shape:
-            if isinstance(size, int) and size < 1:
-                yield f"group {states.name}", f"shape: expected sizes of at least 1, found {size}"
-
-
-def _spec_sizes(spec: PagedSpec | LatentSpec) -> dict[str, Expr]:
-    sizes: dict[str, Expr] = {"page_size": spec.page_size, "window": 1 if spec.window is None else spec.window}
-    if isinstance(spec, LatentSpec):
-        return sizes | {"latent_size": spec.latent_size, "rope_size": spec.rope_size}
-    sizes["chunk"] = 1 if spec.chunk is None else spec.chunk
-    return sizes | {"num_kv_heads": spec.num_kv_heads, "head_size": spec.head_size, "value_size": spec.value_size}
+        reaches = [f"{name} {size}" for name, size in sizes if name in ("window", "chunk")]
+        if len(reaches) > 1:
+            yield f"group {group.name}", f"expected a window or chunks, found {' and '.join(reaches)}"
 
 
 def _slots(facts: Facts) -> Iterator[Fault]:
@@ -90,19 +75,21 @@ def _slots(facts: Facts) -> Iterator[Fault]:
         expected = caches.slot_types(group.spec, pages[group.pool])
         for slot in group.slots:
             types = [value.type for value in slot.tensors]
-            if len(types) != len(expected) or not all(map(same_type, types, expected)):
-                found = ", ".join(map(format_type, types))
-                wanted = ", ".join(map(format_type, expected))
+            if not _same_types(types, expected):
+                found, wanted = (", ".join(map(format_type, some)) for some in (types, expected))
                 yield f"slot {slot.name}", f"expected tensors {wanted} by the spec of its group, found {found}"
 
 
 def _geometries(facts: Facts) -> Iterator[Fault]:
-    first: dict[str, Group | StateGroup] = {}
+    first: dict[str, CacheGroup] = {}
     for group in caches.groups(facts.graph.caches):
         other = first.setdefault(group.pool, group)
-        types, others = caches.slot_types(group.spec, "pages"), caches.slot_types(other.spec, "pages")
-        if len(types) != len(others) or not all(map(same_type, types, others)):
+        if not _same_types(caches.slot_types(group.spec, "pages"), caches.slot_types(other.spec, "pages")):
             yield f"group {group.name}", f"its pages have another geometry than those of {other.name} in the same pool"
+
+
+def _same_types(types: Sequence[TensorType], others: Sequence[TensorType]) -> bool:
+    return len(types) == len(others) and all(map(same_type, types, others))
 
 
 def _slabs(facts: Facts) -> Iterator[Fault]:
@@ -122,7 +109,7 @@ def _slabs(facts: Facts) -> Iterator[Fault]:
         yield from ((f"pool {pool.name}", fault) for fault in faults)
 
 
-def _slab_faults(slab_bytes: int, pool: Pool, group: Group | StateGroup | None) -> Iterator[str]:
+def _slab_faults(slab_bytes: int, pool: Pool, group: CacheGroup | None) -> Iterator[str]:
     """What is wrong with how the pages of the pool's group stand in a slab."""
     if pool.pages_per_slab < 1:
         yield f"pages_per_slab: expected at least 1, found {pool.pages_per_slab}"
@@ -141,8 +128,7 @@ def _slab_faults(slab_bytes: int, pool: Pool, group: Group | StateGroup | None) 
 def _page_sizes(facts: Facts) -> Iterator[Fault]:
     """Sizes are bounded because slabs are computed from them, for a plan without slabs when it is loaded."""
     plan = facts.graph.caches
-    count = len(plan.groups) + len(plan.states)
-    if count > limits.MAX_GROUPS:
+    if (count := len(caches.groups(plan))) > limits.MAX_GROUPS:
         yield "caches", f"expected at most {limits.MAX_GROUPS} groups, found {count}"
     for paged in plan.groups:
         if paged.spec.page_size > limits.MAX_PAGE_TOKENS:
@@ -156,7 +142,7 @@ def _page_sizes(facts: Facts) -> Iterator[Fault]:
             yield f"group {group.name}", f"a page takes {needed} bytes, expected at most {limits.MAX_PAGE_BYTES}"
 
 
-def _page_bytes(group: Group | StateGroup) -> int | None:
+def _page_bytes(group: CacheGroup) -> int | None:
     """The bytes of a page of the group; None where a size is not known, or is below 1."""
     shapes = [kind.shape[1:] for slot in group.slots for kind in (value.type for value in slot.tensors)]
     try:
@@ -168,18 +154,8 @@ def _page_bytes(group: Group | StateGroup) -> int | None:
 
 def _group_inputs(facts: Facts) -> Iterator[Fault]:
     inputs = {value.name: value.type for value in facts.graph.inputs}
-    for group in facts.graph.caches.groups:
-        names = group.inputs
-        start = inputs.get(names.page_start)
-        # page_start has a place for each sequence, page_indptr one more.
-        bounds: Expr | None = symbols.add(start.shape[0], 1) if start and len(start.shape) == 1 else None
-        wanted: dict[str, tuple[str, Expr | None]] = {
-            names.page_indices: ("int32", None),
-            names.page_indptr: ("int32", bounds),
-            names.page_start: ("int32", None),
-            names.slot_mapping: ("int64", None),
-        }
-        for name, (dtype, size) in wanted.items():
+    for group in caches.groups(facts.graph.caches):
+        for name, (dtype, size) in _wanted_inputs(group, inputs).items():
             found = inputs.get(name)
             if found is None:
                 yield f"group {group.name}", f"%{name} is no input of the graph"
@@ -188,20 +164,25 @@ def _group_inputs(facts: Facts) -> Iterator[Fault]:
             ):
                 shape = f"[{'any' if size is None else symbols.text(size)}]"
                 yield f"group {group.name}", f"%{name}: expected {dtype}{shape}, found {format_type(found)}"
-    for states in facts.graph.caches.states:
-        found = inputs.get(states.slot_ids)
-        if found is None:
-            yield f"group {states.name}", f"%{states.slot_ids} is no input of the graph"
-        elif found.dtype != "int32" or len(found.shape) != 1:
-            yield f"group {states.name}", f"%{states.slot_ids}: expected int32[any], found {format_type(found)}"
     fed = (name for group in caches.groups(facts.graph.caches) for name in caches.input_names(group))
     yield from duplicates("input", fed, "is the metadata of two groups, or twice of one")
+
+
+def _wanted_inputs(group: CacheGroup, inputs: Mapping[str, TensorType]) -> dict[str, tuple[str, Expr | None]]:
+    """The dtype and the one size of each of the group's metadata inputs; None: any size."""
+    wanted: dict[str, tuple[str, Expr | None]] = dict.fromkeys(caches.input_names(group), ("int32", None))
+    if isinstance(group, Group):
+        wanted[group.inputs.slot_mapping] = ("int64", None)
+        start = inputs.get(group.inputs.page_start)
+        if start and len(start.shape) == 1:  # it has a place for each sequence, page_indptr one more
+            wanted[group.inputs.page_indptr] = ("int32", symbols.add(start.shape[0], 1))
+    return wanted
 
 
 def _cache_ops(facts: Facts) -> Iterator[Fault]:
     ops_of = {
         name: [(scope.at(i), node) for i, node in enumerate(scope.steps) if _is_cache_op(node)]
-        for name, scope in facts.block_scopes.items()
+        for name, scope in facts.blocks.items()
     }
     checks = 0
     for index, step in enumerate(facts.graph.main):
@@ -219,45 +200,42 @@ def _cache_ops(facts: Facts) -> Iterator[Fault]:
 
 
 def _is_cache_op(step: Node | Call) -> TypeGuard[Node]:
-    return isinstance(step, Node) and (step.op in _METADATA or _is_stateful(step))
+    return isinstance(step, Node) and (bool(_page_args(step)[1]) or _is_stateful(step))
+
+
+def _is_stateful(node: Node) -> bool:
+    op = ops.lookup(node.op, node.version)
+    return op is not None and op.mutated == ("state",)
+
+
+def _page_args(node: Node) -> tuple[list[str], list[str]]:
+    """The caches that the op's signature names, which are one slot's tensors, and its inputs that say which pages."""
+    op = ops.lookup(node.op, node.version)
+    names = [arg.name for arg in op.args] if op is not None else []
+    return [name for name in names if name.endswith("cache")], [name for name in names if name in _PAGE_INPUTS]
 
 
 def _cache_op(facts: Facts, where: str, node: Node, resolve: Resolve) -> Iterator[Fault]:
     """The tensors of one slot, the metadata of its group, and the window or chunk of its group."""
     bound = {name: resolve(arg.name) for name, arg in node.args.items() if isinstance(arg, Ref)}
-    if _is_stateful(node):
-        yield from _stateful_op(facts, where, bound)
-        return
-    names, metadata = _METADATA[node.op]
+    paged = not _is_stateful(node)
+    names, metadata = _page_args(node) if paged else _ON_STATES
     group, slot = facts.slots.get(bound.get(names[0]) or "", (None, None))
-    if slot is None or not isinstance(group, Group):
-        yield where, f"{names[0]}: expected a tensor of a cache slot"
+    if group is None or slot is None or isinstance(group, Group) != paged:
+        yield where, f"{names[0]}: expected a tensor of a {'cache' if paged else 'state'} slot"
         return
-    expected = {name: getattr(group.inputs, name) for name in metadata}
-    expected |= {name: tensor.name for name, tensor in zip(names, slot.tensors, strict=False)}
+    expected = {name: tensor.name for name, tensor in zip(names, slot.tensors, strict=False)}
+    if isinstance(group, StateGroup):
+        expected["slots"] = group.slot_ids
+    else:
+        expected |= {name: getattr(group.inputs, name) for name in metadata}
     for name, tensor in expected.items():
         if bound.get(name) != tensor:
             yield where, f"{name}: expected %{tensor} of slot {slot.name}, group {group.name}, found %{bound.get(name)}"
-    for name in ("window", "chunk") if metadata is _READS else ():
+    for name in ("window", "chunk") if "page_indices" in metadata else ():
         size = getattr(group.spec, name, None)  # latents have no chunks
         if size is not None and node.args.get(name) != Const(size):
             yield where, f"{name}: expected {size}, that of group {group.name}, whose pages end there"
-
-
-def _is_stateful(node: Node) -> bool:
-    """Whether the op takes a slot's one tensor as `state`, and the slot ids of its group as `slots`."""
-    op = ops.lookup(node.op, node.version)
-    return op is not None and op.mutated == ("state",)
-
-
-def _stateful_op(facts: Facts, where: str, bound: dict[str, str | None]) -> Iterator[Fault]:
-    """The state of one slot, and the slot ids of its group."""
-    group, slot = facts.slots.get(bound.get("state") or "", (None, None))
-    if slot is None or not isinstance(group, StateGroup):
-        yield where, "state: expected the tensor of a state's slot"
-    elif bound.get("slots") != group.slot_ids:
-        wanted = f"%{group.slot_ids} of slot {slot.name}, group {group.name}"
-        yield where, f"slots: expected {wanted}, found %{bound.get('slots')}"
 
 
 CACHE_RULES = (

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import (
-    Block,
-    Call,
-    Dim,
-    Expr,
-    Graph,
-    Group,
-    Items,
-    Node,
-    PagedSpec,
-    Recipe,
-    Reshape,
-    Slice,
-    Slot,
-    StateGroup,
-    TensorType,
-    Value,
-)
+from precast.ir.graph.infer import flat
+from precast.ir.graph.schema import Block, CacheGroup, Call, Dim, Expr, Graph, Node, Slot, TensorType, Value
 from precast.ir.memory import caches
 from precast.ir.weights import recipes
 
+Kind = Literal["input", "param", "cache"]
+"""What a name is given as; a constant is given as a param is."""
 Fault = tuple[str, str]
 """Where, and what was expected and found there."""
 
@@ -42,11 +28,14 @@ class Rule(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """`main` or a block: what it is given by name, its steps in order, the names that it returns."""
+    """`main` or a block: what it is given, and as what; its steps in order; the names that it returns.
+
+    `types` has the type of every name. Of names that are given twice, `kinds` and `types` know the first.
+    """
 
     where: str
     given: tuple[Value, ...]
-    caches: frozenset[str]
+    kinds: dict[str, Kind]
     steps: tuple[Node | Call, ...]
     returned: tuple[str, ...]
     types: dict[str, TensorType]
@@ -57,30 +46,25 @@ class Scope(NamedTuple):
         return f"{self.where}[{index}] {step.op if isinstance(step, Node) else f'call {step.block}'}"
 
 
-class Formal(NamedTuple):
-    """A name that a block takes: as what, and of which type."""
-
-    kind: Literal["input", "param", "cache"]
-    type: TensorType
-
-
 class Facts:
     """A graph, with lookups by name; of names that are given twice, the first."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.blocks: dict[str, Block] = {block.name: block for block in reversed(graph.blocks)}
-        self.slots: dict[str, tuple[Group | StateGroup, Slot]] = {
+        self.slots: dict[str, tuple[CacheGroup, Slot]] = {
             value.name: (group, slot) for group, slot in caches.slots(graph.caches) for value in slot.tensors
         }
-        self.scopes = [_block_scope(block) for block in graph.blocks]
-        self.block_scopes = {
-            block.name: scope for block, scope in zip(reversed(graph.blocks), reversed(self.scopes), strict=True)
-        }
-        self.formals = {name: _formals(block) for name, block in self.blocks.items()}
+        scopes = list(map(_block_scope, graph.blocks))
+        self.blocks = {block.name: scope for block, scope in reversed([*zip(graph.blocks, scopes, strict=True)])}
         self.main = _main_scope(graph)
-        self.scopes.append(self.main)
-        self.calls = [(index, step) for index, step in enumerate(graph.main) if isinstance(step, Call)]
+        self.scopes = [*scopes, self.main]
+        self.nodes = [
+            (scope, scope.at(index), step)
+            for scope in self.scopes
+            for index, step in enumerate(scope.steps)
+            if isinstance(step, Node)
+        ]
+        self.calls = [(self.main.at(index), step) for index, step in enumerate(graph.main) if isinstance(step, Call)]
 
     @cached_property
     def types(self) -> dict[TensorType, str]:
@@ -88,12 +72,10 @@ class Facts:
         found: dict[TensorType, str] = {}
         for scope in self.scopes:
             for value in scope.given:
-                if value.type not in found:
-                    found[value.type] = f"{scope.where} %{value.name}"
+                found.setdefault(value.type, f"{scope.where} %{value.name}")
             for index, step in enumerate(scope.steps):
                 for value in step.outputs:
-                    if value.type not in found:
-                        found[value.type] = scope.at(index)
+                    found.setdefault(value.type, scope.at(index))
         return found
 
     @cached_property
@@ -108,17 +90,12 @@ class Facts:
     def _expressions(self) -> Iterator[tuple[str, Expr]]:
         for tensor, where in self.types.items():
             yield from ((where, size) for size in tensor.shape)
-        for scope in self.scopes:
-            for index, step in enumerate(scope.steps):
-                if isinstance(step, Node):
-                    yield from ((scope.at(index), expr) for expr in _argument_expressions(step))
+        for _, where, node in self.nodes:
+            yield from ((where, arg.expr) for _, arg in flat(node.args) if isinstance(arg, Dim))
         for param in self.graph.params:
-            yield from ((f"param %{param.name}", expr) for expr in recipe_expressions(param.recipe))
-        for group in self.graph.caches.groups:
-            if isinstance(group.spec, PagedSpec):
-                yield f"group {group.name}", group.spec.num_kv_heads
-        for states in self.graph.caches.states:
-            yield from ((f"group {states.name}", size) for size in states.spec.shape)
+            yield from ((f"param %{param.name}", expr) for expr in recipes.sizes(param.recipe))
+        for group in caches.groups(self.graph.caches):
+            yield from ((f"group {group.name}", size) for _, size in caches.spec_sizes(group))
 
 
 def same_type(a: TensorType, b: TensorType) -> bool:
@@ -131,65 +108,29 @@ def same_type(a: TensorType, b: TensorType) -> bool:
 
 
 def _block_scope(block: Block) -> Scope:
-    return _scope(
-        f"block {block.name}",
-        (*block.inputs, *block.params, *block.caches),
-        frozenset(value.name for value in block.caches),
-        block.nodes,
-        block.outputs,
-    )
-
-
-def _formals(block: Block) -> dict[str, Formal]:
-    return {
-        **{value.name: Formal("input", value.type) for value in block.inputs},
-        **{value.name: Formal("param", value.type) for value in block.params},
-        **{value.name: Formal("cache", value.type) for value in block.caches},
-    }
+    given: dict[Kind, tuple[Value, ...]] = {"input": block.inputs, "param": block.params, "cache": block.caches}
+    return _scope(f"block {block.name}", given, block.nodes, block.outputs)
 
 
 def _main_scope(graph: Graph) -> Scope:
-    cached = list(caches.tensors(graph.caches))
-    params = [Value(param.name, param.type) for param in graph.params]
-    return _scope(
-        "main",
-        (*graph.inputs, *params, *graph.constants, *cached),
-        frozenset(value.name for value in cached),
-        graph.main,
-        tuple(graph.outputs.values()),
-    )
+    params = tuple(Value(param.name, param.type) for param in graph.params)
+    cached = tuple(caches.tensors(graph.caches))
+    given: dict[Kind, tuple[Value, ...]] = {"input": graph.inputs, "param": params + graph.constants, "cache": cached}
+    return _scope("main", given, graph.main, tuple(graph.outputs.values()))
 
 
 def _scope(
-    where: str,
-    given: tuple[Value, ...],
-    caches: frozenset[str],
-    steps: tuple[Node | Call, ...],
-    returned: tuple[str, ...],
+    where: str, given: Mapping[Kind, tuple[Value, ...]], steps: tuple[Node | Call, ...], returned: tuple[str, ...]
 ) -> Scope:
+    kinds: dict[str, Kind] = {}
     types: dict[str, TensorType] = {}
-    for values in (given, *(step.outputs for step in steps)):
+    for kind, values in given.items():
         for value in values:
-            types.setdefault(value.name, value.type)
-    return Scope(where, given, caches, steps, returned, types)
-
-
-def _argument_expressions(node: Node) -> Iterator[Expr]:
-    for arg in node.args.values():
-        if isinstance(arg, Dim):
-            yield arg.expr
-        elif isinstance(arg, Items):
-            yield from (item.expr for item in arg.items if isinstance(item, Dim))
-
-
-def recipe_expressions(recipe: Recipe) -> Iterator[Expr]:
-    """The sizes that a recipe writes out: starts, lengths, and shapes of `Reshape`."""
-    if isinstance(recipe, Slice):
-        yield from (recipe.start, recipe.length)
-    elif isinstance(recipe, Reshape):
-        yield from recipe.shape
-    for part in recipes.parts(recipe):
-        yield from recipe_expressions(part)
+            kinds.setdefault(value.name, kind)
+    everything = tuple(value for values in given.values() for value in values)
+    for value in (*everything, *(value for step in steps for value in step.outputs)):
+        types.setdefault(value.name, value.type)
+    return Scope(where, everything, kinds, steps, returned, types)
 
 
 def duplicates(kind: str, names: Iterable[str], message: str = "is declared twice") -> Iterator[Fault]:

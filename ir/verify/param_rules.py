@@ -8,7 +8,7 @@ from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Param, TensorType, Tie
 from precast.ir.graph.text import format_type
-from precast.ir.verify.facts import Facts, Fault, Rule, recipe_expressions, same_type
+from precast.ir.verify.facts import Facts, Fault, Rule, same_type
 from precast.ir.weights import recipes
 
 
@@ -25,7 +25,7 @@ def _recipe(param: Param) -> Iterator[str]:
     except (RecipeError, symbols.ExprError) as error:
         yield str(error)
         return
-    if any(isinstance(size, int) and size < 0 for size in recipe_expressions(param.recipe)):
+    if any(isinstance(size, int) and size < 0 for size in recipes.sizes(param.recipe)):
         yield "a size of the recipe is negative"
     if not same:
         found = ", ".join(map(symbols.text, shape))

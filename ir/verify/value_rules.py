@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from precast.ir import limits
 from precast.ir.graph import symbols
-from precast.ir.graph.infer import references
-from precast.ir.graph.schema import Const, Items, Node
+from precast.ir.graph.infer import flat, references
+from precast.ir.graph.schema import Const, Node
 from precast.ir.graph.text import format_type
 from precast.ir.memory import caches
 from precast.ir.verify.facts import Facts, Fault, Rule, Scope, duplicates
@@ -59,20 +59,17 @@ def _sizes(facts: Facts) -> Iterator[Fault]:
 
 
 def _literals(facts: Facts) -> Iterator[Fault]:
-    for scope in facts.scopes:
-        for index, step in enumerate(scope.steps):
-            if isinstance(step, Node):
-                yield from ((scope.at(index), message) for message in _bad_literals(step))
+    for _, where, node in facts.nodes:
+        yield from ((where, message) for message in _bad_literals(node))
 
 
 def _bad_literals(node: Node) -> Iterator[str]:
-    for name, arg in node.args.items():
-        for item in arg.items if isinstance(arg, Items) else (arg,):
-            value = item.value if isinstance(item, Const) else None
-            if isinstance(value, float) and math.isnan(value):
-                yield f"{name}: not a number"
-            elif isinstance(value, int) and value not in _INT64:
-                yield f"{name}: an integer beyond 64 bits"
+    for name, arg in flat(node.args):
+        value = arg.value if isinstance(arg, Const) else None
+        if isinstance(value, float) and math.isnan(value):
+            yield f"{name}: not a number"
+        elif isinstance(value, int) and value not in _INT64:
+            yield f"{name}: an integer beyond 64 bits"
 
 
 # --- symbols ---------------------------------------------------------------------------------------------------
@@ -127,7 +124,7 @@ def _returns(facts: Facts) -> Iterator[Fault]:
         for name in scope.returned:
             if name not in scope.types:
                 yield scope.where, f"returns %{name}, which is not defined"
-            elif name in scope.caches:
+            elif scope.kinds.get(name) == "cache":
                 yield scope.where, f"returns %{name}, which is a cache"
     if not facts.graph.outputs:
         yield "main", "expected at least one output"

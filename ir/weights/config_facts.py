@@ -51,7 +51,7 @@ _NEUTRAL: dict[str, Fact] = {"partial_rotary_factor": 1.0, "rope_type": "default
 
 
 class Difference(NamedTuple):
-    """An entry that the bundle was built with and the checkpoint has otherwise; None: `null`, or nothing."""
+    """An entry whose value differs between the bundle's config and the checkpoint's; None: `null`, or no such entry."""
 
     name: str
     bundle: Fact
@@ -70,11 +70,13 @@ def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str]) -> None
         return
     lines = [f"    {each.name}: {_shown(each.bundle)} in the bundle, {_shown(each.checkpoint)} here" for each in found]
     count = "1 entry differs" if len(found) == 1 else f"{len(found)} entries differ"
+    is_other = any(each.name == "model_type" for each in found)
+    build = "this is another model: name the checkpoint of the bundle's, or build" if is_other else "build"
     raise WeightsError(
         "config-mismatch",
         "\n".join([f"{count} from the config that the bundle was built from", *lines]),
         where=str(_directory(checkpoint) / CONFIG),
-        fix="build a bundle from this config; or, to serve these weights with the bundle's numbers, load with "
+        fix=f"{build} a bundle from this config; or, to serve these weights with the bundle's numbers, load with "
         "allow_config_mismatch=True, run with --allow-config-mismatch",
     )
 

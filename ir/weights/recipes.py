@@ -13,30 +13,17 @@ import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import RecipeError, WeightsError, some
-from precast.ir.graph import symbols
-from precast.ir.graph.schema import (
-    Cast,
-    Concat,
-    Dequantise,
-    Dtype,
-    Each,
-    Expr,
-    Graph,
-    Read,
-    Recipe,
-    Reshape,
-    Slice,
-    Stack,
-    Tie,
-    Transpose,
-)
+from precast.ir.graph import schema, symbols
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import quantised
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.ir.weights.quantised import expect
 
-ANY_FLOAT: tuple[Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
+ANY_FLOAT: tuple[schema.Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
 """The stored dtypes that a `Read` without a dtype accepts."""
+
+_PARTS = ("of", "scales", "zeros", "groups")
+"""The fields that hold a recipe, in the order in which what they make is handed on."""
 
 Kind = Literal["missing", "shape", "dtype", "untied", "unexpected"]
 
@@ -63,112 +50,112 @@ class Problem(msgspec.Struct, frozen=True):
 # --- what a recipe is ------------------------------------------------------------------------------------------
 
 
-def parts(recipe: Recipe) -> tuple[Recipe, ...]:
+def parts(recipe: schema.Recipe) -> tuple[schema.Recipe, ...]:
     """The recipes that this one is made of, in order; those of an `Each` as they are written, once."""
-    if isinstance(recipe, (Read, Tie)):
-        return ()
-    if isinstance(recipe, (Concat, Stack)):
-        return recipe.parts
-    if isinstance(recipe, Dequantise):
-        return tuple(part for part in (recipe.of, recipe.scales, recipe.zeros, recipe.groups) if part is not None)
-    return (recipe.of,)
+    named = (getattr(recipe, name, None) for name in _PARTS)
+    return (*getattr(recipe, "parts", ()), *(part for part in named if part is not None))
 
 
-def leaves(recipe: Recipe) -> tuple[Read, ...]:
+def leaves(recipe: schema.Recipe) -> tuple[schema.Read, ...]:
     """What the recipe reads, in order, that of an `Each` for each number; nothing for `Tie`."""
-    return tuple(_leaves(recipe))
+    if isinstance(recipe, schema.Read):
+        return (recipe,)
+    written = tuple(read for part in parts(recipe) for read in leaves(part))
+    if not isinstance(recipe, schema.Each):
+        return written
+    return tuple(_numbered(read, recipe.start + index) for index in range(recipe.count) for read in written)
 
 
-def nth(each: Each, index: int) -> Recipe:
+def nth(each: schema.Each, index: int) -> schema.Recipe:
     """Part `index` of those that `each` stands for, counted from 0."""
-    number = str(each.start + index)
-    return map_reads(each.of, lambda read: Read(read.tensor.replace("*", number), read.shape, read.dtype))
+    return map_reads(each.of, lambda read: _numbered(read, each.start + index))
 
 
-def map_reads(recipe: Recipe, made: Callable[[Read], Recipe]) -> Recipe:
+def _numbered(read: schema.Read, number: int) -> schema.Read:
+    return schema.Read(read.tensor.replace("*", str(number)), read.shape, read.dtype)
+
+
+def map_reads(recipe: schema.Recipe, made: Callable[[schema.Read], schema.Recipe]) -> schema.Recipe:
     """The recipe with what `made` gives in place of each `Read`."""
-    if isinstance(recipe, Read):
+    if isinstance(recipe, schema.Read):
         return made(recipe)
-    if isinstance(recipe, Tie):
-        return recipe
-    changes: dict[str, object] = {}
-    for name in ("of", "scales", "zeros", "groups"):
-        part = getattr(recipe, name, None)
-        if part is not None:
-            changes[name] = map_reads(part, made)
-    if isinstance(recipe, (Concat, Stack)):
+    given = {name: part for name in _PARTS if (part := getattr(recipe, name, None)) is not None}
+    changes: dict[str, object] = {name: map_reads(part, made) for name, part in given.items()}
+    if isinstance(recipe, (schema.Concat, schema.Stack)):
         changes["parts"] = tuple(map_reads(part, made) for part in recipe.parts)
     return msgspec.structs.replace(recipe, **changes)
 
 
-def shape(recipe: Recipe) -> tuple[Expr, ...]:
+def sizes(recipe: schema.Recipe) -> Iterator[schema.Expr]:
+    """The sizes that a recipe writes out: starts, lengths, and shapes of `Reshape`."""
+    if isinstance(recipe, schema.Slice):
+        yield from (recipe.start, recipe.length)
+    elif isinstance(recipe, schema.Reshape):
+        yield from recipe.shape
+    for part in parts(recipe):
+        yield from sizes(part)
+
+
+def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
     """The sizes of what the recipe makes.
 
     Raises RecipeError where parts don't fit each other, and for a `Tie`, which has the shape of its param.
     """
-    if isinstance(recipe, Read):
+    if isinstance(recipe, schema.Read):
         expect(all(size >= 0 for size in recipe.shape), f"read of {recipe.tensor}: a negative size")
         return recipe.shape
-    if isinstance(recipe, Tie):
-        raise RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
-    if isinstance(recipe, (Concat, Stack)):
+    if isinstance(recipe, schema.Tie):
+        raise _part_tied(recipe)
+    if isinstance(recipe, (schema.Concat, schema.Stack)):
         return _joined(recipe)
-    if isinstance(recipe, Dequantise):
+    if isinstance(recipe, schema.Dequantise):
         return quantised.shape(recipe, *map(shape, parts(recipe)))
     found = shape(recipe.of)
-    if isinstance(recipe, Each):
+    if isinstance(recipe, schema.Each):
         return _repeated(recipe, found)
-    if isinstance(recipe, Slice):
+    if isinstance(recipe, schema.Slice):
         return _sliced(recipe, found)
-    if isinstance(recipe, Transpose):
+    if isinstance(recipe, schema.Transpose):
         _axis("transpose", recipe.dim0, len(found))
         _axis("transpose", recipe.dim1, len(found))
         sizes = list(found)
         sizes[recipe.dim0], sizes[recipe.dim1] = sizes[recipe.dim1], sizes[recipe.dim0]
         return tuple(sizes)
-    if isinstance(recipe, Reshape):
+    if isinstance(recipe, schema.Reshape):
         same = symbols.equal(symbols.numel(found), symbols.numel(recipe.shape))
         expect(same, f"reshape: {_text(found)} has other elements than {_text(recipe.shape)}")
         return recipe.shape
     return found
 
 
-def dtype(recipe: Recipe) -> Dtype | None:
+def dtype(recipe: schema.Recipe) -> schema.Dtype | None:
     """The element type of what the recipe makes; None: the one that the checkpoint has.
 
     Raises RecipeError for parts of different types, and for a `Tie`, which has the type of its param.
     """
-    if isinstance(recipe, (Read, Cast)):
+    if isinstance(recipe, (schema.Read, schema.Cast)):
         return recipe.dtype
-    if isinstance(recipe, Tie):
-        raise RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
-    if isinstance(recipe, (Concat, Stack)):
-        found: set[Dtype | None] = {dtype(part) for part in recipe.parts}
+    if isinstance(recipe, schema.Tie):
+        raise _part_tied(recipe)
+    if isinstance(recipe, (schema.Concat, schema.Stack)):
+        found: set[schema.Dtype | None] = {dtype(part) for part in recipe.parts}
         expect(len(found) == 1, f"parts of different dtypes: {', '.join(sorted(map(str, found)))}")
         return found.pop()
-    if isinstance(recipe, Dequantise):
+    if isinstance(recipe, schema.Dequantise):
         return quantised.dtype(recipe, *map(dtype, parts(recipe)))
     return dtype(recipe.of)
 
 
-def _leaves(recipe: Recipe) -> Iterator[Read]:
-    if isinstance(recipe, Read):
-        yield recipe
-    elif isinstance(recipe, Each):
-        written = tuple(_leaves(recipe.of))
-        for number in map(str, range(recipe.start, recipe.start + recipe.count)):
-            yield from (Read(read.tensor.replace("*", number), read.shape, read.dtype) for read in written)
-    else:
-        for part in parts(recipe):
-            yield from _leaves(part)
+def _part_tied(recipe: schema.Tie) -> RecipeError:
+    return RecipeError(f"tie to {recipe.param}: a tie is a recipe of its own, never a part of one")
 
 
-def _joined(recipe: Concat | Stack) -> tuple[Expr, ...]:
+def _joined(recipe: schema.Concat | schema.Stack) -> tuple[schema.Expr, ...]:
     kind = type(recipe).__name__.lower()
     expect(len(recipe.parts) > 0, f"{kind}: no parts")
     shapes = [shape(part) for part in recipe.parts]
     first, dim = shapes[0], recipe.dim
-    stacked = isinstance(recipe, Stack)
+    stacked = isinstance(recipe, schema.Stack)
     _axis(kind, dim, len(first) + stacked)
     for other in shapes[1:]:
         fits = len(other) == len(first) and all(
@@ -180,7 +167,7 @@ def _joined(recipe: Concat | Stack) -> tuple[Expr, ...]:
     return (*first[:dim], symbols.add(*(sizes[dim] for sizes in shapes)), *first[dim + 1 :])
 
 
-def _repeated(recipe: Each, found: tuple[Expr, ...]) -> tuple[Expr, ...]:
+def _repeated(recipe: schema.Each, found: tuple[schema.Expr, ...]) -> tuple[schema.Expr, ...]:
     _axis("each", recipe.dim, len(found) + 1)
     in_bounds = 0 < recipe.count <= limits.MAX_EACH and recipe.start >= 0
     expect(in_bounds, f"each: {recipe.count} parts from {recipe.start} on, expected 1 to {limits.MAX_EACH}")
@@ -188,11 +175,11 @@ def _repeated(recipe: Each, found: tuple[Expr, ...]) -> tuple[Expr, ...]:
     return (*found[: recipe.dim], recipe.count, *found[recipe.dim :])
 
 
-def _repeats(recipe: Recipe) -> bool:
-    return isinstance(recipe, Each) or any(map(_repeats, parts(recipe)))
+def _repeats(recipe: schema.Recipe) -> bool:
+    return isinstance(recipe, schema.Each) or any(map(_repeats, parts(recipe)))
 
 
-def _sliced(recipe: Slice, found: tuple[Expr, ...]) -> tuple[Expr, ...]:
+def _sliced(recipe: schema.Slice, found: tuple[schema.Expr, ...]) -> tuple[schema.Expr, ...]:
     _axis("slice", recipe.dim, len(found))
     start, length, size = recipe.start, recipe.length, found[recipe.dim]
     for bound in (start, length):
@@ -208,7 +195,7 @@ def _axis(kind: str, dim: int, rank: int) -> None:
     expect(0 <= dim < rank, f"{kind}: dimension {dim} is not one of {rank}")
 
 
-def _text(sizes: Sequence[Expr]) -> str:
+def _text(sizes: Sequence[schema.Expr]) -> str:
     return "[" + ", ".join(symbols.text(size) for size in sizes) + "]"
 
 
@@ -226,7 +213,7 @@ def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
     return next((candidate for candidate in spelled if candidate in stored), None)
 
 
-def problems(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Problem]:
+def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Problem]:
     """Everything that keeps `files` from being loaded by the graph's recipes: missing tensors, then those of a wrong
     shape or dtype, in the order of the params, then tied ones that differ, and unexpected ones in the order of the
     files. Empty: it fits. Only headers are read, but for tied tensors that are stored twice.
@@ -234,13 +221,14 @@ def problems(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Pr
     found: list[Problem] = []
     expected: set[str] = set()
     for param in graph.params:
-        if isinstance(param.recipe, Tie):
+        if isinstance(param.recipe, schema.Tie):
             # The same tensor under its second name; some writers store it, and no reader needs it.
             expected.update(_spellings(param.name, rules))
         for read in leaves(param.recipe):
             name = resolve(read.tensor, files.tensors, rules)
             if name is None:
-                found.append(Problem("missing", read.tensor, f"expected {_wanted(read)}"))
+                wanted = f"{read.dtype or 'floating point'} {_text(read.shape)}"
+                found.append(Problem("missing", read.tensor, f"expected {wanted}"))
             else:
                 expected.add(name)
                 found += _mismatches(read, name, files.tensors[name])
@@ -256,32 +244,27 @@ def problems(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Pr
     return sorted(dict.fromkeys(found), key=lambda problem: list(_TITLES).index(problem.kind))
 
 
-def check(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> None:
-    """Raise WeightsError (`weights-mismatch`), with all problems in one message, unless there are none."""
+def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> None:
+    """Raise WeightsError (`weights-mismatch`) unless there are no problems: of each kind the first, and how many."""
     found = problems(graph, rules, files)
-    if found:
-        raise mismatch(found, str(files.path))
+    if not found:
+        return
+    lines = ["the checkpoint doesn't fit the bundle's recipes"]
+    for kind, title in _TITLES.items():
+        listed = [f"{problem.tensor}: {problem.message}" for problem in found if problem.kind == kind]
+        if listed:
+            lines.append(f"  {len(listed)} {'tensor' if len(listed) == 1 else 'tensors'} {title}:")
+            lines += [f"    {line}" for line in some(listed)]
+    fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"
+    raise WeightsError("weights-mismatch", "\n".join(lines), where=str(files.path), fix=fix)
 
 
-def require(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> dict[str, StoredTensor]:
+def require(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> dict[str, StoredTensor]:
     """The stored tensor of every name that the graph's recipes read. Raises what `check` raises."""
     check(graph, rules, files)
     names = {read.tensor for param in graph.params for read in leaves(param.recipe)}
     found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
     return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
-
-
-def mismatch(found: Sequence[Problem], where: str) -> WeightsError:
-    """One error for all problems; of each kind the first are listed and the rest counted."""
-    by_kind: dict[Kind, list[Problem]] = {}
-    for problem in found:
-        by_kind.setdefault(problem.kind, []).append(problem)
-    lines = ["the checkpoint doesn't fit the bundle's recipes"]
-    for kind, group in by_kind.items():
-        lines.append(f"  {len(group)} {'tensor' if len(group) == 1 else 'tensors'} {_TITLES[kind]}:")
-        lines += [f"    {line}" for line in some([f"{problem.tensor}: {problem.message}" for problem in group])]
-    fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"
-    return WeightsError("weights-mismatch", "\n".join(lines), where=where, fix=fix)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -313,15 +296,11 @@ def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
             yield other + name.removeprefix(prefix)
 
 
-def _mismatches(read: Read, name: str, stored: StoredTensor) -> Iterator[Problem]:
+def _mismatches(read: schema.Read, name: str, stored: StoredTensor) -> Iterator[Problem]:
     if stored.shape != read.shape:
         yield Problem("shape", name, f"expected {_text(read.shape)}, found {_text(stored.shape)}")
     if stored.dtype not in (ANY_FLOAT if read.dtype is None else (read.dtype,)):
         yield Problem("dtype", name, f"expected {read.dtype or ' or '.join(ANY_FLOAT)}, found {stored.dtype}")
-
-
-def _wanted(read: Read) -> str:
-    return f"{read.dtype or 'floating point'} {_text(read.shape)}"
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
@@ -329,19 +308,10 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     try:
-        return _equal_bytes(one, other)
+        with one.file.open("rb") as left, other.file.open("rb") as right:
+            left.seek(one.offset)
+            right.seek(other.offset)
+            sizes = (min(_COMPARED_BYTES, one.nbytes - start) for start in range(0, one.nbytes, _COMPARED_BYTES))
+            return all(left.read(size) == right.read(size) for size in sizes)
     except OSError as error:
         raise WeightsError("checkpoint-read", f"{one.file.name} or {other.file.name} can't be read: {error}") from error
-
-
-def _equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    with one.file.open("rb") as left, other.file.open("rb") as right:
-        left.seek(one.offset)
-        right.seek(other.offset)
-        rest = one.nbytes
-        while rest:
-            size = min(rest, _COMPARED_BYTES)
-            if left.read(size) != right.read(size):
-                return False
-            rest -= size
-    return True

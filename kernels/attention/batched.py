@@ -1,8 +1,8 @@
-"""Attention in PyTorch for speed without a kernel of our own: no work for keys that no query of a block can see,
+"""Attention in PyTorch for speed without a kernel of our own: no work for keys that no query of a tile can see,
 decoding sequences together. It reads the metadata on the host, which on a GPU is a wait; the Triton kernel has none.
 
 Sequences that are decoding (one query) are sorted into classes of like length. As many of a class as `MAX_GATHERED`
-allows are one product, over pages padded to the longest list of the class. Others go one by one, in blocks of queries.
+allows are one product, over pages padded to the longest list of the class. Others go one by one, in tiles of queries.
 Products without slopes, soft cap and sinks are `scaled_dot_product_attention`: it has no place for the last two, and
 takes a mask of numbers in q's dtype alone, which is too coarse for slopes over long distances.
 """
@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from precast.kernels.attention.attend import Pages, Scoring, check_window, first_seen, probabilities, visible_keys
-from precast.kernels.attention.limits import BLOCK, MAX_GATHERED
+from precast.kernels.attention.limits import MAX_GATHERED, TILE
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import widened
 from precast.kernels.storage import gathered
@@ -51,7 +51,7 @@ def attention(
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     for first, end in pairwise(cu_seqlens.tolist()):
         rows = slice(first, end)
-        _in_blocks(out[0, rows], q[0, rows], k[0, rows], v[0, rows], 0, 0, scoring)
+        _in_tiles(out[0, rows], q[0, rows], k[0, rows], v[0, rows], 0, 0, scoring)
     return out
 
 
@@ -79,11 +79,7 @@ def paged_attention(
     return out
 
 
-def _sequences(
-    pages: Pages,
-    page_size: int,
-    scoring: Scoring,
-) -> list[_Sequence]:
+def _sequences(pages: Pages, page_size: int, scoring: Scoring) -> list[_Sequence]:
     """The sequences that have queries and keys, without pages that no query sees or that lie past the last key."""
     bounds, indptr = pages.cu_seqlens.tolist(), pages.page_indptr.tolist()
     found = []
@@ -100,27 +96,21 @@ def _sequences(
     return found
 
 
-def _prefill(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    cache: _Cache,
-    sequence: _Sequence,
-    scoring: Scoring,
-) -> None:
+def _prefill(out: torch.Tensor, q: torch.Tensor, cache: _Cache, sequence: _Sequence, scoring: Scoring) -> None:
     """A sequence of several queries; into `out`."""
     pages = cache.page_indices[sequence.first_page : sequence.end_page]
     k = gathered(cache.k, pages).flatten(0, 1)[: sequence.keys]
     v = gathered(cache.v, pages).flatten(0, 1)[: sequence.keys]
     rows = slice(sequence.row, sequence.row + sequence.queries)
-    _in_blocks(out[0, rows], q[0, rows], k, v, sequence.position, sequence.start, scoring)
+    _in_tiles(out[0, rows], q[0, rows], k, v, sequence.position, sequence.start, scoring)
 
 
-def _in_blocks(
+def _in_tiles(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, start: int, scoring: Scoring
 ) -> None:
     """One sequence: `q` [Q, H, D] from `position` on, over `k`, `v` [L, K, .] from position `start` on; into `out`."""
-    for first in range(0, q.shape[0], BLOCK):
-        end = min(first + BLOCK, q.shape[0])
+    for first in range(0, q.shape[0], TILE):
+        end = min(first + TILE, q.shape[0])
         low = max(first_seen(position + first, scoring.window, scoring.chunk) - start, 0)
         high = min(position + end - start, k.shape[0])
         if high <= low:
@@ -132,13 +122,7 @@ def _in_blocks(
         out[first:end] = _product(*part, visible, _distance(queries, keys, scoring), scoring)[0]
 
 
-def _decode(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    cache: _Cache,
-    sequences: list[_Sequence],
-    scoring: Scoring,
-) -> None:
+def _decode(out: torch.Tensor, q: torch.Tensor, cache: _Cache, sequences: list[_Sequence], scoring: Scoring) -> None:
     """Sequences of one query each, in one product; into `out`."""
     rows, positions, starts, lengths, first_pages, counts = torch.tensor(
         [(s.row, s.position, s.start, s.keys, s.first_page, s.end_page - s.first_page) for s in sequences],
@@ -158,7 +142,7 @@ def _decode(
 
 
 def _distance(queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor | None:
-    """How far each of `keys` [B, L] stands behind each of `queries` [B, Q], [B, Q, L]; None where no slope asks."""
+    """The positions of `keys` [B, L] less those of `queries` [B, Q], [B, Q, L]; None where no slope asks."""
     return None if scoring.slopes is None else keys[:, None, :] - queries[:, :, None]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul
 from precast.kernels.attention import workspace
@@ -33,29 +35,32 @@ def _written(use: Use) -> Expr:
     return add(largest(rows), mul(64, use.shape("slot_mapping")[0]))
 
 
+_TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0)}
+"""What Triton's compiler is for."""
+
 RECORDS = (
     Record(
-        name="triton.paged_attention", op="precast.paged_attention", kind="triton", devices=("cuda",),
-        dtypes={"q": _COMPUTED}, takes=(_CONVERTS,), allocates=False, workspace=nothing,
+        name="triton.paged_attention", op="precast.paged_attention", **_TRITON, dtypes={"q": _COMPUTED},
+        takes=(_CONVERTS,), allocates=False, workspace=nothing,
         runs="precast.kernels.attention.triton:paged_attention",
     ),
     Record(
-        name="torch.paged_attention", op="precast.paged_attention", capture="host", workspace=workspace.paged,
+        name="torch.paged_attention", op="precast.paged_attention", control="host", workspace=workspace.paged,
         runs="precast.kernels.attention.batched:paged_attention",
     ),
     reference_on_cpu("precast.paged_attention", "attention.paged"),
     Record(
-        name="triton.attention", op="precast.attention", kind="triton", devices=("cuda",), dtypes={"q": _COMPUTED},
-        workspace=_places, runs="precast.kernels.attention.triton:attention",
+        name="triton.attention", op="precast.attention", **_TRITON, dtypes={"q": _COMPUTED}, workspace=_places,
+        runs="precast.kernels.attention.triton:attention",
     ),
     Record(
-        name="torch.attention", op="precast.attention", capture="host", workspace=workspace.packed,
+        name="torch.attention", op="precast.attention", control="host", workspace=workspace.packed,
         runs="precast.kernels.attention.batched:attention",
     ),
     reference_on_cpu("precast.attention", "attention.attention"),
     Record(
-        name="triton.write_kv", op="precast.write_kv", kind="triton", devices=("cuda",), takes=(_CONVERTS,),
-        allocates=False, workspace=nothing, runs="precast.kernels.attention.triton_write_kv:write_kv",
+        name="triton.write_kv", op="precast.write_kv", **_TRITON, takes=(_CONVERTS,), allocates=False,
+        workspace=nothing, runs="precast.kernels.attention.triton_write_kv:write_kv",
     ),
     reference("precast.write_kv", "attention.write_kv", _written),
 )  # fmt: skip

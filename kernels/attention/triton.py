@@ -5,7 +5,7 @@ One program computes a block of queries of one sequence for one key head: the ro
 the head's whole group, so that keys and values are loaded once for all of them. How many blocks a sequence has is
 known on the device alone. The grid holds `T // BLOCK_Q + B` of them, which is enough for any lengths: sequence b owns
 the blocks from `cu_seqlens[b] // BLOCK_Q + b` on, which leaves it at least as many as it needs. A program finds its
-sequence by binary search in `cu_seqlens`, and is done at once if its block lies behind the sequence's last query.
+sequence by binary search in `cu_seqlens`, and is done at once if its block lies after the sequence's last query.
 
 Scores are kept in base 2: exp2 is an instruction, exp is not. Keys and values of another type than the query's are
 converted to its type as they are loaded: products are those of the activations, however the cache is stored.

@@ -1,6 +1,6 @@
 """What attention in PyTorch holds on a GPU (`precast.kernels.attention.batched`); latent attention holds it too.
 
-The implementations take sequences with several queries one by one, in blocks of queries, and those with one query
+The implementations take sequences with several queries one by one, in tiles of queries, and those with one query
 together, padded to less than twice their pages, as many as a constant allows. Of the page lists their total length is
 known, and how long a sequence is at most.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, largest, maximum, minimum, mul
-from precast.kernels.attention.limits import BLOCK, MAX_GATHERED
+from precast.kernels.attention.limits import MAX_GATHERED, TILE
 from precast.kernels.use import LONGEST, Use
 
 
@@ -57,7 +57,7 @@ def batched(shape: Shape, queries: Expr, page_size: Expr, use: Use) -> Expr:
     row = mul(shape.kv_heads, add(shape.size, shape.value))
     rounded = 0 if shape.cached == shape.bytes else shape.bytes
     pairs = mul(longest, shape.kv_heads)
-    one_by_one = product(shape, minimum(queries, BLOCK), longest, pairs, rounded)
+    one_by_one = product(shape, minimum(queries, TILE), longest, pairs, rounded)
     one = add(mul(longest, row, shape.cached), one_by_one)
     at_a_time = maximum(longest, floordiv(MAX_GATHERED, row))
     padded = minimum(mul(2, keys), mul(sequences, longest), at_a_time)
@@ -75,10 +75,10 @@ def batched(shape: Shape, queries: Expr, page_size: Expr, use: Use) -> Expr:
 
 
 def packed(use: Use) -> Expr:
-    """Without a cache: each sequence over its own tokens, in blocks of queries."""
+    """Without a cache: each sequence over its own tokens, in tiles of queries."""
     tokens = use.shape("q")[1]
     shape = _shape(use, "k", "v")
-    return product(shape, minimum(tokens, BLOCK), tokens, mul(tokens, shape.kv_heads), 0)
+    return product(shape, minimum(tokens, TILE), tokens, mul(tokens, shape.kv_heads), 0)
 
 
 def product(shape: Shape, queries: Expr, keys: Expr, pairs: Expr, rounded: int, page_size: Expr = 0) -> Expr:

@@ -2,20 +2,17 @@
 channel by itself; before a sequence's first token x is zero.
 
 state[slot, c] = x[t - K + 2 .. t + 1, c], oldest first, where t is the sequence's last token; of tokens before its
-first it holds zeros. Packed sequences and slots: `precast.kernels.states`.
+first it holds zeros. Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
 
 from precast.ir.ops.rows_states import CONV_ACTIVATIONS
-from precast.kernels.forms import form_specs, forms
-from precast.kernels.spec import Draw, Sample
-from precast.kernels.states import Slots, bounds_of, computed_in, one_by_one, sequence_samples, spoiled, state_sample
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Slots, computed_in, one_by_one
 
 
 def _convolve(
@@ -41,39 +38,10 @@ def _convolve(
 causal_conv, stateful_causal_conv = forms("causal_conv", _convolve)
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
-        channels, width = (6, 4) if i % 2 else (5, 3)
-        end = bounds_of(sequences)[-1]
-        yield {
-            "x": spoiled(draw.normal(1, end + padding, channels), end),
-            "weight": draw.normal(channels, width),
-            "bias": draw.normal(channels) if i % 3 else None,
-            **state_sample(draw, sequences, nameless, (channels, width - 1), draw.dtype),
-            "activation": "silu" if i % 2 else "none",
-        }
-    # One tap needs no state; a slice of a fused product; weights in float32.
-    sequences = ((3, 3), (2, 8))
-    yield {
-        "x": draw.normal(1, 5, 4),
-        "weight": draw.normal(4, 1),
-        "bias": None,
-        **state_sample(draw, sequences, (), (4, 0), draw.dtype),
-        "activation": "silu",
-    }
-    yield {
-        "x": draw.normal(1, 5, 12)[..., 4:8],
-        "weight": draw.normal(4, 4, dtype=torch.float32),
-        "bias": draw.normal(4, dtype=torch.float32),
-        **state_sample(draw, sequences, (), (4, 3), draw.dtype),
-    }
-
-
 CAUSAL_CONV, STATEFUL_CAUSAL_CONV = form_specs(
     "causal_conv",
     axes={"x": "1 T C", "weight": "C J+1", "bias": "C"},
     state="C J",
     result="1 T C",
     reference=(causal_conv, stateful_causal_conv),
-    samples=_samples,
 )

@@ -11,16 +11,12 @@ from torch.nn import functional
 
 from precast.ir.ops.rows_states import CONV_ACTIVATIONS
 from precast.kernels.calls import implements
-from precast.kernels.states import Slots, computed_in
+from precast.kernels.stateful.walks import Slots, computed_in
 
 
 @implements("causal_conv")
 def causal_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    activation: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cu_seqlens: torch.Tensor, activation: str
 ) -> torch.Tensor:
     """`precast.causal_conv`, see `precast.kernels.causal_conv.causal_conv`."""
     count = cu_seqlens.shape[0] - 1
@@ -30,11 +26,7 @@ def causal_conv(
 
 @implements("stateful_causal_conv")
 def stateful_causal_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    held: Slots,
-    activation: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, held: Slots, activation: str
 ) -> torch.Tensor:
     """`precast.stateful_causal_conv`, see `precast.kernels.causal_conv.causal_conv`."""
     state, slots, cu_seqlens, kv_lens = held

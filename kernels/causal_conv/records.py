@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
-from precast.kernels.state_records import forms, sequences_of
+from precast.kernels.stateful.form_records import form_records, sequences_of
 from precast.kernels.use import Use, numbers, wide
 
 
@@ -16,4 +16,4 @@ def _causal_conv(use: Use) -> Expr:
     return add(mul(narrow + 2 * full, numbers(x)), before, mul(80, x.type.shape[1]))
 
 
-RECORDS = forms("causal_conv", "gathered", _causal_conv, capture="static")
+RECORDS = form_records("causal_conv", "gathered", _causal_conv, control="static")

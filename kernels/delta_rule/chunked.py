@@ -9,48 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from precast.kernels.delta_rule.step import prepared, step
-from precast.kernels.forms import forms
+from precast.kernels.delta_rule.delta_rule import apply_rule
+from precast.kernels.delta_rule.step import step
 from precast.kernels.linear_attention.chunks import chunk_size, join, products, reach, split
-from precast.kernels.linear_attention.step import token_decays
-from precast.kernels.states import Slots, together
-
-
-def _apply(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    beta: torch.Tensor,
-    held: Slots,
-    scale: float,
-    normalise: bool,
-) -> torch.Tensor:
-    def batch(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        state: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = prepared(q, v, normalise) * scale, prepared(k, v, normalise)
-        if q.shape[1] > 1:
-            return _scan(q, k, v, decay, beta, state)
-        y, state = step(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], state)
-        return y[:, None], state
-
-    out = q.new_zeros(v.shape)
-    return together(batch, (q, k, v, token_decays(decay, v), beta), out, held)
+from precast.kernels.stateful.forms import forms
+from precast.kernels.stateful.walks import by_length, together
 
 
 def _scan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole sequences: `q`, `k` [n, L, H, D], `v` [n, L, H, E], `decay` [n, L, H, 1 or D], `beta` [n, L, H]."""
     tokens = q.shape[1]
@@ -72,4 +39,4 @@ def _scan(
     return join(y, tokens), state
 
 
-delta_rule, stateful_delta_rule = forms("delta_rule", _apply)
+delta_rule, stateful_delta_rule = forms("delta_rule", apply_rule, together, by_length(step, _scan))

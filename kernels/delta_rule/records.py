@@ -6,7 +6,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, minimum, mul
 from precast.kernels.linear_attention.limits import CHUNK, ROWWISE_CHUNK
 from precast.kernels.linear_attention.workspace import has_rowwise_decay, looped
-from precast.kernels.state_records import Stage, copy_bytes, forms, padded_tokens, staged
+from precast.kernels.stateful.form_records import Stage, copy_bytes, form_records, padded_tokens, staged
 from precast.kernels.use import Use, wide
 
 
@@ -32,4 +32,4 @@ def _delta_rule(use: Use) -> Expr:
     return add(scan, mul(padded_tokens(use, tokens), add(held, given)), mul(64, tokens))
 
 
-RECORDS = forms("delta_rule", "chunked", _delta_rule)
+RECORDS = form_records("delta_rule", "chunked", _delta_rule)

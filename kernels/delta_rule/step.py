@@ -17,12 +17,7 @@ def prepared(x: torch.Tensor, v: torch.Tensor, normalise: bool) -> torch.Tensor:
 
 
 def step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token: `q`, `k` [..., D], `v` [..., E], `decay` [..., 1 or D], `beta` [...], `state` [..., D, E]."""
     state = decayed(state, decay)

@@ -11,42 +11,60 @@ float64), rounded once at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from precast.ir.ops.rows_experts import EXPERT_ACTIVATIONS
+from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
-from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+from precast.kernels.gated_activation.gated_activation import FUNCTIONS
+from precast.kernels.spec import PRODUCT, OpSpec
+
+_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **FUNCTIONS,
+    "relu": functional.relu,
+    "relu2": lambda a: functional.relu(a).square(),
+}
 
 
+class Layers(NamedTuple):
+    """Both products of all experts: `up` [E, 2F, I], gate before values (ungated: [E, F, I]), `down` [E, I, F]; biases
+    [E, 2F], [E, I]."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+class Between(NamedTuple):
+    """What stands between the two products."""
+
+    activation: str
+    gated: bool
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+
+@implements("experts")
 def experts(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    *,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, layers: Layers, between: Between
 ) -> torch.Tensor:
     """The weighted sum of each token's experts: [T, I] in `x`'s dtype.
 
-    `x` [T, I], `expert_ids` [T, K] int64, `expert_weights` [T, K]; `up` [E, 2F, I], gate before values (ungated:
-    [E, F, I]), `down` [E, I, F] and the biases [E, 2F], [E, I] have `x`'s dtype. Raises ValueError for an activation
-    that the module's docstring doesn't name.
+    `x` [T, I], `expert_ids` [T, K] int64, `expert_weights` [T, K]; `layers` have `x`'s dtype. Raises ValueError for an
+    activation that the module's docstring doesn't name.
     """
+    up, down, up_bias, down_bias = layers
     total = widened(x).new_zeros(x.shape)
     for expert in range(up.shape[0]):
         tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
         h = functional.linear(widened(x[tokens]), widened(up[expert]), _row(up_bias, expert))
-        h = activate(h, activation, gated=gated, alpha=alpha, limit=limit, offset=offset)
+        h = activate(h, between)
         h = functional.linear(h, widened(down[expert]), _row(down_bias, expert))
         total.index_add_(0, tokens, h * expert_weights[tokens, places, None].to(h.dtype))
     return total.to(x.dtype)
@@ -56,10 +74,9 @@ def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     return None if bias is None else widened(bias[expert])
 
 
-def activate(
-    h: torch.Tensor, kind: str, *, gated: bool, alpha: float, limit: float | None, offset: float
-) -> torch.Tensor:
+def activate(h: torch.Tensor, between: Between) -> torch.Tensor:
     """What stands between the two products: `h` [..., 2F], or [..., F] where there is no gate, -> [..., F]."""
+    kind, gated, alpha, limit, offset = between
     if not gated:
         return _activate(h, kind, alpha)
     gate, value = h.chunk(2, dim=-1)
@@ -69,46 +86,11 @@ def activate(
 
 
 def _activate(a: torch.Tensor, kind: str, alpha: float) -> torch.Tensor:
-    if kind == "silu":
-        return functional.silu(a) if alpha == 1.0 else a * torch.sigmoid(alpha * a)
-    if kind == "gelu":
-        return functional.gelu(a)
-    if kind == "gelu_tanh":
-        return functional.gelu(a, approximate="tanh")
-    if kind == "relu":
-        return functional.relu(a)
-    if kind == "relu2":
-        return functional.relu(a).square()
-    raise ValueError(f"activation: expected one of {', '.join(EXPERT_ACTIVATIONS)}, found {kind!r}")
-
-
-def _sample(draw: Draw, tokens: int, top_k: int, *, gated: bool, bias: bool = False, size: int = 9) -> Sample:
-    num, inner = 5, 6 if size == 9 else 24
-    rows = inner * (2 if gated else 1)
-    return {
-        "x": draw.normal(tokens, size),
-        "expert_ids": draw.integers(0, num, tokens, top_k),
-        "expert_weights": draw.uniform(tokens, top_k),
-        "up": draw.normal(num, rows, size, scale=0.2),
-        "down": draw.normal(num, size, inner, scale=0.2),
-        "up_bias": draw.normal(num, rows) if bias else None,
-        "down_bias": draw.normal(num, size) if bias else None,
-        "gated": gated,
-    }
-
-
-def _samples(draw: Draw) -> Iterator[Sample]:
-    for kind in EXPERT_ACTIVATIONS:
-        yield {**_sample(draw, 11, 3, gated=True), "activation": kind}
-        yield {**_sample(draw, 3, 2, gated=False, bias=True), "activation": kind}
-    clamped = {"activation": "silu", "alpha": 1.702, "limit": 0.7, "offset": 1.0}
-    yield {**_sample(draw, 17, 2, gated=True, bias=True, size=16), **clamped}
-    sample = {**_sample(draw, 20, 4, gated=True, size=16), "activation": "silu"}
-    yield {**sample, "expert_weights": draw.uniform(20, 4, dtype=torch.float32)}
-    yield {**sample, "expert_ids": draw.integers(-1, 7, 20, 4)}  # some are no expert's
-    yield {**sample, "x": draw.normal(40, 16)[::2], "up": draw.normal(5, 16, 48, scale=0.2).transpose(1, 2)}
-    for tokens in (1, 0):
-        yield {**_sample(draw, tokens, 1, gated=True), "activation": "gelu"}
+    if kind not in EXPERT_ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(EXPERT_ACTIVATIONS)}, found {kind!r}")
+    if kind == "silu" and alpha != 1.0:
+        return a * torch.sigmoid(alpha * a)
+    return _FUNCTIONS[kind](a)
 
 
 EXPERTS = OpSpec(
@@ -128,6 +110,5 @@ EXPERTS = OpSpec(
         "expert_ids": (torch.int64,),
     },
     reference=experts,
-    samples=_samples,
     tolerances=PRODUCT,
 )

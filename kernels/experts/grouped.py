@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from precast.kernels.calls import implements
 from precast.kernels.dtypes import widened
-from precast.kernels.experts.experts import activate
+from precast.kernels.experts.experts import Between, Layers, activate
 from precast.kernels.experts.limits import GATHERED_ELEMENTS, VECTOR
 
 
@@ -26,26 +27,16 @@ def grouped_linear(
     return torch.empty_like(out).index_copy_(0, order, out)
 
 
+@implements("experts")
 def experts(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    *,
-    activation: str,
-    gated: bool,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, layers: Layers, between: Between
 ) -> torch.Tensor:
     """`precast.experts`."""
     tokens, top_k = expert_ids.shape
+    up, down, up_bias, down_bias = layers
     ids, order = _sorted(expert_ids.reshape(-1), up.shape[0])
     h = _products(x[order // top_k], up, up_bias, ids)
-    h = activate(widened(h), activation, gated=gated, alpha=alpha, limit=limit, offset=offset)
+    h = activate(widened(h), between)
     h = _products(h.to(x.dtype), down, down_bias, ids)
     rows = torch.empty_like(h).index_copy_(0, order, h).reshape(tokens, top_k, x.shape[1])
     is_expert = (expert_ids >= 0) & (expert_ids < up.shape[0])

@@ -5,13 +5,11 @@ A row whose id is no expert's gives zeros. Computed in float32 (float64 for floa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.nn import functional
 
 from precast.kernels.dtypes import FLOAT, widened
-from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+from precast.kernels.spec import PRODUCT, OpSpec
 
 
 def grouped_linear(
@@ -29,30 +27,11 @@ def grouped_linear(
     return out
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    weight, bias = draw.normal(5, 7, 9, scale=0.3), draw.normal(5, 7)
-    for count in (13, 1, 0):
-        yield {
-            "x": draw.normal(count, 9), "weight": weight, "bias": bias if count == 13 else None,
-            "expert_ids": draw.integers(0, 5, count),
-        }  # fmt: skip
-    # sizes that a grouped product of whole vectors takes, and ids that are no expert's
-    yield {
-        "x": draw.normal(40, 32), "weight": draw.normal(3, 48, 32, scale=0.2), "bias": draw.normal(3, 48),
-        "expert_ids": draw.integers(-1, 5, 40),
-    }  # fmt: skip
-    yield {
-        "x": draw.normal(12, 32)[::2], "weight": draw.normal(4, 32, 16, scale=0.2).transpose(1, 2), "bias": None,
-        "expert_ids": draw.integers(1, 3, 12)[::2],
-    }  # fmt: skip
-
-
 GROUPED_LINEAR = OpSpec(
     name="precast.grouped_linear",
     axes={"x": "N I", "weight": "E O I", "bias": "E O", "expert_ids": "N"},
     results={"y": "N O"},
     dtypes={"x": FLOAT, "weight": FLOAT, "bias": FLOAT, "expert_ids": (torch.int64,)},
     reference=grouped_linear,
-    samples=_samples,
     tolerances=PRODUCT,
 )

@@ -1,4 +1,4 @@
-"""Limits of `precast.kernels.experts.grouped`: what it holds follows from them. No torch."""
+"""How much `precast.kernels.experts.grouped` gathers at a time. Records count with it, so no torch here."""
 
 GATHERED_ELEMENTS = 1 << 26
 """Elements of weights that are gathered at a time, if that is one expert at least."""

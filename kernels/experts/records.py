@@ -57,7 +57,7 @@ RECORDS = (
         runs="precast.kernels.experts.grouped:experts",
     ),
     Record(
-        name="torch.experts_one_by_one", op="precast.experts", devices=("cpu",), capture="host", workspace=nothing,
+        name="torch.experts_one_by_one", op="precast.experts", devices=("cpu",), control="host", workspace=nothing,
         runs="precast.kernels.experts.grouped:experts",
     ),
     reference_on_cpu("precast.experts", "experts.experts"),
@@ -66,7 +66,7 @@ RECORDS = (
         runs="precast.kernels.experts.grouped:grouped_linear",
     ),
     Record(
-        name="torch.grouped_linear_one_by_one", op="precast.grouped_linear", devices=("cpu",), capture="host",
+        name="torch.grouped_linear_one_by_one", op="precast.grouped_linear", devices=("cpu",), control="host",
         workspace=nothing, runs="precast.kernels.experts.grouped:grouped_linear",
     ),
     reference_on_cpu("precast.grouped_linear", "experts.grouped_linear"),

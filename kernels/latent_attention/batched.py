@@ -43,12 +43,7 @@ def latent_attention(
 
 @implements("paged_latent_attention")
 def paged_latent_attention(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weight: torch.Tensor,
-    pages: Pages,
-    value_size: int,
-    scoring: LatentScoring,
+    q: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor, pages: Pages, value_size: int, scoring: LatentScoring
 ) -> torch.Tensor:
     """`precast.paged_latent_attention`, see `precast.kernels.latent_attention.paged`."""
     check_window(scoring.window)
@@ -101,12 +96,7 @@ def _ranges(numbers: list[int], bounds: list[int], device: torch.device) -> tupl
 
 
 def _absorbed(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weight: torch.Tensor,
-    pages: Pages,
-    sizes: Sizes,
-    scoring: LatentScoring,
+    q: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor, pages: Pages, sizes: Sizes, scoring: LatentScoring
 ) -> torch.Tensor:
     keys, values = split(weight, sizes)
     q_latent = torch.einsum("bthd,hdc->bthc", q[..., : sizes.nope], keys)
@@ -117,12 +107,7 @@ def _absorbed(
 
 
 def _expanded(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weight: torch.Tensor,
-    pages: Pages,
-    sizes: Sizes,
-    scoring: LatentScoring,
+    q: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor, pages: Pages, sizes: Sizes, scoring: LatentScoring
 ) -> torch.Tensor:
     """As pages of keys and values in the order of the page lists, for as many heads at a time as fit."""
     kept = gathered(cache, pages.page_indices).to(q.dtype)

@@ -7,9 +7,7 @@ padding, and give zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -17,7 +15,7 @@ from precast.kernels.attention.attend import Scoring, attend, check_window
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.latent_attention.expand import LatentScoring, expand, sizes_of
-from precast.kernels.spec import PRODUCT, Draw, OpSpec, Sample
+from precast.kernels.spec import PRODUCT, OpSpec
 
 
 @implements("latent_attention")
@@ -47,41 +45,11 @@ def latent_attention(
     return out
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    def sample(
-        lengths: list[int], heads: int, nope: int, rope: int, latent: int, value: int, padding: int, **more: Any
-    ) -> Sample:
-        bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        tokens = bounds[-1] + padding
-        return {
-            "q": draw.normal(1, tokens, heads, nope + rope),
-            "latent": draw.normal(1, tokens, latent),
-            "k_rope": draw.normal(1, tokens, rope),
-            "weight": draw.normal(heads * (nope + value), latent, scale=latent**-0.5),
-            "cu_seqlens": draw.of(bounds, torch.int32),
-            "scale": (nope + rope) ** -0.5,
-            "value_size": value,
-            **more,
-        }
-
-    yield sample([5, 1, 9], 4, 12, 4, 20, 16, 0)
-    yield sample([5, 0, 17], 3, 10, 6, 24, 14, 3, window=4)
-    yield sample([33], 1, 7, 2, 5, 40, 1, window=1)
-    yield sample([2, 3], 2, 3, 8, 64, 1, 2, window=100)
-    yield sample([], 2, 8, 4, 8, 8, 3)
-    yield sample([], 2, 8, 4, 8, 8, 0)
-    # Latent and rope part as slices of the product that gives both.
-    fused = draw.normal(1, 7, 26)
-    sliced = {"latent": fused[..., :20], "k_rope": fused[..., 20:]}
-    yield sample([3, 4], 2, 8, 6, 20, 8, 0) | sliced
-
-
 LATENT_ATTENTION = OpSpec(
     name="precast.latent_attention",
     axes={"q": "1 T H D", "latent": "1 T C", "k_rope": "1 T R", "weight": "W C", "cu_seqlens": "B+1"},
     results={"y": "1 T H E"},
     dtypes={"q": FLOAT, "latent": FLOAT, "k_rope": FLOAT, "weight": FLOAT, "cu_seqlens": (torch.int32,)},
     reference=latent_attention,
-    samples=_samples,
     tolerances=PRODUCT,
 )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, largest, maximum, minimum, mul
-from precast.kernels.attention.limits import BLOCK
+from precast.kernels.attention.limits import TILE
 from precast.kernels.attention.workspace import Shape, batched, keys_of, product, queries_of
 from precast.kernels.latent_attention.limits import MAX_EXPANDED
 from precast.kernels.records import Record, reference, reference_on_cpu
@@ -41,7 +41,7 @@ def _packed(use: Use) -> Expr:
     query = add(sizes.nope, sizes.rope)
     shape = Shape(sizes.heads, sizes.heads, query, sizes.value, sizes.bytes, sizes.bytes, True)
     pairs = mul(tokens, sizes.heads)
-    held = product(shape, minimum(tokens, BLOCK), tokens, pairs, 0)
+    held = product(shape, minimum(tokens, TILE), tokens, pairs, 0)
     return add(expanded, held, mul(64, tokens))
 
 
@@ -88,7 +88,7 @@ def _expanded(use: Use, sizes: _Latent, queries: Expr) -> Expr:
     made = mul(pairs, add(sizes.nope, sizes.value, query), sizes.bytes)
     gathered = mul(pairs, a_key, sizes.bytes)
     shape = Shape(sizes.heads, sizes.heads, query, sizes.value, sizes.bytes, sizes.bytes, True)
-    held = product(shape, minimum(queries, BLOCK), keys, pairs, 0)
+    held = product(shape, minimum(queries, TILE), keys, pairs, 0)
     head = mul(queries, sizes.heads, sizes.bytes)
     alone = mul(head, query)
     parts = mul(head, sizes.value)
@@ -106,11 +106,11 @@ def _written(use: Use) -> Expr:
 
 RECORDS = (
     Record(
-        name="torch.latent_attention", op="precast.latent_attention", workspace=_packed, capture="host",
+        name="torch.latent_attention", op="precast.latent_attention", workspace=_packed, control="host",
         runs="precast.kernels.latent_attention.batched:latent_attention",
     ),
     Record(
-        name="torch.paged_latent_attention", op="precast.paged_latent_attention", workspace=_paged, capture="host",
+        name="torch.paged_latent_attention", op="precast.paged_latent_attention", workspace=_paged, control="host",
         runs="precast.kernels.latent_attention.batched:paged_latent_attention",
     ),
     reference_on_cpu("precast.latent_attention", "latent_attention.latent_attention"),

@@ -21,7 +21,7 @@ def chunk_size(tokens: int, decay: torch.Tensor) -> int:
 
 
 def split(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x` [n, L, H, F] as [n, H, G, size, F], with zeros behind the last token."""
+    """`x` [n, L, H, F] as [n, H, G, size, F], with zeros after the last token."""
     padded = functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
     return padded.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4).contiguous()
 
@@ -32,8 +32,8 @@ def join(x: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 class Reach(NamedTuple):
-    """Decay factors of chunks: `arriving` [..., size, 1 or D] from before the chunk to behind each token, `leaving`
-    from behind each token to the chunk's end, `whole` [..., 1 or D, 1] over all of it."""
+    """Decay factors of chunks: `arriving` [..., size, 1 or D] from before the chunk to after each token, `leaving`
+    from after each token to the chunk's end, `whole` [..., 1 or D, 1] over all of it."""
 
     arriving: torch.Tensor
     leaving: torch.Tensor
@@ -82,7 +82,7 @@ def scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Linear attention over whole sequences: `q`, `k` [n, L, H, D], `v` [n, L, H, E], `decay` [n, L, H, 1 or D].
 
-    `state` [n, H, D, E]; (y [n, L, H, E], state behind the last token). Zeros behind a sequence's end change nothing.
+    `state` [n, H, D, E]; (y [n, L, H, E], state after the last token). Zeros after a sequence's end change nothing.
     """
     tokens = q.shape[1]
     size = chunk_size(tokens, decay)

@@ -1,4 +1,4 @@
-"""Limits of `precast.kernels.linear_attention.chunks`: what scans hold follows from them. No torch."""
+"""How many tokens a chunk of `precast.kernels.linear_attention.chunks` has. Records count with it, so no torch here."""
 
 CHUNK = 64
 """Tokens of a chunk."""

@@ -6,7 +6,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
 from precast.kernels.linear_attention.limits import CHUNK, ROWWISE_CHUNK
 from precast.kernels.linear_attention.workspace import chunks, chunks_rowwise, has_rowwise_decay
-from precast.kernels.state_records import copy_bytes, forms, padded_tokens, staged
+from precast.kernels.stateful.form_records import copy_bytes, form_records, padded_tokens, staged
 from precast.kernels.use import Use, wide
 
 
@@ -22,4 +22,4 @@ def _linear_attention(use: Use) -> Expr:
     return add(mul(padded_tokens(use, tokens), heads, held), held_by_scan, mul(64, tokens))
 
 
-RECORDS = forms("linear_attention", "chunked", _linear_attention)
+RECORDS = form_records("linear_attention", "chunked", _linear_attention)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, maximum, minimum, mul
 from precast.kernels.linear_attention.limits import CHUNK, ROWWISE_CHUNK
-from precast.kernels.state_records import Stage
+from precast.kernels.stateful.form_records import Stage
 from precast.kernels.use import Use
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from precast.kernels.forms import forms
-from precast.kernels.linear_recurrence.joining import joining
-from precast.kernels.states import Slots, computed_in, together
+from precast.kernels.linear_recurrence.linear_recurrence import joining
+from precast.kernels.stateful.forms import forms
+from precast.kernels.stateful.walks import Slots, computed_in, together
 
 
 def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torch.Tensor:
@@ -26,7 +26,7 @@ def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torc
             reach *= 2
         return h, h[:, -1]
 
-    # Behind a shorter sequence's end 1 - factor is 0, as x is, and the state stays what it is.
+    # After a shorter sequence's end 1 - factor is 0, as x is, and the state stays what it is.
     return together(batch, (x, 1 - factor.to(computed_in(x))), x.new_zeros(x.shape), held)
 
 

@@ -4,19 +4,18 @@
     h[t] = max(factor[t] * h[t - 1], x[t])        of the kind `max`, for x of at least 0
     y[t] = h[t]
 
-h [C] is the state. Packed sequences and slots: `precast.kernels.states`.
+h [C] is the state. Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 
-from precast.kernels.forms import form_specs, forms
-from precast.kernels.linear_recurrence.joining import joining
-from precast.kernels.spec import Draw, Sample
-from precast.kernels.states import Slots, bounds_of, one_by_one, sequence_samples, spoiled, state_sample
+from precast.ir.ops.rows_states import RECURRENCES
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Slots, one_by_one, token_by_token
 
 
 def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torch.Tensor:
@@ -26,38 +25,21 @@ def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torc
     """
     joined = joining(kind)
 
-    def sequence(x: torch.Tensor, factor: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = []
-        for t in range(len(x)):
-            state = joined(factor[t] * state, x[t])
-            rows.append(state)
-        return torch.stack(rows), state
+    def step(x: torch.Tensor, factor: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = joined(factor * state, x)
+        return state, state
 
-    return one_by_one(sequence, (x, factor), x.new_zeros(x.shape), held)
+    return one_by_one(token_by_token(step), (x, factor), x.new_zeros(x.shape), held)
+
+
+def joining(kind: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What is done with the state, multiplied, and an input. Raises ValueError for a kind that isn't sum or max."""
+    if kind not in RECURRENCES:
+        raise ValueError(f"kind: expected one of {', '.join(RECURRENCES)}, found {kind!r}")
+    return torch.add if kind == "sum" else torch.maximum
 
 
 linear_recurrence, stateful_linear_recurrence = forms("linear_recurrence", _scan)
-
-
-def _samples(draw: Draw) -> Iterator[Sample]:
-    channels = 7
-    for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
-        end = bounds_of(sequences)[-1]
-        tokens = end + padding
-        kind = ("sum", "max")[i % 2]
-        x = draw.normal(1, tokens, channels) if kind == "sum" else draw.uniform(1, tokens, channels)
-        states = state_sample(draw, sequences, nameless, (channels,), torch.float32)
-        # What decays at once and what hardly does: products of many factors reach 0 on the way.
-        low, high = ((0.9, 1.0), (0.0, 0.2), (0.0, 1.0))[i % 3]
-        yield {
-            "x": spoiled(x, end),
-            "factor": spoiled(draw.uniform(1, tokens, channels, low=low, high=high), end),
-            **states | {"state": states["state"] if kind == "sum" else states["state"].abs()},
-            "kind": kind,
-        }
-    sequences = ((5, 9), (1, 1))
-    fused = draw.uniform(1, 6, 8)
-    yield {"x": fused[..., :4], "factor": fused[..., 4:], **state_sample(draw, sequences, (), (4,), torch.float32)}
 
 
 LINEAR_RECURRENCE, STATEFUL_LINEAR_RECURRENCE = form_specs(
@@ -66,5 +48,4 @@ LINEAR_RECURRENCE, STATEFUL_LINEAR_RECURRENCE = form_specs(
     state="C",
     result="1 T C",
     reference=(linear_recurrence, stateful_linear_recurrence),
-    samples=_samples,
 )

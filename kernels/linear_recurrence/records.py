@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from precast.kernels.state_records import doubled, forms
+from precast.kernels.stateful.form_records import doubled, form_records
 
-RECORDS = forms("linear_recurrence", "doubled", doubled(6))
+RECORDS = form_records("linear_recurrence", "doubled", doubled(6))

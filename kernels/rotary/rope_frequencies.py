@@ -11,11 +11,9 @@ Computed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-from precast.kernels.spec import ELEMENTWISE, Draw, OpSpec, Sample
+from precast.kernels.spec import ELEMENTWISE, OpSpec
 
 
 def rope_frequencies(
@@ -55,36 +53,11 @@ def _ntk(lengths: torch.Tensor, short: torch.Tensor, original_length: int, facto
     return 1.0 / bases[..., None] ** exponents
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    short, long = draw.uniform(5, dtype=torch.float32), draw.uniform(5, dtype=torch.float32)
-    lengths = draw.of([[1, 63, 64, 65, 66, 500, 131072]], torch.int64)
-    for kind in ("longrope", "dynamic"):
-        yield {
-            "lengths": lengths,
-            "short": short,
-            "long": long if kind == "longrope" else None,
-            "kind": kind,
-            "original_length": 64,
-            "factor": 4.0,
-            "base": 10000.0,
-        }
-    yield {
-        "lengths": lengths[:, :0],
-        "short": short,
-        "long": None,
-        "kind": "dynamic",
-        "original_length": 64,
-        "factor": 2.0,
-        "base": 1e6,
-    }
-
-
 ROPE_FREQUENCIES = OpSpec(
     name="precast.rope_frequencies",
     axes={"lengths": "1 T", "short": "R", "long": "R"},
     results={"f": "1 T R"},
     dtypes={"lengths": (torch.int64,), "short": (torch.float32,), "long": (torch.float32,)},
     reference=rope_frequencies,
-    samples=_samples,
     tolerances=ELEMENTWISE,
 )

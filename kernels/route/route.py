@@ -14,14 +14,12 @@ ones the first is the better. Computed in float32 (float64 for float64 logits), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.nn import functional
 
 from precast.ir.ops.rows_experts import CHOICES, GROUP_SCORES, SCORINGS
 from precast.kernels.dtypes import FLOAT, widened
-from precast.kernels.spec import ELEMENTWISE, Draw, OpSpec, Sample
+from precast.kernels.spec import ELEMENTWISE, OpSpec
 
 
 def route(
@@ -82,34 +80,11 @@ def _within_groups(ranked: torch.Tensor, num_groups: int, top_groups: int, group
     return grouped.masked_fill(~kept[:, :, None], float("-inf")).reshape(ranked.shape)
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    for scoring in SCORINGS:
-        for choice in CHOICES:
-            yield {
-                "logits": draw.normal(5, 7, scale=2.0), "bias": None, "scoring": scoring, "top_k": 3, "choice": choice,
-                "normalise": choice == "scores", "dtype": draw.dtype,
-            }  # fmt: skip
-    for group_score in GROUP_SCORES:
-        yield {
-            "logits": draw.normal(9, 15), "bias": draw.normal(15, dtype=torch.float32), "scoring": "sigmoid",
-            "top_k": 4, "num_groups": 5, "top_groups": 2, "group_score": group_score, "normalise": True,
-            "epsilon": 1e-20, "scale": 2.5, "dtype": torch.float32,
-        }  # fmt: skip
-    plain = {"scoring": "sigmoid", "normalise": True, "dtype": draw.dtype}
-    # scores that vanish: the floor keeps their quotients finite
-    yield {"logits": draw.normal(3, 4, scale=0.1) - 90, "bias": None, "top_k": 2, "floor": 1e-12, **plain}
-    yield {"logits": draw.to(torch.zeros(3, 8), draw.dtype), "bias": None, "top_k": 5, **plain}
-    yield {"logits": draw.normal(6, 4)[::2, 1:], "bias": draw.normal(6, scale=3.0)[::2], "top_k": 3, **plain}
-    yield {"logits": draw.normal(1, 1), "bias": None, "top_k": 1, **plain}
-    yield {"logits": draw.normal(0, 4), "bias": None, "top_k": 2, **plain}
-
-
 ROUTE = OpSpec(
     name="precast.route",
     axes={"logits": "T E", "bias": "E"},
     results={"weights": "T K", "ids": "T K"},
     dtypes={"logits": FLOAT, "bias": FLOAT},
     reference=route,
-    samples=_samples,
     tolerances=ELEMENTWISE,
 )

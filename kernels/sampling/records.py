@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, maximum, minimum, mul, numel
 from precast.kernels.records import Record, reference
-from precast.kernels.sampling.limits import TOGETHER
+from precast.kernels.sampling.limits import MAX_SORTED
 from precast.kernels.use import Use
 
 
@@ -18,14 +18,14 @@ def _drawing(use: Use) -> Expr:
     """
     shape = use.shape("logits")
     rows, size = numel(shape[:-1]), shape[-1]
-    together = minimum(rows, maximum(1, floordiv(TOGETHER, size)))
+    together = minimum(rows, maximum(1, floordiv(MAX_SORTED, size)))
     several = minimum(1, maximum(0, add(together, -1)))
     numbered = mul(several, floordiv(mul(25, together, size), 4))
     return add(mul(42, together, size), numbered, mul(64, rows), 16 << 10)
 
 
 _ON_HOST = Record(
-    name="torch.sample", op="precast.sample", devices=("cpu",), capture="host", workspace=_drawing,
+    name="torch.sample", op="precast.sample", devices=("cpu",), control="host", workspace=_drawing,
     runs="precast.kernels.sampling.on_host:sample",
 )  # fmt: skip
 _REFERENCE = reference("precast.sample", "sampling.sample", _drawing)

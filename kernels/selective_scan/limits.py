@@ -1,4 +1,4 @@
-"""Limits of `precast.kernels.selective_scan.blocked`: what it holds follows from them. No torch."""
+"""How few tokens a tile of `precast.kernels.selective_scan.tiled` may have. Records count with it, so no torch here."""
 
-MIN_BLOCK = 16
-"""Tokens of a block at least: with fewer, a block of its own is more work than the steps that it saves."""
+MIN_TILE = 16
+"""Tokens of a tile at least: with fewer, a tile of its own is more work than the steps that it saves."""

@@ -1,23 +1,23 @@
-"""What computes selective scans: blocks of tokens side by side."""
+"""What computes selective scans: tiles of tokens side by side."""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, minimum, mul
-from precast.kernels.selective_scan.limits import MIN_BLOCK
-from precast.kernels.state_records import chunked_tokens, copy_bytes, forms, sequences_of
+from precast.kernels.selective_scan.limits import MIN_TILE
+from precast.kernels.stateful.form_records import chunked_tokens, copy_bytes, form_records, sequences_of
 from precast.kernels.use import Use, wide
 
 
 def _selective_scan(use: Use) -> Expr:
-    """Steps, values and outputs a token; and states at the blocks' beginnings, about the root of the tokens of them."""
+    """Steps, values and outputs a token; and states at the tiles' beginnings, about the root of the tokens of them."""
     full = wide(use.operands["x"])
     _, tokens, channels = use.shape("x")
     inner, sequences = use.shape("b")[2], sequences_of(use)
-    padded = chunked_tokens(use, tokens, MIN_BLOCK)
+    padded = chunked_tokens(use, tokens, MIN_TILE)
     a_token = add(mul(copy_bytes(use, "x") + 6 * full, channels), mul(4 * full, inner))
-    blocks = add(_root(padded), sequences)
-    return add(mul(padded, a_token), mul(5 * full, blocks, channels, inner), mul(64, tokens))
+    tiles = add(_root(padded), sequences)
+    return add(mul(padded, a_token), mul(5 * full, tiles, channels, inner), mul(64, tokens))
 
 
 def _root(tokens: Expr) -> Expr:
@@ -25,4 +25,4 @@ def _root(tokens: Expr) -> Expr:
     return minimum(*(add(floordiv(tokens, 2 * at), at // 2 + 3) for at in (16, 32, 64, 128, 256)))
 
 
-RECORDS = forms("selective_scan", "blocked", _selective_scan)
+RECORDS = form_records("selective_scan", "tiled", _selective_scan)

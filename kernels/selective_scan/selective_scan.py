@@ -4,22 +4,21 @@
     h[t, n] = exp(a[n] * step[t]) * h[t - 1, n] + step[t] * x[t] * b[t, n]
     y[t] = sum_n h[t, n] * c[t, n] + d * x[t]
 
-h [N] is the state; b and c are the same for all channels. Packed sequences and slots: `precast.kernels.states`.
+h [N] is the state; b and c are the same for all channels. Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-from precast.kernels.forms import form_specs, forms
-from precast.kernels.spec import Draw, Sample
 from precast.kernels.state_space_scan.steps import steps
-from precast.kernels.states import Slots, bounds_of, computed_in, one_by_one, sequence_samples, spoiled, state_sample
+from precast.kernels.stateful.forms import form_specs, forms
+from precast.kernels.stateful.walks import Recurrence, Slots, Walk, computed_in, one_by_one, token_by_token
 
 
-def _scan(
+def scan_channels(
+    walk: Walk,
+    recurrence: Recurrence,
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -32,55 +31,32 @@ def _scan(
 ) -> torch.Tensor:
     """`x`, `dt` [1, T, C], `a` (below 0) [C, N], `b`, `c` [1, T, N], state [C, N] float32; [1, T, C] in x's dtype.
 
-    `d`, `dt_bias` [C]. Computed in float32, rounded once.
+    `d`, `dt_bias` [C]. Computed in float32, rounded once. `recurrence` takes step * x, the steps, and a.
     """
     size = steps(dt, dt_bias, computed_in(x), softplus)
 
-    def sequence(
+    def with_skip(
         x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = []
-        for t in range(len(x)):
-            state = torch.exp(a.to(dt.dtype) * dt[t, :, None]) * state + (dt[t] * x[t])[:, None] * b[t]
-            rows.append((state * c[t]).sum(-1))
-        y = torch.stack(rows)
+        y, state = recurrence(dt * x, dt, a.to(dt.dtype), b, c, state)
         return y if d is None else y + d * x, state
 
-    return one_by_one(sequence, (x, size, b, c), x.new_zeros(x.shape), held)
+    return walk(with_skip, (x, size, b, c), x.new_zeros(x.shape), held)
 
 
-selective_scan, stateful_selective_scan = forms("selective_scan", _scan)
+def _sequence(
+    value: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        value: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        state = torch.exp(a * dt[:, None]) * state + value[:, None] * b
+        return (state * c).sum(-1), state
+
+    return token_by_token(step)(value, dt, b, c, state)
 
 
-def _samples(draw: Draw) -> Iterator[Sample]:
-    channels, width = 7, 5
-    for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
-        end = bounds_of(sequences)[-1]
-        tokens = end + padding
-        yield {
-            "x": spoiled(draw.normal(1, tokens, channels), end),
-            "dt": spoiled(draw.normal(1, tokens, channels), end),
-            "a": -draw.uniform(channels, width, low=0.1, high=(2.0, 40.0)[i % 2], dtype=torch.float32),
-            "b": spoiled(draw.normal(1, tokens, width), end),
-            "c": spoiled(draw.normal(1, tokens, width), end),
-            "d": draw.normal(channels) if i % 3 else None,
-            "dt_bias": draw.normal(channels) if i % 4 else None,
-            **state_sample(draw, sequences, nameless, (channels, width), torch.float32),
-            "softplus": True,
-        }
-    sequences = ((5, 9), (1, 1))
-    fused = draw.uniform(1, 6, 16, high=0.5)
-    yield {
-        "x": fused[..., :4],
-        "dt": fused[..., 4:8],
-        "a": -draw.uniform(4, 4),
-        "b": fused[..., 8:12],
-        "c": fused[..., 12:],
-        "d": draw.normal(4, dtype=torch.float32),
-        "dt_bias": None,
-        **state_sample(draw, sequences, (), (4, 4), torch.float32),
-        "softplus": False,
-    }
+selective_scan, stateful_selective_scan = forms("selective_scan", scan_channels, one_by_one, _sequence)
 
 
 SELECTIVE_SCAN, STATEFUL_SELECTIVE_SCAN = form_specs(
@@ -89,5 +65,4 @@ SELECTIVE_SCAN, STATEFUL_SELECTIVE_SCAN = form_specs(
     state="C N",
     result="1 T C",
     reference=(selective_scan, stateful_selective_scan),
-    samples=_samples,
 )

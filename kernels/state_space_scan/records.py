@@ -6,7 +6,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
 from precast.kernels.linear_attention.limits import CHUNK
 from precast.kernels.linear_attention.workspace import chunks
-from precast.kernels.state_records import Stage, copy_bytes, forms, padded_tokens, staged
+from precast.kernels.stateful.form_records import Stage, copy_bytes, form_records, padded_tokens, staged
 from precast.kernels.use import Use, wide
 
 
@@ -23,4 +23,4 @@ def _state_space_scan(use: Use) -> Expr:
     return add(mul(padded, heads, held), held_by_scan, given, mul(tokens, add(mul(4 * full, heads), 64)))
 
 
-RECORDS = forms("state_space_scan", "chunked", _state_space_scan)
+RECORDS = form_records("state_space_scan", "chunked", _state_space_scan)

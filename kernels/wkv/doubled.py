@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from precast.kernels.forms import forms
-from precast.kernels.states import Slots, together
+from precast.kernels.stateful.forms import forms
+from precast.kernels.stateful.walks import Slots, together
 from precast.kernels.wkv.step import Sums, added, begun, kept, mean, one
 
 
@@ -21,7 +21,7 @@ def _scan(k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, first: torch.Te
         sums = _doubled(start, rate, one(k, v))
         before = Sums(*(torch.cat((old, new[:, :-1]), 1) for old, new in zip(start, sums, strict=True)))
         y = mean(added(before, 0.0, one(k + first.to(k.dtype), v)))
-        last = is_token.sum(1, dtype=torch.int64) - 1  # [n, 1]: behind a shorter sequence's end is_token is 0
+        last = is_token.sum(1, dtype=torch.int64) - 1  # [n, 1]: after a shorter sequence's end is_token is 0
         return y, kept(sums)[torch.arange(len(k), device=k.device), last[:, 0]]
 
     return together(batch, (k, v, v.new_ones((*v.shape[:2], 1))), v.new_zeros(v.shape), held)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from precast.kernels.state_records import doubled, forms
+from precast.kernels.stateful.form_records import doubled, form_records
 
-RECORDS = forms("wkv", "doubled", doubled(17))
+RECORDS = form_records("wkv", "doubled", doubled(17))

@@ -1,4 +1,4 @@
-"""How torch's allocator of GPU memory cuts its blocks: to the sizes that `precast.kernels.activations` counts."""
+"""How torch's allocator of GPU memory cuts its blocks: to the sizes that `precast.kernels.step_memory` counts."""
 
 from __future__ import annotations
 

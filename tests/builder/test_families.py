@@ -1,4 +1,4 @@
-"""Each family becomes canonical ops and no others, and is the same when it is rebuilt from a snapshot."""
+"""Each family becomes `precast` ops and a few plain ones, and is the same when it is rebuilt from a snapshot."""
 
 from __future__ import annotations
 

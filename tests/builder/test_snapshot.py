@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ import odd_models
 import pytest
 import transformers
 from fx_text import read_graph, write_graph
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from precast.builder import pipeline, snapshot
 from precast.builder.build import build
 from precast.builder.capture.capture import Captured
 from precast.builder.graph.context import Options
-from precast.builder.graph.layers import layer_of
+from precast.builder.graph.nodes import layer_of
 from precast.builder.graph.stored import load, store
 from precast.builder.passes.graph_pass import Pass
 from precast.builder.snapshot import Store
@@ -104,6 +107,62 @@ def test_a_change_of_our_sources_is_another_key(source: Source, monkeypatch: pyt
     assert key(source) != before
 
 
+@pytest.mark.parametrize("place", ["registered.py", "registered/__init__.py", "registered/layers.py"])
+def test_a_change_of_a_registered_models_source_is_another_key(
+    place: str, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class is none of transformers': its file counts, and so do the others of its package."""
+    file = tmp_path / "registered.py" if place == "registered.py" else tmp_path / "registered" / "__init__.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(REGISTERED)
+    (tmp_path / place).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        registered = open_source(importlib.import_module("registered").OwnConfig())
+        before = key(registered)
+        assert before == key(registered)
+
+        with (tmp_path / place).open("a") as stream:
+            stream.write("SCALE = 2\n")
+
+        assert key(registered) != before
+    finally:
+        sys.modules.pop("registered")
+        CONFIG_MAPPING._extra_content.pop("own-llama")
+
+
+def test_a_registered_model_without_a_file_is_never_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source can't be read: it was typed into an interpreter."""
+    (tmp_path / "registered.py").write_text(REGISTERED)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        module = importlib.import_module("registered")
+        registered = open_source(module.OwnConfig())
+        monkeypatch.delattr(module, "__file__")
+
+        assert key(registered) != key(registered)
+    finally:
+        sys.modules.pop("registered")
+        CONFIG_MAPPING._extra_content.pop("own-llama")
+
+
+REGISTERED = """
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+AutoConfig.register("own-llama", OwnConfig)
+AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
+"""
+"""A family of somebody's own."""
+
+
 def test_where_the_model_lies_is_not_in_the_key(tmp_path: Path, source: Source) -> None:
     for place in ("here", "there"):
         source.config.save_pretrained(tmp_path / place)
@@ -187,11 +246,24 @@ def test_a_snapshot_after_any_stage(stage: str, variant: str, tmp_path: Path) ->
 
 
 def test_a_stage_without_snapshots_is_refused(tmp_path: Path, source: Source) -> None:
-    with pytest.raises(BuildError, match="snapshot_after is .lower., which is no stage") as error:
+    with pytest.raises(BuildError, match=r"snapshot_after is .lower., which is no stage") as error:
         build(source.config, tmp_path / "bundle", snapshots=tmp_path, snapshot_after="lower")
 
     assert error.value.code == "option-invalid"
     assert error.value.fix == "name one of export, normalise, match, shard, cache, plan"
+
+    with pytest.raises(BuildError) as error:
+        build(source.config, tmp_path / "bundle", snapshots=tmp_path, snapshot_after="normalize")
+
+    assert error.value.fix == "name normalise"
+
+
+def test_a_stage_without_a_directory_is_refused(tmp_path: Path, source: Source) -> None:
+    with pytest.raises(BuildError, match="snapshot_after is match, but there is no directory for snapshots") as error:
+        build(source.config, tmp_path / "bundle", snapshot_after="match")
+
+    assert error.value.code == "option-invalid"
+    assert error.value.fix == "name one as snapshots, or leave snapshot_after out"
 
 
 @pytest.mark.parametrize("options", [Options("float32", 64, 8), Options("float32", 64, None, "float8_e4m3fn")])

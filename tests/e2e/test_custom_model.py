@@ -13,7 +13,7 @@ from precast.builder.source.shrink import random_model
 from precast.check.agreement import agreement
 from precast.check.check import compare
 from precast.ir.memory.caches import groups
-from precast.ir.ops.flops import canonical_share
+from precast.ir.ops.flops import precast_share
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_its_parts_are_ops_and_caches_of_their_kinds(tmp_path: Path) -> None:
     assert {"precast.paged_attention", "precast.stateful_causal_conv", "precast.stateful_state_space_scan",
             "precast.experts", "precast.route", "precast.rotary"} <= bundle.manifest.ops.keys()  # fmt: skip
     assert sorted(len(group.slots) for group in groups(bundle.graph.caches)) == [1, 1, 2, 2]
-    assert canonical_share(bundle.graph) > 0.98
+    assert precast_share(bundle.graph) > 0.98
 
 
 def test_it_is_checked_as_any_other() -> None:

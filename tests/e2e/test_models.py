@@ -10,9 +10,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from model_sweep import COMPLETIONS, cover, is_causal, model_types, sweep
+from models_page import green_types, page
+from transformers import AutoConfig
 
-from precast.check.coverage import COMPLETIONS, cover, model_types, sweep
-from precast.check.models_page import green_types, page
+from precast.builder.source.shrink import random_model, shrink
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 
@@ -44,7 +46,7 @@ def test_sweep_gives_rows_in_the_order_given_and_the_page_sorts_them() -> None:
 
 
 def test_type_whose_process_dies_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precast.check.coverage.cover", lambda model_type: os._exit(3))
+    monkeypatch.setattr("model_sweep.cover", lambda model_type: os._exit(3))
 
     (row,) = sweep(("llama",))
 
@@ -52,8 +54,8 @@ def test_type_whose_process_dies_is_red(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_type_that_takes_too_long_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precast.check.coverage.cover", lambda model_type: signal.pause())
-    monkeypatch.setattr("precast.check.coverage.SECONDS", 0.1)
+    monkeypatch.setattr("model_sweep.cover", lambda model_type: signal.pause())
+    monkeypatch.setattr("model_sweep.SECONDS", 0.1)
 
     (row,) = sweep(("llama",))
 
@@ -65,8 +67,13 @@ def test_error_of_a_models_code_is_the_rows_reason(monkeypatch: pytest.MonkeyPat
     def fail(model_type: str) -> None:
         raise IndexError("no such layer")
 
-    monkeypatch.setattr("precast.check.coverage.cover", fail)
+    monkeypatch.setattr("model_sweep.cover", fail)
 
     (row,) = sweep(("llama",))
 
     assert (row.status, row.reason) == ("red", "IndexError: no such layer")
+
+
+@pytest.mark.parametrize(("model_type", "expected"), [("qwen3", True), ("bert", False)])
+def test_encoders_are_not_causal(model_type: str, expected: bool) -> None:
+    assert is_causal(random_model(shrink(AutoConfig.for_model(model_type)))) == expected

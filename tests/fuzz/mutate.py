@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from precast.ir.graph.infer import infer
+from precast.ir.graph.infer import apply_shape_rule, misfits
 from precast.ir.graph.schema import Apply, Arg, Const, Dim, DtypeArg, Expr, Graph, Items, Node, Ref, TensorType, Value
 from precast.ir.memory import caches
 from precast.ir.ops import table as ops
@@ -209,7 +209,7 @@ def _node(types: Mapping[str, TensorType], rng: random.Random) -> Node:
 
 def _results(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -> tuple[TensorType, ...] | None:
     try:
-        return infer(op, args, types)
+        return None if any(misfits(op, args)) else apply_shape_rule(op, args, types)
     except Exception:  # noqa: BLE001 - a rule that raises anything but ShapeError is found when the graph is read
         return None
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples.draw import Draw, Sample
 
-from precast.kernels.spec import Draw, OpSpec, Sample
+from precast.kernels.spec import OpSpec
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

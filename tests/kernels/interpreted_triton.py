@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples.attention import paged_sample
+from op_samples.draw import Draw, Sample
+from op_samples.table import samples_of
 from strided import with_strided_caches
 
 from precast.kernels.attention import triton, triton_write_kv
 from precast.kernels.attention.attention import ATTENTION
-from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention, paged_sample
+from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
 from precast.kernels.attention.write_kv import WRITE_KV
-from precast.kernels.spec import Draw, OpSpec, Sample
+from precast.kernels.spec import OpSpec
 from precast.kernels.storage import rounded
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,14 +55,14 @@ def without_rounding(sample: Sample) -> Sample:
 def test_samples(
     spec: OpSpec, function: Callable[..., torch.Tensor], dtype: torch.dtype, same: Callable[..., None]
 ) -> None:
-    for sample in spec.samples(Draw(dtype, CPU)):
+    for sample in samples_of(spec, Draw(dtype, CPU)):
         same(spec, function(**sample), spec.reference(**sample))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]) -> None:
     count = 0
-    for sample in WRITE_KV.samples(Draw(dtype, CPU)):
+    for sample in samples_of(WRITE_KV, Draw(dtype, CPU)):
         if has_cache_of(sample, torch.bfloat16):
             continue  # the interpreter cuts where devices round
         count += 1
@@ -75,10 +78,10 @@ def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_pages_far_apart(dtype: torch.dtype, copied: Callable[[Sample], Sample], same: Callable[..., None]) -> None:
-    for sample in PAGED_ATTENTION.samples(Draw(dtype, CPU)):
+    for sample in samples_of(PAGED_ATTENTION, Draw(dtype, CPU)):
         spread, _ = with_strided_caches(sample)
         same(PAGED_ATTENTION, triton.paged_attention(**spread), paged_attention(**sample))
-    for sample in WRITE_KV.samples(Draw(dtype, CPU)):
+    for sample in samples_of(WRITE_KV, Draw(dtype, CPU)):
         if has_cache_of(sample, torch.bfloat16):
             continue
         sample = without_rounding(sample)

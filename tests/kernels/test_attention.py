@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_samples.attention import paged_sample
+from op_samples.draw import Draw
 from torch.nn import functional
 from transformers.masking_utils import chunked_causal_mask_function
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -22,9 +24,7 @@ from precast.kernels.attention import attention as reference
 from precast.kernels.attention import batched
 from precast.kernels.attention.attend import visible_keys
 from precast.kernels.attention.paged import paged_attention as paged_reference
-from precast.kernels.attention.paged import paged_sample
 from precast.kernels.attention.write_kv import write_kv
-from precast.kernels.spec import Draw
 
 CPU = torch.device("cpu")
 each_packed = pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_pages_may_be_cut_or_not(paged_attention: Callable[..., torch.Tensor], r
     close(found[0], found[1])
 
 
-def test_blocks_of_queries_join_without_a_seam() -> None:
+def test_tiles_of_queries_join_without_a_seam() -> None:
     draw = Draw(torch.float32, CPU)
     rules = [{"window": window} for window in (None, 1, 40, 128, 129, 500)]
     rules += [{"chunk": chunk} for chunk in (1, 40, 128, 130, 300, 500)]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from op_samples.draw import Draw
 from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, causal_conv1d_update
 
 from precast.kernels.causal_conv import gathered
 from precast.kernels.causal_conv.causal_conv import causal_conv, stateful_causal_conv
-from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize("conv", [causal_conv, gathered.causal_conv], ids=["reference", "implementation"])
 each_stateful = pytest.mark.parametrize(

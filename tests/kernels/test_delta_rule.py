@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples.draw import Draw
 from transformers.models.kimi_linear.modeling_kimi_linear import (
     chunk_kimi_delta_attention,
     recurrent_kimi_delta_attention,
@@ -18,7 +19,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from precast.kernels.delta_rule import chunked
 from precast.kernels.delta_rule.delta_rule import delta_rule, stateful_delta_rule
-from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize(
     "rule", [stateful_delta_rule, chunked.stateful_delta_rule], ids=["reference", "implementation"]

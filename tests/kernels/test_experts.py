@@ -102,7 +102,7 @@ def test_experts_that_nobody_goes_to_are_not_read(experts: Any) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 def test_an_unknown_activation_is_refused(gated: bool) -> None:
     with pytest.raises(ValueError, match=r"activation: expected one of silu, gelu, .* found 'swish'"):
-        reference.activate(torch.ones(1, 2), "swish", gated=gated, alpha=1.0, limit=None, offset=0.0)
+        reference.activate(torch.ones(1, 2), reference.Between("swish", gated))
 
 
 # --- transformers ------------------------------------------------------------------------------------------------

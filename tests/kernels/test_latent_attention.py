@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_samples.draw import Draw
+from op_samples.latent_attention import paged_latent_sample
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
@@ -19,9 +21,7 @@ from precast.kernels.latent_attention import batched
 from precast.kernels.latent_attention import latent_attention as reference
 from precast.kernels.latent_attention.expand import LatentScoring, Sizes
 from precast.kernels.latent_attention.paged import paged_latent_attention as paged_reference
-from precast.kernels.latent_attention.paged import paged_latent_sample
 from precast.kernels.latent_attention.write_latent import write_latent
-from precast.kernels.spec import Draw
 
 CPU = torch.device("cpu")
 HEADS, NOPE, ROPE, LATENT, VALUE = 3, 10, 6, 20, 14

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from op_samples.draw import Draw
 from transformers import MiniMaxConfig
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from precast.kernels.linear_attention import chunked
 from precast.kernels.linear_attention.linear_attention import linear_attention, stateful_linear_attention
-from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize(
     "attend", [stateful_linear_attention, chunked.stateful_linear_attention], ids=["reference", "implementation"]

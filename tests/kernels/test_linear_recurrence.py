@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from op_samples.draw import Draw
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from precast.kernels.linear_recurrence import doubled
 from precast.kernels.linear_recurrence.linear_recurrence import linear_recurrence, stateful_linear_recurrence
-from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize(
     "scan", [stateful_linear_recurrence, doubled.stateful_linear_recurrence], ids=["reference", "implementation"]

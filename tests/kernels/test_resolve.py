@@ -89,7 +89,7 @@ def test_a_layer_on_gpus(target: Target) -> None:
     found = uses(target)
 
     assert chosen(found) == {**ANYWHERE, **ON_GPUS}
-    assert {resolve(use).record.capture for use in found.values()} == {"static"}
+    assert {resolve(use).record.control for use in found.values()} == {"static"}
     assert resolve(found["y"]).reason == "the fastest of 2"
     assert resolve(found["fused"]).reason == "the only one"
 
@@ -106,8 +106,19 @@ def test_without_triton_attention_reads_the_host() -> None:
 
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
     choice = resolve(found["y"])
-    assert choice.record.capture == "host"
+    assert choice.record.control == "host"
     assert choice.reason == "the only one; not triton.paged_attention: triton is not installed"
+
+
+def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
+    found = uses(Target.parse("sm_75"))
+    wanted = "it wants compute capability 8.0 or higher"
+
+    assert chosen(found) == {**ANYWHERE, **IN_TORCH}
+    assert resolve(found["y"]).reason == f"the only one; not triton.paged_attention: {wanted}"
+    assert resolve(found["write"]).reason == f"the only one; not triton.write_kv: {wanted}"
+    kept = [record.min_capability for record in all_records() if record.kind == "triton"]
+    assert kept == [(8, 0)] * 3
 
 
 def test_a_cache_of_8_bits_wants_a_gpu_that_converts() -> None:
@@ -292,9 +303,9 @@ def test_a_digest_is_that_of_the_sources_that_run() -> None:
 
 def test_a_digest_names_no_place() -> None:
     """It is the same wherever the sources lie: made of modules' names and contents."""
-    record = replace(FEW, runs="precast.kernels.limits:TOGETHER", workspace=nothing)
+    record = replace(FEW, runs="precast.kernels.stateful.limits:MAX_TOGETHER", workspace=nothing)
 
-    assert sources(record) == ("precast.kernels.limits",)
+    assert sources(record) == ("precast.kernels.stateful.limits",)
     assert len(digest(record)) == 64
 
 

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from precast.kernels import registry
 from precast.kernels.sampling import noise, on_host
-from precast.kernels.sampling.limits import TOGETHER
+from precast.kernels.sampling.limits import MAX_SORTED
 from precast.kernels.sampling.sample import greedy, passed, sample, sample_2, scaled
 
 each_sample = pytest.mark.parametrize("function", [sample, on_host.sample], ids=["reference", "on_host"])
@@ -347,18 +347,18 @@ def test_rows_are_drawn_as_one_in_several_parts(monkeypatch: pytest.MonkeyPatch)
 
     module = importlib.import_module("precast.kernels.sampling.sample")
     monkeypatch.setattr(module, "passed", noted)
-    monkeypatch.setattr(module, "TOGETHER", 4 * 50 + 49)
+    monkeypatch.setattr(module, "MAX_SORTED", 4 * 50 + 49)
 
     assert call(sample, logits, **rows).tolist() == whole.tolist()
     assert sorted_together == [4, 4, 3]
-    monkeypatch.setattr(module, "TOGETHER", 1)
+    monkeypatch.setattr(module, "MAX_SORTED", 1)
     assert call(sample, logits, **rows).tolist() == whole.tolist()
 
 
 def test_greedy_rows_are_taken_part_by_part() -> None:
-    logits = torch.zeros(3, TOGETHER // 2 + 1)  # a part has one row
+    logits = torch.zeros(3, MAX_SORTED // 2 + 1)  # a part has one row
     logits[0, 7] = logits[1, -1] = 1.0
     logits[2, 5] = float("nan")
 
-    assert greedy(logits).tolist() == [7, TOGETHER // 2, -1]
+    assert greedy(logits).tolist() == [7, MAX_SORTED // 2, -1]
     assert greedy(logits[:0]).tolist() == []

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from op_samples.draw import Draw
 from transformers.models.jamba.modeling_jamba import mamba_selective_scan, mamba_selective_state_update
 
-from precast.kernels.selective_scan import blocked
+from precast.kernels.selective_scan import tiled
 from precast.kernels.selective_scan.selective_scan import selective_scan, stateful_selective_scan
-from precast.kernels.spec import Draw
 
 each_form = pytest.mark.parametrize(
-    "scan", [stateful_selective_scan, blocked.stateful_selective_scan], ids=["reference", "implementation"]
+    "scan", [stateful_selective_scan, tiled.stateful_selective_scan], ids=["reference", "implementation"]
 )
 
 
@@ -80,7 +80,7 @@ def test_a_step_equals_transformers(scan: Callable[..., torch.Tensor], draw: Dra
     torch.testing.assert_close(state[[3, 0, 2]], theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("scan", [selective_scan, blocked.selective_scan], ids=["reference", "implementation"])
+@pytest.mark.parametrize("scan", [selective_scan, tiled.selective_scan], ids=["reference", "implementation"])
 def test_what_decays_at_once_leaves_nothing(scan: Callable[..., torch.Tensor], draw: Draw) -> None:
     x, dt = draw.normal(1, 50, 3), torch.full((1, 50, 3), 100.0)
     b, c = draw.normal(1, 50, 2), draw.normal(1, 50, 2)

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples.draw import Draw, Sample
+from op_samples.table import SAMPLES, samples_of
 
 from precast.ir.graph.schema import TensorType
 from precast.ir.ops import table as ops
 from precast.kernels import dtypes, registry
 from precast.kernels.choices import fastest
 from precast.kernels.fakes import fake_of
-from precast.kernels.spec import Draw, OpSpec, Sample
+from precast.kernels.spec import OpSpec
 
 SPECS = {f"{spec.name}@{spec.version}": spec for spec in registry.specs()}
 each_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -66,6 +68,14 @@ def test_every_precast_op_of_the_table_has_a_spec() -> None:
     assert list(SPECS) == sorted(SPECS)
 
 
+def test_every_op_has_samples() -> None:
+    missing = [op for op, spec in SPECS.items() if (spec.name, spec.version) not in SAMPLES]
+    unknown = [f"{name}@{version}" for name, version in SAMPLES if f"{name}@{version}" not in SPECS]
+
+    assert not missing, f"add samples of {missing} to a file of tests/support/op_samples, and to its SAMPLES"
+    assert not unknown, f"tests/support/op_samples has samples of {unknown}, which are no ops"
+
+
 @each_op
 def test_signature_is_that_of_the_op_table(spec: OpSpec) -> None:
     parameters = inspect.signature(spec.reference).parameters
@@ -99,7 +109,7 @@ def test_samples_have_the_axes_and_dtypes_of_the_spec(
 ) -> None:
     tensors = {arg.name for arg in spec.definition.args if arg.kind.startswith("Tensor")}
     assert set(spec.axes) == set(spec.dtypes) == tensors
-    samples = list(spec.samples(Draw(dtype, torch.device("cpu"))))
+    samples = list(samples_of(spec, Draw(dtype, torch.device("cpu"))))
     assert samples
     for sample in samples:
         named = {name: value for name, value in sample.items() if isinstance(value, torch.Tensor)}
@@ -120,7 +130,7 @@ def test_real_fake_and_shape_rule_agree(
     spec: OpSpec, dtype: torch.dtype, device: torch.device, results: Callable[[Any], tuple[torch.Tensor, ...]]
 ) -> None:
     implementation = registry.resolve(spec.name, spec.version, device)
-    for sample in spec.samples(Draw(dtype, device)):
+    for sample in samples_of(spec, Draw(dtype, device)):
         meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
         expected = spec.definition.shape_rule(types_of(sample))
         fake = results(fake_of(spec.definition)(**meta))
@@ -141,7 +151,7 @@ def test_implementation_agrees_with_the_reference(
     copied: Callable[[Sample], Sample],
 ) -> None:
     implementation = registry.resolve(spec.name, spec.version, device)
-    for sample in spec.samples(Draw(dtype, device)):
+    for sample in samples_of(spec, Draw(dtype, device)):
         # The reference on the host: what a GPU computes is compared with something that doesn't run on it.
         at_home = {name: x.cpu().clone() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
         expected = spec.reference(**at_home)
@@ -165,7 +175,7 @@ def test_only_declared_arguments_are_written(
     spec: OpSpec, dtype: torch.dtype, device: torch.device, copied: Callable[[Sample], Sample]
 ) -> None:
     for function in (spec.reference, registry.resolve(spec.name, spec.version, device)):
-        for sample in spec.samples(Draw(dtype, device)):
+        for sample in samples_of(spec, Draw(dtype, device)):
             before = copied(sample)
             function(**sample)
 
@@ -180,7 +190,7 @@ def test_results_are_new_memory(
     spec: OpSpec, dtype: torch.dtype, results: Callable[[Any], tuple[torch.Tensor, ...]]
 ) -> None:
     for function in (spec.reference, registry.resolve(spec.name, spec.version, torch.device("cpu"))):
-        for sample in spec.samples(Draw(dtype, torch.device("cpu"))):
+        for sample in samples_of(spec, Draw(dtype, torch.device("cpu"))):
             taken = {x.untyped_storage().data_ptr() for x in sample.values() if isinstance(x, torch.Tensor)} - {0}
             for found in results(function(**sample)):
                 assert found.untyped_storage().data_ptr() not in taken
@@ -193,10 +203,10 @@ def test_cuda_implementation_does_not_wait_for_the_device(
     spec: OpSpec, dtype: torch.dtype, no_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
     chosen = fastest(spec.name, spec.version, registry.target_of(torch.device("cuda")))
-    if chosen.capture == "host":
+    if chosen.control == "host":
         pytest.skip("reads metadata on the host")
     implementation = registry.function_of(chosen)
-    for sample in spec.samples(Draw(dtype, torch.device("cuda"))):
+    for sample in samples_of(spec, Draw(dtype, torch.device("cuda"))):
         implementation(**sample)  # compiles
         with no_waiting():
             implementation(**sample)
@@ -207,7 +217,7 @@ def test_opcheck(spec: OpSpec, device: torch.device) -> None:
     registry.register()
     op = getattr(torch.ops.precast, spec.torch_name).default
     keyword_only = keyword_only_of(spec)
-    for sample in spec.samples(Draw(torch.float32, device)):
+    for sample in samples_of(spec, Draw(torch.float32, device)):
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in sample.values()):
             continue  # opcheck itself compares tensors with an operation that torch lacks for this type
         named = {name: value for name, value in sample.items() if name in keyword_only}

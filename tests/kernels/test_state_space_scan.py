@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples.draw import Draw
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 
-from precast.kernels.spec import Draw
 from precast.kernels.state_space_scan import chunked
 from precast.kernels.state_space_scan.state_space_scan import state_space_scan, stateful_state_space_scan
 

@@ -1,5 +1,5 @@
 """What holds for each op with a state: however a sequence is cut into steps, results and states are the same; slots are
-read and written as `precast.kernels.states` says.
+read and written as `precast.kernels.stateful.walks` says.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples.draw import Draw, Sample
+from op_samples.sequences import without_states
+from op_samples.table import samples_of
 
 from precast.kernels import registry
-from precast.kernels.spec import Draw, OpSpec, Sample
-from precast.kernels.states import fresh, without_states
+from precast.kernels.spec import OpSpec
+from precast.kernels.stateful.walks import fresh
 
 SPECS = {spec.name: spec for spec in registry.specs()}
 STATEFUL = [spec for name, spec in SPECS.items() if name.startswith("precast.stateful_")]
@@ -38,7 +41,7 @@ def of_tokens(sample: Sample) -> dict[str, torch.Tensor]:
 def long_sample(spec: OpSpec) -> Sample:
     """A call whose tokens are enough for sequences of LENGTHS, all of which begin in it; each state is NaN."""
     total = sum(LENGTHS)
-    samples = spec.samples(Draw(torch.float32, torch.device("cpu")))
+    samples = samples_of(spec, Draw(torch.float32, torch.device("cpu")))
     sample = next(sample for sample in samples if first(sample).shape[1] >= total)
     state = torch.full((5, *sample["state"].shape[1:]), torch.nan)
     bounds = torch.tensor((0, *LENGTHS)).cumsum(0).int()
@@ -88,7 +91,7 @@ def test_steps_give_what_the_whole_sequence_gives(
 def test_only_the_slots_of_sequences_with_tokens_are_written(
     spec: OpSpec, function: Callable[..., torch.Tensor]
 ) -> None:
-    for sample in spec.samples(Draw(torch.float32, torch.device("cpu"))):
+    for sample in samples_of(spec, Draw(torch.float32, torch.device("cpu"))):
         before = sample["state"].clone()
         lengths = sample["cu_seqlens"].diff()
         named = sample["slots"][(lengths > 0) & (sample["slots"] >= 0)].tolist()
@@ -104,7 +107,7 @@ def test_only_the_slots_of_sequences_with_tokens_are_written(
 
 @each_op
 def test_padding_gives_zeros_and_stale_states_are_not_read(spec: OpSpec, function: Callable[..., torch.Tensor]) -> None:
-    for sample in spec.samples(Draw(torch.float32, torch.device("cpu"))):
+    for sample in samples_of(spec, Draw(torch.float32, torch.device("cpu"))):
         y = function(**sample)
 
         assert y.isfinite().all()
@@ -130,7 +133,7 @@ def test_a_sequence_without_a_slot_begins_with_zeros(spec: OpSpec, function: Cal
 def test_the_cache_free_form_is_the_stateful_one_with_states_of_zero(spec: OpSpec, form: str) -> None:
     alone = SPECS[spec.name.replace("stateful_", "")]
     run = alone.reference if form == "reference" else registry.resolve(alone.name, 1, torch.device("cpu"))
-    for sample in spec.samples(Draw(torch.float32, torch.device("cpu"))):
+    for sample in samples_of(spec, Draw(torch.float32, torch.device("cpu"))):
         x = first(sample)
         zeros = fresh(sample["cu_seqlens"], sample["state"].shape[1:], x)._asdict()
         expected = spec.reference(**sample | zeros)

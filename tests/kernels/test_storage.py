@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples.attention import paged_sample
+from op_samples.draw import Draw
+from op_samples.latent_attention import paged_latent_sample
 
 from precast.kernels import registry
 from precast.kernels.attention.attention import attention
-from precast.kernels.attention.paged import PAGED_ATTENTION, paged_sample
+from precast.kernels.attention.paged import PAGED_ATTENTION
 from precast.kernels.attention.write_kv import write_kv
-from precast.kernels.latent_attention.paged import PAGED_LATENT_ATTENTION, paged_latent_sample
+from precast.kernels.latent_attention.paged import PAGED_LATENT_ATTENTION
 from precast.kernels.latent_attention.write_latent import write_latent
-from precast.kernels.spec import Draw
 from precast.kernels.storage import gathered, rounded
 
 FLOAT8 = torch.float8_e4m3fn

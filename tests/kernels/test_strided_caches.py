@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from op_samples.draw import Draw, Sample
+from op_samples.table import samples_of
 from strided import CACHES, with_strided_caches
 
 from precast.kernels import registry
-from precast.kernels.spec import Draw, OpSpec, Sample
+from precast.kernels.spec import OpSpec
 
 CACHE_OPS = [spec for spec in registry.specs() if any(arg.name in CACHES for arg in spec.definition.args)]
 
@@ -35,7 +37,7 @@ def test_pages_far_apart_give_the_same(
     same: Callable[..., None],
 ) -> None:
     op: Callable[..., Any] = spec.reference if which == "reference" else registry.resolve(spec.name, 1, device)
-    for sample in spec.samples(Draw(dtype, device)):
+    for sample in samples_of(spec, Draw(dtype, device)):
         close, (spread, between) = copied(sample), with_strided_caches(sample)
 
         same(spec, op(**spread), op(**close))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from op_samples.draw import Draw
 from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
 
-from precast.kernels.spec import Draw
 from precast.kernels.wkv import doubled
 from precast.kernels.wkv.wkv import stateful_wkv, wkv
 

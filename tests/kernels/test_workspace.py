@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from allocations import peak_bytes
+from op_samples.sequences import without_states
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Const, DtypeArg, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.kernels import registry
-from precast.kernels.activations import drawing
 from precast.kernels.choices import CPU_COPIES, CPU_COPIES_OF_OTHERS, workspace
 from precast.kernels.dtypes import NAMES
 from precast.kernels.sampling import sample as sampling
-from precast.kernels.states import without_states
+from precast.kernels.step_memory import drawing
 from precast.kernels.use import GPU, LONGEST, Target, Use
 
 Sequences = list[tuple[int, int]]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_samples.draw import Draw
+from op_samples.table import samples_of
 from torch._subclasses import FakeTensorMode
 
 from precast.kernels import registry
 from precast.kernels.attention.write_kv import WRITE_KV, write_kv
-from precast.kernels.spec import Draw
 
 
 def loop(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: list[int]) -> None:
@@ -101,6 +102,6 @@ def test_reference_reads_nothing_back() -> None:
 
 @pytest.mark.gpu
 def test_reference_does_not_wait_for_the_device(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
-    for sample in WRITE_KV.samples(Draw(torch.bfloat16, torch.device("cuda"))):
+    for sample in samples_of(WRITE_KV, Draw(torch.bfloat16, torch.device("cuda"))):
         with no_waiting():
             write_kv(**sample)

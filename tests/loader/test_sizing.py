@@ -11,7 +11,7 @@ from tiny import tiny_graph
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.memory import caches
-from precast.kernels import activations
+from precast.kernels import step_memory
 from precast.kernels.use import Target
 from precast.loader.sizing import CUDA_FRACTION, CUDA_RESERVE, ArenaSize, Limits, check_limits, size_arena, step_bytes
 from precast.loader.torch_device import CpuDevice, CudaDevice
@@ -95,8 +95,8 @@ def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:
 
     # 30 sequences of 600 tokens that begin with the same 592: 74 pages that all have, and one of each one's own
     lists = {group.name: 30 * 75 if group.name == "far" else 30 * 3 for group in GRAPH.caches.groups}
-    longest = activations.step_sizes(GRAPH, max_num_tokens=30, max_num_seqs=30, max_seq_len=600, num_pages=lists)
-    assert needed(74 + 30) >= symbols.evaluate(activations.step_peak(GRAPH, Target("cpu")), longest)
+    longest = step_memory.step_sizes(GRAPH, max_num_tokens=30, max_num_seqs=30, max_seq_len=600, num_pages=lists)
+    assert needed(74 + 30) >= symbols.evaluate(step_memory.step_peak(GRAPH, Target("cpu")), longest)
     assert needed(1) < needed(20) < needed(40) == needed(4000)  # 80 pages of a slab's two are 640 tokens
 
 

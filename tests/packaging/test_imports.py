@@ -87,7 +87,7 @@ def test_command_line_starts_without_torch(root: Path, package_dirs: dict[str, s
 def test_records_are_read_without_torch(root: Path) -> None:
     files = sorted((root / "kernels").glob("*/records.py"))
     names = [f"precast.kernels.{file.parent.name}.records" for file in files]
-    loaded = loaded_by("precast.kernels.records", "precast.kernels.choices", "precast.kernels.activations", *names)
+    loaded = loaded_by("precast.kernels.records", "precast.kernels.choices", "precast.kernels.step_memory", *names)
 
     assert len(names) > 10
     assert tops(loaded) <= LIGHT

@@ -6,12 +6,12 @@ type: the op's shape rule gives it, or the block that is called, which must stan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import get_args
 
 from graph_lexer import Cursor, Item, Word
 
-from precast.ir.graph.infer import infer
+from precast.ir.graph.infer import apply_shape_rule, misfits, references
 from precast.ir.graph.schema import (
     Apply,
     Arg,
@@ -54,7 +54,7 @@ from precast.ir.graph.schema import (
 )
 from precast.ir.graph.text import RESERVED
 from precast.ir.ops import table as ops
-from precast.ir.ops.op import ShapeError
+from precast.ir.ops.op import OpDef, ShapeError
 
 _DTYPES: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
 _EXPR_OPS: dict[str, ExprOp] = {name: name for name in get_args(ExprOp)}
@@ -249,7 +249,7 @@ class _Steps:
             if definition is None:
                 at.refuse(f"a result has no type, and there is no op {op}@{version} to give it")
             try:
-                return infer(definition, args, self._types)
+                return _inferred(definition, args, self._types)
             except ShapeError as error:
                 at.refuse(f"a result has no type, and {op} does not give it: {error}")
 
@@ -496,3 +496,11 @@ def _dim(cursor: Cursor) -> int:
 def _after_comma(cursor: Cursor, item: Callable[[], Item]) -> Item:
     cursor.expect(",")
     return item()
+
+
+def _inferred(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
+    """The types of the op's results; `types` has those of all names so far. Raises ShapeError with every fault."""
+    faults = [*misfits(op, args), *(f"%{name} is not defined" for name in references(args) if name not in types)]
+    if faults:
+        raise ShapeError("; ".join(faults))
+    return apply_shape_rule(op, args, types)

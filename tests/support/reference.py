@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import quantised
 import torch
 
-from precast.check.agreement import hf_greedy as hf_greedy
 from precast.check.agreement import hf_logits as hf_logits
 from precast.check.agreement import is_greedy as is_greedy
 from precast.check.agreement import relative_error as relative_error
 from precast.ir.graph.schema import Cast, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
 from precast.ir.weights import recipes
+
+
+def hf_greedy(model: Any, prompt: Sequence[int], count: int, *, use_cache: bool = True) -> list[int]:
+    """The `count` tokens that transformers' own `generate` gives greedily; end-of-sequence tokens end nothing."""
+    ids = torch.tensor([list(prompt)])
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0,
+            use_cache=use_cache,
+        )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
 
 
 def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

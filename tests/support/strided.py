@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-
-from precast.kernels.spec import Sample
+from op_samples.draw import Sample
 
 CACHES = ("k_cache", "v_cache", "cache", "state")
 """The arguments of ops that are cache tensors."""

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import ConstantInfo, PassContext, tensor
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
-from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.graph.nodes import placeholder
+from precast.builder.graph.nodes import origins, placeholder
 from precast.builder.passes.graph_pass import graph_pass
 from precast.kernels.attention.attend import visible_keys
 
@@ -61,9 +60,9 @@ def match_attention(graph: FxGraph, ctx: PassContext) -> bool:
     changed = False
     for node in list(graph.nodes):
         site = _site(node) if node.target in (aten.softmax.int, aten._softmax.default) else None
-        finding = _find(site, graph, ctx) if site else None
+        finding = _find(site, ctx) if site else None
         if site and finding:
-            _replace(graph, ctx, site, finding)
+            _replace(ctx, site, finding)
             changed = True
     return changed
 
@@ -111,27 +110,25 @@ def _is_square(node: FxNode) -> bool:
 
 def _product(logits: FxNode) -> FxNode | None:
     """The one product that the logits are made of."""
-    found: set[FxNode] = set()
-    seen: set[FxNode] = set()
-    stack = [logits]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.target in _PRODUCTS and _is_square(node):
-            found.add(node)
-            bias = [node.args[0]] if node.target is aten.baddbmm.default else []
-            stack += bias
-        elif node.op == "call_function":
-            stack += node.all_input_nodes
-    return found.pop() if len(found) == 1 else None
+
+    def products(node: FxNode) -> list[FxNode]:
+        nodes = origins(node, goes_on=lambda other: not _is_product(other))
+        return [other for other in nodes if _is_product(other)]
+
+    found = products(logits)
+    if len(found) == 1 and found[0].target is aten.baddbmm.default:
+        found += products(found[0].args[0])
+    return found[0] if len(found) == 1 else None
+
+
+def _is_product(node: FxNode) -> bool:
+    return node.target in _PRODUCTS and _is_square(node)
 
 
 # --- what f does ---------------------------------------------------------------------------------------------------
 
 
-def _find(site: _Site, graph: FxGraph, ctx: PassContext) -> _Finding | None:
+def _find(site: _Site, ctx: PassContext) -> _Finding | None:
     size = min(ctx.options.max_seq_len, _size_of_tables(site, ctx))
     if size > _LONG:
         return None  # a window in a mask of this size could not be told from none
@@ -140,8 +137,8 @@ def _find(site: _Site, graph: FxGraph, ctx: PassContext) -> _Finding | None:
         heads = int(tensor(site.softmax).numel() // tensor(site.softmax).shape[-1] // tensor(site.softmax).shape[-2])
         first, second = (torch.randn(heads, size, size, generator=generator) for _ in range(2))
         with torch.no_grad():
-            bias, one, two = (_logits(site, graph, ctx, scores) for scores in (torch.zeros_like(first), first, second))
-    except (NotComputable, RuntimeError):
+            bias, one, two = (_logits(site, ctx, scores) for scores in (torch.zeros_like(first), first, second))
+    except (NotComputable, RuntimeError):  # it needs a param, or another shape of scores: no attention of this kind
         return None
     window = _window(torch.softmax(one, -1)[0] > 0)
     if window == 0:
@@ -165,25 +162,20 @@ def _find(site: _Site, graph: FxGraph, ctx: PassContext) -> _Finding | None:
 
 def _size_of_tables(site: _Site, ctx: PassContext) -> int:
     """As many tokens as a table that f looks into has rows, so that no window in it is overlooked."""
-    largest, seen, stack = _SHORT, set(), [site.logits]
-    while stack:
-        node = stack.pop()
-        if node in seen or node is site.query or node is site.key:
-            continue
-        seen.add(node)
+    largest = _SHORT
+    for node in origins(site.logits, goes_on=lambda node: node is not site.query and node is not site.key):
         table = ctx.constant(node)
         if table is not None and table.dim() >= 2 and table.shape[-1] == table.shape[-2]:
             largest = max(largest, int(table.shape[-1]))
         if node.target is torch.ops.precast_trace.causal_mask.default and node.kwargs["window"] is not None:
             largest = max(largest, node.kwargs["window"] + 8)
-        stack += node.all_input_nodes
     return largest
 
 
-def _logits(site: _Site, graph: FxGraph, ctx: PassContext, scores: torch.Tensor) -> torch.Tensor:
+def _logits(site: _Site, ctx: PassContext, scores: torch.Tensor) -> torch.Tensor:
     """f(scores) for one sequence, `[H, size, size]`, with `scores` in the place of the product."""
     heads, size, _ = scores.shape
-    known: dict[FxNode, Any] = dict(example_inputs(graph, size))
+    known: dict[FxNode, Any] = dict(example_inputs(site.out.graph, size))
     shape = [size if not isinstance(extent, int) else extent for extent in tensor(site.scores).shape]
     placed = scores.reshape(shape).to(tensor(site.scores).dtype)
     if site.scores.target is aten.baddbmm.default:
@@ -214,44 +206,42 @@ def _rounded(scale: float) -> float:
 # --- the replacement -----------------------------------------------------------------------------------------------
 
 
-def _replace(graph: FxGraph, ctx: PassContext, site: _Site, finding: _Finding) -> None:
-    cu_seqlens = placeholder(graph, "cu_seqlens")
-    slopes = _slopes(graph, ctx, cu_seqlens, finding.slopes)
+def _replace(ctx: PassContext, site: _Site, finding: _Finding) -> None:
+    cu_seqlens = placeholder(site.out.graph, "cu_seqlens")
+    slopes = _slopes(ctx, cu_seqlens, finding.slopes)
     dtype = tensor(site.out).dtype
     with ctx.before(site.out):
-        q = _tokens_first(graph, ctx, site.query, -2, dtype)
-        k = _tokens_first(graph, ctx, site.key, -1, dtype)
-        v = _tokens_first(graph, ctx, site.value, -2, dtype)
+        q = _tokens_first(ctx, site.query, -2, dtype)
+        k = _tokens_first(ctx, site.key, -1, dtype)
+        v = _tokens_first(ctx, site.value, -2, dtype)
         out = ctx.call(
-            graph, torch.ops.precast.attention.default, q, k, v, None, cu_seqlens,
+            torch.ops.precast.attention.default, q, k, v, None, cu_seqlens,
             scale=finding.scale, window=finding.window, soft_cap=None, **({} if slopes is None else {"slopes": slopes}),
         )  # fmt: skip
-        out = ctx.call(graph, aten.transpose.int, out, 1, 2)
+        out = ctx.call(aten.transpose.int, out, 1, 2)
         if tensor(site.out).dim() == 3:
-            out = ctx.call(graph, aten.squeeze.dim, out, 0)
+            out = ctx.call(aten.squeeze.dim, out, 0)
     ctx.replace(site.out, out)
 
 
-def _tokens_first(graph: FxGraph, ctx: PassContext, node: FxNode, tokens: int, dtype: torch.dtype) -> FxNode:
+def _tokens_first(ctx: PassContext, node: FxNode, tokens: int, dtype: torch.dtype) -> FxNode:
     """`[1, H, T, D]`, `[H, T, D]`, or with the last two exchanged (`tokens` -1), as `[1, T, H, D]`."""
     if tensor(node).dtype != dtype and node.target is aten.to.dtype and tensor(node.args[0]).dtype == dtype:
         node = node.args[0]  # widened for the product, as our op does by itself
     if tensor(node).dtype != dtype:
-        node = ctx.call(graph, aten.to.dtype, node, dtype)
+        node = ctx.call(aten.to.dtype, node, dtype)
     if tensor(node).dim() == 3:
-        node = ctx.call(graph, aten.unsqueeze.default, node, 0)
+        node = ctx.call(aten.unsqueeze.default, node, 0)
     if tokens == -1:
-        node = ctx.call(graph, aten.transpose.int, node, 2, 3)
-    return ctx.call(graph, aten.transpose.int, node, 1, 2)
+        node = ctx.call(aten.transpose.int, node, 2, 3)
+    return ctx.call(aten.transpose.int, node, 1, 2)
 
 
-def _slopes(graph: FxGraph, ctx: PassContext, after: FxNode, slopes: torch.Tensor | None) -> FxNode | None:
+def _slopes(ctx: PassContext, after: FxNode, slopes: torch.Tensor | None) -> FxNode | None:
     """The slopes as a constant; one for all layers that have the same."""
     if slopes is None:
         return None
     for name, info in ctx.constants.items():
         if info.value.shape == slopes.shape and torch.equal(info.value, slopes):
-            return placeholder(graph, name)
-    node = ctx.new_input(graph, after, f"alibi_slopes_{len(ctx.constants)}", ctx.empty(slopes.shape, slopes.dtype))
-    ctx.constants[node.name] = ConstantInfo(node.name, slopes)
-    return node
+            return placeholder(after.graph, name)
+    return ctx.new_constant(after, f"alibi_slopes_{len(ctx.constants)}", slopes)

@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.graph.sizes import shape_of
+from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.passes.graph_pass import node_pass
 
 aten = torch.ops.aten
@@ -36,7 +34,7 @@ class _Keys(NamedTuple):
 
 
 @node_pass(stage="match", version=1, requires=("assemble_copies", "normalise_linear"))
-def match_latent_attention(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def match_latent_attention(ctx: PassContext, node: FxNode) -> FxNode | None:
     """attention(q, cat(k, expand(k_rope)), v) with k, v = split(linear(latent)) -> latent_attention(q, latent, k_rope).
 
     Legal when k and v are all that each head of the product has, in this order, the product has no bias, and the
@@ -49,9 +47,9 @@ def match_latent_attention(graph: FxGraph, ctx: PassContext, node: FxNode) -> Fx
     plain = sinks is None and all(node.kwargs[name] is None for name in node.kwargs.keys() - _KNOWN)
     if keys is None or values is None or not plain or not _fits(q, keys, values):
         return None
-    latent, k_rope = _tokens(graph, ctx, values.linear.args[0]), _tokens(graph, ctx, keys.shared)
+    latent, k_rope = _tokens(ctx, values.linear.args[0]), _tokens(ctx, keys.shared)
     return ctx.call(
-        graph, torch.ops.precast.latent_attention.default, _queries(graph, ctx, q, keys), latent, k_rope,
+        torch.ops.precast.latent_attention.default, _queries(ctx, q, keys), latent, k_rope,
         values.linear.args[1], cu_seqlens, value_size=values.end - values.start,
         **{name: value for name, value in node.kwargs.items() if name in _KNOWN},
     )  # fmt: skip
@@ -96,7 +94,7 @@ def _part(node: FxNode, heads_first: bool, ctx: PassContext) -> _Part | None:
     linear = node.args[0]
     if linear.target is not aten.linear.default or any(bias is not None for bias in linear.args[2:]):
         return None
-    one, tokens, heads, size = shape_of(tensor(node), ctx.symbols)
+    one, tokens, heads, size = ctx.shape(node)
     if not isinstance(heads, int) or not isinstance(size, int) or _rows(linear, ctx) != (one, tokens, heads * size):
         return None
     return _Part(linear, heads, size, *bounds)
@@ -110,7 +108,7 @@ def _shared(node: FxNode, heads_first: bool, ctx: PassContext) -> FxNode | None:
         heads_dim = 3 - heads_dim
     if node.target is aten.expand.default:
         node = node.args[0]
-    if tensor(node).dim() != 4 or shape_of(tensor(node), ctx.symbols)[heads_dim] != 1:
+    if tensor(node).dim() != 4 or ctx.shape(node)[heads_dim] != 1:
         return None
     return _without_exchange(node)[0]
 
@@ -123,23 +121,23 @@ def _without_exchange(node: FxNode) -> tuple[FxNode, bool]:
 
 def _rows(node: FxNode, ctx: PassContext) -> Any:
     """The shape `[1, T, size]` of a tensor that has it, or a dimension of one head more."""
-    shape = list(shape_of(tensor(node), ctx.symbols))
+    shape = list(ctx.shape(node))
     if len(shape) == 4 and 1 in shape[1:3]:
         del shape[1 + shape[1:3].index(1)]
     return tuple(shape)
 
 
-def _tokens(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode:
+def _tokens(ctx: PassContext, node: FxNode) -> FxNode:
     """The node as `[1, T, size]`: what it was made from, where that has the shape already."""
     shape = _rows(node, ctx)
-    if node.target is aten.reshape.default and shape_of(tensor(node.args[0]), ctx.symbols) == shape:
+    if node.target is aten.reshape.default and ctx.shape(node.args[0]) == shape:
         return node.args[0]
     if tensor(node).dim() == 3:
         return node
-    return ctx.call(graph, aten.reshape.default, node, [1, -1, shape[-1]])
+    return ctx.call(aten.reshape.default, node, [1, -1, shape[-1]])
 
 
-def _queries(graph: FxGraph, ctx: PassContext, q: FxNode, keys: _Keys) -> FxNode:
+def _queries(ctx: PassContext, q: FxNode, keys: _Keys) -> FxNode:
     """The queries with the part for the shared keys at the end, and without an exchange around their parts."""
     whole, heads_first = _without_exchange(q)
     own = keys.own.end
@@ -148,11 +146,11 @@ def _queries(graph: FxGraph, ctx: PassContext, q: FxNode, keys: _Keys) -> FxNode
         first = tensor(parts[0]).shape[3]
         if first == (tensor(q).shape[3] - own if keys.shared_first else own):
             if heads_first:
-                parts = [ctx.call(graph, aten.transpose.int, part, 1, 2) for part in parts]
-            return ctx.call(graph, aten.cat.default, parts[::-1] if keys.shared_first else parts, 3)
+                parts = [ctx.call(aten.transpose.int, part, 1, 2) for part in parts]
+            return ctx.call(aten.cat.default, parts[::-1] if keys.shared_first else parts, 3)
     if not keys.shared_first:
         return q
     size = tensor(q).shape[3]
     bounds = ((size - own, size), (0, size - own))
-    parts = [ctx.call(graph, aten.slice.Tensor, q, 3, start, end, 1) for start, end in bounds]
-    return ctx.call(graph, aten.cat.default, parts, 3)
+    parts = [ctx.call(aten.slice.Tensor, q, 3, start, end, 1) for start, end in bounds]
+    return ctx.call(aten.cat.default, parts, 3)

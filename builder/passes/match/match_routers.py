@@ -9,16 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, expr_of, tensor
 from precast.builder.graph.evaluate import NotComputable, evaluate
-from precast.builder.graph.fx_types import FxGraph, FxNode
-from precast.builder.graph.nodes import argument
-from precast.builder.graph.sizes import expr_of, shape_of
+from precast.builder.graph.nodes import argument, origins
 from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph import symbols
 from precast.ir.ops.rows_experts import GROUP_SCORES, SCORINGS
@@ -61,22 +59,25 @@ def match_routers(graph: FxGraph, ctx: PassContext) -> bool:
         for router in _routers(node, ctx):
             attributes = _meaning(router, ctx)
             if attributes is not None:
-                _replace(graph, ctx, router, attributes)
+                _replace(ctx, router, attributes)
                 changed = True
                 break
     return changed
 
 
-def _replace(graph: FxGraph, ctx: PassContext, router: _Router, attributes: dict[str, Any]) -> None:
+def _replace(ctx: PassContext, router: _Router, attributes: dict[str, Any]) -> None:
     following: Any = router.logits.next
     while following.op == "placeholder":
         following = following.next
-    with ctx.before(router.ids), graph.inserting_before(following):  # in the ids' layer, where the logits are
+    with (
+        ctx.before(router.ids),
+        router.ids.graph.inserting_before(following),
+    ):  # in the ids' layer, where the logits are
         bias = router.bias
         if bias is not None and tensor(bias).dim() != 1:
-            bias = ctx.call(graph, aten.reshape.default, bias, [tensor(router.logits).shape[1]])
-        node = ctx.call(graph, torch.ops.precast.route.default, router.logits, bias, **attributes)
-        weights, ids = ctx.item(graph, node, 0), ctx.item(graph, node, 1)
+            bias = ctx.call(aten.reshape.default, bias, [tensor(router.logits).shape[1]])
+        node = ctx.call(torch.ops.precast.route.default, router.logits, bias, **attributes)
+        weights, ids = ctx.item(node, 0), ctx.item(node, 1)
     ctx.replace(router.weights, weights)
     ctx.replace(router.ids, ids)
 
@@ -106,15 +107,12 @@ def _routers(experts: FxNode, ctx: PassContext) -> Iterator[_Router]:
 
 def _inner(ctx: PassContext, *ends: FxNode, stop: FxNode | None = None) -> set[FxNode]:
     """The calls that these nodes come from, up to products and `stop`; sizes are none."""
-    found: set[FxNode] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        ends_here = node is stop or node.op != "call_function" or node.target in _PRODUCTS or _is_size(node)
-        if not ends_here and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
+
+    def is_inner(node: FxNode) -> bool:
+        is_end = node is stop or node.op != "call_function" or node.target in _PRODUCTS or _is_size(node)
+        return not is_end
+
+    return {node for node in origins(*ends, goes_on=is_inner) if is_inner(node)}
 
 
 def _sources(inner: set[FxNode], ctx: PassContext) -> set[FxNode]:
@@ -146,7 +144,7 @@ def _ordered(inner: set[FxNode]) -> list[FxNode]:
 def _is_like(node: FxNode, weights: FxNode, ctx: PassContext) -> bool:
     value = node.meta["val"]
     is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-    return is_float and shape_of(value, ctx.symbols) == shape_of(tensor(weights), ctx.symbols)
+    return is_float and ctx.shape(value) == ctx.shape(weights)
 
 
 def _is_bias(node: FxNode, logits: FxNode, ctx: PassContext) -> bool:
@@ -178,11 +176,10 @@ def _meaning(router: _Router, ctx: PassContext) -> dict[str, Any] | None:
         draws = [_draw(router, ctx, logits, _bias(router, seed)) for seed, logits in enumerate(_logits(router))]
     except NotComputable:
         return None
-    ordered = not _is_unordered(router.ids)
-    for attributes in _candidates(router, top_k):
-        if all(_agrees({**attributes, "dtype": dtype}, draw, ordered=ordered) for draw in draws):
-            return {**attributes, "dtype": dtype}
-    return None
+    picked = _topk(router)
+    ordered = picked is None or argument(picked, "sorted")  # else they may come in any order
+    candidates = ({**candidate, "dtype": dtype} for candidate in _candidates(router, top_k))
+    return next((each for each in candidates if all(_agrees(each, draw, ordered=ordered) for draw in draws)), None)
 
 
 def _logits(router: _Router) -> Iterator[torch.Tensor]:
@@ -247,12 +244,10 @@ def _scales(router: _Router) -> Iterator[dict[str, float]]:
     yield from ({"scale": number} for number in numbers)
 
 
-def _is_unordered(ids: FxNode) -> bool:
-    """Whether they come from a `topk` that may give them in any order."""
-    picked = ids.args[0] if ids.target is operator.getitem else None
-    if picked is None or picked.target is not aten.topk.default:
-        return False
-    return argument(picked, "sorted") is False
+def _topk(router: _Router) -> FxNode | None:
+    """The `topk` that picks the ids, if they come from one as they are."""
+    picked = router.ids.args[0] if router.ids.target is operator.getitem else None
+    return picked if picked is not None and picked.target is aten.topk.default else None
 
 
 def _ranks_logits(router: _Router) -> bool:
@@ -260,10 +255,10 @@ def _ranks_logits(router: _Router) -> bool:
 
     Scores of large logits round to equal numbers, logits don't: the choices differ where no draw may show it.
     """
-    picked = router.ids
-    if picked.target is not operator.getitem or picked.args[0].target is not aten.topk.default:
+    picked = _topk(router)
+    if picked is None:
         return False
-    ranked: Any = picked.args[0].args[0]
+    ranked: Any = picked.args[0]
     while ranked is not router.logits and ranked.target in (aten.to.dtype, aten.add.Tensor):
         ranked = ranked.args[0]
     return ranked is router.logits
@@ -294,14 +289,7 @@ def _denominators(router: _Router) -> Iterator[dict[str, float]]:
 
 
 def _agrees(attributes: dict[str, Any], draw: _Draw, *, ordered: bool) -> bool:
-    found = _compared(attributes, draw, ordered=ordered)
-    if found is None:
-        return False
-    return bool(torch.isclose(*found, rtol=_TOLERANCES[attributes["dtype"]], atol=0.0).all())
-
-
-def _compared(attributes: Mapping[str, Any], draw: _Draw, *, ordered: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The op's weights and the router's, expert by expert; None where they choose other experts.
+    """Whether the op chooses the router's experts, with its weights.
 
     Only a router that asks for no order may have another one.
     """
@@ -311,4 +299,5 @@ def _compared(attributes: Mapping[str, Any], draw: _Draw, *, ordered: bool) -> t
         ids, order = ids.sort(dim=1)
         expected_ids, expected_order = expected_ids.sort(dim=1)
         weights, expected = weights.gather(1, order), expected.gather(1, expected_order)
-    return (weights, expected) if torch.equal(ids, expected_ids) else None
+    is_close = torch.isclose(weights, expected, rtol=_TOLERANCES[attributes["dtype"]], atol=0.0)
+    return torch.equal(ids, expected_ids) and bool(is_close.all())

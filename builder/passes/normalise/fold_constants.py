@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import ConstantInfo, PassContext
+from precast.builder.graph.context import FxGraph, FxNode, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate
-from precast.builder.graph.fx_types import FxGraph, FxNode
 from precast.builder.graph.nodes import is_write, placeholder
 from precast.builder.passes.graph_pass import graph_pass
 
@@ -27,11 +26,9 @@ def fold_constants(graph: FxGraph, ctx: PassContext) -> bool:
         if node in foldable and any(user not in foldable for user in node.users):
             try:
                 value = evaluate(node, {}, ctx)
-            except (NotComputable, RuntimeError, TypeError):
+            except (NotComputable, RuntimeError, TypeError):  # the CPU can't compute it: it stays in the graph
                 continue
-            made = ctx.new_input(graph, anchor, f"folded_{len(ctx.constants)}", ctx.empty(value.shape, value.dtype))
-            ctx.constants[made.name] = ConstantInfo(made.name, value.contiguous())
-            ctx.replace(node, made)
+            ctx.replace(node, ctx.new_constant(anchor, f"folded_{len(ctx.constants)}", value.contiguous()))
             changed = True
     return changed
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.graph.nodes import placeholder
-from precast.builder.graph.sizes import shape_of
 from precast.builder.passes.graph_pass import node_pass
 from precast.ir.graph import symbols
 
@@ -28,7 +26,7 @@ _EACH = (
 
 
 @node_pass(stage="normalise", version=1)
-def match_positions(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | None:
+def match_positions(ctx: PassContext, node: FxNode) -> FxNode | None:
     """arange(T) -> positions[0], where the numbers find rows of a table, or are computed with one by one.
 
     The model sees one sequence from its start, and counts its tokens; a batch has several, and parts of them: there
@@ -40,13 +38,13 @@ def match_positions(graph: FxGraph, ctx: PassContext, node: FxNode) -> FxNode | 
         return None
     if not all(_is_of_one_token(user, node, ctx) for user in node.users):
         return None
-    return ctx.call(graph, aten.select.int, placeholder(graph, "positions"), 0, 0)
+    return ctx.call(aten.select.int, placeholder(node.graph, "positions"), 0, 0)
 
 
 def _is_count_of_tokens(node: FxNode, ctx: PassContext) -> bool:
     """Whether these are 0, 1, ... up to the number of tokens."""
     starts = node.target is aten.arange.default or node.args[0] == 0
-    return starts and tensor(node).dtype == torch.int64 and shape_of(tensor(node), ctx.symbols) == ("T",)
+    return starts and tensor(node).dtype == torch.int64 and ctx.shape(node) == ("T",)
 
 
 def _is_of_one_token(user: FxNode, numbers: FxNode, ctx: PassContext) -> bool:
@@ -76,5 +74,5 @@ def _is_table(node: FxNode, ctx: PassContext) -> bool:
 
 
 def _num_token_dims(node: FxNode, ctx: PassContext) -> int:
-    sizes = shape_of(tensor(node), ctx.symbols)
+    sizes = ctx.shape(node)
     return sum(not isinstance(size, int) and "T" in symbols.free_symbols(size) for size in sizes)

@@ -1,1 +1,1 @@
-"""Decides what the target needs not decide: page sizes, and which rows get logits."""
+"""Decides page sizes, and which rows get logits, before any target is known."""

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph, FxNode
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import placeholder
-from precast.builder.passes.graph_pass import graph_pass
-from precast.builder.passes.invariants import all_have_caches
+from precast.builder.passes.graph_pass import all_have_caches, graph_pass
 
 aten = torch.ops.aten
 
@@ -29,10 +27,10 @@ def gather_logits(graph: FxGraph, ctx: PassContext) -> bool:
     path = _path(logits)
     first = path[-1] if path else None
     rows = ctx.new_symbol("R")
-    place = ctx.new_input(graph, placeholder(graph, "input_ids"), "logit_rows", ctx.empty((rows,), torch.int64))
+    place = ctx.new_input(placeholder(graph, "input_ids"), "logit_rows", ctx.empty((rows,), torch.int64))
     source = logits if first is None else first.args[0]
     with ctx.before(output if first is None else first):
-        gathered = ctx.call(graph, torch.ops.precast.gather_rows.default, source, place)
+        gathered = ctx.call(torch.ops.precast.gather_rows.default, source, place)
     if first is None:
         output.args = ({**output.args[0], "logits": gathered},)
         return True

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from precast.builder.graph.context import PassContext, tensor
-from precast.builder.graph.fx_types import FxGraph
+from precast.builder.graph.context import FxGraph, PassContext, tensor
 from precast.builder.passes.graph_pass import graph_pass
 from precast.ir.graph.schema import CachePlan, Group, Slot, Value
 from precast.ir.memory import caches

@@ -9,14 +9,13 @@ from typing import Any
 import families
 import pytest
 import torch
+from reference import hf_greedy
 
 import precast
 from precast.check.agreement import (
     PROMPTS,
     agreement,
-    hf_greedy,
     hf_logits,
-    is_causal,
     is_greedy,
     relative_error,
     run_packed,
@@ -72,12 +71,3 @@ def test_greedy_tokens_are_known_without_generating(model: Any) -> None:
 def test_what_is_not_finite_never_agrees() -> None:
     assert relative_error(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])) == math.inf
     assert relative_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])) == 0.0
-
-
-def test_encoders_are_not_causal(model: Any) -> None:
-    from transformers import AutoConfig
-
-    from precast.builder.source.shrink import random_model, shrink
-
-    assert is_causal(model)
-    assert not is_causal(random_model(shrink(AutoConfig.for_model("bert"))))

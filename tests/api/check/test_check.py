@@ -13,8 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, logging
 
 import precast
 from precast.builder import pipeline
-from precast.builder.graph.context import PassContext
-from precast.builder.graph.fx_types import FxGraph
+from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.passes.graph_pass import Pass, graph_pass
 from precast.check.check import compare
 from precast.ir.artifact import Bundle

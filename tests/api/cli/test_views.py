@@ -47,7 +47,7 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     tokenizer = sum(len(data) for data in opened.files("tokenizer").values())
     assert set(fields) == {
         "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "checked",
-        "canonical_share", "activation_bytes", "provenance",
+        "precast_share", "activation_bytes", "provenance",
     }  # fmt: skip
     assert [(each["tokens"], each["sequences"]) for each in fields["activation_bytes"]] == [(8192, 256), (256, 256)]
     assert fields["activation_bytes"][0]["bytes"] > fields["activation_bytes"][1]["bytes"] > 256 * 131 * 48
@@ -56,7 +56,7 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     assert fields["model"]["num_parameters"] == 656_512
     assert fields["graph"] == {"blocks": 2, "calls": 4, "nodes": 41, "params": 26}
     assert fields["ops"] == opened.manifest.ops
-    assert (fields["checked"], fields["canonical_share"]) == (False, 1.0)
+    assert (fields["checked"], fields["precast_share"]) == (False, 1.0)
     assert fields["cache_groups"] == {"full": 4}
     assert fields["bytes"] == {"total": on_disk, "without_tokenizer": on_disk - tokenizer}
     assert fields["files"] == ["graph", "constants", *sorted(opened.files("tokenizer"))]
@@ -274,9 +274,9 @@ def test_kernels_of_a_gpu_are_shown_by_default(bundle: Path, command: Command) -
 
     assert found["precast.paged_attention@1"] == {
         "op": "precast.paged_attention@1", "dtype": "float32", "implementation": "triton.paged_attention",
-        "sizes": "all", "capture": "static", "reason": "the fastest of 2", "nodes": 2,
+        "sizes": "all", "control": "static", "reason": "the fastest of 2", "nodes": 2,
     }  # fmt: skip
-    assert {row["capture"] for row in found.values()} == {"static"}
+    assert {row["control"] for row in found.values()} == {"static"}
     assert sum(row["nodes"] for row in found.values()) == 41
 
 
@@ -285,6 +285,13 @@ def test_kernels_of_a_cpu_say_why_not_the_faster_ones(bundle: Path, command: Com
 
     assert row["implementation"] == "reference.write_kv"
     assert row["reason"] == "the only one; not triton.write_kv: it runs on cuda"
+
+
+def test_kernels_of_an_older_gpu_are_not_triton_s(bundle: Path, command: Command) -> None:
+    row = kernels_of(command, bundle, "--target", "sm_75")["precast.paged_attention@1"]
+
+    assert (row["implementation"], row["control"]) == ("torch.paged_attention", "host")
+    assert row["reason"].endswith("not triton.paged_attention: it wants compute capability 8.0 or higher")
 
 
 def test_an_op_that_nothing_computes_is_shown_as_such(bundle: Path) -> None:

@@ -19,8 +19,7 @@ from precast.builder import pipeline
 from precast.builder.capture.capture import Captured, capture
 from precast.builder.capture.experts import Gate, find_gate, routed_experts
 from precast.builder.capture.routing import IMPLEMENTATION
-from precast.builder.graph.context import Options
-from precast.builder.graph.fx_types import FxNode
+from precast.builder.graph.context import FxNode, Options
 from precast.builder.graph.nodes import op_counts, op_name
 from precast.builder.lower.lower import lower
 from precast.builder.source.source import open_source

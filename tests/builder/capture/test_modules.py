@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_sweep import COMPLETIONS
 from reference import evaluate, hf_logits, relative_error
 from torch import fx
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -18,13 +19,11 @@ from precast.builder.capture import modules
 from precast.builder.capture.capture import Captured, capture
 from precast.builder.capture.mixtures import drop_unread_rows, has_unread_rows
 from precast.builder.capture.modules import routed_modules
-from precast.builder.graph.context import Options, tensor
-from precast.builder.graph.fx_types import FxNode
+from precast.builder.graph.context import FxNode, Options, tensor
 from precast.builder.graph.nodes import op_counts
 from precast.builder.lower.lower import lower
 from precast.builder.source.shrink import random_model, shrink
 from precast.builder.source.source import open_source
-from precast.check.coverage import COMPLETIONS
 from precast.ir.errors import BuildError
 from precast.ir.manifest import PassRecord
 from precast.ir.verify.verifier import verify

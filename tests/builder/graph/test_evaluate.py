@@ -95,6 +95,7 @@ def test_devices_of_the_trace_are_the_cpu() -> None:
     (x,) = [node for node in source.graph.nodes if node.op == "placeholder"]
     with source.graph.inserting_after(x):
         made = source.graph.call_function(torch.ops.aten.full.default, ([2], 3.0), {"device": torch.device("meta")})
+    with source.graph.inserting_after(made):
         moved = source.graph.call_function(torch.ops.aten.to.device, (made, torch.device("meta"), torch.float64))
 
     found = evaluate(moved, {}, source.ctx)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from fx_text import read_graph
 
-from precast.builder.graph.match import Add, Anything, Capture, Cast, Either, Mul, Number, Op, match
+from precast.builder.graph.match import Add, Anything, Bind, Cast, Either, Mul, Number, Op, match
 
 aten = torch.ops.aten
 
-X, Y = Capture("x"), Capture("y")
+X, Y = Bind("x"), Bind("y")
 
 
 def found(pattern: Any, lines: str) -> dict[str, str] | None:
@@ -24,7 +24,7 @@ def found(pattern: Any, lines: str) -> dict[str, str] | None:
     return None if bindings is None else {name: getattr(value, "name", value) for name, value in bindings.items()}
 
 
-def test_captures_bind_the_arguments() -> None:
+def test_names_are_bound_to_the_arguments() -> None:
     assert found(Op(aten.sub.Tensor, X, Y), "out = aten.sub.Tensor(a, b)") == {"x": "a", "y": "b"}
 
 
@@ -72,11 +72,18 @@ def test_another_op_is_no_match() -> None:
     assert found(Add(X, Y), "out = aten.sub.Tensor(a, b)") is None
 
 
-def test_one_of_several_ops() -> None:
-    pattern = Op((aten.sin.default, aten.cos.default), X)
+def test_an_op_by_its_name() -> None:
+    pattern = Op("aten.cos.default", X)
 
     assert found(pattern, "out = aten.cos(a)") == {"x": "a"}
     assert found(pattern, "out = aten.tanh(a)") is None
+
+
+def test_an_argument_by_its_name() -> None:
+    pattern = Op(aten.gelu.default, X, approximate=Bind("how"))
+
+    assert found(pattern, "out = aten.gelu(a, approximate='tanh')") == {"x": "a", "how": "tanh"}
+    assert found(pattern, "out = aten.gelu(a)") is None
 
 
 def test_an_argument_that_the_pattern_does_not_know_is_no_match() -> None:
@@ -85,7 +92,7 @@ def test_an_argument_that_the_pattern_does_not_know_is_no_match() -> None:
 
 
 def test_a_missing_argument_matches_none() -> None:
-    pattern = Op(aten.linear.default, X, Capture("w"), Capture("bias"))
+    pattern = Op(aten.linear.default, X, Bind("w"), Bind("bias"))
     lines = "w = aten.select.int(b, 0, 0)\nw = aten.slice.Tensor(w, 0, 0, 8, 1)\nout = aten.linear(a, w)"
 
     bound = found(pattern, lines)

@@ -188,5 +188,5 @@ def test_all_are_named_at_once_with_their_layers() -> None:
     with pytest.raises(BuildError) as error:
         check(f"{layers}with layer('norm'):\n    c = aten.cumsum(x, 2)\ny = aten.add.Tensor(a0, b0)")
 
-    names = "layers.0.mixer, layers.1.mixer, layers.2.mixer"
+    names = "layers.0.mixer, layers.1.mixer, layers.2.mixer and 1 more"
     assert f"aten.cumsum.default (in {names}); aten.mean.dim (in {names})" in error.value.message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fx_text import assert_leaves, assert_rewrites
 
-from precast.builder.passes.normalise.normalise_arithmetic import normalise_arithmetic
+from precast.builder.passes.normalise.arithmetic import normalise_arithmetic
 
 
 def test_a_batch_of_products_and_a_bias() -> None:

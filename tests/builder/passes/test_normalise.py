@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
-from precast.builder.passes.normalise.merge_duplicates import merge_duplicates
-from precast.builder.passes.normalise.normalise_linear import normalise_linear
-from precast.builder.passes.normalise.normalise_views import normalise_views
-from precast.builder.passes.normalise.order_nodes import order_nodes
-from precast.builder.passes.normalise.remove_noops import remove_noops
+from precast.builder.passes.normalise.arithmetic import normalise_linear
+from precast.builder.passes.normalise.canonical import merge_duplicates, order_nodes
+from precast.builder.passes.normalise.views import normalise_views, remove_noops
 
 # --- remove_noops ------------------------------------------------------------------------------------------------
 

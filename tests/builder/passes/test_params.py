@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
-from precast.builder.passes.match.fold_param_views import fold_param_views
+from precast.builder.passes.match.params import fold_param_views
 from precast.ir.weights import recipes
 
 

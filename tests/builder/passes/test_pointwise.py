@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
-from precast.builder.passes.match.fuse_gated_activation import fuse_gated_activation
-from precast.builder.passes.match.match_activations import match_activations
-from precast.builder.passes.match.match_embedding import match_embedding
+from precast.builder.passes.match.pointwise import fuse_gated_activation, match_activations, match_embedding
 
 # --- activations -------------------------------------------------------------------------------------------------
 

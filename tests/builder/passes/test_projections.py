@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
-from precast.builder.passes.match.cancel_transposes import cancel_transposes
-from precast.builder.passes.match.fuse_projections import fuse_projections
+from precast.builder.passes.match.params import fuse_projections
+from precast.builder.passes.match.spelling import cancel_transposes
 
 # --- projections -------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
-from precast.builder.passes.match.match_rotary import match_rotary
-from precast.builder.passes.match.match_rotary_tables import match_rotary_tables
+from precast.builder.passes.match.rotary import match_rotary
+from precast.builder.passes.match.rotary_tables import match_rotary_tables
 
 # --- tables ------------------------------------------------------------------------------------------------------
 
@@ -35,10 +35,10 @@ def test_tables_of_halves() -> None:
         """
         v0 = precast.rotary_tables(positions, inv_freq, scale=1.0, dtype=float32)
         v1 = v0[0]
-        v2 = aten.cat.default([v1, v1], 2)
-        v3 = v0[1]
-        v4 = aten.cat.default([v3, v3], 2)
-        return v2, v4
+        v2 = v0[1]
+        v3 = aten.cat.default([v1, v1], 2)
+        v4 = aten.cat.default([v2, v2], 2)
+        return v3, v4
         """,
     )
 
@@ -53,10 +53,10 @@ def test_tables_of_pairs(dim: str) -> None:
         """
         v0 = precast.rotary_tables(positions, inv_freq, scale=1.0, dtype=float32)
         v1 = v0[0]
-        v2 = aten.repeat_interleave.self_int(v1, 2, 2)
-        v3 = v0[1]
-        v4 = aten.repeat_interleave.self_int(v3, 2, 2)
-        return v2, v4
+        v2 = v0[1]
+        v3 = aten.repeat_interleave.self_int(v1, 2, 2)
+        v4 = aten.repeat_interleave.self_int(v2, 2, 2)
+        return v3, v4
         """,
     )
 

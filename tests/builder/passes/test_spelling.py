@@ -6,9 +6,9 @@ import pytest
 from fx_text import apply, assert_leaves
 
 from precast.builder.passes.graph_pass import Pass
-from precast.builder.passes.match.normalise_spelling import normalise_spelling
-from precast.builder.passes.normalise.normalise_arithmetic import normalise_arithmetic
-from precast.builder.passes.normalise.remove_self_copies import remove_self_copies
+from precast.builder.passes.match.spelling import normalise_spelling
+from precast.builder.passes.normalise.arithmetic import normalise_arithmetic
+from precast.builder.passes.normalise.writes import remove_self_copies
 
 INPUTS = """
 x: input(float32, T, 8)

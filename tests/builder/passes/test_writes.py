@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
-from precast.builder.passes.normalise.remove_writes import remove_writes
+from precast.builder.passes.normalise.writes import remove_writes
 
 
 def test_later_uses_are_of_the_result() -> None:

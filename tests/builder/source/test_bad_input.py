@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +79,57 @@ def test_a_config_that_is_not_there(tmp_path: Path) -> None:
     refused(tmp_path / "model" / "config.json", "config-missing", "config.json: no such file", out=tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "name", ["./no-such-directory", "/no/such/directory", "somebody/no-such-model", "no such name!"]
-)
-def test_a_hub_id_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["./no-such-directory", "/no/such/directory", "no such name!"])
+def test_a_path_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    text = refused(name, "config-missing", "is no directory here, and the hub gave no such model", out=tmp_path / "out")
+    text = refused(name, "config-missing", "no directory here, and its form is not that of", out=tmp_path / "out")
 
     assert name in text
-    assert "fix: name a directory" in text
+    assert "fix: name a directory with a config.json, or a model on the hub, such as" in text
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub that answers every question with one status."""
+
+    status = 404
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("X-Error-Code", "RepoNotFound" if self.status == 404 else "GatedRepo")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "fix"),
+    [
+        (None, "the hub, which was to be asked, can't be reached: ", "connect to the network"),
+        (404, "the hub, which was asked, doesn't give such a model: .*404", "or a model on the hub, such as"),
+        (403, "the hub, which was asked, doesn't give such a model: .*403", "log in with `hf auth login`"),
+    ],
+)
+def test_a_hub_id_that_is_not_there(
+    status: int | None, message: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = HTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"status": status}))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    if status is None:
+        hub.server_close()
+    else:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+
+    text = refused("somebody/model", "config-missing", message, out=tmp_path / "out")
+
+    assert "somebody/model is no directory here, and " in text
+    assert fix in text
+    if status is not None:
+        hub.shutdown()
+        hub.server_close()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from precast.builder.capture.factory import make_module, make_whole
 from precast.builder.source.shrink import random_model, shrink
-from precast.builder.weights.recipes import ModelCheckpoint
-from precast.builder.weights.unused import unused_patterns
+from precast.builder.weights.recipes import ModelCheckpoint, unused_patterns
 from precast.ir.graph.schema import Cast, Concat, Each, Graph, Param, Read, Recipe, TensorType, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes as ir_recipes
@@ -76,7 +75,7 @@ def test_params_are_what_was_saved(model_type: str, tmp_path: Path) -> None:
     saved = save(model_type, tmp_path)
 
     recipes = recipes_of(saved.meta)
-    rules = ModelCheckpoint(saved.meta).rules(used=recipes)
+    rules = ModelCheckpoint(saved.meta).known_names(used=recipes)
 
     assert recipes.keys() == saved.state.keys()
     for name, recipe in recipes.items():
@@ -123,7 +122,7 @@ def test_what_the_text_decoder_leaves_out_is_listed_as_unused(tmp_path: Path) ->
     text = [name for name in saved.state if "vision" not in name and "multi_modal" not in name]
     stored = ModelCheckpoint(saved.meta)
 
-    recipes, rules = stored.recipes(text), stored.rules(text)
+    recipes, rules = stored.recipes(text), stored.known_names(text)
 
     assert rules.unused == ("multi_modal_projector.*", "vision_tower.*")
     assert any(name.startswith("vision_tower.") for name in saved.tensors)
@@ -138,7 +137,7 @@ def test_a_text_model_reads_its_part_of_a_multimodal_checkpoint() -> None:
     names = {read.tensor for recipe in recipes_of(meta).values() for read in ir_recipes.leaves(recipe)}
     multimodal = {name.replace("model.", "model.language_model.", 1) for name in names}
 
-    rules = ModelCheckpoint(meta).rules()
+    rules = ModelCheckpoint(meta).known_names()
 
     assert rules.prefixes == {"model.": "model.language_model."}
     assert {ir_recipes.resolve(name, multimodal, rules) for name in names} == multimodal
@@ -152,8 +151,8 @@ def test_what_stands_beside_a_text_decoder_is_listed_as_unused(model_type: str) 
     whole = make_whole(config, module)
     assert whole is not None
 
-    alone = ModelCheckpoint(module).rules(module.state_dict())
-    rules = ModelCheckpoint(module, whole=whole).rules(module.state_dict())
+    alone = ModelCheckpoint(module).known_names(module.state_dict())
+    rules = ModelCheckpoint(module, whole=whole).known_names(module.state_dict())
 
     assert alone.unused == ()
     assert rules.unused == ("multi_modal_projector.*", "vision_model.*")
@@ -187,7 +186,7 @@ def test_rows_of_experts_without_weights_may_be_stored(is_of_hub: bool, tmp_path
     state = {name: saved.state[name][: len(tensor)] for name, tensor in module.state_dict().items()}
 
     graph = params_graph(stored.recipes(state), state)
-    made = load_weights(graph, stored.rules(state), CheckpointFiles.open(tmp_path), device=open_device("cpu"))
+    made = load_weights(graph, stored.known_names(state), CheckpointFiles.open(tmp_path), device=open_device("cpu"))
 
     assert beyond
     for name, tensor in state.items():
@@ -214,5 +213,5 @@ def test_unused_patterns(names: list[str], used: list[str], patterns: list[str])
 def test_a_model_that_is_all_used_leaves_nothing_out() -> None:
     meta = on_meta(shrink(AutoConfig.for_model("mixtral")))
 
-    assert ModelCheckpoint(meta).rules(used=meta.state_dict()).unused == ()
-    assert ModelCheckpoint(meta).rules().unused == Checkpoint().unused
+    assert ModelCheckpoint(meta).known_names(used=meta.state_dict()).unused == ()
+    assert ModelCheckpoint(meta).known_names().unused == Checkpoint().unused

@@ -55,7 +55,7 @@ def check(config: Any, entries: dict[str, Any], quantise: Quantise, folder: Path
     meta = make_module(config, dtype)
 
     checkpoint = ModelCheckpoint(meta, entries)
-    recipes, rules = checkpoint.recipes(expected), checkpoint.rules(expected)
+    recipes, rules = checkpoint.recipes(expected), checkpoint.known_names(expected)
 
     types = {name: TensorType(str(tensor.dtype)[6:], tuple(tensor.shape)) for name, tensor in expected.items()}  # type: ignore[arg-type]
     params = tuple(Param(name, types[name], made) for name, made in recipes.items())
@@ -213,7 +213,7 @@ def test_biases_of_zeros_that_autogptq_stores_are_ignored() -> None:
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(config_of("qwen2"))
 
-    ignored = ModelCheckpoint(meta, {"quant_method": "gptq", "bits": 4}).rules().ignored
+    ignored = ModelCheckpoint(meta, {"quant_method": "gptq", "bits": 4}).known_names().ignored
 
     assert "model.layers.*.self_attn.o_proj.bias" in ignored
     assert "model.layers.*.self_attn.q_proj.bias" not in ignored

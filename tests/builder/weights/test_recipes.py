@@ -97,7 +97,7 @@ def ignored(*patterns: str) -> set[str]:
     """What becomes of the patterns of tensors that transformers ignores."""
     model = module("llama")
     model._keys_to_ignore_on_load_unexpected = set(patterns)
-    return set(ModelCheckpoint(model).rules().ignored) - {"*rotary_emb.inv_freq"}
+    return set(ModelCheckpoint(model).known_names().ignored) - {"*rotary_emb.inv_freq"}
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,18 @@ def test_a_pattern_that_no_glob_can_say_is_left_out(pattern: str) -> None:
 
 
 def test_frequencies_that_old_checkpoints_hold_are_ignored() -> None:
-    assert ModelCheckpoint(module("llama")).rules().ignored == ("*rotary_emb.inv_freq",)
+    assert ModelCheckpoint(module("llama")).known_names().ignored == ("*rotary_emb.inv_freq",)
 
 
 @pytest.mark.parametrize(
     ("variant", "prefix"), [("llama", "model."), ("gpt2", "transformer."), ("gpt_neox", "gpt_neox.")]
 )
 def test_the_base_models_prefix_is_optional(variant: str, prefix: str) -> None:
-    assert ModelCheckpoint(module(variant)).rules().optional_prefixes == (prefix,)
+    assert ModelCheckpoint(module(variant)).known_names().optional_prefixes == (prefix,)
 
 
 def test_tied_names_are_known() -> None:
-    assert ModelCheckpoint(module("llama-tied-bias")).rules().tied == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert ModelCheckpoint(module("llama")).rules().tied == {}
+    tied = ModelCheckpoint(module("llama-tied-bias")).known_names().tied
+
+    assert tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert ModelCheckpoint(module("llama")).known_names().tied == {}

@@ -155,10 +155,10 @@ ERAS = {
 
 
 def test_old_structs_become_new_ones_step_by_step() -> None:
-    assert versions.upgrade_graph(Old(7), (1, 2), ERAS) == 7
-    assert versions.upgrade_graph(Middle((3, 4)), (2, 0), ERAS) == 7
-    assert versions.upgrade_graph(7, (3, 1), ERAS) == 7
-    assert versions.upgrade_manifest(Old(7), (1, 0), ERAS) == (7, 0)
+    assert versions.upgrade(Old(7), "graph", (1, 2), ERAS) == 7
+    assert versions.upgrade(Middle((3, 4)), "graph", (2, 0), ERAS) == 7
+    assert versions.upgrade(7, "graph", (3, 1), ERAS) == 7
+    assert versions.upgrade(Old(7), "manifest", (1, 0), ERAS) == (7, 0)
 
 
 @pytest.mark.parametrize("format", [(1, 0), (1, 3), (2, 0), (3, 1)])

@@ -1,11 +1,11 @@
-"""The floating-point work of nodes, blocks and graphs, and the share of it in canonical ops, by hand."""
+"""The floating-point work of nodes, blocks and graphs, and the share of it in `precast` ops, by hand."""
 
 from __future__ import annotations
 
 import pytest
 
 from precast.ir.graph.schema import Block, Call, Const, Graph, Node, Param, Read, Ref, Symbol, TensorType, Value
-from precast.ir.ops.flops import TOKENS, canonical_share, node_work, work
+from precast.ir.ops.flops import TOKENS, node_work, precast_share, work
 
 
 def made(op: str, shapes: dict[str, tuple[int, ...]], out: tuple[int, ...], **constants: int) -> float:
@@ -95,10 +95,10 @@ def test_share_is_that_of_precast_ops_and_linear_layers() -> None:
     norm = Node("precast.rms_norm", {"x": Ref("x"), "weight": Const(None)}, (value("y", 1, "T", 8),))
     tanh = Node("aten.tanh.default", {"self": Ref("x")}, (value("y", 1, "T", 8),))
 
-    assert canonical_share(graph(norm)) == 1.0
-    assert canonical_share(graph(tanh)) == 0.0
-    assert canonical_share(graph(call("x", "y"))) == pytest.approx(16 / 17)
+    assert precast_share(graph(norm)) == 1.0
+    assert precast_share(graph(tanh)) == 0.0
+    assert precast_share(graph(call("x", "y"))) == pytest.approx(16 / 17)
 
 
-def test_graph_without_work_is_canonical() -> None:
-    assert canonical_share(graph()) == 1.0
+def test_share_of_a_graph_without_work() -> None:
+    assert precast_share(graph()) == 1.0

@@ -34,6 +34,15 @@ def test_op_with_metadata_of_sequences_knows_sequences(op: OpDef) -> None:
 
 
 @each_row
+def test_op_on_pages_names_its_caches_so(op: OpDef) -> None:
+    """The verifier finds them by it: they are the tensors of one slot, whose group the page inputs belong to."""
+    names = {arg.name for arg in op.args}
+
+    if names & {"slot_mapping", "page_indices"}:
+        assert any(name.endswith("cache") for name in names)
+
+
+@each_row
 def test_dimension_among_the_arguments_is_looked_along(op: OpDef) -> None:
     moves_it_as_a_whole = op.name in ("aten.unsqueeze.default", "aten.squeeze.dim")
     if any(arg.name == "dim" for arg in op.args) and not moves_it_as_a_whole:

@@ -207,7 +207,7 @@ SCAN_CALL = "slots=%scan_ids"
         ),
         Case(
             "IR043",
-            "group conv_6x3: shape: expected sizes of at least 1, found 0",
+            "group conv_6x3: shape: expected at least 1, found 0",
             (("shape=[6, 3]", "shape=[6, 0]"),),
             ("IR044",),
         ),
@@ -274,7 +274,7 @@ SCAN_CALL = "slots=%scan_ids"
         ),
         Case(
             "IR047",
-            "state: expected the tensor of a state's slot",
+            "state: expected a tensor of a state slot",
             (
                 ("  %g: ", "  %copy: float32[P_conv, 6, 3] = aten.neg.default@1(self=%layers.1.conv)\n  %g: "),
                 ("state=%layers.1.conv", "state=%copy"),
@@ -325,7 +325,7 @@ def with_pages(*steps: str) -> Graph:
         (
             "%no: float32[1, T, 6] = precast.stateful_causal_conv@1(x=%x, weight=%w, bias=none, state=%layers.2.k, "
             "slots=%conv_ids, cu_seqlens=%bounds, kv_lens=%kv_lens)",
-            "state: expected the tensor of a state's slot",
+            "state: expected a tensor of a state slot",
         ),
     ],
 )

@@ -281,7 +281,7 @@ REJECTED = [
             '%head: float32[32, 16] = tie(%embed) %norm: float32[16] = read("norm", [16], float32)',
         ),
     ),
-    bad("IR012", "%scale is defined twice", ("%layers.0.k", "%scale"), also=("IR032",)),
+    bad("IR012", "%scale is defined twice", ("%layers.0.k", "%scale"), also=("IR032", "IR033")),
     bad("IR012", "%h0 is defined twice", step("%h0 = aten.neg.default(self=%h1)")),
     bad(
         "IR012",

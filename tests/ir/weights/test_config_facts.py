@@ -136,6 +136,17 @@ def test_all_differences_are_in_one_message(tmp_path: Path) -> None:
     assert "rms_norm_eps: 1e-06 in the bundle, 1e-05 here" in caught.value.message
     assert "sliding_window: 4096 in the bundle, 7 here" in caught.value.message
     assert "allow_config_mismatch" in str(caught.value.fix)
+    assert str(caught.value.fix).startswith("build a bundle from this config")
+
+
+def test_another_model_is_named_as_such_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SAME | {"model_type": "gpt2"}))
+    facts = msgspec.structs.replace(FACTS, values=FACTS.values | {"model_type": "llama"})
+
+    with pytest.raises(WeightsError) as caught:
+        check(facts, tmp_path)
+
+    assert str(caught.value.fix).startswith("this is another model: name the checkpoint of the bundle's, or build a")
 
 
 def test_the_config_beside_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,236 @@
+"""Gives each layer that looks back a cache or a state, with the graph inputs that say where it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
+from precast.builder.passes.graph_pass import graph_pass
+from precast.ir.errors import BuildError
+from precast.ir.graph import schema as ir
+from precast.ir.memory import caches
+from precast.ir.ops import table as ops
+from precast.ir.ops.op import OpDef
+
+
+def new_pool(number: int) -> ir.Pool:
+    """Pool `number` of a plan, and the symbol that counts its pages."""
+    return ir.Pool(f"pool{number}", f"P_pool{number}")
+
+
+class MetadataInputs:
+    """Makes graph inputs over symbols; asked for one that is there already, gives that."""
+
+    def __init__(self, graph: FxGraph, ctx: PassContext) -> None:
+        self.graph, self.ctx = graph, ctx
+        places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+        self.after = places["cu_seqlens"]
+        bounds = tensor(self.after).shape[0]
+        self.inputs = places
+        self.known: dict[str, Any] = {"T": tensor(places["input_ids"]).shape[1], "B": bounds - 1, "B + 1": bounds}
+
+    def symbol(self, name: str) -> Any:
+        """The size of this name; a new one is unknown to the exporter, and enters its table of symbols."""
+        if name not in self.known:
+            self.known[name] = self.ctx.new_symbol(name)
+        return self.known[name]
+
+    def add_input(self, name: str, dtype: str, size: str, entries: Any = None) -> FxNode:
+        """A one-dimensional graph input."""
+        if name not in self.inputs:
+            length = entries if size == "N" else self.known[size]
+            fake = self.ctx.empty((length,), getattr(torch, dtype))
+            self.inputs[name] = self.ctx.new_input(self.after, name, fake)
+        return self.inputs[name]
+
+
+Spec = ir.PagedSpec | ir.LatentSpec
+
+DEFAULT_PAGE_SIZE = 16
+"""Tokens a page until `plan_pages` chooses."""
+
+_INPUTS = {
+    # a group's metadata inputs: dtype, sizes ("N": its page table's entries)
+    "page_indices": ("int32", "N"),
+    "page_indptr": ("int32", "B + 1"),
+    "page_start": ("int32", "B"),
+    "slot_mapping": ("int64", "T"),
+}
+
+
+@graph_pass(stage="cache", version=1)
+def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
+    """attention(q, k, v) -> write_kv(k, v, cache), paged_attention(q, cache); latent_attention likewise.
+
+    Layers of equal geometry, window and chunk form a group, with a page table, a pool and a set of metadata inputs. A
+    layer with the very keys and values of an earlier one has no cache of its own: it reads that one's. The plan is
+    recorded in the context; `plan_pages` sizes its pages.
+
+    What a step writes it reads back from the cache, its own keys too. So with a cache of another dtype than the model's
+    a token sees the same keys however its prompt was cut, and whoever computed them.
+    """
+    kinds = (torch.ops.precast.attention.default, torch.ops.precast.latent_attention.default)
+    layers = [node for node in graph.nodes if node.op == "call_function" and node.target in kinds]
+    specs: dict[Spec, list[FxNode]] = {}
+    for node in layers:
+        specs.setdefault(_spec(node, ctx), []).append(node)
+    if not specs:
+        _refuse_kv_dtype(ctx)
+        return False
+    sizes = MetadataInputs(graph, ctx)
+    kv_lens = sizes.add_input("kv_lens", "int32", "B")
+    pools: list[ir.Pool] = []
+    groups = []
+    number = {node: index for index, node in enumerate(layers)}
+    for spec, nodes in specs.items():
+        name = _group_name(spec, specs)
+        pool = new_pool(len(ctx.caches.pools) + len(pools))
+        pools.append(pool)
+        fields = {field: f"{field}_{name}" for field in _INPUTS}
+        entries = sizes.symbol(f"N_{name}")
+        metadata = {
+            field: sizes.add_input(fields[field], dtype, size, entries) for field, (dtype, size) in _INPUTS.items()
+        }
+        pages = sizes.symbol(pool.pages)
+        slots: list[ir.Slot] = []
+        written: dict[tuple[FxNode, FxNode], tuple[FxNode, ...]] = {}
+        for node in nodes:
+            kept = node.args[1], node.args[2]
+            if kept not in written:
+                values = _values(f"layers.{number[node]}", spec, pool)
+                slots.append(ir.Slot(f"layers.{number[node]}", values))
+                written[kept] = _write(ctx, node, values, pages, kv_lens, metadata)
+            _read(ctx, node, written[kept], kv_lens, metadata)
+        groups.append(ir.Group(name, pool.name, spec, ir.PagedInputs(**fields), tuple(slots)))
+    ctx.caches = ir.CachePlan((*ctx.caches.pools, *pools), tuple(groups), ctx.caches.states)
+    return True
+
+
+def _refuse_kv_dtype(ctx: PassContext) -> None:
+    """Raise BuildError where the option is given to a model without such caches."""
+    if ctx.options.kv_dtype is not None:
+        kept = "only states, which keep their dtype" if ctx.caches.states else "no caches"
+        message = f"kv_dtype is given, but the model has no keys, values or latents to keep: it has {kept}"
+        raise BuildError("option-invalid", message, fix="leave kv_dtype out")
+
+
+def _spec(node: FxNode, ctx: PassContext) -> Spec:
+    first, second = tensor(node.args[1]), tensor(node.args[2])
+    dtype: Any = ctx.options.kv_dtype or str(first.dtype).removeprefix("torch.")
+    page_size, window = ctx.options.page_size or DEFAULT_PAGE_SIZE, node.kwargs.get("window")
+    if node.target is torch.ops.precast.latent_attention.default:
+        return ir.LatentSpec(int(first.shape[2]), int(second.shape[2]), dtype, page_size, window)
+    sizes = int(first.shape[2]), int(first.shape[3]), int(second.shape[3])
+    return ir.PagedSpec(*sizes, dtype, page_size, window, node.kwargs.get("chunk"))
+
+
+def _group_name(spec: Spec, specs: dict[Spec, list[FxNode]]) -> str:
+    """`full`, `window1024`, `chunk8192`, `latent_full`; with the geometry where that alone is not enough."""
+    name = _short_name(spec)
+    if sum(_short_name(other) == name for other in specs) == 1:
+        return name
+    if isinstance(spec, ir.LatentSpec):
+        return f"{name}_{spec.latent_size}x{spec.rope_size}"
+    return f"{name}_{spec.num_kv_heads}x{spec.head_size}x{spec.value_size}"
+
+
+def _short_name(spec: Spec) -> str:
+    reach = "full" if spec.window is None else f"window{spec.window}"
+    if isinstance(spec, ir.PagedSpec) and spec.chunk is not None:
+        reach = f"chunk{spec.chunk}"
+    return reach if isinstance(spec, ir.PagedSpec) else f"latent_{reach}"
+
+
+def _values(slot: str, spec: Spec, pool: ir.Pool) -> tuple[ir.Value, ...]:
+    """The cache tensors of a slot."""
+    names = ("latent",) if isinstance(spec, ir.LatentSpec) else ("k", "v")
+    types = caches.slot_types(spec, pool.pages)
+    return tuple(ir.Value(f"{slot}.{short}", type) for short, type in zip(names, types, strict=True))
+
+
+def _write(
+    ctx: PassContext, node: FxNode, values: tuple[ir.Value, ...], pages: Any, kv_lens: FxNode,
+    metadata: dict[str, FxNode],
+) -> tuple[FxNode, ...]:  # fmt: skip
+    """Writes what the attention `node` keeps; the cache tensors that it is written into."""
+    _, first, second, *_ = node.args
+    places = tuple(ctx.new_cache(kv_lens, value, pages) for value in values)
+    is_latent = node.target is torch.ops.precast.latent_attention.default
+    write = torch.ops.precast.write_latent.default if is_latent else torch.ops.precast.write_kv.default
+    with ctx.before(node):
+        ctx.call(write, first, second, *places, metadata["slot_mapping"])
+    return places
+
+
+def _read(
+    ctx: PassContext, node: FxNode, places: tuple[FxNode, ...], kv_lens: FxNode,
+    metadata: dict[str, FxNode],
+) -> None:  # fmt: skip
+    """Puts attention over the pages in the place of `node`."""
+    is_latent = node.target is torch.ops.precast.latent_attention.default
+    read = torch.ops.precast.paged_latent_attention.default if is_latent else torch.ops.precast.paged_attention.default
+    q, _, _, other, cu_seqlens = node.args
+    with ctx.before(node):
+        paged = ctx.call(
+            read, q, *places, other, cu_seqlens, kv_lens,
+            metadata["page_indices"], metadata["page_indptr"], metadata["page_start"], **node.kwargs,
+        )  # fmt: skip
+    ctx.replace(node, paged)
+
+
+def _states() -> dict[Any, OpDef]:
+    """The cache-free ops that have a stateful form, by torch's name."""
+    rows = [row for name, version in ops.names() if (row := ops.lookup(name, version)) is not None and row.state]
+    return {getattr(torch.ops.precast, row.name.removeprefix("precast.")).default: row for row in rows}
+
+
+def _state_spec(node: FxNode, row: OpDef) -> ir.StateSpec:
+    assert row.state is not None
+    given = zip(row.args, node.args, strict=False)
+    shape = row.state.shape({arg.name: tensor(value) for arg, value in given if isinstance(value, FxNode)})
+    dtype = str(tensor(node).dtype).removeprefix("torch.") if row.state.kind == "conv" else "float32"
+    return ir.StateSpec(row.state.kind, tuple(map(int, shape)), dtype)  # type: ignore[arg-type]
+
+
+@graph_pass(stage="cache", version=1)
+def insert_states(graph: FxGraph, ctx: PassContext) -> bool:
+    """scan(..., cu_seqlens) -> stateful_scan(..., state, slots, cu_seqlens, kv_lens), and convs likewise.
+
+    Layers whose states are of equal spec form a group, with slot ids and a pool of its own. The plan is recorded in
+    the context.
+    """
+    states = _states()
+    specs: dict[ir.StateSpec, list[FxNode]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in states:
+            specs.setdefault(_state_spec(node, states[node.target]), []).append(node)
+    if not specs:
+        return False
+    inputs = MetadataInputs(graph, ctx)
+    kv_lens = inputs.add_input("kv_lens", "int32", "B")
+    for spec, nodes in specs.items():
+        name = f"{spec.kind}_{'x'.join(map(str, spec.shape))}"
+        pool = new_pool(len(ctx.caches.pools))
+        slot_ids = inputs.add_input(f"slot_ids_{name}", "int32", "B")
+        pages = inputs.symbol(pool.pages)
+        type = ir.TensorType(spec.dtype, (pool.pages, *spec.shape))
+        values = [ir.Value(f"{name}.{i}.{spec.kind}", type) for i in range(len(nodes))]
+        for node, value in zip(nodes, values, strict=True):
+            _insert_state(ctx, node, value, states[node.target], pages, slot_ids, kv_lens)
+        slots = tuple(ir.Slot(value.name.rpartition(".")[0], (value,)) for value in values)
+        group = ir.StateGroup(name, pool.name, spec, slot_ids.name, slots)
+        ctx.caches = ir.CachePlan((*ctx.caches.pools, pool), ctx.caches.groups, (*ctx.caches.states, group))
+    return True
+
+
+def _insert_state(
+    ctx: PassContext, node: FxNode, value: ir.Value, row: OpDef, pages: Any, slot_ids: FxNode, kv_lens: FxNode
+) -> None:
+    state = ctx.new_cache(kv_lens, value, pages)
+    *tensors, cu_seqlens = node.args
+    with ctx.before(node):
+        target = getattr(torch.ops.precast, f"stateful_{row.name.removeprefix('precast.')}").default
+        stateful = ctx.call(target, *tensors, state, slot_ids, cu_seqlens, kv_lens, **node.kwargs)
+    ctx.replace(node, stateful)

@@ -1,0 +1,76 @@
+"""`make models`: the lines that it prints, and the page that it writes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from model_sweep import Row
+from models_page import PAGE, green_types, line, main, page
+
+ROWS = (
+    Row("b", "BForCausalLM", "red", builds=True, share=0.5, reason="logits differ by 1e-02 | <far>"),
+    Row("a", "AForCausalLM", "green", builds=True, logits=True, tokens=True, share=0.9876),
+    Row("c", "CModel", "out of scope", reason="an encoder"),
+)
+
+
+def test_page_has_a_row_for_each_type_by_name() -> None:
+    found = page(ROWS)
+
+    assert found.splitlines()[-3:] == [
+        "| `a` | AForCausalLM | green | yes | yes | yes | 98.8 % |  |",
+        "| `b` | BForCausalLM | red | yes | no | no | 50.0 % | logits differ by 1e-02 \\| &lt;far> |",
+        "| `c` | CModel | out of scope |  |  |  |  | an encoder |",
+    ]
+    assert "has 3 model types" in found
+    assert "**1 are green**, 1 are not, 1 are out of scope" in found
+
+
+def test_green_types_are_read_back() -> None:
+    assert green_types(page(ROWS)) == ("a",)
+
+
+def test_line_of_a_row() -> None:
+    assert line(ROWS[1]).split() == ["a", "green", "98.8", "%"]
+    assert line(ROWS[2]).endswith("out of scope           an encoder")
+
+
+def test_text_of_the_page_is_what_is_written_today() -> None:
+    """But for its numbers, which are of the day when it was written."""
+    written, today = PAGE.read_text(encoding="utf-8"), page(ROWS)
+
+    assert words(written) == words(today)
+
+
+def words(text: str) -> str:
+    return re.sub(r"[\d.]+", "0", text.partition("|---")[0])
+
+
+def test_chosen_types_are_printed_and_write_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("models_page.PAGE", tmp_path / "models.md")
+
+    ran = CliRunner().invoke(main, ["bart"])
+
+    assert ran.exit_code == 0
+    assert ran.stdout.split() == ["bart", "out", "of", "scope", "an", "encoder-decoder"]
+    assert not (tmp_path / "models.md").exists()
+
+
+def test_all_types_write_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("models_page.PAGE", tmp_path / "models.md")
+    monkeypatch.setattr("models_page.model_types", lambda: ("bart",))
+
+    ran = CliRunner().invoke(main, [])
+
+    assert ran.exit_code == 0
+    assert "| `bart` | BartForCausalLM | out of scope |" in (tmp_path / "models.md").read_text(encoding="utf-8")
+
+
+def test_unknown_type_is_refused() -> None:
+    ran = CliRunner().invoke(main, ["llam"])
+
+    assert ran.exit_code == 2
+    assert "has no causal language model of type llam" in ran.stderr

@@ -1,0 +1,93 @@
+"""What `make models` runs: it writes `docs/models.md`, or prints the rows of the model types that it is given."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import transformers
+from model_sweep import Row, model_types, sweep
+
+from precast.check.agreement import CHUNK, NUM_TOKENS, PROMPTS, TOLERANCE
+from precast.ir.ops.flops import TOKENS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+_GREEN = re.compile(r"^\| `(?P<model_type>[^`]+)` \| \S+ \| green \|", re.MULTILINE)
+
+_TEXT = """\
+# Models
+
+Written by `make models`; don't edit it. transformers {version} has {total} model types for causal language modelling:
+**{green} are green**, {red} are not, {outside} are out of scope (encoders, encoder-decoders, draft models).
+
+Each type is made from its default config (completed where that alone makes no model), shrunk to a few layers of all its
+kinds, with random weights, and goes the whole line in float32 on the CPU: `save_pretrained`, `precast build`,
+`precast.load`. Green means:
+
+- **builds**: the config becomes a bundle.
+- **logits**: {prompts} prompts of unequal length give transformers' logits within {tolerance:.0e} (relative), packed
+  into one batch, and in chunks of {chunk} tokens.
+- **tokens**: {num_tokens} greedy tokens of each are transformers', while the prompts arrive one after another and share
+  steps of at most {chunk} tokens.
+
+**precast ops** is the share of the floating-point work for a prompt of {tokens} tokens that the `precast` ops and
+linear layers do; what remains runs as plain torch ops. It is that of the shrunk model: a large one's is higher.
+
+A green row that turns red fails `tests/e2e/test_models.py`. To cover one type again: `make models ONLY=llama`.
+To try a config of your own: `precast build --check`.
+
+| model type | architecture | status | builds | logits | tokens | precast ops | why not |
+|---|---|---|---|---|---|---|---|
+{rows}
+"""
+
+
+def line(row: Row) -> str:
+    """A row for a terminal."""
+    share = "" if row.share is None else f"{100 * row.share:.1f} %"
+    return f"{row.model_type:26}{row.status:14}{share:9}{row.reason}".rstrip()
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page of these rows. Equal rows give equal pages: no times, no paths."""
+    counts = Counter(row.status for row in rows)
+    return _TEXT.format(
+        version=transformers.__version__, total=len(rows), green=counts["green"], red=counts["red"],
+        outside=counts["out of scope"], prompts=len(PROMPTS), tolerance=TOLERANCE, chunk=CHUNK, num_tokens=NUM_TOKENS,
+        tokens=TOKENS, rows="\n".join(map(_cells, sorted(rows, key=lambda row: row.model_type))),
+    )  # fmt: skip
+
+
+def green_types(text: str) -> tuple[str, ...]:
+    """The model types that a page says are green, in its order."""
+    return tuple(match["model_type"] for match in _GREEN.finditer(text))
+
+
+def _cells(row: Row) -> str:
+    outside = row.status == "out of scope"
+    found = ["" if outside else "yes" if value else "no" for value in (row.builds, row.logits, row.tokens)]
+    share = "" if row.share is None else f"{100 * row.share:.1f} %"
+    reason = row.reason.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+    return f"| `{row.model_type}` | {row.architecture} | {row.status} | {' | '.join(found)} | {share} | {reason} |"
+
+
+@click.command()
+@click.argument("only", nargs=-1, metavar="[TYPE]...")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model types covered at once.")
+def main(only: tuple[str, ...], workers: int) -> None:
+    """Cover these model types, or cover all and write docs/models.md; each row is printed as soon as it is known."""
+    unknown = sorted({*only} - {*model_types()})
+    if unknown:
+        types = ", ".join(unknown)
+        raise click.UsageError(f"transformers {transformers.__version__} has no causal language model of type {types}")
+    rows = sweep(only or model_types(), workers=workers, done=lambda row: click.echo(line(row)))
+    if not only:
+        PAGE.write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

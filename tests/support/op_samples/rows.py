@@ -1,0 +1,37 @@
+"""Samples of embedding, gathered rows and gated activation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from op_samples.draw import Draw, Sample
+from precast.ir.ops.rows_tokens import ACTIVATIONS
+
+
+def embedding(draw: Draw) -> Iterator[Sample]:
+    yield {"ids": draw.integers(0, 11, 1, 7), "weight": draw.normal(11, 33), "scale": 33**0.5}
+    yield {"ids": draw.integers(0, 5, 1, 1, dtype=torch.int32), "weight": draw.normal(5, 8)}
+    yield {"ids": draw.integers(0, 5, 1, 0), "weight": draw.normal(5, 8), "scale": 2.5}
+
+
+def gather_rows(draw: Draw) -> Iterator[Sample]:
+    yield {"x": draw.normal(1, 7, 33), "rows": draw.of([6, 0, 3, 3], torch.int64)}
+    yield {"x": draw.normal(1, 1, 8), "rows": draw.of([0], torch.int64)}
+    yield {"x": draw.normal(1, 4, 16)[..., :5], "rows": draw.of([], torch.int64)}
+
+
+def gated_activation(draw: Draw) -> Iterator[Sample]:
+    for kind in ACTIVATIONS:
+        yield {"x": draw.normal(1, 5, 34, scale=3.0), "kind": kind}
+        yield {"x": draw.normal(1, 1, 2), "kind": kind}
+    yield {"x": draw.normal(1, 6, 4).transpose(0, 1), "kind": "silu"}
+    yield {"x": draw.normal(1, 0, 8), "kind": "gelu"}
+
+
+SAMPLES = {
+    ("precast.embedding", 1): embedding,
+    ("precast.gather_rows", 1): gather_rows,
+    ("precast.gated_activation", 1): gated_activation,
+}
