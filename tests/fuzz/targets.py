@@ -232,6 +232,12 @@ def _tokenizer(data: bytes, folder: Path) -> None:
         _answer(found, found.encode(text))
 
 
+def _tokenizer_at_load(data: bytes, _: Path) -> None:
+    from precast.loader.engine.tokenizer import FILE_NAME, check_tokenizer
+
+    check_tokenizer({FILE_NAME: data})
+
+
 def _answer(tokenizer: Tokenizer, prompt: list[int]) -> None:
     from precast.loader.engine.tokenizer import AnswerText
 
@@ -296,6 +302,7 @@ TARGETS: dict[str, Target] = {
     "config": Target(_config, "json", "config"),
     "generation-config": Target(_generation_config, "json", "generation-config"),
     "tokenizer": Target(_tokenizer, "json", "tokenizer"),
+    "tokenizer-load": Target(_tokenizer_at_load, "json", "tokenizer"),
     "tokenizer-settings": Target(_tokenizer_settings, "json", "tokenizer-settings"),
     "tokenizer-model": Target(_older_tokenizer("tokenizer.model"), "bytes", "tokenizer-model"),
     "tokenizer-vocab": Target(_older_tokenizer("vocab.json", "merges.txt"), "json", "tokenizer-vocab"),

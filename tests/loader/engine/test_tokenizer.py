@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers_by_hand import byte_level, letters, sentencepiece, with_padding_and_truncation
 
 from precast.ir.errors import BundleError, RequestError
-from precast.loader.engine.tokenizer import AnswerText, Tokenizer
+from precast.loader.engine.tokenizer import AnswerText, Tokenizer, check_tokenizer
 
 
 def tokenizer(data: bytes) -> Tokenizer:
@@ -49,6 +49,17 @@ def test_text_that_is_not_unicode_is_refused() -> None:
     with pytest.raises(RequestError, match="a lone surrogate at character 2") as error:
         BYTES.encode("ab\ud800")
     assert error.value.code == "prompt-invalid"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"{", b'{"model": {"type": "odd"}}', b'{"model": {}, "x": "\xff"}', b'{"x": ' + b"[" * 100_000],
+    ids=["no JSON", "an unknown kind", "no UTF-8", "nested too deep"],
+)
+def test_a_file_that_is_damaged_is_refused_before_the_weights_are_read(data: bytes) -> None:
+    with pytest.raises(BundleError) as error:
+        check_tokenizer({"tokenizer.json": data})
+    assert (error.value.code, error.value.where) == ("tokenizer-invalid", "tokenizer.json")
 
 
 def odd(model: dict[str, Any], decoder: dict[str, Any] | None) -> Tokenizer:
