@@ -239,8 +239,9 @@ def _fuzzed(name: str, seconds: int, seed: int) -> Row:
         ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     status = [tuple(map(int, found)) for found in _STATUS.findall(log.read_text(encoding="utf-8", errors="replace"))]
     executions, coverage, features = status[-1] if status else (0, 0, 0)
-    # A traceback of ours, or an input that libFuzzer wrote when the process ended: `crash-`, `timeout-`, `oom-`.
-    kept = [file for file in (KEPT / name).iterdir() if file.suffix == ".txt" or "-" in file.name]
+    # A traceback of ours, or an input that libFuzzer wrote when the process ended.
+    ends = ("crash-", "timeout-", "oom-")
+    kept = [file for file in (KEPT / name).iterdir() if file.suffix == ".txt" or file.name.startswith(ends)]
     kept = [file for file in kept if file.stat().st_mtime >= started - 1]
     if ended and not kept:
         print(f"{name}: ended with {ended}; see {log}", flush=True)
