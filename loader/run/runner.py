@@ -103,7 +103,8 @@ class Runner:
         self._opened = None
         if self.device.kind == "cuda":
             torch.cuda.empty_cache()
-            torch.accelerator.empty_host_cache()
+            if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.12 and newer
+                torch.accelerator.empty_host_cache()
 
     def _draw(self, logits: torch.Tensor, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
         """One token a row. Without arguments all rows are greedy: what `precast.sample` gives, without its sort."""
