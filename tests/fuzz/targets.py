@@ -127,7 +127,7 @@ def _load(data: bytes, _: Path) -> None:
 
 def _recipes(data: bytes, folder: Path) -> None:
     """The params of a graph, and what `precast.load` makes of their recipes and of a checkpoint that fits them."""
-    from precast.loader.weights.parts import input_parts, param_parts
+    from precast.loader.weights.parts import Assembly, param_parts
     from precast.loader.weights.read_plan import plan_reads
 
     raw = msgspec.msgpack.encode(tiny_graph(1))
@@ -152,7 +152,9 @@ def _recipes(data: bytes, folder: Path) -> None:
     found = recipes.require(graph, Checkpoint(), files)
     assembly = param_parts(params, lambda name: found[name].dtype)
     plan_reads(assembly, found.__getitem__)
-    inputs, _ = input_parts(assembly.computed, lambda name: found[name].dtype)
+    inputs = Assembly(lambda name: found[name].dtype)
+    for computed in assembly.computed:
+        inputs.add_inputs(computed)
     plan_reads(inputs, found.__getitem__)
 
 
