@@ -34,11 +34,10 @@ from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
-from precast.loader.run.allocator import cut_blocks_to_size
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
-from precast.loader.torch_device import open_device
+from precast.loader.torch_device import cut_blocks_to_size, open_device
 
 MAX_TOKENS, MAX_SEQS, MAX_SEQ_LEN = 8192, 64, 16384
 DRAWN = 12
