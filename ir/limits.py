@@ -34,8 +34,9 @@ MAX_FILE_NAME_BYTES = 128
 MAX_TOKENIZER_BYTES = 128 * MIB
 """One tokenizer file. The largest vocabularies in use (262,144 tokens) make 33 MB of JSON."""
 
-MAX_BUNDLE_BYTES = GIB
-"""All blobs together: they are read into memory when a bundle is opened."""
+MAX_BUNDLE_BYTES = 128 * MIB
+"""All blobs together: they are read into memory when a bundle is opened. The largest tokenizers take 40 MB, tables of
+positions as constants 34 MB."""
 
 # --- the graph ---------------------------------------------------------------------------------------------------
 

@@ -133,7 +133,14 @@ def _read_index(root: Directory) -> Index:
     if index.schema_version != 2:
         raise BundleError("index-invalid", f"{oci.INDEX_FILE}: expected schemaVersion 2, found {index.schema_version}")
     _expect("media-type", oci.INDEX_FILE, index.media_type or oci.INDEX_TYPE, oci.INDEX_TYPE)
+    if len(index.manifests) > 2:  # before each of them is read
+        raise _not_one(f"{len(index.manifests)} manifests")
     return index
+
+
+def _not_one(found: str) -> BundleError:
+    message = f"{oci.INDEX_FILE}: expected one bundle and at most one provenance record, found {found}"
+    return BundleError("index-invalid", message)
 
 
 def _read_images(files: Directory, index: Index) -> tuple[str, Image, list[Image]]:
@@ -142,9 +149,7 @@ def _read_images(files: Directory, index: Index) -> tuple[str, Image, list[Image
     own = [(descriptor, image) for descriptor, image in images if image.subject is None]
     attached = [image for _, image in images if image.subject is not None]
     if len(own) != 1 or len(attached) > 1:
-        found = f"{len(own)} and {len(attached)}"
-        message = f"{oci.INDEX_FILE}: expected one bundle and at most one provenance record, found {found}"
-        raise BundleError("index-invalid", message)
+        raise _not_one(f"{len(own)} and {len(attached)}")
     ((descriptor, image),) = own
     _check_image(image)
     for extra in attached:
