@@ -5,9 +5,11 @@ Each is a graph, or a directory of files, that is valid but for its size, or as 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,24 @@ from precast.ir.artifact import ops_of
 from precast.ir.bundle import codec, oci
 from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import (
-    Apply, Block, Call, Cast, Const, Dequantise, Each, Expr, Graph, Items, Node, Param, Read, Ref, Reshape, Stack, Symbol,
-    TensorType, Value,
+    Apply,
+    Block,
+    Call,
+    Cast,
+    Const,
+    Dequantise,
+    Each,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Param,
+    Read,
+    Ref,
+    Stack,
+    Symbol,
+    TensorType,
+    Value,
 )  # fmt: skip
 from precast.ir.manifest import Blob, Checkpoint, ConfigFacts, Manifest, ModelInfo
 from precast.ir.weights import tensorfile
@@ -36,7 +54,9 @@ def write(path: Path, graph: Graph, rules: Checkpoint | None = None, raw: bytes 
     blobs = tuple(Blob(name, name, oci.digest_of(data), len(data)) for name, _, data in parts)  # type: ignore[arg-type]
     model = ModelInfo("Hostile", "hostile", "float32", 32, 64, 1, 1)
     rules = Checkpoint() if rules is None else rules
-    manifest = codec.encode_json(Manifest(FORMAT, model, ops_of(graph), rules, (), {}, blobs, config=ConfigFacts({"vocab_size": 32})))
+    manifest = codec.encode_json(
+        Manifest(FORMAT, model, ops_of(graph), rules, (), {}, blobs, config=ConfigFacts({"vocab_size": 32}))
+    )
     layers = tuple(oci.describe(data, kind) for _, kind, data in parts)
     image = codec.encode_json(oci.image(oci.BUNDLE, oci.describe(manifest, oci.MANIFEST), layers))
     described = oci.describe(image, oci.IMAGE_TYPE, artifact_type=oci.BUNDLE)
@@ -122,6 +142,7 @@ def matrices(count: int) -> Graph:
 
 def powers(count: int) -> Graph:
     """So many values whose sizes are products of sums, different ones each."""
+
     def size(i: int) -> Expr:
         return Apply("add", (i + 2, *(Apply("mul", (k + 1, f"a{k}")) for k in range(12))))
 
@@ -140,8 +161,16 @@ def nested(depth: int) -> Graph:
 def reshapes(count: int) -> Graph:
     """So many reshapes to lists of 1,000 sizes."""
     sizes = Items((*(Const(1) for _ in range(15)), *(Const(1) for _ in range(985))))
-    nodes = [Node("aten.reshape.default", {"self": Ref("x"), "shape": sizes}, (value(f"y{i}", "T"),)) for i in range(count)]
+    nodes = [
+        Node("aten.reshape.default", {"self": Ref("x"), "shape": sizes}, (value(f"y{i}", "T"),)) for i in range(count)
+    ]
     return graph(main=nodes)
+
+
+def one_hash(count: int) -> Graph:
+    """So many values whose types have one hash in Python."""
+    shapes = itertools.islice(itertools.product((0, sys.hash_info.modulus), repeat=14), count)
+    return graph(inputs=[value(f"i{i}", *shape) for i, shape in enumerate(shapes)])
 
 
 def objects(count: int) -> bytes:
@@ -212,6 +241,7 @@ BUNDLES: dict[str, Callable[[Path], Path]] = {
     "products of sums": lambda path: write(path, powers(60)),
     "quotients in quotients": lambda path: write(path, nested(25)),
     "reshapes to 1,000 sizes": lambda path: write(path, reshapes(240)),
+    "16,000 types of one hash": lambda path: write(path, one_hash(16_000)),
     "500,000 values": lambda path: write(path, graph(), raw=objects(500_000)),
     "4,000,000 values": lambda path: write(path, graph(), raw=objects(4_000_000)),
 }

@@ -173,7 +173,9 @@ def _check_constants(graph: Graph, constants: Mapping[str, Tensor]) -> None:
     differ = sorted(name for name in {*declared, *held} if declared.get(name) != held.get(name))
     if differ:
         listed = some([f"{name}: graph {declared.get(name)}, file {held.get(name)}" for name in differ])
-        raise BundleError("constants-mismatch", f"constants: {len(differ)} differ from the graph's: {'; '.join(listed)}")
+        raise BundleError(
+            "constants-mismatch", f"constants: {len(differ)} differ from the graph's: {'; '.join(listed)}"
+        )
 
 
 # --- writing ---------------------------------------------------------------------------------------------------

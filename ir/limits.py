@@ -59,6 +59,10 @@ MAX_STRING_BYTES = 1024
 MAX_RANK = 16
 """Dimensions of a tensor. torch's own kernels support 25 at most, models use 5."""
 
+MAX_SIZE = 1 << 48
+"""Elements along one dimension. Far below the modulus of Python's hashes of integers, past which all shapes could have
+one hash, and tables of them be lists."""
+
 MAX_EXPRESSION_TERMS = 32
 """Terms of a normal form: (a + b) * (c + d) has four. Multiplying out can square them; real sizes have up to four."""
 
@@ -78,7 +82,7 @@ MAX_RUN_NODES = 1 << 14
 MAX_EXPRESSION_NODES = 128
 """Symbols, numbers and operations in one expression. Real ones have up to 20."""
 
-MAX_EXPRESSIONS = 1 << 13
+MAX_EXPRESSIONS = 1 << 12
 """Symbols, numbers and operations in all different expressions of a graph, but for plain symbols. Models have some
 hundreds."""
 

@@ -311,4 +311,3 @@ def _echo(text: str, *, nl: bool = True) -> None:
         os.close(nowhere)
         message = f"the answer can't be written: {error.strerror}"
         raise PrecastError("write-failed", message, where="standard output") from error
-

@@ -187,7 +187,9 @@ def _refuse_duplicates(data: bytes, what: str) -> None:
         seen: set[str] = set()
         for key, _ in items:
             if key in seen:
-                raise BundleError("json-duplicate-key", f"{what}: the key {shown(repr(key))} stands twice in one object")
+                raise BundleError(
+                    "json-duplicate-key", f"{what}: the key {shown(repr(key))} stands twice in one object"
+                )
             seen.add(key)
 
     json.loads(data, object_pairs_hook=pairs)

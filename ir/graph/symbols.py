@@ -74,7 +74,7 @@ def largest(sums: Iterable[Expr]) -> Expr:
     Raises ExprError past `limits.MAX_COMPARISONS` comparisons.
     """
     comparisons = 0
-    kept: list[tuple[Expr, Mapping[tuple[Expr, ...], int]]] = []
+    kept: list[tuple[Expr, dict[tuple[Expr, ...], int]]] = []
     for each in {normal(one) for one in sums}:
         parts = each.args if isinstance(each, Apply) and each.op == "max" else (each,)
         for expr in parts:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from precast.ir import limits
 from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Apply, Call, Dim, Each, Expr, Graph, Items, Node, Read, Recipe, Value
@@ -30,7 +32,14 @@ def counts(graph: Graph) -> Iterator[tuple[str, int, int]]:
     run = sum(nodes.get(step.block, 0) if isinstance(step, Call) else 1 for step in graph.main)
     yield "nodes over all calls", run, limits.MAX_RUN_NODES
     yield "tensors that recipes read", sum(_reads(param.recipe) for param in graph.params), limits.MAX_READS
-    sizes = [_nodes_of(expr) for expr in {expr for expr in _expressions(graph) if isinstance(expr, Apply)}]
+    shapes = [value.type.shape for value in _values(graph)] + [param.type.shape for param in graph.params]
+    yield "dimensions of one tensor", max(map(len, shapes), default=0), 4 * limits.MAX_RANK
+    numbers = [size for shape in shapes for size in shape if isinstance(size, int)]
+    yield "elements along one dimension", max(numbers, default=0), limits.MAX_SIZE
+    yield "negative sizes", sum(size < 0 for size in numbers), limits.MAX_LISTED
+    # By their encodings, because hashes of strings are not to be foreseen, and those of structs and numbers are.
+    different = {msgspec.msgpack.encode(expr): expr for expr in _expressions(graph) if isinstance(expr, Apply)}
+    sizes = list(map(_nodes_of, different.values()))
     yield "operations and names in one expression", max(sizes, default=0), limits.MAX_EXPRESSION_NODES
     yield "operations and names in all different expressions", sum(sizes), limits.MAX_EXPRESSIONS
 

@@ -68,7 +68,9 @@ def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str]) -> None
     found = [] if facts is None or config is None else differences(facts, config)
     if not found:
         return
-    lines = [f"    {shown(each.name)}: {_shown(each.bundle)} in the bundle, {_shown(each.checkpoint)} here" for each in found]
+    lines = [
+        f"    {shown(each.name)}: {_shown(each.bundle)} in the bundle, {_shown(each.checkpoint)} here" for each in found
+    ]
     count = "1 entry differs" if len(found) == 1 else f"{len(found)} entries differ"
     is_other = any(each.name == "model_type" for each in found)
     build = "this is another model: name the checkpoint of the bundle's, or build" if is_other else "build"

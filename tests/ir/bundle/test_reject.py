@@ -324,6 +324,8 @@ DOCUMENTS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("digest of nothing", "index", at("manifests", 0, digest="sha256:" + "0" * 64), "blob-missing"),
     ("size negative", "index", at("manifests", 0, size=-1), "blob-size"),
     ("size wrong", "index", at("manifests", 0, size=1), "blob-size"),
+    ("manifests that are counted before they are read", "index",
+     lambda index: index["manifests"].extend([described(b"missing", oci.IMAGE_TYPE)] * 300), "index-invalid"),
     ("size above the limit", "index", at("manifests", 0, size=limits.MAX_JSON_BYTES + 1), "limit-exceeded"),
     ("size beyond 63 bits", "index", at("manifests", 0, size=2**63), "json-invalid"),
     ("size of 5000 digits", "index_bytes", swap(b'"schemaVersion":2', b'"schemaVersion":' + b"9" * 5000),

@@ -54,6 +54,25 @@ def test_reads_are_counted_without_being_made() -> None:
     assert refusal(graph).startswith(f"graph: {2**62 * 1000} tensors that recipes read")
 
 
+@pytest.mark.parametrize(
+    ("shape", "counted"),
+    [
+        ((1,) * 65, "65 dimensions of one tensor; at most 64"),
+        ((2**48 + 1,), f"{2**48 + 1} elements along one dimension; at most {2**48}"),
+        ((-1,) * 21, "21 negative sizes; at most 20"),
+    ],
+)
+def test_sizes(shape: tuple[int, ...], counted: str) -> None:
+    assert refusal(hostile.graph(shape=shape)) == f"graph: {counted} are allowed"
+
+
+def test_sizes_of_one_hash_are_refused() -> None:
+    graph = hostile.one_hash(100)
+    assert len({hash(value.type.shape) for value in graph.inputs[1:]}) == 1
+
+    assert "elements along one dimension" in refusal(graph)
+
+
 def test_equal_expressions_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     size = Apply("add", ("T", 1))
     monkeypatch.setattr(limits, "MAX_EXPRESSIONS", 3)
