@@ -122,6 +122,26 @@ def calls(count: int, nodes: int) -> Graph:
     return graph(blocks=[block], main=main, output=f"h{count}")
 
 
+def joined_calls(count: int, times: int) -> Graph:
+    """So many calls of a block that joins one value with itself so often."""
+    items = Items((Ref("x"),) * times)
+    node = Node("aten.cat.default", {"tensors": items, "dim": Const(1)}, (value("y", "T", times),))
+    block = Block("block", (value("x", "T", 1),), (), (), (node,), ("y",))
+    main = [Call("block", {"x": "x"}, (value(f"y{i}", "T", times),)) for i in range(count)]
+    return graph(blocks=[block], main=main, shape=("T", 1))
+
+
+def wide_call(count: int) -> Graph:
+    """A call of a block that takes so many values and returns them, and a node that joins them."""
+    taken = [value(f"i{i}", "T", 1) for i in range(count)]
+    made = [value(f"o{i}", "T", 1) for i in range(count)]
+    block = Block("block", tuple(taken), (), (), (), tuple(each.name for each in taken))
+    call = Call("block", {each.name: each.name for each in taken}, tuple(made))
+    joined = Node("aten.cat.default", {"tensors": Items(tuple(Ref(each.name) for each in made)), "dim": Const(1)},
+                  (value("all", "T", count),))  # fmt: skip
+    return graph(inputs=taken, blocks=[block], main=[call, joined], output="all")
+
+
 def each(count: int, reads: int) -> Graph:
     """A param of an `each` of so many parts, each of so many reads."""
     parts = tuple(Read(f"e.*.{i}", (1,)) for i in range(reads))
@@ -235,6 +255,9 @@ BUNDLES: dict[str, Callable[[Path], Path]] = {
     "16,384 params": lambda path: write(path, params(16_384)),
     "16,384 nodes": lambda path: write(path, chain(16_384)),
     "128 calls of 128 nodes": lambda path: write(path, calls(128, 128)),
+    "8,000 calls that join 60,000 values": lambda path: write(path, joined_calls(8_000, 60_000)),
+    "1,000 calls that join 100 values": lambda path: write(path, joined_calls(1_000, 100)),
+    "a call of 10,000 values": lambda path: write(path, wide_call(10_000)),
     "10,000 calls of 5,000 nodes": lambda path: write(path, calls(10_000, 5_000)),
     "5,000 values alive": lambda path: write(path, alive(5_000)),
     "400 values alive": lambda path: write(path, alive(400)),

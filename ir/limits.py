@@ -79,6 +79,9 @@ layer is like another, 126 take 5,000."""
 MAX_RUN_NODES = 1 << 14
 """Nodes over all calls, which memory is planned for one by one. The largest known model runs 2,500."""
 
+MAX_RUN_ARGUMENTS = 1 << 17
+"""Arguments of nodes and calls, over all calls. Nodes have six, calls 25: the largest known model has 11,400."""
+
 MAX_EXPRESSION_NODES = 128
 """Symbols, numbers and operations in one expression. Real ones have up to 20."""
 

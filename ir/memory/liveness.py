@@ -166,8 +166,9 @@ class _Walk:
         self._path = f"{call.block} that makes {', '.join(value.name for value in call.outputs)}"
         self._steps(block.nodes, local, {*(value.name for value in (*block.params, *block.caches)), *block.outputs})
         self._path = ""
+        unused = set(dead)
         for value, name in zip(call.outputs, block.outputs, strict=True):
-            if value.name not in dead:
+            if value.name not in unused:
                 frame[value.name] = local[name]
                 self._hold(local[name])
         self._release(local, list(local))
@@ -280,7 +281,7 @@ def _deaths(steps: Sequence[Node | Call], kept: set[str]) -> list[list[str]]:
     seen = set(kept)
     found: list[list[str]] = []
     for step in reversed(steps):
-        reads = list(step.args.values()) if isinstance(step, Call) else list(references(step.args))
+        reads = dict.fromkeys(step.args.values() if isinstance(step, Call) else references(step.args))
         touched = dict.fromkeys([*reads, *(value.name for value in step.outputs)])
         found.append([name for name in touched if name not in seen])
         seen.update(name for name in touched if name in reads)

@@ -5,6 +5,7 @@ Each count bounds work and memory of all that is done with a graph later: the ru
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -28,9 +29,12 @@ def counts(graph: Graph) -> Iterator[tuple[str, int, int]]:
     yield "symbols", len(graph.symbols), limits.MAX_SYMBOLS
     yield "params", len(graph.params), limits.MAX_PARAMS
     yield "nodes and calls", len(graph.main) + sum(len(block.nodes) for block in graph.blocks), limits.MAX_STEPS
-    nodes = {block.name: len(block.nodes) for block in graph.blocks}
-    run = sum(nodes.get(step.block, 0) if isinstance(step, Call) else 1 for step in graph.main)
-    yield "nodes over all calls", run, limits.MAX_RUN_NODES
+    calls = Counter(step.block for step in graph.main if isinstance(step, Call))
+    run = [(1, step) for step in graph.main] + [
+        (calls[block.name], node) for block in graph.blocks for node in block.nodes
+    ]
+    yield "nodes over all calls", sum(times for times, step in run if isinstance(step, Node)), limits.MAX_RUN_NODES
+    yield "arguments over all calls", sum(times * _arguments(step) for times, step in run), limits.MAX_RUN_ARGUMENTS
     yield "tensors that recipes read", sum(_reads(param.recipe) for param in graph.params), limits.MAX_READS
     shapes = [value.type.shape for value in _values(graph)] + [param.type.shape for param in graph.params]
     yield "dimensions of one tensor", max(map(len, shapes), default=0), 4 * limits.MAX_RANK
@@ -42,6 +46,11 @@ def counts(graph: Graph) -> Iterator[tuple[str, int, int]]:
     sizes = list(map(_nodes_of, different.values()))
     yield "operations and names in one expression", max(sizes, default=0), limits.MAX_EXPRESSION_NODES
     yield "operations and names in all different expressions", sum(sizes), limits.MAX_EXPRESSIONS
+
+
+def _arguments(step: Node | Call) -> int:
+    """Those of lists one by one."""
+    return sum(len(arg.items) if isinstance(arg, Items) else 1 for arg in step.args.values())
 
 
 def _reads(recipe: Recipe) -> int:

@@ -31,6 +31,7 @@ def refusal(graph: Graph) -> str:
         ("MAX_STEPS", hostile.chain(10), "10 nodes and calls"),
         ("MAX_STEPS", hostile.calls(7, 3), "10 nodes and calls"),
         ("MAX_RUN_NODES", hostile.calls(5, 2), "10 nodes over all calls"),
+        ("MAX_RUN_ARGUMENTS", hostile.joined_calls(2, 4), "12 arguments over all calls"),
         ("MAX_READS", hostile.each(5, 2), "10 tensors that recipes read"),
         ("MAX_READS", hostile.one_read(2, 5), "10 tensors that recipes read"),
         ("MAX_EXPRESSION_NODES", hostile.nested(2), "9 operations and names in one expression"),
