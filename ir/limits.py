@@ -89,7 +89,7 @@ MAX_EXPRESSIONS = 1 << 12
 """Symbols, numbers and operations in all different expressions of a graph, but for plain symbols. Models have some
 hundreds."""
 
-MAX_PREFIXES = 16
+MAX_PREFIXES = 64
 """Prefixes of tensor names in the manifest's rules of a checkpoint: each name is tried with each. Models have two."""
 
 MAX_PATTERNS = 1 << 12

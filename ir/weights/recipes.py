@@ -218,7 +218,7 @@ def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
     The name itself, the name with one of the optional prefixes put before it or taken off, or with another prefix in
     place of its own; or, likewise, another name that is tied to it.
     """
-    names = (name, *(second for second, first in rules.tied.items() if first == name))
+    names = itertools.chain((name,), (second for second, first in rules.tied.items() if first == name))
     spelled = (candidate for one in names for candidate in _spellings(one, rules))
     return next((candidate for candidate in spelled if candidate in stored), None)
 
@@ -245,12 +245,15 @@ def _read_problems(
     graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, expected: set[str]
 ) -> Iterator[Problem]:
     """What is wrong with the tensors that recipes read; those that are there are added to `expected`."""
+    names: dict[str, str | None] = {}
     for param in graph.params:
         if isinstance(param.recipe, schema.Tie):
             # The same tensor under its second name; some writers store it, and no reader needs it.
             expected.update(_spellings(param.name, rules))
         for read in each_leaf(param.recipe):
-            name = resolve(read.tensor, files.tensors, rules)
+            if read.tensor not in names:
+                names[read.tensor] = resolve(read.tensor, files.tensors, rules)
+            name = names[read.tensor]
             if name is None:
                 wanted = f"{read.dtype or 'floating point'} {_text(read.shape)}"
                 yield Problem("missing", read.tensor, f"expected {wanted}")

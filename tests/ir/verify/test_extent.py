@@ -103,7 +103,7 @@ def test_bombs_do_not_open(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "counted"),
     [
-        (Checkpoint(optional_prefixes=("a.",) * 9, prefixes={f"{i}.": "" for i in range(9)}), "18 prefixes"),
+        (Checkpoint(optional_prefixes=("a.",) * 33, prefixes={f"{i}.": "" for i in range(33)}), "66 prefixes"),
         (Checkpoint(ignored=("*",) * 4000, unused=("*",) * 1000), "5000 patterns"),
         (Checkpoint(tied={f"{i}": "w" for i in range(2000)}), "2000 tied"),
     ],

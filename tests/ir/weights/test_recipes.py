@@ -386,6 +386,16 @@ def test_no_more_problems_are_looked_for_than_anybody_reads() -> None:
     assert len(caught.value.message.splitlines()) == limits.MAX_LISTED + 3
 
 
+def test_a_name_is_looked_for_once() -> None:
+    made = Cast(Each(Read("w", (1,)), 0, 1000), "float32")
+    graph = replace(tiny_graph(), params=(Param("p", TensorType("float32", (1000, 1)), made),))
+    held = _Counted(second=stored((1,)))
+
+    recipes.check(graph, Checkpoint(tied={"second": "w"}), CheckpointFiles(Path("/ckpt"), held))
+
+    assert held.looked_for < 10
+
+
 def test_reads_are_made_one_by_one() -> None:
     reads = recipes.each_leaf(Cast(Each(Read("e.*", (1,)), 0, 2**62), "float32"))
 
