@@ -61,6 +61,10 @@ MAX_EXPRESSION_TERMS = 32
 MAX_EACH = 1 << 16
 """Parts of one `each`: experts of a layer, of which the largest models have 1024."""
 
+MAX_VALUE_BYTES = 256 * MIB
+"""A value of a step with one token, unless a tensor that the graph is given has a quarter of its bytes: a table may be
+widened whole. Logits of 262,144 tokens in float32 take 1 MiB."""
+
 # --- the cache plan ----------------------------------------------------------------------------------------------
 
 MAX_GROUPS = 64
