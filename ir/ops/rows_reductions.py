@@ -153,7 +153,19 @@ ROWS = (
     row("aten.sort.default(Tensor self, int dim=-1, bool descending=False) -> (Tensor, Tensor)", sort, OVER_DIM),
     row("aten.max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor, Tensor)", max_dim, OVER_DIM),
     row("aten.argmax.default(Tensor self, int dim, bool keepdim=False) -> Tensor", argmax, OVER_DIM),
-    row("aten.gather.default(Tensor self, int dim, Tensor index) -> Tensor", gather, OVER_DIM, nothing, integers=_ALONG),
-    row("aten.scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor", scatter_src, OVER_DIM, integers=_ALONG),
-    row("aten.scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor", scatter_value, OVER_DIM, integers=_ALONG),
+    row(
+        "aten.gather.default(Tensor self, int dim, Tensor index) -> Tensor", gather, OVER_DIM, nothing, integers=_ALONG
+    ),
+    row(
+        "aten.scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor",
+        scatter_src,
+        OVER_DIM,
+        integers=_ALONG,
+    ),
+    row(
+        "aten.scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor",
+        scatter_value,
+        OVER_DIM,
+        integers=_ALONG,
+    ),
 )

@@ -161,7 +161,9 @@ def _group_inputs(facts: Facts) -> Iterator[Fault]:
                 shape = f"[{'any' if size is None else symbols.text(size)}]"
                 yield f"group {group.name}", f"%{name}: expected {dtype}{shape}, found {format_type(found)}"
     fed = (name for group in caches.groups(facts.graph.caches) for name in caches.input_names(group))
-    yield from duplicates("input", (*fed, *STEP_INPUTS), "is the metadata of two groups, or twice of one, or of any step")
+    yield from duplicates(
+        "input", (*fed, *STEP_INPUTS), "is the metadata of two groups, or twice of one, or of any step"
+    )
 
 
 def _cache_ops(facts: Facts) -> Iterator[Fault]:

@@ -50,7 +50,7 @@ class Scope(NamedTuple):
 
 
 class Facts:
-    """A graph, with lookups by name; of names that are given twice, the first. `model`: whose it is, if that is known."""
+    """A graph, with lookups by name; of names that are given twice, the first. `model`: whose it is, if known."""
 
     def __init__(self, graph: Graph, model: ModelInfo | None = None) -> None:
         self.graph = graph

@@ -124,10 +124,26 @@ def _sizes(facts: Facts) -> Iterator[Fault]:
     for kind, where in facts.types.items():
         for size in filter(bad, kind.shape):
             yield where, f"{format_type(kind)}: {symbols.text(size)} isn't known to be at least 0"
-    for _, where, node in facts.nodes:
+    for scope, where, node in facts.nodes:
         start = node.args.get("start")
         if isinstance(start, Dim) and bad(start.expr):
             yield where, f"start: {symbols.text(start.expr)} isn't known to be at least 0"
+        name = _TAKES.get(node.op)
+        source, dim = _type_of(scope, node.args.get("self")), node.args.get("dim", Const(-1))
+        if name is None or source is None or not isinstance(dim, Const) or type(dim.value) is not int:
+            continue
+        arg, size = node.args[name], source.shape[dim.value]
+        taken = arg.value if isinstance(arg, Const) else arg.expr if isinstance(arg, Dim) else None
+        if isinstance(taken, int) and not isinstance(size, int):
+            needed = taken + 1 if name == "index" and taken >= 0 else abs(taken)
+            if bad(symbols.add(size, -needed)):
+                yield where, f"{name}: {taken} isn't known to lie in dimension {dim.value}, of {symbols.text(size)}"
+        elif not isinstance(taken, int):
+            yield where, f"{name}: expected a number, found a size that depends on symbols"
+
+
+_TAKES = {"aten.select.int": "index", "aten.topk.default": "k"}
+"""Ops that take so much of a dimension, or an element of it; a number beyond a known size the shape rule refuses."""
 
 
 def _value_bytes(facts: Facts) -> Iterator[Fault]:

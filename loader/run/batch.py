@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = "npt.NDArray[Any]"
 Arrays = dict[str, Array]
 
+
 class _Part(msgspec.Struct):
     """What one chunk, or all sequences that decode, give to a group's arrays."""
 

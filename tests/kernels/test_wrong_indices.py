@@ -16,10 +16,7 @@ from precast.kernels import registry
 from precast.kernels.spec import OpSpec
 
 PASSED_OVER = [
-    (spec, name)
-    for spec in registry.specs()
-    for name, word in spec.definition.integers.items()
-    if word.kind == "any"
+    (spec, name) for spec in registry.specs() for name, word in spec.definition.integers.items() if word.kind == "any"
 ]
 WRONG = (-1, -(2**63), 10**6, 2**31, 2**63 - 1)
 GUARD = 4096
@@ -61,4 +58,5 @@ def test_an_index_of_nothing_adds_nothing(
         same(spec, found, spec.reference(**{**sample, name: nothing}))
         assert bool(found.isfinite().all())
         for memory in memories:
-            assert bool(memory[:GUARD].isnan().all()) and bool(memory[-GUARD:].isnan().all())
+            assert bool(memory[:GUARD].isnan().all())
+            assert bool(memory[-GUARD:].isnan().all())

@@ -12,11 +12,37 @@ from typing import Any
 
 import pytest
 import torch
-from op_calls import Args, B1, EXPERTS, GROUPED, LATENT, LATENT_HEADS, LATENT_PAGES, NORM, OURS, PACKED, PAGED, PAGES8, ROPE, ROTARY, ROUTE, SAMPLE, SLOTS, STATES, STREAM, T1, TABLES, WRITE, WRITE_LATENT, f32, t
+from op_calls import (
+    B1,
+    EXPERTS,
+    GROUPED,
+    LATENT,
+    LATENT_HEADS,
+    LATENT_PAGES,
+    NORM,
+    OURS,
+    PACKED,
+    PAGED,
+    PAGES8,
+    ROPE,
+    ROTARY,
+    ROUTE,
+    SAMPLE,
+    SLOTS,
+    STATES,
+    STREAM,
+    T1,
+    TABLES,
+    WRITE,
+    WRITE_LATENT,
+    Args,
+    f32,
+    t,
+)
 from router_ops import ROUTER_OPS
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Apply, Dtype, Expr, TensorType
+from precast.ir.graph.schema import Apply, Dtype, TensorType
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import ShapeError
 
@@ -34,6 +60,7 @@ DTYPES: dict[Dtype, torch.dtype] = {
 }
 NAMES = {value: name for name, value in DTYPES.items()}
 COMPUTED = [name for name in DTYPES if name != "float8_e4m3fn"]
+
 
 def infer(op: str, args: Args) -> tuple[TensorType, ...]:
     definition = ops.lookup(op)

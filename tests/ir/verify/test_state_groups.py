@@ -132,7 +132,8 @@ ONE_POOL = (
     ("P_conv, 6, 4, 5", "P_conv, 6, 3"),
     (
         "%s: float32[1, T, 6, 4] = precast.stateful_state_space_scan@1(x=%y, dt=%dt, a=%a, b=%b, c=%b, d=none, "
-        "dt_bias=none, state=%layers.0.state, slots=%scan_ids, cu_seqlens=%cu_seqlens, kv_lens=%kv_lens, softplus=true, "
+        "dt_bias=none, state=%layers.0.state, slots=%scan_ids, cu_seqlens=%cu_seqlens, "
+        "kv_lens=%kv_lens, softplus=true, "
         "dt_min=0.0, dt_max=inf)",
         "%s: float32[1, T, 6] = precast.stateful_causal_conv@1(x=%x, weight=%w, bias=none, state=%layers.0.state, "
         "slots=%scan_ids, cu_seqlens=%cu_seqlens, kv_lens=%kv_lens)",
@@ -203,7 +204,10 @@ SCAN_CALL = "slots=%scan_ids"
         ),
         Case("IR042", "counts the pages of two pools", (("pages=P_scan", "pages=P_conv"), ("[P_scan", "[P_conv"))),
         Case(
-            "IR042", "which is a size of an input", (("%scan_ids: int32[B]", "%scan_ids: int32[P_scan]"),), ("IR022", "IR046")
+            "IR042",
+            "which is a size of an input",
+            (("%scan_ids: int32[B]", "%scan_ids: int32[P_scan]"),),
+            ("IR022", "IR046"),
         ),
         Case(
             "IR043",
