@@ -11,3 +11,10 @@ MAX_SEQUENCES = 1 << 16
 MAX_SEQ_LEN = 1 << 24
 """Tokens of a sequence, prompt and answer; the longest config in use says 10 Mi. More than a step holds: a sequence
 grows over many. Mask functions are evaluated over as many positions."""
+
+MAX_VOCABULARY = 1 << 24
+"""Token ids of a `vocab.json`: readers keep a place for each up to the largest. The largest vocabularies in use have
+262,144 tokens."""
+
+MAX_DEPTH = 1 << 12
+"""Layers of a model. transformers makes lists of as many while it reads a config; models have up to 200."""

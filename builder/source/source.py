@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from precast.builder.limits import MAX_SEQ_LEN
+from precast.builder.limits import MAX_DEPTH, MAX_SEQ_LEN
 from precast.builder.source import tokenizer_files
 from precast.builder.source.model_class import CAUSAL, model_class, needs_code, own_code
 from precast.builder.source.quantised_options import check_options, quantisation_of
 from precast.ir.errors import BuildError
 
 CONFIG_ERRORS = (
-    ValueError, KeyError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError, OSError,
+    ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError, OSError,
     StrictDataclassError,
 )  # fmt: skip
 """What transformers raises for configs that its own checks refuse."""
@@ -36,6 +38,8 @@ _LEAST = {
 }  # fmt: skip
 """Entries of configs and what they are at least, in every model that has them. A convolution of one token has no state
 to keep. The dimensions of heads are not among them: models without rotary embeddings have some of 0."""
+
+_LAYERS = re.compile(r"(num|n)(_\w+)?_layers?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +185,10 @@ def _read_config(raw: dict[str, Any], folder: Path, name: str, allow_code: bool)
             fix="check the model_type; if the model is newer than that, update transformers",
         )
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
+        if not isinstance(config.get_text_config(), PreTrainedConfig):
+            raise TypeError("text_config, in the config of a model of text alone, is an object")
+        return config
     except CONFIG_ERRORS as error:
         message = f"{name}: {'its own code' if is_own else 'transformers'} refuses the config: {reason(error)}"
         fix = f"correct the config: compare it with that of a published {model_type} model"
@@ -200,14 +207,33 @@ def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(raw.get("auto_map") or {}, dict):
         message = f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object"
         raise BuildError("config-invalid", message, fix="correct auto_map, or remove it")
+    named = raw.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        message = f"{name}: config.json: architectures is {named!r}, expected a list of names"
+        raise BuildError("config-invalid", message, fix="correct architectures, or remove them")
+    for entry, count in _layer_counts(raw):
+        if count > MAX_DEPTH:
+            message = f"{name}: the config's {entry} is {count}, expected at most {MAX_DEPTH}"
+            raise BuildError("config-invalid", message, fix=f"correct {entry} in the config")
     return raw
+
+
+def _layer_counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The numbers of layers in a config and in the objects within it, by name."""
+    pending = [raw]
+    while pending:
+        for entry, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            elif isinstance(value, int) and _LAYERS.fullmatch(entry):
+                yield entry, value
 
 
 def _json_object(data: bytes, what: str) -> dict[str, Any]:
     fix = "correct the file, or download it again"
     try:
         found = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BuildError("config-invalid", f"{what} is no JSON: {error}", fix=fix) from error
     if not isinstance(found, dict):
         raise BuildError("config-invalid", f"{what} is no JSON object", fix=fix)
