@@ -9,7 +9,6 @@ from precast.ir import limits
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Arg, Const, Dim, Expr, Node, Ref, TensorType
 from precast.ir.graph.text import format_type
-from precast.ir.memory import caches
 from precast.ir.memory.step_inputs import LOGIT_ROWS, STEP_INPUTS, TOKENS
 from precast.ir.ops import table as ops
 from precast.ir.ops.checks import COMPUTED
@@ -165,7 +164,7 @@ def _bytes(kind: TensorType, sizes: Mapping[str, int]) -> int:
 
 
 def _decoder(facts: Facts) -> Iterator[Fault]:
-    """What an engine runs: it computes a sequence step by step, and draws from logits that the graph makes."""
+    """An engine draws from logits that the graph makes."""
     graph, model = facts.graph, facts.model
     if model is None:
         return
@@ -179,8 +178,6 @@ def _decoder(facts: Facts) -> Iterator[Fault]:
         yield "main", f"logits: expected [1, {LOGIT_ROWS}, V] of a type that ops compute in, found {format_type(found)}"
     elif not isinstance(found.shape[2], int) or found.shape[2] < 1:
         yield "main", f"logits: expected a number of tokens to draw from, found {symbols.text(found.shape[2])}"
-    if not caches.groups(graph.caches):
-        yield "caches", "expected at least one group: an engine keeps what earlier steps computed"
 
 
 INPUT_RULES = (Rule("IR050", "inputs that a step has are of the types that it has them of", _input_types),)
@@ -189,6 +186,6 @@ INDEX_RULES = (
     Rule("IR052", "indices are known to lie within what they index", _indices),
     Rule("IR053", "sizes and the starts of slices are known not to be negative", _sizes),
     Rule("IR054", "no value is huge in the smallest step", _value_bytes),
-    Rule("IR055", "a model's graph has caches, and makes logits", _decoder),
+    Rule("IR055", "a model's graph makes logits, one row for each that a step wants", _decoder),
 )
 """They take for granted that all others hold."""
