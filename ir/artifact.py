@@ -121,7 +121,7 @@ def _decode(path: Path, contents: Contents) -> Bundle:
     extent.check(graph)
     if ops_of(graph) != manifest.ops:
         raise BundleError("manifest-invalid", "manifest: its ops are not those that the graph uses")
-    check(graph)
+    check(graph, manifest.model)
     constants = _decode_constants(constants_layer.data)
     _check_constants(graph, constants)
     provenance: dict[str, Any] = {}

@@ -115,6 +115,10 @@ MAX_HELD = 1 << 16
 MAX_COMPARISONS = 1 << 18
 """Comparisons of sums of bytes, of which one is a run's peak. 126 layers have 500 different sums, six of them large."""
 
+MAX_VALUE_BYTES = 256 * MIB
+"""A value of a step with one token, unless a tensor that the graph is given has a quarter of its bytes: a table may be
+widened whole. Logits of 262,144 tokens in float32 take 1 MiB."""
+
 # --- the cache plan ----------------------------------------------------------------------------------------------
 
 MAX_GROUPS = 64

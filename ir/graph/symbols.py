@@ -106,6 +106,19 @@ def evaluate(expr: Expr, symbols: Mapping[str, int]) -> int:
     return _FOLD[expr.op]([evaluate(arg, symbols) for arg in expr.args])
 
 
+def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
+    """`expr` with other expressions in place of symbols, in normal form; where that has none, as it comes."""
+    if isinstance(expr, str):
+        return values.get(expr, expr)
+    if isinstance(expr, int):
+        return expr
+    made = Apply(expr.op, tuple(substitute(arg, values) for arg in expr.args))
+    try:
+        return normal(made)
+    except ExprError:
+        return made
+
+
 def normal(expr: Expr) -> Expr:
     """The normal form: equal for expressions that are equal as polynomials over their atoms."""
     return expr if isinstance(expr, (int, str)) else _normal(expr)

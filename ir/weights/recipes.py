@@ -7,7 +7,7 @@ once, before a byte of any tensor is read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -93,6 +93,20 @@ def map_reads(recipe: schema.Recipe, made: Callable[[schema.Read], schema.Recipe
     changes: dict[str, object] = {name: map_reads(part, made) for name, part in given.items()}
     if isinstance(recipe, (schema.Concat, schema.Stack)):
         changes["parts"] = tuple(map_reads(part, made) for part in recipe.parts)
+    return msgspec.structs.replace(recipe, **changes)
+
+
+def in_world(recipe: schema.Recipe, world: Mapping[str, schema.Expr]) -> schema.Recipe:
+    """The recipe with values in place of the symbols in its sizes."""
+    changes: dict[str, object] = {
+        name: in_world(part, world) for name in _PARTS if (part := getattr(recipe, name, None)) is not None
+    }
+    if isinstance(recipe, (schema.Concat, schema.Stack)):
+        changes["parts"] = tuple(in_world(part, world) for part in recipe.parts)
+    elif isinstance(recipe, schema.Slice):
+        changes |= {name: symbols.substitute(getattr(recipe, name), world) for name in ("start", "length")}
+    elif isinstance(recipe, schema.Reshape):
+        changes["shape"] = tuple(symbols.substitute(size, world) for size in recipe.shape)
     return msgspec.structs.replace(recipe, **changes)
 
 

@@ -409,6 +409,7 @@ DOCUMENTS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("an op that the graph lacks", "manifest", at("ops", **{"precast.layer_norm": 1}), "manifest-invalid"),
     ("an op less", "manifest", lambda manifest: manifest["ops"].pop("precast.rotary"), "manifest-invalid"),
     ("empty vocabulary", "manifest", at("model", vocab_size=0), "manifest-invalid"),
+    ("a vocabulary beyond the embedding", "manifest", at("model", vocab_size=33), "graph-invalid"),
 ]  # fmt: skip
 
 
@@ -594,6 +595,9 @@ CONTENTS: list[tuple[str, Callable[[Any], None], str]] = [
     ("a wrong shape", at("inputs", 0, "type", shape=[2, "T"]), "graph-invalid"),
     ("a division by zero", at("inputs", 0, "type", shape=[1, {"args": ["T", 0], "k": "e", "op": "mod"}]),
      "graph-invalid"),
+    ("logits that are a param", lambda graph: graph["outputs"].update(logits="embed"), "graph-invalid"),
+    ("logits that are an input", lambda graph: graph["outputs"].update(logits="input_ids"), "graph-invalid"),
+    ("no logits", lambda graph: graph["outputs"].update(scores=graph["outputs"].pop("logits")), "graph-invalid"),
     ("a recipe of a wrong shape", at("params", 0, "recipe", "of", shape=[1, 2]), "graph-invalid"),
     ("a size that explodes", at("inputs", 0, "type", shape=[1, {"args": [nested_size(1)] * 30, "k": "e", "op": "mul"}]),
      "graph-invalid"),
