@@ -7,11 +7,11 @@ form only is converted, so that a bundle that has a tokenizer has a `tokenizer.j
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 
 import tokenizers
 
+from precast.builder.source.json_object import parse_object
 from precast.ir.errors import BuildError
 
 FILE_NAME = "tokenizer.json"
@@ -39,7 +39,7 @@ def read_files(folder: Path, name: str) -> dict[str, bytes]:
     files = {file: _read(folder / file, name) for file in TAKEN if (folder / file).is_file()}
     for file in files:
         if file.endswith(".json") and file != "generation_config.json":
-            _check_json(files[file], f"{name}/{file}")
+            parse_object(files[file], f"{name}/{file}", code="tokenizer-invalid")
     if FILE_NAME in files:
         _check_tokenizer(files[FILE_NAME], f"{name}/{FILE_NAME}")
         return files
@@ -54,15 +54,6 @@ def _read(path: Path, name: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise BuildError("tokenizer-invalid", f"{path.name} can't be read: {error.strerror}", where=name) from error
-
-
-def _check_json(data: bytes, where: str) -> None:
-    try:
-        entries = json.loads(data)
-    except ValueError as error:
-        raise BuildError("tokenizer-invalid", f"expected JSON: {error}", where=where) from error
-    if not isinstance(entries, dict):
-        raise BuildError("tokenizer-invalid", f"expected a JSON object, found a {type(entries).__name__}", where=where)
 
 
 def _check_tokenizer(data: bytes, where: str) -> None:

@@ -259,7 +259,6 @@ def test_what_transformers_divides_by(name: str, model: Path, llama: dict[str, A
     [
         pytest.param("llama", {"num_key_value_heads": 3}, "q: 4 heads are no multiple of 3 kv heads", id="heads"),
         pytest.param("deepseek_v3", {"kv_lora_rank": 0}, "latent_size: expected at least 1, found 0", id="rank"),
-        pytest.param("llama", {"eos_token_id": 2**70}, "an integer beyond 63 bits", id="number"),
     ],
 )
 def test_a_config_whose_bundle_would_be_refused(family: str, entries: dict[str, Any], reason: str, model: Path) -> None:
@@ -396,12 +395,12 @@ def test_a_dump_on_a_full_disk(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("tokenizer.json", b"{", "tokenizer.json: expected JSON"),
-        ("tokenizer.json", b"\xff\xfe", "tokenizer.json: expected JSON"),
-        ("tokenizer.json", b"[]", "tokenizer.json: expected a JSON object, found a list"),
+        ("tokenizer.json", b"{", "tokenizer.json is no JSON: "),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer.json is no JSON: "),
+        ("tokenizer.json", b"[]", "tokenizer.json is no JSON object but a list"),
         ("tokenizer.json", b'{"version": "1.0"}', "tokenizer.json: the tokenizers library [0-9.]+ can't read it"),
-        ("tokenizer_config.json", b"x", "tokenizer_config.json: expected JSON"),
-        ("special_tokens_map.json", b"3", "special_tokens_map.json: expected a JSON object, found a int"),
+        ("tokenizer_config.json", b"x", "tokenizer_config.json is no JSON: "),
+        ("special_tokens_map.json", b"3", "special_tokens_map.json is no JSON object but a int"),
     ],
 )
 def test_a_tokenizer_file_that_is_none(file: str, content: bytes, message: str, model: Path) -> None:
