@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+# What `make fuzz` takes in all, and how many bundles `make fuzz-random` corrupts.
+SECONDS ?= 3600
+COUNT ?= 1000000
 
 PY := $(VENV)/bin/python
 # The name of the stamp is the content of what it stands for: a second run installs nothing, an edit installs again.
@@ -12,7 +15,7 @@ SOURCES := api ir kernels builder loader
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint format types gpu-test bench models clean
+.PHONY: help install demo test check lint format types gpu-test bench fuzz fuzz-random models clean
 
 help:
 	@echo "make demo      build, load and run the example model"
@@ -21,6 +24,8 @@ help:
 	@echo "make format    rewrite the sources in the format that check asks for"
 	@echo "make gpu-test  the tests that need a GPU"
 	@echo "make bench     all benchmarks, and the pages' figures"
+	@echo "make fuzz      coverage-guided fuzzing of all readers, SECONDS=3600 in all"
+	@echo "make fuzz-random  COUNT=1000000 random corruptions of a bundle"
 	@echo "make models    every model type of transformers, compared; writes docs/models.md"
 	@echo "make clean     remove what make made, .venv included"
 
@@ -71,6 +76,13 @@ gpu-test: $(STAMP)
 bench: $(STAMP)
 	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=benchmarks $(PY) "$$file"; done
 	$(PY) benchmarks/figures.py
+
+fuzz: $(STAMP)
+	$(PY) -c 'import atheris' 2>/dev/null || $(PY) -m pip install -c constraints.txt -e '.[fuzz]'
+	$(PY) tests/fuzz/run.py fuzz --seconds $(SECONDS) $(TARGETS)
+
+fuzz-random: $(STAMP)
+	$(PY) tests/fuzz/run.py bundles 0 $(COUNT)
 
 # With ONLY="llama qwen3" these types alone, and no page.
 models: $(STAMP)

@@ -35,12 +35,12 @@ class FreeList:
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages))
 
-    def allocate_many(self, count: int) -> array[int]:
+    def allocate(self, count: int) -> array[int]:
         pages = array("i", self._free[-count:])
         del self._free[-count:]
         return pages
 
-    def free_many(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         self._free.extend(pages)
 
 
@@ -49,15 +49,15 @@ def nanoseconds(pool: PagePool | FreeList, sizes: Callable[[random.Random], int]
     draw = random.Random(0)
     held: list[array[int]] = []
     while sum(len(pages) for pages in held) < HELD:
-        held += [pool.allocate_many(sizes(draw)) for _ in range(100)]
+        held += [pool.allocate(sizes(draw)) for _ in range(100)]
     draw.shuffle(held)
     counts = [sizes(draw) for _ in range(ROUNDS)]
     places = [draw.randrange(len(held)) for _ in range(ROUNDS)]
     num_pages = 0
     started = time.thread_time()
     for place, count in zip(places, counts, strict=True):
-        pool.free_many(held[place])
-        held[place] = pool.allocate_many(count)
+        pool.free(held[place])
+        held[place] = pool.allocate(count)
         num_pages += count
     return (time.thread_time() - started) / num_pages * 1e9
 
@@ -65,12 +65,12 @@ def nanoseconds(pool: PagePool | FreeList, sizes: Callable[[random.Random], int]
 def moved_windows(pool: PagePool | FreeList) -> float:
     """Nanoseconds of a page where 256 sequences move through their windows: 64 take one and give back one a round."""
     draw = random.Random(0)
-    held = [pool.allocate_many(HELD // 256) for _ in range(256)]
+    held = [pool.allocate(HELD // 256) for _ in range(256)]
     batches = [draw.sample(range(256), 64) for _ in range(ROUNDS)]
     started = time.thread_time()
     for batch in batches:
-        pool.free_many([held[i].pop(0) for i in batch])
-        for i, page in zip(batch, pool.allocate_many(64), strict=True):
+        pool.free([held[i].pop(0) for i in batch])
+        for i, page in zip(batch, pool.allocate(64), strict=True):
             held[i].append(page)
     return (time.thread_time() - started) / (64 * ROUNDS) * 1e9
 

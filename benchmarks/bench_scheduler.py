@@ -70,7 +70,9 @@ def graph_of(windows: tuple[int | None, ...], num_states: int, page_size: int) -
         inputs.append(Value(f"slot_ids_{i}", TensorType("int32", ("B",))))
         states.append(StateGroup(f"s{i}", f"s{i}", state, f"slot_ids_{i}", _slots(f"s{i}", state)))
     pools = tuple(Pool(name, f"P_{name}") for name in [group.name for group in groups] + [s.name for s in states])
-    return Graph((), tuple(inputs), (), (), (), (), {}, CachePlan(pools, tuple(groups), tuple(states)))
+    return Graph(
+        (), tuple(inputs), (), (), (), (), {"logits": "logits"}, CachePlan(pools, tuple(groups), tuple(states))
+    )
 
 
 def _slots(group: str, spec: PagedSpec | StateSpec) -> tuple[Slot, ...]:

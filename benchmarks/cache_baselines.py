@@ -101,8 +101,11 @@ class SplitTables(PageTables):
         self.pools = {name: PagePool(Arena(count), 1) for name, count in num_pages.items()}
         self.pool_of = {group.name: self.pools[group.pool] for group in self.groups}
 
-    def can_take(self, pages: Mapping[str, int]) -> bool:
-        return all(self.pool_of[name].num_available >= count for name, count in pages.items())
+    def can_take(self, pages: Mapping[str, int], freed: Mapping[str, int] | None = None) -> bool:
+        left = {name: pool.num_available for name, pool in self.pools.items()}
+        for name, count in self.by_pool(pages).items():
+            left[name] += (freed or {}).get(name, 0) - count
+        return min(left.values()) >= 0
 
     def can_hold(self, length: int, step: int) -> bool:
         return all(caches.peak_pages(group, length, step) <= self.num_pages[group.pool] for group in self.groups)

@@ -83,7 +83,7 @@ class Server:
                 self.num_finished += 1
 
     def running(self) -> list[Request]:
-        return [request for request in self.requests.values() if request.table is not None]
+        return [request for request in self.requests.values() if any(request.table.pages.values())]
 
 
 def needed_bytes(plan: CachePlan, spans: Iterable[tuple[int, int]]) -> int:
@@ -124,7 +124,7 @@ def sample(server: Server, step: Step, *, reuses: bool) -> Sample:
         in_pages += system.tables.pool_of[group.name].num_held * filled.get(group.name, 0)
     if reuses:
         # Pages are shared: bytes of running sequences are those of their pages, less what is not seen of them.
-        tables = [request.table for request in server.running() if request.table is not None]
+        tables = [request.table for request in server.running()]
         held = own = 0
         for group in system.tables.groups:
             lists = [table.pages[group.name] for table in tables]

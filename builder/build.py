@@ -119,7 +119,7 @@ def _capture_and_run(
     The third result says whether a snapshot stood for the trace and the first part.
     """
     before, after = parts
-    key = snapshot.key(source, options, before)
+    key = snapshot.key(source, options, before) if store else ""
     restored = store.read(key, options) if store else None
     if restored is not None:
         captured, history = restored

@@ -124,6 +124,11 @@ def some(items: Sequence[str]) -> list[str]:
     return [*items[: limits.MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether it is the failure of a library: an Exception, or a panic in Rust, whose class can't be imported."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 _USAGE = frozenset(("option-invalid", "sampling-invalid", "engine-option-invalid"))
 """The codes of an option's value that is not allowed: usage, whether the command line finds it or what it calls."""
 

@@ -40,6 +40,11 @@ class Buffer(NamedTuple):
         return Buffer(self.pointer + start, dtype, shape, strides, self.owner)
 
 
+def aligned(num_bytes: int, alignment: int) -> int:
+    """The next multiple of `alignment` bytes."""
+    return -(-num_bytes // alignment) * alignment
+
+
 def host_bytes(buffer: Buffer) -> memoryview:
     """A contiguous buffer of bytes in the host's memory, writable. The view keeps that memory alive."""
     memory = (ctypes.c_ubyte * math.prod(buffer.shape)).from_address(buffer.pointer)
@@ -47,7 +52,7 @@ def host_bytes(buffer: Buffer) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-Sizes = tuple[int, int, int]
+Dim3 = tuple[int, int, int]
 """Of a grid or a block of threads, by dimension."""
 Arguments = Sequence[Buffer | int | float]
 """Of a kernel; a buffer is passed as its address."""
@@ -58,15 +63,12 @@ class Event(Protocol):
 
     def record(self, stream: Stream = None) -> None:
         """Be the point that the stream has reached now."""
-        ...
 
     def wait(self, stream: Stream = None) -> None:
         """Let the stream go on only after this point."""
-        ...
 
     def synchronize(self) -> None:
         """Return once the point is passed."""
-        ...
 
 
 class CapturedGraph(Protocol):
@@ -74,7 +76,6 @@ class CapturedGraph(Protocol):
 
     def replay(self) -> None:
         """Run it, in the order of the current stream."""
-        ...
 
 
 class Device(Protocol):
@@ -89,17 +90,15 @@ class Device(Protocol):
 
     def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """Copy the elements of one buffer onto another of the same shape; the host does not wait."""
-        ...
 
     def load(self, image: bytes, name: str) -> Kernel:
         """The kernel called `name` of a compiled image. Raises TargetError where the device takes none."""
         ...
 
     def launch(
-        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
+        self, kernel: Kernel, grid: Dim3, block: Dim3, args: Arguments, shared_bytes: int = 0, stream: Stream = None
     ) -> None:
         """Run the kernel once for each place of the grid; the host does not wait."""
-        ...
 
     def capture(self, stream: Stream = None) -> AbstractContextManager[CapturedGraph]:
         """Record the copies and launches of the body in place of running them."""
@@ -111,7 +110,6 @@ class Device(Protocol):
 
     def stream(self) -> Stream:
         """A new stream."""
-        ...
 
     def use(self, stream: Stream = None) -> AbstractContextManager[object]:
         """While open, this thread's work goes to this device, and to `stream` if one is given."""
@@ -123,4 +121,3 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""
-        ...

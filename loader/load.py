@@ -23,13 +23,14 @@ from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
-from precast.loader.placement import Placement, bind_world, place
+from precast.loader.engine.tokenizer import check_tokenizer
+from precast.loader.placement import bind_world, place
 from precast.loader.program.restore import restore
-from precast.loader.run.allocator import cut_blocks_to_size
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import Limits
 from precast.loader.timeline import Timeline
+from precast.loader.torch_device import cut_blocks_to_size
 from precast.loader.weights.stream import load_weights
 from precast.loader.weights.workers import PinnedBuffers
 
@@ -54,7 +55,7 @@ def load(
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
 
-    On a GPU torch's allocator is configured for the whole process (`precast.loader.run.allocator`).
+    On a GPU torch's allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
 
     Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError
     for a device that is missing or too small, RequestError for options outside their range; all but what the device
@@ -68,10 +69,12 @@ def load(
     with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
         with timeline.phase("bundle"), collector_held():
             opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-            graph = rank_graph(opened, placement)
+            graph = bind_world(opened.graph, placement)
+            graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
             limits = Limits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
             sizing.check_limits(graph, limits)
-            BatchInputs(graph)  # refuses a graph that no step's inputs can be made for
+            BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
+            check_tokenizer(opened.files("tokenizer"))
             if not allow_config_mismatch:
                 config_facts.check(opened.manifest.config, weights)
             program = restore(graph, device=torch.device(target.name))
@@ -79,22 +82,17 @@ def load(
         with timeline.phase("weights") as phase:
             loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
             program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))
-            phase.note(loaded.bytes_read, {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed})
+            phase.bytes = loaded.bytes_read
+            phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
         with timeline.phase("pools") as phase:
             size = sizing.size_arena(graph, limits, target, free=target.free_bytes())
             memory = CacheMemory(graph.caches, size.num_slabs, target)
             program.bind(memory.tensors)
             cut_blocks_to_size(torch.device(target.name))
             runner = Runner(program, graph, memory, target, limits)
-            phase.note(size.num_bytes, size.counters())
+            phase.bytes, phase.counters = size.num_bytes, size.counters()
     model, tokenizer = opened.manifest.model, opened.files("tokenizer")
     return Engine(runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes)
-
-
-def rank_graph(bundle: Bundle, placement: Placement) -> Graph:
-    """The bundle's graph as a rank runs it: bound to the world, its cache plan with slabs."""
-    graph = bind_world(bundle.graph, placement)
-    return msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """How large the cache may be: arithmetic over what is known before the first step, without a trial run.
 
-    arena = (free - activations(arena) - reserve) * fraction
+    arena = (free - activations(arena) - inputs(arena) - reserve) * fraction
 
-`free` is what the weights have left. A larger arena makes longer page lists, and with them a step's activations.
+`free` is what the weights have left. A larger arena makes longer page lists, and with them larger inputs of a step and
+more activations.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from precast.ir.memory import caches
 from precast.kernels import step_memory
 from precast.kernels.registry import target_of
 from precast.loader.device import Device
+from precast.loader.run.batch import BatchInputs
+from precast.loader.run.places import Capacities, places_bytes
+from precast.loader.run.sampling import DTYPES
 
 CUDA_FRACTION = 0.9
 """Of the GPU memory that is free after weights and activations; the rest is for the allocator's fragments."""
@@ -29,8 +33,7 @@ CPU_SEQUENCES, CPU_TOKENS = 16, 2048
 """A CPU runs the reference: by default, its cache holds this many sequences of this length, and one of any length."""
 CUDA_RESERVE = 128 << 20
 """Bytes of GPU memory for what is neither cache nor activation: workspaces of libraries (cuBLAS: 32 MiB on Hopper),
-code of kernels, staging; and where `precast.loader.run.allocator` changes nothing, what blocks are larger than
-tensors."""
+code of kernels; and where `torch_device.cut_blocks_to_size` changes nothing, what blocks are larger than tensors."""
 
 
 class Limits(NamedTuple):
@@ -43,12 +46,16 @@ class Limits(NamedTuple):
 
 
 class ArenaSize(NamedTuple):
-    """The slabs of the cache's arena, and the bytes that the arithmetic set apart."""
+    """The slabs of the cache's arena, and the bytes that the arithmetic set apart.
+
+    `inputs` are the places of a step's inputs on the device; for a GPU as many bytes of the host are pinned beside.
+    """
 
     num_slabs: int
     slab_bytes: int
     free: int
     activations: int
+    inputs: int
     reserve: int
 
     @property
@@ -58,8 +65,9 @@ class ArenaSize(NamedTuple):
 
     def counters(self) -> dict[str, int]:
         """The arithmetic as a phase of the load reports it."""
-        apart = {"bytes_free": self.free, "bytes_for_activations": self.activations, "bytes_reserved": self.reserve}
-        return apart | {"bytes_for_cache": self.num_bytes, "slabs": self.num_slabs, "slab_bytes": self.slab_bytes}
+        apart = {"bytes_free": self.free, "bytes_for_activations": self.activations, "bytes_for_inputs": self.inputs}
+        cache = {"bytes_for_cache": self.num_bytes, "slabs": self.num_slabs, "slab_bytes": self.slab_bytes}
+        return apart | {"bytes_reserved": self.reserve} | cache
 
 
 def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> ArenaSize:
@@ -75,8 +83,11 @@ def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> Ar
     reserve = CUDA_RESERVE if is_cuda else 0
     needed = step_bytes(graph, limits, device)
 
+    def inputs(num_slabs: int) -> int:
+        return places_bytes(capacities(graph, limits, num_slabs))
+
     def left_for(num_slabs: int) -> int:
-        return int((free - reserve - needed(num_slabs)) * CUDA_FRACTION)
+        return int((free - reserve - needed(num_slabs) - inputs(num_slabs)) * CUDA_FRACTION)
 
     def filled_by(num_seqs: int, seq_len: int) -> int:
         return caches.slabs_for(plan, num_seqs, seq_len, limits.max_num_tokens)
@@ -89,12 +100,28 @@ def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> Ar
     else:
         several = filled_by(min(limits.max_num_seqs, CPU_SEQUENCES), min(limits.max_seq_len, CPU_TOKENS))
         num_slabs = min(max(several, filled_by(1, limits.max_seq_len)), int(free * CPU_FRACTION) // slab_bytes)
-    size = ArenaSize(num_slabs, slab_bytes, free, needed(num_slabs), reserve)
+    size = ArenaSize(num_slabs, slab_bytes, free, needed(num_slabs), inputs(num_slabs), reserve)
     _check_fits(size, limits, device)
     if num_slabs < len(plan.pools):
-        held = f"; {free} bytes are free after the weights, of which a step's activations take up to "
-        raise _too_small(plan, num_slabs, f"{held}{size.activations}, and {reserve} are set aside")
+        raise _too_small(plan, num_slabs, f"; {free} bytes are free after the weights, of which {_apart(size)}")
     return size
+
+
+def capacities(graph: Graph, limits: Limits, num_slabs: int) -> Capacities:
+    """The arrays of a step, the graph's inputs and how tokens are drawn, and how long each can become."""
+    num_seqs, num_pages = min(limits.max_num_seqs, limits.max_num_tokens), _list_lengths(graph, limits, num_slabs)
+    arrays = BatchInputs(graph).capacities(num_seqs=num_seqs, num_tokens=limits.max_num_tokens, num_pages=num_pages)
+    draws: Capacities = {name: (dtype, num_seqs) for name, dtype in DTYPES.items()}
+    return {**arrays, **draws}
+
+
+def _list_lengths(graph: Graph, limits: Limits, num_slabs: int) -> dict[str, int]:
+    """By group, the pages that the list of one sequence has at most."""
+    pages = {pool.name: num_slabs * pool.pages_per_slab for pool in caches.with_slabs(graph.caches).pools}
+    return {
+        group.name: min(pages[group.pool], caches.peak_pages(group, limits.max_seq_len, limits.max_num_tokens))
+        for group in graph.caches.groups
+    }
 
 
 def step_bytes(graph: Graph, limits: Limits, device: Device) -> Callable[[int], int]:
@@ -102,15 +129,12 @@ def step_bytes(graph: Graph, limits: Limits, device: Device) -> Callable[[int], 
     plan, (max_num_seqs, max_num_tokens, max_seq_len, _) = graph.caches, limits
     peak = step_memory.step_peak(graph, target_of(torch.device(device.name)))
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
-    most = {group.name: caches.peak_pages(group, max_seq_len, max_num_tokens) for group in plan.groups}
     num_seqs = min(max_num_seqs, max_num_tokens)
     whole = [group for group in plan.groups if caches.first_visible(group.spec, max_seq_len) == 0]
 
     def needed(num_slabs: int) -> int:
         # No sequence has a page twice, but a shared one stands in the list of each that shares it.
-        pages = {
-            group.name: num_seqs * min(num_slabs * per_slab[group.pool], most[group.name]) for group in plan.groups
-        }
+        pages = {name: num_seqs * length for name, length in _list_lengths(graph, limits, num_slabs).items()}
         held = (num_slabs * per_slab[group.pool] * group.spec.page_size for group in whole)
         seq_len = min([max_seq_len, *held])
         # All tokens may be of one prompt as well, and a prompt takes more than as many sequences that decode. And page
@@ -146,14 +170,19 @@ def check_limits(graph: Graph, limits: Limits) -> None:
 
 def _check_fits(size: ArenaSize, limits: Limits, device: Device) -> None:
     """On a GPU a step's activations and the reserve count too; a CPU's are lent by the system as they come."""
-    besides = size.activations + size.reserve if device.kind == "cuda" else 0
+    besides = size.activations + size.inputs + size.reserve if device.kind == "cuda" else 0
     if limits.cache_bytes is not None and limits.cache_bytes + besides > size.free:
         raise TargetError(
             "device-memory",
             f"cache_bytes is {limits.cache_bytes}, and {size.free} bytes are free on {device.name} after the weights, "
-            f"of which a step's activations take up to {size.activations}, and {size.reserve} are set aside",
+            f"of which {_apart(size)}",
             fix="give fewer cache_bytes, lower max_num_tokens or max_num_seqs, or free memory on the device",
         )
+
+
+def _apart(size: ArenaSize) -> str:
+    activations = f"a step's activations take up to {size.activations}"
+    return f"{activations}, its inputs {size.inputs}, and {size.reserve} are set aside"
 
 
 def _too_small(plan: CachePlan, num_slabs: int, held: str) -> RequestError:

@@ -29,10 +29,6 @@ class Phase(msgspec.Struct):
     bytes: int | None = None
     counters: dict[str, int] = {}
 
-    def note(self, num_bytes: int, counters: dict[str, int]) -> None:
-        """Say what the phase moved and counted."""
-        self.bytes, self.counters = num_bytes, counters
-
 
 class Timeline:
     """The phases of one load, in the order in which they began to be recorded."""
@@ -61,14 +57,6 @@ class Timeline:
         """From the first phase's start to the last one's end; 0 without phases."""
         first = min((phase.start for phase in self.phases), default=0.0)
         return max((phase.start + (phase.seconds or 0.0) for phase in self.phases), default=0.0) - first
-
-    def counters(self) -> dict[str, int]:
-        """All counters, summed over the phases."""
-        total: dict[str, int] = {}
-        for phase in self.phases:
-            for counter, number in phase.counters.items():
-                total[counter] = total.get(counter, 0) + number
-        return total
 
     def to_dict(self) -> dict[str, Any]:
         """`{"total_seconds": ..., "phases": [{"name", "start", "seconds", "bytes", "counters"}, ...]}`."""

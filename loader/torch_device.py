@@ -13,7 +13,10 @@ import torch
 
 from precast.ir.errors import RequestError, TargetError
 from precast.kernels import dtypes
-from precast.loader.device import Arguments, Buffer, Device, Event, Kernel, Sizes, Stream
+from precast.loader.device import Arguments, Buffer, Device, Dim3, Event, Kernel, Stream
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""With these a user configures torch's allocator of GPU memory."""
 
 
 def open_device(device: str | torch.device | None) -> Device:
@@ -43,6 +46,21 @@ def open_device(device: str | torch.device | None) -> Device:
     opened = CudaDevice(torch.cuda.current_device() if found.index is None else found.index)
     opened.synchronize()
     return opened
+
+
+def cut_blocks_to_size(device: torch.device) -> bool:
+    """Let torch give each tensor on a GPU a block of its own size, rounded up to 512 bytes; whether that was set.
+
+    `precast.kernels.step_memory` counts such blocks. By default, a tensor above 1 MiB that takes a free block keeps
+    what it leaves of it, up to 1 MiB, so that the same step holds more or less, as it happens. Segments that can grow
+    are cut to size (`expandable_segments`). The setting is the process's; where the user has made settings of the kind,
+    they stay. PyTorch has no public function for it: a version without the one used here keeps its default.
+    """
+    can_be_set = device.type == "cuda" and hasattr(torch._C, "_accelerator_setAllocatorSettings")
+    if not can_be_set or any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return False
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return True
 
 
 def tensor_of(buffer: Buffer) -> torch.Tensor:
@@ -80,7 +98,7 @@ class CpuDevice:
         raise TargetError("device-invalid", f"kernel {name} is for a GPU, and the device is cpu")
 
     def launch(
-        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
+        self, kernel: Kernel, grid: Dim3, block: Dim3, args: Arguments, shared_bytes: int = 0, stream: Stream = None
     ) -> None:
         """Call `kernel`, a function, as a GPU's kernels are called; the whole grid is one call."""
         self._run(partial(kernel, grid, block, _arguments(args), shared_bytes, stream))
@@ -154,7 +172,7 @@ class CudaDevice:
         return kernel
 
     def launch(
-        self, kernel: Kernel, grid: Sizes, block: Sizes, args: Arguments, shared_bytes: int = 0, stream: Stream = None
+        self, kernel: Kernel, grid: Dim3, block: Dim3, args: Arguments, shared_bytes: int = 0, stream: Stream = None
     ) -> None:
         """As the interface says. Integers are passed as int32, floats as doubles."""
         with self.use():

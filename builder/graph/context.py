@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     class FxNode(fx.Node):
         """A node whose arguments are what its op takes."""
 
-        graph: FxGraph
+        graph: FxGraph  # pyright: ignore[reportIncompatibleVariableOverride]
         args: Any
         kwargs: Any
         target: Any

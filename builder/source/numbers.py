@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from precast.builder.limits import MAX_EXPERTS, MAX_LAYERS, MAX_VOCABULARY
+from precast.builder.limits import MAX_DEPTH, MAX_EXPERTS, MAX_VOCABULARY
 from precast.ir.errors import BuildError
 
 
@@ -31,7 +31,7 @@ _POSITIVE = _Range(0, above=True)
 _RANGES = [
     (re.compile(names), range)
     for names, range in (
-        ("num_hidden_layers|n_layers?|num_layers", _Range(1, MAX_LAYERS)),
+        ("num_hidden_layers|n_layers?|num_layers", _Range(1, MAX_DEPTH)),
         ("vocab_size", _Range(1, MAX_VOCABULARY)),
         ("hidden_size|intermediate_size|num_attention_heads|num_key_value_heads", _Range(1)),
         ("num_experts|n_routed_experts|num_local_experts|moe_num_experts", _Range(0, MAX_EXPERTS)),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from precast.builder.limits import MAX_DEPTH
 from precast.builder.source import quantised_options, tokenizer_files
 from precast.builder.source.facts import GENERATION, Facts, decoder_way, read_facts
 from precast.builder.source.json_object import parse_object, read_object
@@ -32,10 +35,12 @@ from precast.ir.errors import BuildError
 from precast.ir.weights.config_facts import decoder_part
 
 CONFIG_ERRORS = (
-    ValueError, KeyError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError, OSError,
+    ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError, OSError,
     AssertionError, StrictDataclassError,
 )  # fmt: skip
 """What transformers raises for configs that its own checks refuse."""
+
+_LAYERS = re.compile(r"(num|n)(_\w+)?_layers?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +167,12 @@ def _read_config(
     try:
         if wanted and known is not None:
             entries = {entry: value for entry, value in raw.items() if entry != "auto_map"} | {"model_type": wanted}
-            return known.from_dict(entries, name_or_path=str(folder))
-        return AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
+            config: PreTrainedConfig = known.from_dict(entries, name_or_path=str(folder))
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
+        if not isinstance(config.get_text_config(), PreTrainedConfig):
+            raise TypeError("text_config, in the config of a model of text alone, is an object")
+        return config
     except CONFIG_ERRORS as error:
         message = f"{name}: {'its own code' if is_own else 'transformers'} refuses the config: {reason(error)}"
         fix = f"correct the config: compare it with that of a published {model_type} model"
@@ -178,7 +187,26 @@ def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(raw.get("auto_map") or {}, dict):
         message = f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object"
         raise BuildError("config-invalid", message, fix="correct auto_map, or remove it")
+    named = raw.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        message = f"{name}: config.json: architectures is {named!r}, expected a list of names"
+        raise BuildError("config-invalid", message, fix="correct architectures, or remove them")
+    for entry, count in _layer_counts(raw):
+        if count > MAX_DEPTH:
+            message = f"{name}: the config's {entry} is {count}, expected at most {MAX_DEPTH}"
+            raise BuildError("config-invalid", message, fix=f"correct {entry} in the config")
     return raw
+
+
+def _layer_counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The numbers of layers in a config and in the objects within it, by name."""
+    pending = [raw]
+    while pending:
+        for entry, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            elif isinstance(value, int) and _LAYERS.fullmatch(entry):
+                yield entry, value
 
 
 def _check_model_type(wanted: str | None, source: object) -> None:

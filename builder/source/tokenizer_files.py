@@ -11,8 +11,9 @@ from pathlib import Path
 
 import tokenizers
 
+from precast.builder.limits import MAX_VOCABULARY
 from precast.builder.source.json_object import parse_object
-from precast.ir.errors import BuildError
+from precast.ir.errors import BuildError, is_failure
 
 FILE_NAME = "tokenizer.json"
 
@@ -45,6 +46,9 @@ def read_files(folder: Path, name: str) -> dict[str, bytes]:
         return files
     for form in _OLDER_FORMS:
         if all((folder / file).is_file() for file in form):
+            for file in ("vocab.json", "added_tokens.json"):
+                if (folder / file).is_file():
+                    _check_ids(_read(folder / file, name), f"{name}/{file}")
             return {FILE_NAME: _convert(folder, form, name), **files}
     return files
 
@@ -56,10 +60,19 @@ def _read(path: Path, name: str) -> bytes:
         raise BuildError("tokenizer-invalid", f"{path.name} can't be read: {error.strerror}", where=name) from error
 
 
+def _check_ids(data: bytes, where: str) -> None:
+    for token, number in parse_object(data, where, code="tokenizer-invalid").items():
+        if type(number) is not int or not 0 <= number < MAX_VOCABULARY:
+            message = f"the id of {token!r:.100} is {number!r:.100}, expected 0 to {MAX_VOCABULARY - 1}"
+            raise BuildError("tokenizer-invalid", message, where=where)
+
+
 def _check_tokenizer(data: bytes, where: str) -> None:
     try:
         tokenizers.Tokenizer.from_str(data.decode())
-    except Exception as error:  # the library raises plain Exception, and nothing narrower
+    except BaseException as error:  # the library raises plain Exception, and nothing narrower; or it panics
+        if not is_failure(error):
+            raise
         raise BuildError(
             "tokenizer-invalid", f"the tokenizers library {tokenizers.__version__} can't read it: {error}", where=where
         ) from error
@@ -75,7 +88,9 @@ def _convert(folder: Path, form: tuple[str, ...], name: str) -> bytes:
     fix = "save the tokenizer as a tokenizer.json beside the config, with save_pretrained of its fast form"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain Exception through it
+    except BaseException as error:  # tokenizers raises plain Exception through it, or panics
+        if not is_failure(error):
+            raise
         message = f"transformers can't read the tokenizer in {stored}: {type(error).__name__}: {error}"
         raise BuildError("tokenizer-invalid", message, where=name, fix=fix) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Block, Call, Graph, Node, TensorType, Value
 from precast.ir.graph.symbols import evaluate
+from precast.ir.memory import caches
 from precast.ir.ops.table import lookup
 from precast.ir.ops.work import Shape, Shapes
 
@@ -46,7 +47,7 @@ def _block_values(block: Block) -> list[Value]:
 def _main_values(graph: Graph) -> list[Value]:
     params = [Value(param.name, param.type) for param in graph.params]
     made = [value for step in graph.main for value in step.outputs]
-    return [*graph.inputs, *params, *graph.constants, *made]
+    return [*graph.inputs, *params, *graph.constants, *caches.tensors(graph.caches), *made]
 
 
 def _sum(nodes: tuple[Node, ...] | list[Node], values: list[Value], sizes: Mapping[str, int]) -> tuple[float, float]:

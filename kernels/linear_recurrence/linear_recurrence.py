@@ -33,7 +33,7 @@ def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torc
 
 
 def joining(kind: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What is done with the state, multiplied, and an input. Raises ValueError for a kind that isn't sum or max."""
+    """The function of the decayed state and the next input. Raises ValueError for a kind other than sum and max."""
     if kind not in RECURRENCES:
         raise ValueError(f"kind: expected one of {', '.join(RECURRENCES)}, found {kind!r}")
     return torch.add if kind == "sum" else torch.maximum

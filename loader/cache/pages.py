@@ -50,11 +50,7 @@ class PagePool:
         """How many hold the page; 0 for a free one."""
         return self._holders[page]
 
-    def allocate(self) -> int:
-        """A free page, with one holder. The caller has asked whether there is one."""
-        return self.allocate_many(1)[0]
-
-    def allocate_many(self, count: int, *, spare: int = 0) -> array[int]:
+    def allocate(self, count: int, *, spare: int = 0) -> array[int]:
         """`count` free pages as int32, with one holder each. The caller has asked whether there are so many.
 
         Up to `spare` slabs may be drawn beyond need, so that pages that are given back together fill slabs.
@@ -79,23 +75,15 @@ class PagePool:
         self.num_held += count
         return array("i", pages)
 
-    def retain(self, page: int) -> None:
-        """One more holder of a page that is held."""
-        self.retain_many((page,))
-
-    def retain_many(self, pages: Iterable[int]) -> None:
-        """`retain` for each page."""
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more holder of each of these pages, which are held."""
         holders = self._holders
         for page in pages:
             assert holders[page], f"page {page} is shared, and nobody holds it"
             holders[page] += 1
 
-    def free(self, page: int) -> None:
-        """One holder less; without any the page is free, and its slab the arena's if all its pages are."""
-        self.free_many((page,))
-
-    def free_many(self, pages: Iterable[int]) -> None:
-        """`free` for each page."""
+    def free(self, pages: Iterable[int]) -> None:
+        """One holder less of each; a page without any is free, and its slab the arena's if all its pages are."""
         holders, per_slab, held, levels, roomy = (
             self._holders, self.pages_per_slab, self._held, self._levels, self._roomy,
         )  # fmt: skip

@@ -21,7 +21,7 @@ import hashlib
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from precast.ir.memory import caches
@@ -62,20 +62,18 @@ class Prefixes:
         self._full = [group for group in plan.groups if not forgets(group.spec)]
         self._forgetting = [group for group in plan.groups if forgets(group.spec)]
         self._states = plan.states if reuses else ()
+        self.has_states = bool(self._states)
         self.span_tokens = math.lcm(*(group.spec.page_size for group in plan.groups)) if plan.groups else STATE_SPAN
         self._known: dict[bytes, Span] = {}
         self._unused: dict[bytes, Span] = {}  # of the known ones, those without users: used longest ago first
         self._points: dict[bytes, Span] = {}  # of the known ones, those with a point: made or used longest ago first
+        self._in_points = {group.name: Counter[int]() for group in self._forgetting}  # how many points hold each page
         self._reclaimable = dict.fromkeys(tables.pool_of, 0)
         self._saves: dict[tuple[str, int], int] = {}  # group and target: the source, in the order of the copies
 
     @property
     def num_spans(self) -> int:
         return len(self._known)
-
-    @property
-    def has_states(self) -> bool:
-        return bool(self._states)
 
     def reclaimable(self, match: Match | None = None) -> dict[str, int]:
         """Pages by group that `drop_one` gives back at most; some of windows may still be in use."""
@@ -95,14 +93,13 @@ class Prefixes:
         if self._forgetting or self._states:
             while spans and spans[-1].point is None:
                 spans.pop()
-        table = self._tables.new_table()
-        for span in spans:
-            for name, pages in span.pages.items():
-                table.pages[name].extend(pages)
-        point = spans[-1].point if spans else None
+        table, point = self._tables.new_table(), spans[-1].point if spans else None
+        held = [span.pages for span in spans]
         if point is not None:
             table.first.update(point.first)
-            for name, pages in point.pages.items():
+            held.append(point.pages)
+        for each in held:
+            for name, pages in each.items():
                 table.pages[name].extend(pages)
         return Match(spans, len(spans) * self.span_tokens, known, table)
 
@@ -117,16 +114,16 @@ class Prefixes:
             self._use(span, sequence)
         point = match.spans[-1].point if match.spans else None
         if point is not None:
+            if not point.is_proven:
+                sequence.points.append(point)
             for name, page in point.states.items():
-                self._tables.pool_of[name].retain(page)
+                self._tables.pool_of[name].retain((page,))
                 sequence.restores[name] = page
-            self._touch_point(match.spans[-1])
+            self._points[match.spans[-1].digest] = self._points.pop(match.spans[-1].digest)
 
     def restores(self, sequence: Sequence) -> list[PageCopy]:
         """The states that the sequence goes on from, to be copied before its first chunk."""
-        assert sequence.table is not None
-        table = sequence.table
-        return [PageCopy(name, page, table.pages[name][0]) for name, page in sequence.restores.items()]
+        return [PageCopy(name, page, sequence.table.pages[name][0]) for name, page in sequence.restores.items()]
 
     def restored(self, sequence: Sequence) -> None:
         """The sequence's first chunk is computed: the states that it went on from may be dropped."""
@@ -149,19 +146,26 @@ class Prefixes:
         digests = self._digests(sequence, count)
         for index in range(sequence.num_registered, count):
             span = self._known.get(digests[index])
-            if span is None:
-                self._add(digests[index], index, sequence)
-            elif not span.num_users:
-                self._take_over(span, index, sequence)
+            if span is None or not span.num_users:
+                self._publish(span, index, sequence)
         sequence.num_registered = max(sequence.num_registered, count)
         if self._forgetting or self._states:
             same = min(sequence.num_computed, len(sequence.token_ids) - 1) // self.span_tokens
             for end in {count, same, min(sequence.shared_length // self.span_tokens, count)} - {0}:
                 self._make_point(digests[end - 1], end * self.span_tokens, sequence)
 
+    def prove(self, sequence: Sequence) -> None:
+        """A token was drawn from all that the sequence stands on: it stays known if others fail that go on from it."""
+        sequence.is_proven = True
+        proven: list[Span | Point] = [*sequence.spans, *sequence.points]
+        for each in proven:
+            each.is_proven = True
+
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives up its pages: its spans may be dropped, the last ones first."""
         self.restored(sequence)
+        sequence.is_proven = False
+        sequence.points.clear()
         while sequence.spans:
             span = sequence.spans.pop()
             span.num_users -= 1
@@ -178,15 +182,24 @@ class Prefixes:
             self.drop_one()
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Forget all spans that the sequence stands on, and those that continue them: nobody goes on from them again.
+        """Forget what the sequence computed, as its logits are NaN: nobody goes on from there again.
 
-        For caches that may hold what is no number. Sequences that share them now go on, and leave nothing.
+        What others computed goes too where no token was drawn from it yet, since the NaN may stand there; else it
+        stays, without the points that the sequence made in it. Spans that continue those forgotten go with them.
+        Sequences that stand on them now go on, and leave nothing.
         """
         sequence.shares = False
+        for span in [span for span in self._points.values() if span.point in sequence.points]:
+            self._drop_point(span)
+        num_reused = sequence.num_reused // self.span_tokens
+        gone = {
+            span.digest
+            for i, span in enumerate(sequence.spans)
+            if self._known.get(span.digest) is span and (i >= num_reused or not span.is_proven)
+        }
         children: dict[bytes | None, list[bytes]] = {}
         for span in self._known.values():
             children.setdefault(span.parent, []).append(span.digest)
-        gone = {span.digest for span in sequence.spans if self._known.get(span.digest) is span}
         pending = list(gone)
         while pending:
             more = [digest for digest in children.get(pending.pop(), ()) if digest not in gone]
@@ -221,16 +234,15 @@ class Prefixes:
         """
         kept = [] if keep is None else keep.spans
         oldest = next(iter(self._unused.values()), None)
-        if oldest is not None and oldest is not next((span for span in reversed(kept) if not span.num_users), None):
+        if oldest is not None and oldest not in kept[oldest.index : oldest.index + 1]:
             self._drop(oldest)
             return True
-        points: Collection[Span] = self._points.values()
-        if kept:
-            points = [span for span in points if span is not kept[-1]]
-        found = next(filter(self._frees, points), None) or next(filter(self._frees_with_others(points), points), None)
-        if found is not None:
-            self._drop_point(found)
-        return found is not None
+        last = kept[-1].point if kept else None
+        for span in self._points.values():
+            if span.point is not None and span.point is not last and self._frees(span.point, last):
+                self._drop_point(span)
+                return True
+        return False
 
     def touch(self, match: Match) -> None:
         """What `match` found is wanted: it is given up last."""
@@ -238,10 +250,7 @@ class Prefixes:
             if not span.num_users:
                 self._unused[span.digest] = self._unused.pop(span.digest)
         if match.spans and match.spans[-1].point is not None:
-            self._touch_point(match.spans[-1])
-
-    def _touch_point(self, span: Span) -> None:
-        self._points[span.digest] = self._points.pop(span.digest)
+            self._points[match.spans[-1].digest] = self._points.pop(match.spans[-1].digest)
 
     def _drop(self, span: Span) -> None:
         """Give up a span without users."""
@@ -250,33 +259,17 @@ class Prefixes:
         self._free(span.pages)
         self._drop_point(span)
 
-    def _frees(self, span: Span) -> bool:
-        """Whether a page becomes free without the span's point: windows of running sequences may show the same ones.
+    def _frees(self, point: Point, kept: Point | None) -> bool:
+        """Whether a page becomes free without this point and others, but for the `kept` one: none but points hold it.
 
-        Of a row of pages sequences give back the first ones first, and share the first ones with longer rows.
+        Windows of running sequences may show the same pages.
         """
-        point = span.point
-        assert point is not None
-        rows = [(self._tables.pool_of[name], pages) for name, pages in point.pages.items() if pages]
-        return bool(point.states) or any(1 in (pool.holders(row[0]), pool.holders(row[-1])) for pool, row in rows)
-
-    def _frees_with_others(self, spans: Iterable[Span]) -> Callable[[Span], bool]:
-        """Whether a page becomes free without a span's point and others of `spans`: none but those hold it.
-
-        So it is where several points begin with the first page of all, which a sequence has given back since.
-        """
-        points = [span.point for span in spans if span.point is not None]
-        counts = Counter((name, page) for point in points for name, pages in point.pages.items() for page in pages)
-
-        def frees(span: Span) -> bool:
-            rows = {} if span.point is None else span.point.pages
-            return any(
-                self._tables.pool_of[name].holders(page) == counts[name, page]
-                for name, pages in rows.items()
-                for page in pages
-            )
-
-        return frees
+        return bool(point.states) or any(
+            self._tables.pool_of[name].holders(page) == self._in_points[name][page]
+            and (kept is None or page not in kept.pages[name])
+            for name, pages in point.pages.items()
+            for page in pages
+        )
 
     def drop_points(self) -> None:
         """Give up all points, for states that may be wrong."""
@@ -314,30 +307,29 @@ class Prefixes:
             made.append(hashlib.blake2b(before + tokens, digest_size=32).digest())
         return made
 
-    def _add(self, digest: bytes, index: int, sequence: Sequence) -> None:
-        parent = sequence.digests[index - 1] if index else None
-        span = self._known[digest] = self._unused[digest] = Span(digest, parent, self._pages_of(index, sequence))
-        self._count(span.pages, 1)
-        self._use(span, sequence)
+    def _publish(self, span: Span | None, index: int, sequence: Sequence) -> None:
+        """Make a span known that the sequence has computed.
 
-    def _take_over(self, span: Span, index: int, sequence: Sequence) -> None:
-        """A known span that the sequence has computed itself, as no point led there: its own pages are kept instead.
-
-        So its later spans aren't kept without this one, and nothing is kept twice.
+        If it is known, and no point led there, the sequence's own pages are kept in place of the known ones: so its
+        later spans aren't kept without this one, and nothing is kept twice.
         """
         pages = self._pages_of(index, sequence)
-        self._free(span.pages)
-        span.pages = pages
+        if span is None:
+            digest, parent = sequence.digests[index], sequence.digests[index - 1] if index else None
+            span = self._known[digest] = self._unused[digest] = Span(digest, parent, index)
+            self._count(pages, 1)
+        else:
+            self._free(span.pages)
+        span.pages, span.is_proven = pages, sequence.is_proven
         self._use(span, sequence)
 
     def _pages_of(self, index: int, sequence: Sequence) -> dict[str, array[int]]:
         """The sequence's pages of a span, with one holder more."""
-        assert sequence.table is not None
         pages = {}
         for group in self._full:
             per_span = self.span_tokens // group.spec.page_size
             pages[group.name] = sequence.table.pages[group.name][index * per_span : (index + 1) * per_span]
-            self._tables.pool_of[group.name].retain_many(pages[group.name])
+            self._tables.pool_of[group.name].retain(pages[group.name])
         return pages
 
     def _use(self, span: Span, sequence: Sequence) -> None:
@@ -354,7 +346,6 @@ class Prefixes:
         span, table = self._known.get(digest), sequence.table
         if span is None or span.point is not None or (self._states and length != sequence.num_computed):
             return
-        assert table is not None
         first, pages = {}, {}
         for group in self._forgetting:
             name, size = group.name, group.spec.page_size
@@ -363,25 +354,26 @@ class Prefixes:
                 return
             first[name] = begin
             pages[name] = table.pages[name][begin - evicted : length // size - evicted]
-        point = Point(first, pages)
+        point = Point(first, pages, sequence.is_proven)
         if self._states and not self._save_states(point, span, sequence):
             return
         for name, some in pages.items():
-            self._tables.pool_of[name].retain_many(some)
+            self._tables.pool_of[name].retain(some)
+            self._in_points[name].update(some)
         self._count(pages, 1)
         span.point = point
+        sequence.points.append(point)
         self._points[digest] = span
 
     def _save_states(self, point: Point, span: Span, sequence: Sequence) -> bool:
         """Take pages for copies of the sequence's states. Older spans give way to them, running sequences don't."""
-        assert sequence.table is not None
         wanted = {group.name: 1 for group in self._states}
         while not self._tables.can_take(wanted):
             if not self._unused or next(iter(self._unused.values())) is span:
                 return False
             self.drop_one()
         for name in wanted:
-            page = point.states[name] = self._tables.pool_of[name].allocate()
+            page = point.states[name] = self._tables.pool_of[name].allocate(1)[0]
             self._saves[name, page] = sequence.table.pages[name][0]
             self._reclaimable[name] += 1
         return True
@@ -393,6 +385,8 @@ class Prefixes:
         del self._points[span.digest]
         self._count(point.pages, -1)
         self._free(point.pages)
+        for name, pages in point.pages.items():
+            self._in_points[name].subtract(pages)
         for name, page in point.states.items():
             self._free_state(name, page)
             self._reclaimable[name] -= 1
@@ -400,13 +394,13 @@ class Prefixes:
     def _free_state(self, name: str, page: int) -> None:
         """One holder less of a copy of states; without any it need not be made."""
         pool = self._tables.pool_of[name]
-        pool.free(page)
+        pool.free((page,))
         if not pool.holders(page):
             self._saves.pop((name, page), None)
 
     def _free(self, pages: dict[str, array[int]]) -> None:
         for name, some in pages.items():
-            self._tables.pool_of[name].free_many(some)
+            self._tables.pool_of[name].free(some)
 
     def _count(self, pages: dict[str, array[int]], sign: int) -> None:
         for name, some in pages.items():

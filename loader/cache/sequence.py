@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from precast.loader.cache.spans import Span
+from precast.loader.cache.spans import Point, Span
 from precast.loader.cache.tables import SequenceTable
 
 
@@ -13,23 +13,9 @@ class Sequence:
 
     `num_pending` tokens at the end of `token_ids` are not computed yet. `prefill_length` is the length that the tokens
     had when their computation began, or began anew because of their length; a sequence that is computed again because
-    its pages were taken keeps it. `table` is None while it waits. One that doesn't `share` goes on from nothing that
-    others left, and leaves nothing.
+    its pages were taken keeps it. Its `table` is empty while it waits. One that doesn't `share` goes on from nothing
+    that others left, and leaves nothing.
     """
-
-    __slots__ = (
-        "digests",
-        "num_pending",
-        "num_registered",
-        "num_reused",
-        "prefill_length",
-        "restores",
-        "shared_length",
-        "shares",
-        "spans",
-        "table",
-        "token_ids",
-    )
 
     def __init__(self, token_ids: array[int]) -> None:
         """`token_ids` are int64, at least one."""
@@ -37,12 +23,15 @@ class Sequence:
         self.num_pending = self.prefill_length = len(token_ids)
         self.num_reused = 0  # computed tokens that another sequence computed
         self.shares = True
-        self.table: SequenceTable | None = None
+        self.table = SequenceTable(())
         # Of its prefix, kept by `Prefixes`: the digests of its first spans, the spans that it keeps from being dropped,
-        # how many it has offered, how many tokens were known when it started, and the states to copy before its first
+        # the points that fall if its logits turn out to be NaN, whether a token was drawn since it started, how many
+        # spans it has offered, how many tokens were known when it started, and the states to copy before its first
         # chunk.
         self.digests: list[bytes] = []
         self.spans: list[Span] = []
+        self.points: list[Point] = []
+        self.is_proven = False
         self.num_registered = 0
         self.shared_length = 0
         self.restores: dict[str, int] = {}

@@ -15,28 +15,31 @@ class PageCopy:
     target: int
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Point:
-    """What a sequence needs to go on after a span: pages of the groups that forget, and states, by group."""
+    """What a sequence needs to go on after a span: pages of the groups that forget, and states, by group.
 
-    __slots__ = ("first", "pages", "states")
+    It `is_proven` as a span is.
+    """
 
-    def __init__(self, first: dict[str, int], pages: dict[str, array[int]]) -> None:
-        self.first = first
-        self.pages = pages
-        self.states: dict[str, int] = {}
+    first: dict[str, int]
+    pages: dict[str, array[int]]
+    is_proven: bool
+    states: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Span:
     """A known span: its pages in the groups that see everything, and how many running sequences stand on it.
 
-    `digest` covers all tokens up to its end, `parent` those up to its beginning.
+    It is number `index` of its prefix; `digest` covers all tokens up to its end, `parent` those up to its beginning.
+    It `is_proven` once a token was drawn from what it holds, so that it holds no NaN.
     """
 
-    __slots__ = ("digest", "num_users", "pages", "parent", "point")
-
-    def __init__(self, digest: bytes, parent: bytes | None, pages: dict[str, array[int]]) -> None:
-        self.digest = digest
-        self.parent = parent
-        self.pages = pages
-        self.point: Point | None = None
-        self.num_users = 0
+    digest: bytes
+    parent: bytes | None
+    index: int
+    pages: dict[str, array[int]] = dataclasses.field(default_factory=dict)
+    is_proven: bool = False
+    point: Point | None = None
+    num_users: int = 0

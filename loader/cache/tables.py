@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import numpy as np
 
-from precast.ir.graph.schema import CachePlan, Group, LatentSpec, PagedSpec, StateGroup
+from precast.ir.graph.schema import CachePlan, LatentSpec, PagedSpec, StateGroup
 from precast.ir.memory import caches
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.pages import PagePool
@@ -71,8 +71,7 @@ class PageTables:
         self._forgetting = tuple(group for group in self.plan.groups if forgets(group.spec))
         self._lasting = {group.name for group in self.plan.groups if not forgets(group.spec)}
         self._filled_bytes = {group.pool: caches.filled_bytes(group) for group in self.groups}
-        self._evicted = dict.fromkeys(self.pools, 0)
-        self._pool_names = {group.name: group.pool for group in self.groups}
+        self._evicted = dict.fromkeys(self.pool_of, 0)
 
     def new_table(self) -> SequenceTable:
         """The table of a sequence without pages."""
@@ -90,20 +89,12 @@ class PageTables:
                 found[group.name] = count
         return found
 
-    def can_take(self, pages: Mapping[str, int]) -> bool:
-        """Whether so many pages by group can be had now, all of them: free slabs are counted once for all pools."""
-        return self._slabs_for(pages) <= self.arena.num_free
-
-    def could_take(self, pages: Mapping[str, int], freed: Mapping[str, int]) -> bool:
-        """Whether so many pages by group could be had if `freed` ones by pool were given back first.
+    def can_take(self, pages: Mapping[str, int], freed: Mapping[str, int] | None = None) -> bool:
+        """Whether so many pages by group can be had, all of them, if `freed` ones by pool are given back first.
 
         At best: those given back may lie on slabs of which other pages stay.
         """
-        slabs, wanted = self.arena.num_free, self.by_pool(pages)
-        for name, pool in self.pools.items():
-            left = pool.num_room + freed[name] - wanted[name]
-            slabs += min(left // pool.pages_per_slab, freed[name])  # below 0: so many it draws
-        return slabs >= 0
+        return self._slabs_left(pages, freed or {}) >= 0
 
     def by_pool(self, pages: Mapping[str, int]) -> dict[str, int]:
         """Pages by pool, from those by group."""
@@ -120,22 +111,15 @@ class PageTables:
         Up to `step` tokens are computed at a time. Each of `num_running` grows by a page, or `growth` tokens if pages
         are larger; where pages are given back, one page more is enough for all.
         """
-        found = {}
-        for group in self.groups:
-            held = len(table.pages[group.name])
-            missing = max(caches.sequence_pages(group, length) - table.first[group.name] - held, 0)
+        found = self.missing(table, length)
+        for group in self.plan.groups:
+            missing, size = found.get(group.name, 0), group.spec.page_size
             if group.name in self._lasting:
-                assert isinstance(group, Group)
-                size = group.spec.page_size
-                missing += -(-num_running * min(growth, size) // size)
-            elif isinstance(group, Group):
-                missing = max(min(missing + 1, caches.peak_pages(group, length, step) + 1 - held), 0)
-            found[group.name] = missing
+                found[group.name] = missing - (-num_running * min(growth, size) // size)
+            else:
+                most = caches.peak_pages(group, length, step) + 1 - len(table.pages[group.name])
+                found[group.name] = max(min(missing + 1, most), 0)
         return found
-
-    def can_grow(self, table: SequenceTable, length: int) -> bool:
-        """Whether the pages that are missing can be had now."""
-        return self.can_take(self.missing(table, length))
 
     def can_hold(self, length: int, step: int) -> bool:
         """Whether the empty cache holds a sequence that grows to `length` tokens, up to `step` of them at a time."""
@@ -163,36 +147,33 @@ class PageTables:
             f"{'; '.join(clauses)}: {needed} slabs of {self.plan.slab_bytes} bytes needed, {self.arena.num_slabs} there"
         )
 
-    def _slabs_for(self, pages: Mapping[str, int]) -> int:
-        wanted: dict[str, int] = {}
-        for group in self.groups:
-            if group.name in pages:
-                wanted[group.pool] = wanted.get(group.pool, 0) + pages[group.name]
-        slabs = 0
-        for name, count in wanted.items():
-            pool = self.pools[name]
-            slabs += max(0, -(-(count - pool.num_room) // pool.pages_per_slab))
+    def _slabs_left(self, pages: Mapping[str, int], freed: Mapping[str, int]) -> int:
+        """Free slabs, once `freed` pages by pool are given back and `pages` by group taken; below 0: so many lack."""
+        slabs, wanted = self.arena.num_free, self.by_pool(pages)
+        for name, pool in self.pools.items():
+            given = freed.get(name, 0)
+            slabs += min((pool.num_room + given - wanted[name]) // pool.pages_per_slab, given)
         return slabs
 
     # --- one sequence ------------------------------------------------------------------------------------------
 
     def grow(self, table: SequenceTable, length: int) -> None:
-        """Take the missing pages. The caller has asked `can_grow`."""
+        """Take the missing pages. The caller has asked whether they can be had."""
         missing = self.missing(table, length)
         if not missing:
             return
         assert self.can_take(missing), f"pages {missing} wanted, {self.arena.num_free} slabs are free"
         # Pages that stay until the sequence ends are given back together: they get slabs of their own, as long as that
         # leaves the others half of the free ones.
-        spare = max(0, self.arena.num_free - self._slabs_for(missing)) // 2 // max(1, len(self._lasting))
+        spare = self._slabs_left(missing, {}) // 2 // max(1, len(self._lasting))
         for name, count in missing.items():
             pool = self.pool_of[name]
-            table.pages[name].extend(pool.allocate_many(count, spare=spare if name in self._lasting else 0))
+            table.pages[name].extend(pool.allocate(count, spare=spare if name in self._lasting else 0))
 
     def hold(self, table: SequenceTable) -> None:
         """Share the pages of a table that was put together from those of others: one holder more for each page."""
         for name, pages in table.pages.items():
-            self.pool_of[name].retain_many(pages)
+            self.pool_of[name].retain(pages)
 
     def evict(self, table: SequenceTable, position: int) -> None:
         """Give back the pages that the token at `position`, and those after it, can't see any more."""
@@ -201,40 +182,40 @@ class PageTables:
             seen = caches.first_visible(group.spec, position) // group.spec.page_size
             count = min(seen - table.first[name], len(table.pages[name]))
             if count > 0:
-                self.pool_of[name].free_many(table.pages[name][:count])
+                self.pool_of[name].free(table.pages[name][:count])
                 del table.pages[name][:count]
                 table.first[name] += count
-                self._evicted[group.pool] += count
+                self._evicted[name] += count
 
     def append_page(self, group: str, tables: Sequence[SequenceTable]) -> array[int]:
         """One page more of the group for each of the sequences, in their order. The caller has asked."""
-        taken = self.pool_of[group].allocate_many(len(tables))
+        taken = self.pool_of[group].allocate(len(tables))
         for table, page in zip(tables, taken, strict=True):
             table.pages[group].append(page)
         return taken
 
     def drop_first_page(self, group: str, tables: Sequence[SequenceTable]) -> None:
         """Give back the first page of the group in each of the sequences, whose next tokens don't see it."""
-        self.pool_of[group].free_many([table.pages[group].pop(0) for table in tables])
+        self.pool_of[group].free([table.pages[group].pop(0) for table in tables])
         for table in tables:
             table.first[group] += 1
-        self._evicted[self._pool_names[group]] += len(tables)
+        self._evicted[group] += len(tables)
 
     def release(self, table: SequenceTable) -> None:
         """Give back all pages; the table is as new."""
         for name, pages in table.pages.items():
-            self.pool_of[name].free_many(pages)
+            self.pool_of[name].free(pages)
             del pages[:]
             table.first[name] = 0
 
     def usage(self, reclaimable: Mapping[str, int] | None = None) -> dict[str, PoolUsage]:
         """All pools, by name. `reclaimable`: pages by group that are only kept for reuse, at most."""
-        found, kept = {}, self.by_pool(reclaimable or {})
+        found, kept, evicted = {}, self.by_pool(reclaimable or {}), self.by_pool(self._evicted)
         for name, pool in self.pools.items():
             held = pool.num_held
             waste = pool.num_slabs * self.plan.slab_bytes - held * self._filled_bytes[name]
             found[name] = PoolUsage(
-                held + pool.num_available, held, pool.num_room, self._evicted[name], waste, min(kept[name], held)
+                held + pool.num_available, held, pool.num_room, evicted[name], waste, min(kept[name], held)
             )
         return found
 

@@ -24,8 +24,6 @@ class Answer:
     `gives_text` False: the text is made once, at the end. `arrived` is when the request came, by `perf_counter`.
     """
 
-    __slots__ = ("arrived", "events", "gives_text", "params", "request", "seed", "text")
-
     def __init__(
         self, request: Request, params: SamplingParams, *, seed: int, text: AnswerText | None, arrived: float
     ) -> None:

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -147,7 +146,7 @@ class Engine:
         the time of the call. Raises RequestError if the prompt is longer than the model's limit or needs more pages
         than running requests leave, and torch.OutOfMemoryError if the result doesn't fit.
         """
-        self._runner.open_program()
+        self._runner.opened()
         ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
         if len(ids) > self._model.max_seq_len:
             raise too_long(len(ids), self._model, "")
@@ -198,7 +197,7 @@ class Engine:
 
         Without work it returns at once.
         """
-        self._runner.open_program()
+        self._runner.opened()
         if self._scheduler.num_waiting or self._scheduler.num_running:
             self._advance()
         news = list(self._events)
@@ -264,9 +263,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- one request -------------------------------------------------------------------------------------------
@@ -275,7 +272,7 @@ class Engine:
         self, prompt: object, params: SamplingParams | None, where: str | None = None, priority: int = 0
     ) -> Answer:
         """A request that is checked and not yet queued."""
-        self._runner.open_program()
+        self._runner.opened()
         arrived = time.perf_counter()
         try:
             params = check_params(params)
@@ -294,7 +291,7 @@ class Engine:
 
     def _queue(self, answer: Answer, events: deque[Event]) -> None:
         """Let the request run; its events go to `events`."""
-        self._runner.open_program()
+        self._runner.opened()
         answer.events = events
         self._answers[answer.request.id] = answer
         self._scheduler.submit(answer.request)
@@ -318,7 +315,8 @@ class Engine:
             ticket = self._runner.launch(step, self._scheduler.rows, [answer.draw() for answer in answers])
             drawn = self._runner.collect(ticket)
             on_error.pop_all()
-        self._count(step, len(answers))
+        self._counts.update(steps=1, eager_steps=1, tokens_sampled=len(answers))
+        self._counts.update(tokens_decoded=len(step.decodes), tokens_prefilled=step.num_tokens - len(step.decodes))
         self._scheduler.complete(step, drawn)
         for answer, token_id in zip(answers, drawn, strict=True):
             self._hand_out(answer, token_id)
@@ -333,11 +331,3 @@ class Engine:
             answer.events.append(event)
         else:
             self._end(answer, event)
-
-    def _count(self, step: Step, num_sampled: int) -> None:
-        decoded = len(step.decodes)
-        self._counts["steps"] += 1
-        self._counts["eager_steps"] += 1
-        self._counts["tokens_decoded"] += decoded
-        self._counts["tokens_prefilled"] += step.num_tokens - decoded
-        self._counts["tokens_sampled"] += num_sampled

@@ -6,53 +6,50 @@ from typing import Any
 
 from precast.loader.engine.results import EngineStats
 
-_COUNTERS = {
-    # counter of `EngineStats`: (its metric, what it counts)
-    "steps": ("precast_steps_total", "Steps computed."),
-    "eager_steps": ("precast_eager_steps_total", "Steps computed op by op."),
-    "tokens_prefilled": ("precast_tokens_prefilled_total", "Tokens of prompts, and of preempted requests, computed."),
-    "tokens_decoded": ("precast_tokens_decoded_total", "Tokens of answers fed back."),
-    "tokens_sampled": ("precast_tokens_sampled_total", "Tokens drawn."),
-    "tokens_reused": ("precast_tokens_reused_total", "Tokens not computed, since known pages and states hold them."),
-    "requests_finished": ("precast_requests_finished_total", "Requests that ended by themselves."),
-    "requests_cancelled": ("precast_requests_cancelled_total", "Requests that were cancelled."),
-    "requests_failed": ("precast_requests_failed_total", "Requests that ended with an error."),
-    "preemptions": ("precast_preemptions_total", "Running requests that gave up their pages, to be computed again."),
-}
-_GAUGES = {
-    "requests_waiting": ("precast_requests_waiting", "Requests that wait for room."),
-    "requests_running": ("precast_requests_running", "Requests that run."),
-    "prefix_spans": ("precast_prefix_spans", "Spans of tokens known for reuse."),
-    "slabs": ("precast_cache_slabs", "Slabs of cache memory."),
-    "slabs_free": ("precast_cache_slabs_free", "Slabs that no pool holds."),
+_METRICS = {
+    # counter of `EngineStats`: what it counts
+    "steps": "Steps computed.",
+    "eager_steps": "Steps computed op by op.",
+    "tokens_prefilled": "Tokens of prompts, and of preempted requests, computed.",
+    "tokens_decoded": "Tokens of answers fed back.",
+    "tokens_sampled": "Tokens drawn.",
+    "tokens_reused": "Tokens not computed, since known pages and states hold them.",
+    "requests_finished": "Requests that ended by themselves.",
+    "requests_cancelled": "Requests that were cancelled.",
+    "requests_failed": "Requests that ended with an error.",
+    "preemptions": "Running requests that gave up their pages, to be computed again.",
+    "requests_waiting": "Requests that wait for room.",
+    "requests_running": "Requests that run.",
+    "prefix_spans": "Spans of tokens known for reuse.",
+    "slabs": "Slabs of cache memory.",
+    "slabs_free": "Slabs that no pool holds.",
 }
 _POOL_METRICS = {
-    "pages": ("precast_pool_pages", "gauge", "Pages that the pool can have: in use, free, and in free slabs."),
-    "pages_in_use": ("precast_pool_pages_in_use", "gauge", "Pages that sequences or known spans hold."),
-    "pages_reclaimable": (
-        "precast_pool_pages_reclaimable",
-        "gauge",
-        "Pages in use only for reuse, given up when needed; at most.",
-    ),
-    "pages_free": ("precast_pool_pages_free", "gauge", "Pages in the pool's slabs that nobody holds."),
-    "pages_evicted": ("precast_pool_pages_evicted_total", "counter", "Pages given back as windows left them."),
-    "waste_bytes": ("precast_pool_waste_bytes", "gauge", "Bytes of the pool's slabs that belong to no page in use."),
+    "pages": "Pages that the pool can have: in use, free, and in free slabs.",
+    "pages_in_use": "Pages that sequences or known spans hold.",
+    "pages_reclaimable": "Pages in use only for reuse, given up when needed; at most.",
+    "pages_free": "Pages in the pool's slabs that nobody holds.",
+    "pages_evicted": "Pages given back as windows left them.",
+    "waste_bytes": "Bytes of the pool's slabs that belong to no page in use.",
 }
+_COUNTERS = set(_METRICS) - {"requests_waiting", "requests_running", "prefix_spans", "slabs", "slabs_free"}
 
 
 def prometheus_text(stats: EngineStats) -> str:
     """One metric after the other, with its help and its type; those of pools have a line a pool."""
     lines = []
-    for kind, table in (("counter", _COUNTERS), ("gauge", _GAUGES)):
-        for field, (metric, what) in table.items():
-            lines += _metric(metric, kind, what, {"": getattr(stats, field)})
-    for field, (metric, kind, what) in _POOL_METRICS.items():
+    for field, what in _METRICS.items():
+        name = f"cache_{field}" if field.startswith("slabs") else field
+        lines += _metric(field, name, what, {"": getattr(stats, field)})
+    for field, what in _POOL_METRICS.items():
         values = {f'{{pool="{_escaped(name)}"}}': getattr(usage, field) for name, usage in stats.pools.items()}
-        lines += _metric(metric, kind, what, values)
+        lines += _metric(field, f"pool_{field}", what, values)
     return "\n".join(lines) + "\n"
 
 
-def _metric(metric: str, kind: str, what: str, values: dict[str, Any]) -> list[str]:
+def _metric(field: str, name: str, what: str, values: dict[str, Any]) -> list[str]:
+    is_counter = field in _COUNTERS or field == "pages_evicted"
+    kind, metric = ("counter", f"precast_{name}_total") if is_counter else ("gauge", f"precast_{name}")
     return [f"# HELP {metric} {what}", f"# TYPE {metric} {kind}", *(f"{metric}{of} {n}" for of, n in values.items())]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from precast.ir.errors import RequestError
@@ -81,22 +80,20 @@ def _is_stop(value: object) -> bool:
     return isinstance(value, Sequence) and all(isinstance(text, str) and text for text in value)
 
 
-_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
-    {
-        # option: (whether it allows a value, what it allows)
-        "max_tokens": (lambda value: _is_int(value, 1, MAX_INT64), "an integer from 1 to 2**63 - 1"),
-        "temperature": (lambda value: _is_number(value) and value >= 0, "a finite number of at least 0 (0: greedy)"),
-        "top_k": (
-            lambda value: value is None or _is_int(value, 1, MAX_INT32),
-            "an integer from 1 to 2**31 - 1, or None for all tokens",
-        ),
-        "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1 (1: all tokens)"),
-        "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 (all tokens) to 1"),
-        "seed": (
-            lambda value: value is None or _is_int(value, 0, MAX_INT64),
-            "an integer from 0 to 2**63 - 1, or None for a random one",
-        ),
-        "stop": (_is_stop, "a string or a sequence of strings, none of them empty"),
-        "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
-    }
-)
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # option: (whether it allows a value, what it allows)
+    "max_tokens": (lambda value: _is_int(value, 1, MAX_INT64), "an integer from 1 to 2**63 - 1"),
+    "temperature": (lambda value: _is_number(value) and value >= 0, "a finite number of at least 0 (0: greedy)"),
+    "top_k": (
+        lambda value: value is None or _is_int(value, 1, MAX_INT32),
+        "an integer from 1 to 2**31 - 1, or None for all tokens",
+    ),
+    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1 (1: all tokens)"),
+    "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 (all tokens) to 1"),
+    "seed": (
+        lambda value: value is None or _is_int(value, 0, MAX_INT64),
+        "an integer from 0 to 2**63 - 1, or None for a random one",
+    ),
+    "stop": (_is_stop, "a string or a sequence of strings, none of them empty"),
+    "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
+}

@@ -1,1 +1,1 @@
-"""The graph as a callable: bound to tensors, run step by step. Nothing is traced or generated."""
+"""The graph as a callable: bound to tensors, run instruction by instruction. Nothing is traced or generated."""

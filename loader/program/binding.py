@@ -29,15 +29,6 @@ class _Source(NamedTuple):
     offset: int
 
 
-class _Expected(NamedTuple):
-    """A tensor's name, dtype and sizes; `constant` are the sizes if they hold no symbol."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[Expr, ...]
-    constant: tuple[int, ...] | None
-
-
 class Binding:
     """Which tensors must be given, and what their sizes say about the symbols."""
 
@@ -46,7 +37,11 @@ class Binding:
         self._device = device
         self._ranges = {symbol.name: symbol for symbol in symbols}
         self._sources = _sources(values)
-        self._expected = [_expected(value) for value in values]
+        # Name, dtype and sizes of each tensor, and whether one of the sizes holds a symbol.
+        self._expected = [
+            (value.name, dtypes.BY_NAME[value.type.dtype], shape, not all(isinstance(size, int) for size in shape))
+            for value, shape in ((value, value.type.shape) for value in values)
+        ]
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -59,47 +54,46 @@ class Binding:
         Raises RequestError (input-mismatch) that names every tensor that is missing, unexpected, or of another dtype,
         shape or device, and every symbol outside its range.
         """
-        sizes = dict(known)
+        sizes, origin = self._sizes(tensors, known)
         if self._fits(tensors, sizes):
             return sizes
-        problems = self._problems(tensors, known)
+        problems = self._problems(tensors, sizes, origin)
         raise RequestError(
             "input-mismatch",
             f"{len(problems)} tensors do not fit the graph:\n" + "\n".join(f"  {problem}" for problem in problems),
             fix="give exactly the tensors that the graph names, with the dtypes and shapes that it states",
         )
 
-    def _fits(self, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> bool:
-        """Whether all is as expected; fills `sizes` on the way."""
-        if len(tensors) != len(self._expected):
-            return False
+    def _sizes(self, tensors: Mapping[str, torch.Tensor], known: Mapping[str, int]) -> tuple[Sizes, dict[str, str]]:
+        """The symbols' values as far as the tensors give them, and from which tensor each comes that isn't `known`."""
+        sizes, origin = dict(known), {}
         for symbol, name, axis, factor, offset in self._sources:
             tensor = tensors.get(name)
-            if tensor is None or tensor.dim() <= axis:
-                return False
-            sizes.setdefault(symbol, (tensor.shape[axis] - offset) // factor)
-        for name, dtype, shape, constant in self._expected:
+            if symbol not in sizes and tensor is not None and tensor.dim() > axis:
+                sizes[symbol] = (tensor.shape[axis] - offset) // factor
+                origin[symbol] = name
+        return sizes, origin
+
+    def _fits(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> bool:
+        if len(tensors) != len(self._expected) or not all(source.symbol in sizes for source in self._sources):
+            return False
+        for name, dtype, shape, is_symbolic in self._expected:
             tensor = tensors.get(name)
             if tensor is None or tensor.dtype != dtype or tensor.device != self._device:
                 return False
-            if tensor.shape != (constant if constant is not None else tuple(_value(size, sizes) for size in shape)):
+            if tensor.shape != (tuple(_value(size, sizes) for size in shape) if is_symbolic else shape):
                 return False
         return not any(self._out_of_range(source.symbol, sizes) for source in self._sources)
 
-    def _out_of_range(self, name: str, sizes: Sizes) -> str | None:
+    def _out_of_range(self, name: str, sizes: Mapping[str, int]) -> str | None:
         symbol, size = self._ranges[name], sizes[name]
         if size < symbol.min or (symbol.max is not None and size > symbol.max):
             return f"{name} is {size}, allowed is {symbol.min} to {'any' if symbol.max is None else symbol.max}"
         return None
 
-    def _problems(self, tensors: Mapping[str, torch.Tensor], known: Mapping[str, int]) -> list[str]:
-        sizes = dict(known)
-        origin: dict[str, str] = {}
-        for symbol, name, axis, factor, offset in self._sources:
-            tensor = tensors.get(name)
-            if tensor is not None and tensor.dim() > axis and symbol not in sizes:
-                sizes[symbol] = (tensor.shape[axis] - offset) // factor
-                origin[symbol] = name
+    def _problems(
+        self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int], origin: Mapping[str, str]
+    ) -> list[str]:
         names = {value.name for value in self._values}
         problems = [f"{value.name}: missing, expected {type_text(value.type)}" for value in self._values
                     if value.name not in tensors]  # fmt: skip
@@ -136,12 +130,6 @@ def type_text(kind: TensorType) -> str:
 
 def _value(size: Expr, sizes: Mapping[str, int]) -> int:
     return size if isinstance(size, int) else exprs.evaluate(size, sizes)
-
-
-def _expected(value: Value) -> _Expected:
-    sizes = tuple(size for size in value.type.shape if isinstance(size, int))
-    constant = sizes if len(sizes) == len(value.type.shape) else None
-    return _Expected(value.name, dtypes.BY_NAME[value.type.dtype], value.type.shape, constant)
 
 
 def _sources(values: Sequence[Value]) -> tuple[_Source, ...]:

@@ -1,10 +1,10 @@
 """The graph as a callable: the only way from the IR to something that runs.
 
-A function of the graph (`main` or a block) becomes a list of steps over a frame, a list of registers. All names are
-resolved here; a run touches none. A block is compiled once, and each of its calls runs the same steps over a frame of
-its own, which begins as a copy of that call's template: parameters, constants and cache tensors stand in it from
-`Program.bind` on. What depends on nothing but the sizes is computed once a run, before the first step. A register is
-emptied after its last use, so the memory of a value is free as soon as the value is dead.
+A function of the graph (`main` or a block) becomes a list of instructions over a frame, a list of registers. All names
+are resolved here; a run touches none. A block is compiled once, and each of its calls runs the same instructions over a
+frame of its own, which begins as a copy of that call's template: parameters, constants and cache tensors stand in it
+from `Program.bind` on. What depends on nothing but the sizes is computed once a run, before the first instruction. A
+register is emptied after its last use, so the memory of a value is free as soon as the value is dead.
 
 Nothing is traced, generated or evaluated from text.
 """
@@ -18,33 +18,20 @@ from typing import Any
 import torch
 
 from precast.ir.errors import BundleError, RequestError
+from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols as exprs
-from precast.ir.graph.schema import (
-    Arg,
-    Block,
-    Call,
-    Const,
-    Dim,
-    DtypeArg,
-    Expr,
-    Graph,
-    Items,
-    Node,
-    Ref,
-    TensorType,
-    Value,
-)
 from precast.ir.memory import caches
 from precast.kernels import dtypes
 from precast.kernels.registry import Implementation, implementations, target_of
 from precast.kernels.use import Use, types_in, use_of
+from precast.loader.program import instructions
 from precast.loader.program.binding import Binding, Sizes
-from precast.loader.program.steps import Action, Frame, Out, Steps, call_action, case_action, list_action, op_action
+from precast.loader.program.instructions import Action, Frame, Instructions, Out
 
 Choose = Callable[[Use], Sequence[Implementation]]
 
 
-def restore(graph: Graph, *, device: torch.device, choose: Choose = implementations) -> Program:
+def restore(graph: ir.Graph, *, device: torch.device, choose: Choose = implementations) -> Program:
     """The program of a verified graph on `device`; its params, constants and cache tensors are bound afterwards.
 
     `choose` gives the implementations of each node; another one can watch what it runs.
@@ -58,12 +45,14 @@ def restore(graph: Graph, *, device: torch.device, choose: Choose = implementati
 class Program:
     """A graph that runs: bound to tensors once, called with the inputs of each step."""
 
-    def __init__(self, graph: Graph, device: torch.device, choose: Choose = implementations) -> None:
+    def __init__(self, graph: ir.Graph, device: torch.device, choose: Choose = implementations) -> None:
         # With its index: "cuda" is not equal to the "cuda:0" that tensors say they are on.
         self.device = device = torch.empty(0, device=device).device
-        self.inputs: tuple[Value, ...] = graph.inputs
+        self.inputs: tuple[ir.Value, ...] = graph.inputs
         self._symbols = graph.symbols
-        self._statics = {value.name: value for value in _static_values(graph)}
+        params = [ir.Value(param.name, param.type) for param in graph.params]
+        statics = (*params, *graph.constants, *caches.tensors(graph.caches))  # what `bind` is given, in this order
+        self._statics = {value.name: value for value in statics}
         self._tensors: dict[str, torch.Tensor] = {}
         self._static_sizes: Sizes = {}
         self._inputs = Binding(graph.inputs, graph.symbols, device)
@@ -104,7 +93,7 @@ class Program:
     def _check_symbols(self) -> None:
         statics = Binding(tuple(self._statics.values()), self._symbols, self.device)
         sizes = [size for value in (*self.inputs, *self._statics.values()) for size in value.type.shape]
-        used = set().union(*(exprs.free_symbols(size) for size in (*sizes, *self._main.expressions())))
+        used = set().union(*(exprs.free_symbols(size) for size in (*sizes, *self._main.expressions)))
         missing = sorted(used - statics.symbols - self._inputs.symbols)
         if missing:
             raise BundleError(
@@ -119,7 +108,7 @@ class _Layout:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.size = 0
-        self.integers: dict[Dim | Items, int] = {}
+        self.integers: dict[ir.Dim | ir.Items, int] = {}
         self._registers: dict[str, int] = {}
         for name in names:
             self.define(name)
@@ -137,7 +126,7 @@ class _Layout:
         self._registers[name] = register = self.reserve()
         return register
 
-    def integer(self, arg: Dim | Items) -> int:
+    def integer(self, arg: ir.Dim | ir.Items) -> int:
         """The register of an integer, or list of integers, that is computed once a run; one for equal arguments."""
         if arg not in self.integers:
             self.integers[arg] = self.reserve()
@@ -145,9 +134,9 @@ class _Layout:
 
 
 class _Block:
-    """A block, compiled once: its steps, and where its arguments, integers and outputs live."""
+    """A block, compiled once: its instructions, and where its arguments, integers and outputs live."""
 
-    def __init__(self, block: Block, nodes: _Nodes) -> None:
+    def __init__(self, block: ir.Block, nodes: _Nodes) -> None:
         names = [value.name for value in (*block.inputs, *block.params, *block.caches)]
         layout = _Layout(names)
         types = types_in(block)
@@ -158,36 +147,32 @@ class _Block:
         self.size = layout.size
         # Params and caches are held elsewhere anyway; inputs die after their last use, like any value.
         held = range(len(block.inputs), len(names))
-        self.steps = Steps(actions, {*held, *layout.integers.values(), *self.outputs})
+        self.instructions = Instructions(actions, {*held, *layout.integers.values(), *self.outputs})
 
 
 class _Main:
     """`main` with the blocks that it calls. `places` says in which frames, and where, each static tensor stands."""
 
-    def __init__(self, graph: Graph, statics: tuple[str, ...], nodes: _Nodes) -> None:
+    def __init__(self, graph: ir.Graph, statics: tuple[str, ...], nodes: _Nodes) -> None:
         layout = _Layout((*statics, *(value.name for value in graph.inputs)))
         self.places: dict[str, list[tuple[Frame, int]]] = {name: [] for name in statics}
         blocks = {block.name: _Block(block, nodes) for block in graph.blocks}
         actions: list[Action] = []
         types = types_in(graph)
         for item in graph.main:
-            if isinstance(item, Call):
+            if isinstance(item, ir.Call):
                 actions.append(self._call_action(item, blocks[item.block], layout))
             else:
                 actions += nodes.actions(item, types, layout)
         self._inputs = tuple((value.name, layout[value.name]) for value in graph.inputs)
         self._outputs = tuple((name, layout[value]) for name, value in graph.outputs.items())
         self._integers = tuple((register, _evaluator(arg)) for arg, register in layout.integers.items())
-        self._integer_args = tuple(layout.integers)
+        self.expressions = [expr for arg in layout.integers for expr in _expressions(arg)]  # that a run evaluates
         outputs = (register for _, register in self._outputs)
-        self._steps = Steps(actions, {*range(len(statics)), *layout.integers.values(), *outputs})
+        self._instructions = Instructions(actions, {*range(len(statics)), *layout.integers.values(), *outputs})
         self._template: Frame = [None] * layout.size
         for name in statics:
             self.places[name].append((self._template, layout[name]))
-
-    def expressions(self) -> list[Expr]:
-        """Every expression that a run evaluates."""
-        return [expr for arg in self._integer_args for expr in _expressions(arg)]
 
     def run(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
         frame = self._template.copy()
@@ -195,10 +180,10 @@ class _Main:
             frame[register] = inputs[name]
         for register, value in self._integers:
             frame[register] = value(sizes)
-        self._steps.run(frame)
+        self._instructions.run(frame)
         return {name: frame[register] for name, register in self._outputs}
 
-    def _call_action(self, call: Call, block: _Block, layout: _Layout) -> Action:
+    def _call_action(self, call: ir.Call, block: _Block, layout: _Layout) -> Action:
         """Static arguments go into the call's template; the others are moved into its frame when it runs."""
         template: Frame = [None] * block.size
         moves = [(register, layout.integer(arg)) for arg, register in block.integers.items()]
@@ -211,7 +196,7 @@ class _Main:
         outputs = tuple(layout.define(value.name) for value in call.outputs)
         label = f"the call of block {call.block} that makes {_names(call.outputs)}"
         returns = tuple(zip(block.outputs, outputs, strict=True))
-        return call_action(label, block.steps, template, tuple(moves), returns)
+        return instructions.call_action(label, block.instructions, template, tuple(moves), returns)
 
 
 class _Nodes:
@@ -222,19 +207,19 @@ class _Nodes:
         self._target = target_of(device)
         self._choose = choose
 
-    def actions(self, node: Node, types: Mapping[str, TensorType], layout: _Layout) -> list[Action]:
+    def actions(self, node: ir.Node, types: Mapping[str, ir.TensorType], layout: _Layout) -> list[Action]:
         """The node as an action; before it, one for each argument that is a list of tensors."""
         actions: list[Action] = []
         constants: dict[str, Any] = {}
         reads: list[tuple[str, int]] = []
         for name, arg in node.args.items():
-            if isinstance(arg, Ref):
+            if isinstance(arg, ir.Ref):
                 reads.append((name, layout[arg.name]))
-            elif isinstance(arg, Items) and any(isinstance(item, Ref) for item in arg.items):
-                tensors = tuple(layout[item.name] for item in arg.items if isinstance(item, Ref))
+            elif isinstance(arg, ir.Items) and any(isinstance(item, ir.Ref) for item in arg.items):
+                tensors = tuple(layout[item.name] for item in arg.items if isinstance(item, ir.Ref))
                 reads.append((name, layout.reserve()))
-                actions.append(list_action(f"{node.op}, argument {name}", tensors, reads[-1][1]))
-            elif isinstance(arg, (Dim, Items)) and not all(isinstance(expr, int) for expr in _expressions(arg)):
+                actions.append(instructions.list_action(f"{node.op}, argument {name}", tensors, reads[-1][1]))
+            elif isinstance(arg, (ir.Dim, ir.Items)) and not all(isinstance(expr, int) for expr in _expressions(arg)):
                 reads.append((name, layout.integer(arg)))
             else:
                 constants[name] = _constant(arg)
@@ -243,60 +228,57 @@ class _Nodes:
         writes = tuple(layout.define(value.name) for value in node.outputs)
         label = f"{node.op} that makes {_names(node.outputs)}"
         made = [
-            op_action(label, each.function, constants, tuple(reads), writes, () if each.allocates else out)
+            instructions.op_action(label, each.function, constants, tuple(reads), writes, () if each.allocates else out)
             for each in chosen
         ]
         if len(made) == 1:
             return [*actions, made[0]]
         ranges = [
-            [(layout.integer(Dim(symbol)), low, high) for symbol, (low, high) in each.sizes.items()] for each in chosen
+            [(layout.integer(ir.Dim(symbol)), low, high) for symbol, (low, high) in each.sizes.items()]
+            for each in chosen
         ]
-        return [*actions, case_action(label, ranges, made)]
+        return [*actions, instructions.case_action(label, ranges, made)]
 
-    def _out(self, node: Node, layout: _Layout) -> tuple[Out, ...]:
+    def _out(self, node: ir.Node, layout: _Layout) -> tuple[Out, ...]:
         """How the tensors are made that the node's results are written into."""
         found = []
         for value in node.outputs:
-            shape = Items(tuple(Const(size) if isinstance(size, int) else Dim(size) for size in value.type.shape))
+            shape = ir.Items(
+                tuple(ir.Const(size) if isinstance(size, int) else ir.Dim(size) for size in value.type.shape)
+            )
             make = partial(torch.empty, dtype=dtypes.BY_NAME[value.type.dtype], device=self._device)
             found.append((layout.integer(shape), make))
         return tuple(found)
 
 
-def _static_values(graph: Graph) -> list[Value]:
-    """What `bind` is given, in the graph's order."""
-    params = [Value(param.name, param.type) for param in graph.params]
-    return [*params, *graph.constants, *caches.tensors(graph.caches)]
-
-
-def _expressions(arg: Dim | Items) -> tuple[Expr, ...]:
+def _expressions(arg: ir.Dim | ir.Items) -> tuple[ir.Expr, ...]:
     """The integers that the argument is made of."""
-    items = (arg,) if isinstance(arg, Dim) else arg.items
-    return tuple(exprs.normal(item.expr) if isinstance(item, Dim) else _literal(item) for item in items)
+    items = (arg,) if isinstance(arg, ir.Dim) else arg.items
+    return tuple(exprs.normal(item.expr) if isinstance(item, ir.Dim) else _literal(item) for item in items)
 
 
-def _literal(item: Ref | Const) -> int:
-    assert isinstance(item, Const), "lists of tensors are made by a step"
+def _literal(item: ir.Ref | ir.Const) -> int:
+    assert isinstance(item, ir.Const), "lists of tensors are made by an instruction"
     assert isinstance(item.value, int), "verified: a list holds tensors or integers"
     return item.value
 
 
-def _evaluator(arg: Dim | Items) -> Callable[[Sizes], int | tuple[int, ...]]:
+def _evaluator(arg: ir.Dim | ir.Items) -> Callable[[Sizes], int | tuple[int, ...]]:
     values = _expressions(arg)
-    if isinstance(arg, Dim):
+    if isinstance(arg, ir.Dim):
         return lambda sizes: exprs.evaluate(values[0], sizes)
     return lambda sizes: tuple([exprs.evaluate(value, sizes) for value in values])
 
 
-def _constant(arg: Arg) -> Any:
+def _constant(arg: ir.Arg) -> Any:
     """The value of an argument without names and symbols."""
-    if isinstance(arg, Const):
+    if isinstance(arg, ir.Const):
         return arg.value
-    if isinstance(arg, DtypeArg):
+    if isinstance(arg, ir.DtypeArg):
         return dtypes.BY_NAME[arg.dtype]
-    assert isinstance(arg, (Dim, Items)), "a name is read from its register"
+    assert isinstance(arg, (ir.Dim, ir.Items)), "a name is read from its register"
     return _evaluator(arg)({})
 
 
-def _names(values: Iterable[Value]) -> str:
+def _names(values: Iterable[ir.Value]) -> str:
     return ", ".join(value.name for value in values) or "nothing"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import msgspec
 import numpy as np
 
 from precast.ir.errors import BundleError
@@ -38,20 +37,21 @@ _GROUP_INPUTS: dict[str, Dtype] = {
 }  # fmt: skip
 
 
-class _Part(msgspec.Struct):
-    """What one chunk, or all sequences that decode, give to a group's arrays."""
-
-    indices: Array
-    counts: Array
-    starts: Array
-    slots: Array
+Listed: TypeAlias = "tuple[Array, Array, Array, Array]"
+"""What one chunk, or all sequences that decode, give to a group's arrays: indices and counts of pages, the positions at
+which they start, and the slots that are written to."""
 
 
 class BatchInputs:
-    """Makes the inputs of one graph: exactly those that it has, as its cache plan names them."""
+    """Makes the inputs of one graph: exactly those that it has, as its cache plan names them.
+
+    `dimensions` says how many each has: 1, or 2 for `[1, T]`.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        """Raises BundleError for an input that this release can't feed."""
+        """Raises BundleError for a graph without logits, or with an input that this release can't feed."""
+        if not caches.groups(graph.caches) or "logits" not in graph.outputs:
+            raise BundleError("graph-invalid", "the graph has no cache or no output logits: the engine can't decode")
         known = dict(_INPUTS)
         for group in graph.caches.groups:
             known |= {getattr(group.inputs, role): (dtype, 1) for role, dtype in _GROUP_INPUTS.items()}
@@ -69,6 +69,7 @@ class BatchInputs:
         self._groups = graph.caches.groups
         self._states = graph.caches.states
         self._kinds = {name: known[name] for name in found}
+        self.dimensions = {name: dimensions for name, (_, dimensions) in self._kinds.items()}
         self._bounds = {"cu_seqlens", *(group.inputs.page_indptr for group in self._groups)}
 
     def arrays(self, chunks: Sequence[Chunk], rows: DecodeRows | None = None) -> Arrays:
@@ -88,18 +89,18 @@ class BatchInputs:
         return {name: made[name] for name in self._kinds}
 
     def _decode_arrays(self, rows: DecodeRows) -> Arrays:
-        positions, bounds = rows.positions(), rows.bounds()
+        token_ids, positions, bounds = rows.tokens()
         ends = positions + 1
         made: Arrays = {
-            "input_ids": rows.token_ids(),
+            "input_ids": token_ids,
             "positions": positions,
             "rope_lengths": ends,
             "cu_seqlens": bounds,
             "kv_lens": ends.astype(np.int32),
             "logit_rows": bounds[:-1].astype(np.int64),
         }
-        for group, (indices, counts, starts, slots) in zip(self._groups, rows.group_arrays(), strict=True):
-            made |= _named(group, _Part(indices, counts, starts, slots))
+        for group, listed in zip(self._groups, rows.group_arrays(), strict=True):
+            made |= _named(group, listed)
         for states, slot_ids in zip(self._states, rows.slot_ids(), strict=True):
             made[states.slot_ids] = slot_ids
         return made
@@ -123,11 +124,11 @@ class BatchInputs:
             "logit_rows": _flat(logit_rows),
         }
         for group in self._groups:
-            parts = [_group_part(group, chunk, at) for chunk, at in zip(chunks, positions, strict=True)]
-            whole = _Part(*(_flat([getattr(part, name) for part in parts]) for name in _Part.__struct_fields__))
-            made |= _named(group, whole)
+            each = [_listed(group, chunk, at) for chunk, at in zip(chunks, positions, strict=True)]
+            indices, counts, starts, slots = map(_flat, zip(*each, strict=True) if each else [()] * 4)
+            made |= _named(group, (indices, counts, starts, slots))
         for states in self._states:
-            made[states.slot_ids] = np.array([chunk.table.pages[states.name][0] for chunk in chunks], np.int32)
+            made[states.slot_ids] = np.array([chunk.request.table.pages[states.name][0] for chunk in chunks], np.int32)
         return made
 
     def _joined(self, first: Arrays, second: Arrays) -> Arrays:
@@ -142,18 +143,12 @@ class BatchInputs:
             made[name] = np.concatenate((left, right))
         return made
 
-    @property
-    def dimensions(self) -> dict[str, int]:
-        """How many dimensions each input of the graph has: 1, or 2 for `[1, T]`."""
-        return {name: dimensions for name, (_, dimensions) in self._kinds.items()}
-
     def capacities(
         self, *, num_seqs: int, num_tokens: int, num_pages: Mapping[str, int]
     ) -> dict[str, tuple[Dtype, int]]:
         """The dtype of each array, and how long it can become.
 
-        A step has at most `num_seqs` sequences and `num_tokens` tokens, and a sequence at most `num_pages` pages of a
-        group.
+        A step has at most `num_tokens` tokens of `num_seqs` sequences, each with at most `num_pages` pages of a group.
         """
         lists = {group.inputs.page_indices: num_seqs * num_pages[group.name] for group in self._groups}
         of_tokens = {"input_ids", "positions", "rope_lengths", "logit_rows"}
@@ -162,25 +157,25 @@ class BatchInputs:
         return {name: (dtype, lengths.get(name, num_seqs + 1)) for name, (dtype, _) in self._kinds.items()}
 
 
-def _group_part(group: Group, chunk: Chunk, positions: Array) -> _Part:
+def _listed(group: Group, chunk: Chunk, positions: Array) -> Listed:
     """The chunk's page list, cut to what its queries can see, and the slots that its tokens are written to."""
     size = group.spec.page_size
-    pages, evicted = chunk.table.pages[group.name], chunk.table.first[group.name]
+    pages, evicted = chunk.request.table.pages[group.name], chunk.request.table.first[group.name]
     first = caches.first_visible(group.spec, chunk.start) // size
     assert first >= evicted, f"group {group.name}: pages from {first} on are seen, {evicted} were evicted"
     # Of a copy: a table can't change while an array shows its memory, and a traceback would keep that alive.
     indices = np.frombuffer(pages[first - evicted : -(-chunk.end // size) - evicted], np.int32)
     slots = indices[positions // size - first].astype(np.int64) * size + positions % size
-    return _Part(indices, np.array([len(indices)]), np.array([first * size]), slots)
+    return indices, np.array([len(indices)]), np.array([first * size]), slots
 
 
-def _named(group: Group, part: _Part) -> Arrays:
-    names = group.inputs
+def _named(group: Group, listed: Listed) -> Arrays:
+    names, (indices, counts, starts, slots) = group.inputs, listed
     return {
-        names.page_indices: part.indices,
-        names.page_indptr: _bounds(part.counts),
-        names.page_start: part.starts.astype(np.int32),
-        names.slot_mapping: part.slots,
+        names.page_indices: indices,
+        names.page_indptr: _bounds(counts),
+        names.page_start: starts.astype(np.int32),
+        names.slot_mapping: slots,
     }
 
 

@@ -1,26 +1,29 @@
-"""A place on the device for each input of a step: its address is the same in every step, whatever the batch.
+"""Fixed memory for the inputs of a step: each has a place on the device, with the same address in every step.
 
-The places lie one after the other, the shortest first, each as long as the engine's limits let its array become. The
-host's side is pinned memory of the same layout. What a step uses is copied in few copies: places are filled from their
-beginning, and what lies between two used ranges is copied with them where it is shorter than `GAP_BYTES`. So one copy
-takes all the short inputs, and the page lists, which can be megabytes long, cost a copy each of what is in them.
-On a CPU the host's side is the device's, and nothing is copied.
+The places lie one after the other, the shortest first, each as long as the engine's limits let its array become. Pinned
+memory of the host is laid out in the same way. A step's arrays are written there, each from the beginning of its place,
+and what they fill is copied to the device. Filled ranges less than `GAP_BYTES` apart are copied together, so all short
+inputs take one copy; of a page list, which can be megabytes long, only what the step filled is copied. On a CPU the
+host's memory is the device's, and nothing is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 
 from precast.ir.graph.schema import Dtype
-from precast.loader.device import Device, host_bytes
+from precast.loader.device import Device, aligned, host_bytes
 from precast.loader.run.batch import Array, Arrays
 from precast.loader.torch_device import tensor_of
 
 ALIGNMENT = 16
 """Bytes to which each place is aligned: the widest load that a kernel issues."""
+Capacities = Mapping[str, tuple[Dtype, int]]
+"""Of each array its dtype and how long it can become."""
 GAP_BYTES = 1 << 16
 """What a link of 25 to 50 GB/s moves in the 2 microseconds that one more copy takes."""
 
@@ -28,16 +31,13 @@ GAP_BYTES = 1 << 16
 class Places:
     """Memory for arrays by name, on the device and on the host."""
 
-    def __init__(self, capacities: Mapping[str, tuple[Dtype, int]], device: Device) -> None:
-        """`capacities`: of each array its dtype and how long it can become."""
+    def __init__(self, capacities: Capacities, device: Device) -> None:
         self._device = device
-        starts, end = {}, 0
-        for name, (dtype, length) in sorted(capacities.items(), key=lambda entry: _num_bytes(*entry[1])):
-            starts[name] = end
-            end += -(-_num_bytes(dtype, length) // ALIGNMENT) * ALIGNMENT
-        self._starts = starts
-        self._target = device.alloc(end)
-        self._source = self._target if device.kind == "cpu" else device.alloc(end, pinned=True)
+        order = sorted(capacities, key=lambda name: _num_bytes(*capacities[name]))
+        sizes = (_num_bytes(*capacities[name]) for name in order)
+        self._starts = starts = dict(zip(order, itertools.accumulate(sizes, initial=0), strict=False))
+        self._target = device.alloc(places_bytes(capacities))
+        self._source = self._target if device.kind == "cpu" else device.alloc(places_bytes(capacities), pinned=True)
         self._copied = device.event()
         host = host_bytes(self._source)
         self._arrays: dict[str, Array] = {}
@@ -63,19 +63,21 @@ class Places:
         return {name: self._tensors[name][: len(values)] for name, values in arrays.items()}
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The ranges of bytes, which are in order, with those made one that lie less than `GAP_BYTES` apart."""
-    whole: tuple[int, int] | None = None
+    whole: list[tuple[int, int]] = []
     for start, end in ranges:
-        if whole is not None and start - whole[1] < GAP_BYTES:
-            whole = whole[0], end
+        if whole and start - whole[-1][1] < GAP_BYTES:
+            whole[-1] = whole[-1][0], end
         else:
-            if whole is not None:
-                yield whole
-            whole = start, end
-    if whole is not None:
-        yield whole
+            whole.append((start, end))
+    return whole
+
+
+def places_bytes(capacities: Capacities) -> int:
+    """What `Places` take for these arrays: on the device, and on a GPU as much pinned memory of the host."""
+    return sum(itertools.starmap(_num_bytes, capacities.values()))
 
 
 def _num_bytes(dtype: Dtype, length: int) -> int:
-    return int(np.dtype(dtype).itemsize) * length
+    return aligned(int(np.dtype(dtype).itemsize) * length, ALIGNMENT)

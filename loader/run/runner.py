@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-from precast.ir.errors import BundleError, RequestError
+from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
-from precast.ir.memory import caches
 from precast.kernels import registry
 from precast.kernels.sampling.sample import greedy
+from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
 from precast.loader.device import Device
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.places import Places
-from precast.loader.run.sampling import DTYPES, Draw, draw_arrays
+from precast.loader.run.sampling import Draw, draw_arrays
 from precast.loader.schedule.requests import Step
 from precast.loader.schedule.rows import DecodeRows
 from precast.loader.sizing import Limits
@@ -49,29 +49,15 @@ class Runner:
     """
 
     def __init__(self, program: Program, graph: Graph, memory: CacheMemory, device: Device, limits: Limits) -> None:
-        """Raises BundleError for a graph without logits, or with inputs that this release doesn't feed."""
-        if not caches.groups(graph.caches) or "logits" not in graph.outputs:
-            raise BundleError("graph-invalid", "the graph has no cache or no output logits: the engine can't decode")
+        """Raises what `BatchInputs` raises for the graph."""
         self.graph = graph
         self.device = device
         self.num_slabs = memory.num_slabs
         self.limits = limits
-        self._program: Program | None = program
-        self._memory: CacheMemory | None = memory
         self._inputs = BatchInputs(graph)
-        self._dimensions = self._inputs.dimensions
         self._sample = registry.resolve("precast.sample", 2, torch.device(device.name))
-        num_pages = {
-            group.name: min(
-                memory.num_pages[group.pool], caches.peak_pages(group, limits.max_seq_len, limits.max_num_tokens)
-            )
-            for group in graph.caches.groups
-        }
-        num_seqs, num_tokens = min(limits.max_num_seqs, limits.max_num_tokens), limits.max_num_tokens
-        capacities = self._inputs.capacities(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=num_pages)
-        for name, dtype in DTYPES.items():
-            capacities[name] = dtype, num_seqs
-        self._places = Places(capacities, device)
+        places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
+        self._opened: tuple[Program, CacheMemory, Places] | None = (program, memory, places)
 
     def launch(self, step: Step, rows: DecodeRows | None = None, draws: Sequence[Draw] = ()) -> Ticket:
         """Begin a step: copy its pages, fill its inputs, run the program, draw.
@@ -81,14 +67,14 @@ class Runner:
 
         Raises RequestError after `close`, and what the program raises.
         """
-        program = self.open_program()
+        program, _, places = self.opened()
         arrays = self._inputs.arrays(step.chunks, rows)
         drawing = draw_arrays(draws)
         with self.device.use(), torch.inference_mode():
             self.copy_pages([*step.saves, *step.restores])
-            tensors = self._places.fill(arrays | drawing)
+            tensors = places.fill(arrays | drawing)
             given = {name: tensors[name].view(1, -1) if dimensions == 2 else tensors[name]
-                     for name, dimensions in self._dimensions.items()}  # fmt: skip
+                     for name, dimensions in self._inputs.dimensions.items()}  # fmt: skip
             logits = program(**given)["logits"][0]
             drawn = self._draw(logits, {name: tensors[name] for name in drawing}) if draws else None
         return Ticket(logits, drawn)
@@ -102,22 +88,23 @@ class Runner:
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Copy pages, in this order and in that of the device's stream."""
-        self.open_program()
-        assert self._memory is not None
+        _, memory, _ = self.opened()
         for copy in copies:
-            self._memory.copy_page(copy.group, copy.source, copy.target)
+            memory.copy_page(copy.group, copy.source, copy.target)
 
-    def open_program(self) -> Program:
-        """The program. Raises RequestError after `close`."""
-        if self._program is None:
+    def opened(self) -> tuple[Program, CacheMemory, Places]:
+        """What it runs. Raises RequestError after `close`."""
+        if self._opened is None:
             raise RequestError("engine-closed", "the engine is closed", fix="load the bundle again")
-        return self._program
+        return self._opened
 
     def close(self) -> None:
-        """Drop the program with its weights, and the caches."""
-        self._program = self._memory = None
+        """Drop the program with its weights, the caches, and the places of its inputs."""
+        self._opened = None
         if self.device.kind == "cuda":
             torch.cuda.empty_cache()
+            if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.12 and newer
+                torch.accelerator.empty_host_cache()
 
     def _draw(self, logits: torch.Tensor, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
         """One token a row. Without arguments all rows are greedy: what `precast.sample` gives, without its sort."""

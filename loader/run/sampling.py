@@ -10,16 +10,6 @@ import numpy as np
 from precast.ir.graph.schema import Dtype
 from precast.loader.run.batch import Arrays
 
-DTYPES: dict[str, Dtype] = {
-    # argument of `precast.sample`, and field of `Draw`: dtype
-    "temperature": "float32",
-    "top_k": "int32",
-    "top_p": "float32",
-    "min_p": "float32",
-    "seeds": "int64",
-    "steps": "int64",
-}
-
 
 class Draw(NamedTuple):
     """How the token of one row of logits is drawn: the arguments of `precast.sample` for it.
@@ -33,6 +23,13 @@ class Draw(NamedTuple):
     min_p: float
     seeds: int
     steps: int
+
+
+DTYPES: dict[str, Dtype] = {
+    "temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32", "seeds": "int64",
+    "steps": "int64",
+}  # fmt: skip
+"""Of each field of `Draw`, which is an argument of `precast.sample`."""
 
 
 def draw_arrays(draws: Sequence[Draw]) -> Arrays:

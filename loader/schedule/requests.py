@@ -8,10 +8,6 @@ from typing import Literal
 
 from precast.loader.cache.sequence import Sequence
 from precast.loader.cache.spans import PageCopy
-from precast.loader.cache.tables import SequenceTable
-
-Rank = tuple[int, int]
-"""Sorts requests: the highest priority first, and within it the one that came first."""
 
 NO_TOKEN = -1
 """In the place of a drawn token: the row's logits were not finite, and its request has failed."""
@@ -24,8 +20,6 @@ class Request(Sequence):
     cache. `row` is its place among those that decode, -1 elsewhere. One that doesn't `share` runs alone, so that what
     fits the empty cache is sure to fit.
     """
-
-    __slots__ = ("arrival", "id", "max_length", "priority", "prompt_length", "row")
 
     def __init__(self, request_id: int, prompt: array[int], max_length: int, priority: int = 0) -> None:
         """`prompt`: int64 token ids, at least one, and fewer than `max_length`. A higher `priority` goes first."""
@@ -43,7 +37,8 @@ class Request(Sequence):
         return len(self.token_ids) - self.prompt_length
 
     @property
-    def rank(self) -> Rank:
+    def rank(self) -> tuple[int, int]:
+        """Sorts requests: the highest priority first, and within it the one that came first."""
         return -self.priority, self.arrival
 
 
@@ -52,8 +47,6 @@ class Chunk:
 
     `logits` says of which tokens the logits are wanted; by default of the last one, if all tokens before it are known.
     """
-
-    __slots__ = ("length", "logits", "request", "start")
 
     def __init__(self, request: Request, length: int, logits: Literal["none", "last", "all"] | None = None) -> None:
         self.request = request
@@ -65,12 +58,6 @@ class Chunk:
     def end(self) -> int:
         """One past the last position."""
         return self.start + self.length
-
-    @property
-    def table(self) -> SequenceTable:
-        """The request's page table."""
-        assert self.request.table is not None
-        return self.request.table
 
     @property
     def samples(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -54,7 +54,6 @@ class DecodeRows:
     def add(self, request: Request) -> None:
         """A request with one token to compute."""
         row = len(self.requests)
-        assert request.table is not None
         assert request.num_pending == 1
         self._token_ids[row] = request.token_ids[-1]
         self._positions[row] = len(request.token_ids) - 1
@@ -85,7 +84,6 @@ class DecodeRows:
     def refresh(self, row: int) -> None:
         """Look again at the table of the row's request, which has changed."""
         table = self.requests[row].table
-        assert table is not None
         for i, name in enumerate(self._paged):
             pages, first = table.pages[name], table.first[name]
             self._first[i, row] = first
@@ -128,7 +126,7 @@ class DecodeRows:
 
     def _tables_of(self, rows: Ints) -> list[SequenceTable]:
         requests = self.requests
-        return [cast(SequenceTable, requests[row].table) for row in rows.tolist()]
+        return [requests[row].table for row in rows.tolist()]
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Each row has been computed, and its next token is known. The rows are those of `requests`, in order.
@@ -148,17 +146,10 @@ class DecodeRows:
 
     # --- what a step takes -------------------------------------------------------------------------------------
 
-    def token_ids(self) -> Ints:
-        """`[B]`, a view: the rows' next tokens."""
-        return self._token_ids[: len(self.requests)]
-
-    def positions(self) -> Ints:
-        """`[B]`, a view."""
-        return self._positions[: len(self.requests)]
-
-    def bounds(self) -> npt.NDArray[np.int32]:
-        """`[B + 1]`, a view: `cu_seqlens`."""
-        return self._bounds[: len(self.requests) + 1]
+    def tokens(self) -> tuple[Ints, Ints, npt.NDArray[np.int32]]:
+        """The rows' next tokens `[B]`, their positions `[B]`, and `cu_seqlens` `[B + 1]`: views."""
+        count = len(self.requests)
+        return self._token_ids[:count], self._positions[:count], self._bounds[: count + 1]
 
     def group_arrays(self) -> list[tuple[npt.NDArray[np.int32], Ints, Ints, Ints]]:
         """For each group with pages: indices `[N]`, counts `[B]`, starts `[B]` in tokens, slots `[B]`."""

@@ -14,21 +14,23 @@ highest priority is never preempted for others, and what `check` let through fit
 
 from __future__ import annotations
 
-import heapq
+import itertools
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from precast.ir.errors import RequestError
 from precast.loader.cache.prefixes import Match, Prefixes
 from precast.loader.cache.tables import PageTables, SequenceTable
-from precast.loader.schedule.requests import NO_TOKEN, Chunk, Rank, Request, Step
+from precast.loader.schedule.requests import NO_TOKEN, Chunk, Request, Step
 from precast.loader.schedule.rows import DecodeRows
 
 GROWTH_TOKENS = 32
 """Tokens by which each sequence that runs should be able to grow when another is admitted; a page, if that is less."""
 RETRY_STEPS = 16
 """A request that found no room is looked at again when another ends, or after so many steps."""
-MANY_GONE = 64
-"""Requests that are gone stay in the queue until they come first in it, or are so many."""
+
+_rank_of = attrgetter("rank")
 
 
 class Scheduler:
@@ -55,9 +57,8 @@ class Scheduler:
         self._restart_length = restart_length
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
-        self._num_arrivals = 0
-        self._waiting: dict[int, Request] = {}
-        self._queue: list[tuple[Rank, Request]] = []  # a heap of those that wait; may hold some that are gone
+        self._arrivals = itertools.count(1)
+        self._waiting: list[Request] = []  # in the order of their ranks
         self._prefilling: dict[int, Request] = {}  # running, with more than one token to compute
         self._steps_to_wait = 0  # before the first in the queue is looked at again
         self._is_short = False  # of pages, in this step: one that runs was preempted as another grew
@@ -83,21 +84,21 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request that `check` let through."""
-        self._num_arrivals += 1
-        request.arrival = self._num_arrivals
+        request.arrival = next(self._arrivals)
         self._enqueue(request)
-        if self._first_waiting() is request:
+        if self._waiting[0] is request:
             self._steps_to_wait = 0
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended or is cancelled, and give back its pages; its prefix stays known."""
-        if self._first_waiting() is request:
-            self._steps_to_wait = 0
-        if self._waiting.pop(request.id, None) is None:
+        if request.row >= 0 or request.id in self._prefilling:
             self._stop(request)
-        elif len(self._queue) > 2 * len(self._waiting) + MANY_GONE:
-            self._queue = [entry for entry in self._queue if entry[1].id in self._waiting]
-            heapq.heapify(self._queue)
+            return
+        index = bisect_left(self._waiting, request.rank, key=_rank_of)
+        assert self._waiting[index] is request, f"request {request.id} neither waits nor runs"
+        del self._waiting[index]
+        if index == 0:
+            self._steps_to_wait = 0
 
     # --- a step --------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class Scheduler:
         self._is_short = False
         self._grow_rows()
         chunks: list[Chunk] = []
-        for request in sorted(self._prefilling.values(), key=lambda request: request.rank):
+        for request in sorted(self._prefilling.values(), key=_rank_of):
             if not self._is_short:
                 self._admit_to(chunks, above=request.priority)
             # One that goes before it may have preempted it meanwhile.
@@ -157,13 +158,13 @@ class Scheduler:
 
     def _complete_chunk(self, chunk: Chunk, token_id: int | None) -> None:
         request = chunk.request
-        assert request.table is not None
         request.num_pending -= chunk.length
         self._prefixes.restored(request)
         self._prefixes.register(request)
         self._tables.evict(request.table, request.num_computed)
         if token_id is None:
             return
+        self._prefixes.prove(request)
         request.token_ids.append(token_id)
         request.num_pending += 1
         if len(request.token_ids) == self._restart_length:
@@ -175,7 +176,6 @@ class Scheduler:
     def _restart(self, request: Request) -> None:
         """All tokens of a running request are to be computed anew, as those of a sequence of its present length."""
         self._give_back(request)
-        request.table = self._tables.new_table()
         request.prefill_length = len(request.token_ids)
         request.digests.clear()
 
@@ -183,7 +183,7 @@ class Scheduler:
 
     def make_room(self, table: SequenceTable, length: int) -> bool:
         """Let a table grow to `length` tokens, for which unused prefixes are given up; False: there is no room."""
-        if not self._tables.can_grow(table, length) and not self._reclaim(self._tables.missing(table, length)):
+        if not self._reclaim(self._tables.missing(table, length)):
             return False
         self._tables.grow(table, length)
         return True
@@ -199,10 +199,9 @@ class Scheduler:
             rows.grow(self._tables, short)
             return
         lacking = {rows.requests[row].id: rows.requests[row] for found in short.values() for row in found.tolist()}
-        for request in sorted(lacking.values(), key=lambda request: request.rank):
+        for request in sorted(lacking.values(), key=_rank_of):
             # It may have been preempted for an older one, and be preempted itself.
             while request.row >= 0:
-                assert request.table is not None
                 if self.make_room(request.table, len(request.token_ids)):
                     rows.refresh(request.row)
                     break
@@ -223,7 +222,6 @@ class Scheduler:
 
         The pages are taken.
         """
-        assert request.table is not None
         length = min(request.num_pending, budget)
         if not request.shares:
             # Nothing is given up for it: with larger chunks its windows could keep slabs that it needs later.
@@ -265,11 +263,11 @@ class Scheduler:
 
     def _admit_to(self, chunks: list[Chunk], *, above: int | None = None) -> None:
         """Admit who waits first, while there is room: all, or those of a priority `above`."""
-        while (first := self._first_waiting()) is not None and (above is None or first.priority > above):
+        while self._waiting and (above is None or self._waiting[0].priority > above):
             # Where as many decode as a step has tokens, one of them may have to give up its place.
             if not self._budget(chunks) and len(self.rows) < self._max_num_tokens:
                 break
-            if not self._admit(first, chunks):
+            if not self._admit(self._waiting[0], chunks):
                 break
 
     def _admit(self, request: Request, chunks: list[Chunk]) -> bool:
@@ -289,8 +287,7 @@ class Scheduler:
         self._prefilling[request.id] = request
         length = self._fit(request, self._budget(chunks))
         assert length, f"request {request.id} doesn't fit the empty cache"
-        heapq.heappop(self._queue)
-        del self._waiting[request.id]
+        self._waiting.remove(request)
         self.num_tokens_reused += request.num_reused
         chunks.append(Chunk(request, length))
         return True
@@ -309,12 +306,15 @@ class Scheduler:
                 if not has_place and not lower:
                     return None
                 match = self._match(request)
-                if has_place and self._would_fit(request, match) and self._reclaim(self._needed(request, match), match):
+                needed = self._needed(request, match, len(others))
+                # Asked before anything is given up: at best all that no sequence uses is.
+                freed = self._tables.by_pool(self._prefixes.reclaimable(match))
+                if has_place and self._tables.can_take(needed, freed) and self._reclaim(needed, match):
                     return match
                 is_enough = bool(lower) and self._would_fit_without(request, match, lower)
             if not is_enough:
                 return None
-            self.preempt(max(lower, key=lambda other: other.rank))
+            self.preempt(max(lower, key=_rank_of))
         return None
 
     def _alone(self, request: Request) -> Match:
@@ -334,44 +334,32 @@ class Scheduler:
         self._prefixes.touch(match)
         return match
 
-    def _would_fit(self, request: Request, match: Match) -> bool:
-        """Whether a request could have what it needs beside all that run if prefixes were given up; at best."""
-        freed = self._tables.by_pool(self._prefixes.reclaimable(match))
-        return self._tables.could_take(self._needed(request, match), freed)
-
     def _would_fit_without(self, request: Request, match: Match, lower: Sequence[Request]) -> bool:
-        """The same if those of `lower`, who run, were preempted too."""
+        """Whether a request could have what it needs if those of `lower` were preempted and all prefixes given up."""
         staying = [other for other in self._running() if other.priority >= request.priority]
         if not staying:
             return True
         # What none of those that stay has can be had.
-        tables = [match.table, *(other.table for other in staying if other.table is not None)]
+        tables = [match.table, *(other.table for other in staying)]
         held = {name: len({page for table in tables for page in table.pages[name]}) for name in self._tables.pool_of}
         kept = self._tables.by_pool(held)
         freed = {name: pool.num_held - kept[name] for name, pool in self._tables.pools.items()}
-        return self._tables.could_take(self._needed(request, match, len(staying)), freed)
+        return self._tables.can_take(self._needed(request, match, len(staying)), freed)
 
-    def _needed(self, request: Request, match: Match, num_others: int | None = None) -> dict[str, int]:
+    def _needed(self, request: Request, match: Match, num_others: int) -> dict[str, int]:
         """Pages by group that a request should find where it starts: for its known tokens, and for all to grow.
 
-        `num_others` run beside it, by default all that run now.
+        `num_others` run beside it.
         """
-        others = self.num_running if num_others is None else num_others
         length = len(request.token_ids)
-        return self._tables.with_growth(match.table, length, self._max_num_tokens, others + 1, GROWTH_TOKENS)
-
-    def _first_waiting(self) -> Request | None:
-        while self._queue and self._queue[0][1].id not in self._waiting:
-            heapq.heappop(self._queue)
-        return self._queue[0][1] if self._queue else None
+        return self._tables.with_growth(match.table, length, self._max_num_tokens, num_others + 1, GROWTH_TOKENS)
 
     def _enqueue(self, request: Request) -> None:
-        self._waiting[request.id] = request
-        heapq.heappush(self._queue, (request.rank, request))
+        insort(self._waiting, request, key=_rank_of)
 
     def _last(self) -> Request:
         """The running request that is preempted first."""
-        return max(self._running(), key=lambda request: request.rank)
+        return max(self._running(), key=_rank_of)
 
     def _running(self) -> list[Request]:
         return [*self.rows.requests, *self._prefilling.values()]
@@ -401,10 +389,8 @@ class Scheduler:
         self._steps_to_wait = 0
 
     def _give_back(self, request: Request, *, keep: bool = True) -> None:
-        assert request.table is not None
         if keep:
             self._prefixes.register(request)
         self._prefixes.leave(request)
         self._tables.release(request.table)
-        request.table = None
         request.num_computed = request.num_reused = 0

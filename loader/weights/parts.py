@@ -5,42 +5,28 @@ branch without a join is a strided view of one stored tensor, so nearly all of i
 tensor read. Only a join under a reshape that no strides describe is made in a temporary tensor and moved afterwards.
 
 Values that a checkpoint holds in few bits are computed, matrix by matrix, from tensors that are read for it
-(`input_parts`) and gone afterwards. Recipes are those of a graph that is bound to its rank: all sizes are numbers.
+(`Assembly.add_inputs`) and gone afterwards. Recipes are those of a graph that is bound to its rank: all sizes are
+numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from precast.ir.errors import BundleError, RecipeError
+from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import (
-    Cast,
-    Concat,
-    Dequantise,
-    Dtype,
-    Each,
-    Expr,
-    Param,
-    Read,
-    Recipe,
-    Reshape,
-    Slice,
-    Stack,
-    Tie,
-    Transpose,
-)
 from precast.ir.weights import recipes
 from precast.loader.weights import views
 from precast.loader.weights.views import Shape, View
 
-Window = tuple[tuple[int, int], ...]
+Region = tuple[tuple[int, int], ...]
 """The part of a recipe's result that is wanted: start and length in each dimension."""
 
-Casts = tuple[Dtype, ...]
+Casts = tuple[ir.Dtype, ...]
 """The element types that a value is converted to, one after the other, the target's last; none: it stays as it is."""
 
 
@@ -52,7 +38,7 @@ class Target(msgspec.Struct, frozen=True):
     """A tensor to be filled: a param, or a temporary one without a name. Contiguous."""
 
     name: str | None
-    dtype: Dtype
+    dtype: ir.Dtype
     shape: Shape
 
 
@@ -80,7 +66,7 @@ class Computed(msgspec.Struct, frozen=True):
     dimension, and `source` views that part alone.
     """
 
-    recipe: Dequantise
+    recipe: ir.Dequantise
     index: int | None
     source: View
     target: int
@@ -88,7 +74,7 @@ class Computed(msgspec.Struct, frozen=True):
     casts: Casts
 
 
-def param_parts(params: Iterable[Param], stored_dtype: Callable[[str], str]) -> Assembly:
+def param_parts(params: Iterable[ir.Param], stored_dtype: Callable[[str], str]) -> Assembly:
     """Take the recipes of `params` apart; `stored_dtype` gives the element type of a stored tensor by its name.
 
     Raises BundleError (graph-invalid) for a recipe that doesn't make what its param is, and (symbol-unbound) for a size
@@ -97,17 +83,11 @@ def param_parts(params: Iterable[Param], stored_dtype: Callable[[str], str]) -> 
     assembly = Assembly(stored_dtype)
     for param in params:
         try:
-            if not isinstance(param.recipe, Tie):
+            if not isinstance(param.recipe, ir.Tie):
                 assembly.add_param(param)
         except BundleError as error:
             raise error.inside(f"param {param.name}") from None
     return assembly
-
-
-def input_parts(computed: Sequence[Computed], stored_dtype: Callable[[str], str]) -> tuple[Assembly, list[Inputs]]:
-    """The tensors that these computations need, in temporary targets, and which of them each one needs."""
-    assembly = Assembly(stored_dtype)
-    return assembly, [assembly.add_inputs(each) for each in computed]
 
 
 class Assembly:
@@ -120,7 +100,7 @@ class Assembly:
         self.computed: list[Computed] = []
         self.moves: list[Move] = []
 
-    def add_param(self, param: Param) -> None:
+    def add_param(self, param: ir.Param) -> None:
         """A target for the param, and what fills it."""
         shape = _shape(param.recipe)
         if shape != param.type.shape:
@@ -138,71 +118,69 @@ class Assembly:
         )
         return values, scales, zeros, groups
 
-    def _input(self, part: Recipe, computed: Computed) -> int:
-        window = _whole(_shape(part))
+    def _input(self, part: ir.Recipe, computed: Computed) -> int:
+        region = _whole(_shape(part))
         if computed.index is not None:
-            window = ((computed.index, 1), *window[1:])
-        shape = tuple(length for _, length in window)
+            region = ((computed.index, 1), *region[1:])
+        shape = tuple(length for _, length in region)
         dtype = recipes.dtype(part) or "float32"  # of scales, which are used in float32 whatever is stored
         target = self._add_target(Target(None, dtype, shape))
-        self._place(part, views.contiguous(shape), window, target, (dtype,))
+        self._place(part, views.contiguous(shape), region, target, (dtype,))
         return target
 
     def _add_target(self, target: Target) -> int:
         self.targets.append(target)
         return len(self.targets) - 1
 
-    def _place(self, recipe: Recipe, destination: View, window: Window, target: int, casts: Casts) -> None:
-        """Fill `destination`, of the window's shape, with the window of what the recipe makes."""
+    def _place(self, recipe: ir.Recipe, destination: View, region: Region, target: int, casts: Casts) -> None:
+        """Fill `destination`, of the region's shape, with the region of what the recipe makes."""
         if 0 in destination.shape:
             return
         leaf = _leaf(recipe)
         if leaf is not None:
             origin, source, inner = leaf
-            for dim, (start, length) in enumerate(window):
+            for dim, (start, length) in enumerate(region):
                 source = views.narrow(source, dim, start, length)
-            if isinstance(origin, Read):
+            if isinstance(origin, ir.Read):
                 kept = _conversions(self._stored_dtype(origin.tensor), (*inner, *casts))
                 self.parts.append(Part(origin.tensor, source, target, destination, kept))
             else:
                 self._compute(origin, source, target, destination, _conversions("float32", (*inner, *casts)))
-        elif isinstance(recipe, Slice):
-            start, length = window[recipe.dim]
+        elif isinstance(recipe, ir.Slice):
+            start, length = region[recipe.dim]
             moved = (start + _number(recipe.start), length)
-            inside = (*window[: recipe.dim], moved, *window[recipe.dim + 1 :])
+            inside = (*region[: recipe.dim], moved, *region[recipe.dim + 1 :])
             self._place(recipe.of, destination, inside, target, casts)
-        elif isinstance(recipe, Transpose):
+        elif isinstance(recipe, ir.Transpose):
             i, j = recipe.dim0, recipe.dim1
-            exchanged = list(window)
-            exchanged[i], exchanged[j] = exchanged[j], exchanged[i]
-            self._place(recipe.of, views.transpose(destination, i, j), tuple(exchanged), target, casts)
-        elif isinstance(recipe, Cast):
-            self._place(recipe.of, destination, window, target, (recipe.dtype, *casts))
-        elif isinstance(recipe, Concat):
-            self._place_concat(recipe, destination, window, target, casts)
-        elif isinstance(recipe, (Stack, Each)):
-            start, length = window[recipe.dim]
-            inside = (*window[: recipe.dim], *window[recipe.dim + 1 :])
+            self._place(recipe.of, views.transpose(destination, i, j), views.swap(region, i, j), target, casts)
+        elif isinstance(recipe, ir.Cast):
+            self._place(recipe.of, destination, region, target, (recipe.dtype, *casts))
+        elif isinstance(recipe, ir.Concat):
+            self._place_concat(recipe, destination, region, target, casts)
+        elif isinstance(recipe, (ir.Stack, ir.Each)):
+            start, length = region[recipe.dim]
+            inside = (*region[: recipe.dim], *region[recipe.dim + 1 :])
             for i in range(length):
-                part = recipe.parts[start + i] if isinstance(recipe, Stack) else recipes.nth(recipe, start + i)
+                part = recipe.parts[start + i] if isinstance(recipe, ir.Stack) else recipes.nth(recipe, start + i)
                 self._place(part, views.select(destination, recipe.dim, i), inside, target, casts)
         else:
-            assert isinstance(recipe, Reshape), "verified: a tie is a recipe of its own"
-            self._place_reshape(recipe, destination, window, target, casts)
+            assert isinstance(recipe, ir.Reshape), "verified: a tie is a recipe of its own"
+            self._place_reshape(recipe, destination, region, target, casts)
 
-    def _place_concat(self, recipe: Concat, destination: View, window: Window, target: int, casts: Casts) -> None:
+    def _place_concat(self, recipe: ir.Concat, destination: View, region: Region, target: int, casts: Casts) -> None:
         dim = recipe.dim
-        first, length = window[dim]
+        first, length = region[dim]
         begin = 0
         for part in recipe.parts:
             end = begin + _shape(part)[dim]
             low, high = max(begin, first), min(end, first + length)
             if low < high:
-                inside = (*window[:dim], (low - begin, high - low), *window[dim + 1 :])
+                inside = (*region[:dim], (low - begin, high - low), *region[dim + 1 :])
                 self._place(part, views.narrow(destination, dim, low - first, high - low), inside, target, casts)
             begin = end
 
-    def _compute(self, recipe: Dequantise, source: View, target: int, destination: View, casts: Casts) -> None:
+    def _compute(self, recipe: ir.Dequantise, source: View, target: int, destination: View, casts: Casts) -> None:
         """Compute the elements that `source` views, one after the other in the first of three dimensions or more."""
         shape = _shape(recipe)
         parts = views.split(source, destination, math.prod(shape[1:])) if len(shape) > 2 else None
@@ -212,9 +190,9 @@ class Assembly:
         for index, inside, place in parts:
             self.computed.append(Computed(recipe, index, inside, target, place, casts))
 
-    def _place_reshape(self, recipe: Reshape, destination: View, window: Window, target: int, casts: Casts) -> None:
+    def _place_reshape(self, recipe: ir.Reshape, destination: View, region: Region, target: int, casts: Casts) -> None:
         shape, inner = _shape(recipe), _shape(recipe.of)
-        fitting = views.reshape(destination, inner) if window == _whole(shape) else None
+        fitting = views.reshape(destination, inner) if region == _whole(shape) else None
         if fitting is not None:
             self._place(recipe.of, fitting, _whole(inner), target, casts)
             return
@@ -222,52 +200,52 @@ class Assembly:
         temporary = self._add_target(Target(None, casts[-1], inner))
         self._place(recipe.of, views.contiguous(inner), _whole(inner), temporary, casts)
         view = views.contiguous(shape)
-        for dim, (start, length) in enumerate(window):
+        for dim, (start, length) in enumerate(region):
             view = views.narrow(view, dim, start, length)
         self.moves.append(Move(temporary, view, target, destination))
 
 
-def _leaf(recipe: Recipe) -> tuple[Read | Dequantise, View, Casts] | None:
+def _leaf(recipe: ir.Recipe) -> tuple[ir.Read | ir.Dequantise, View, Casts] | None:
     """What the recipe reads or computes, as a view of it, and its casts; None if it joins or isn't strided."""
-    if isinstance(recipe, (Read, Dequantise)):
+    if isinstance(recipe, (ir.Read, ir.Dequantise)):
         return recipe, views.contiguous(_shape(recipe)), ()
-    if isinstance(recipe, (Concat, Stack, Each, Tie)):
+    if isinstance(recipe, (ir.Concat, ir.Stack, ir.Each, ir.Tie)):
         return None
     leaf = _leaf(recipe.of)
     if leaf is None:
         return None
     origin, view, casts = leaf
-    if isinstance(recipe, Cast):
+    if isinstance(recipe, ir.Cast):
         return origin, view, (*casts, recipe.dtype)
-    if isinstance(recipe, Transpose):
+    if isinstance(recipe, ir.Transpose):
         return origin, views.transpose(view, recipe.dim0, recipe.dim1), casts
-    if isinstance(recipe, Slice):
+    if isinstance(recipe, ir.Slice):
         return origin, views.narrow(view, recipe.dim, _number(recipe.start), _number(recipe.length)), casts
     shape = _shape(recipe)
     reshaped = views.reshape(view, shape) if 0 not in shape else views.contiguous(shape)
     return None if reshaped is None else (origin, reshaped, casts)
 
 
-def _shape(recipe: Recipe) -> Shape:
+def _shape(recipe: ir.Recipe) -> Shape:
     try:
         return tuple(map(_number, recipes.shape(recipe)))
     except RecipeError as error:
         raise BundleError("graph-invalid", str(error)) from None
 
 
-def _number(size: Expr) -> int:
+def _number(size: ir.Expr) -> int:
     if not isinstance(size, int):
         raise BundleError("symbol-unbound", f"{symbols.text(size)} has no value in a recipe")
     return size
 
 
-def _whole(shape: Shape) -> Window:
+def _whole(shape: Shape) -> Region:
     return tuple((0, size) for size in shape)
 
 
 def _conversions(dtype: str, casts: Casts) -> Casts:
     """The casts without those to the type that a value already has."""
-    kept: list[Dtype] = []
+    kept: list[ir.Dtype] = []
     for cast in casts:
         if cast != (kept[-1] if kept else dtype):
             kept.append(cast)

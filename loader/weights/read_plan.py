@@ -14,15 +14,18 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from precast.ir.graph.schema import Dtype
 from precast.ir.weights.checkpoint import StoredTensor
+from precast.loader.device import aligned
 from precast.loader.weights.cuts import Cut, cuts_of
 from precast.loader.weights.parts import Assembly, Casts, Move, Target
 from precast.loader.weights.views import View
 
+T = TypeVar("T")
 ALIGNMENT = 16
 """Where copies begin in a buffer, in bytes: a multiple of every element's size."""
 
@@ -89,11 +92,6 @@ class Job(msgspec.Struct, frozen=True):
     bytes_needed: int
 
     @property
-    def num_bytes(self) -> int:
-        """What the job reads."""
-        return sum(each.num_bytes for each in self.ranges)
-
-    @property
     def size(self) -> int:
         """What a buffer must hold that all of the job passes through."""
         return self.buffer_bytes + sum(each.num_bytes for each in self.ranges if each.target is not None)
@@ -111,11 +109,6 @@ class Plan(msgspec.Struct, frozen=True):
         """The bytes of the checkpoint that the parts need, each counted once."""
         return sum(job.bytes_needed for job in self.jobs)
 
-    @property
-    def bytes_read(self) -> int:
-        """What the jobs read: the bytes needed, and the short gaps between them."""
-        return sum(job.num_bytes for job in self.jobs)
-
 
 DEFAULT_SIZES = Granularity()
 
@@ -125,7 +118,9 @@ def plan_reads(assembly: Assembly, find: Callable[[str], StoredTensor], sizes: G
     cuts = [cut for part in assembly.parts for cut in cuts_of(part, find(part.tensor), sizes.job)]
     cuts.sort(key=lambda cut: (cut.file, cut.start, cut.end))
     smallest = (_job_of(cluster, sizes) for cluster in _clusters(cuts))
-    jobs = tuple(map(_joined, _groups(smallest, sizes.job)))
+    of_files = (jobs for _, jobs in itertools.groupby(smallest, lambda job: job.file))
+    groups = (group for jobs in of_files for group in grouped(jobs, lambda job: job.size, sizes.job))
+    jobs = tuple(map(_joined, groups))
     return Plan(tuple(assembly.targets), jobs, tuple(assembly.moves))
 
 
@@ -154,7 +149,7 @@ def _job_of(cluster: list[Cut], sizes: Granularity) -> Job:
     if direct is not None:
         return Job(cut.file, direct, (), 0, cut.num_bytes)
     dense, strides = _dense_ranges(cut, sizes.gap)
-    return Job(cut.file, (dense,), (_copy(cut, 0, strides),), _aligned(dense.num_bytes), cut.num_bytes)
+    return Job(cut.file, (dense,), (_copy(cut, 0, strides),), aligned(dense.num_bytes, ALIGNMENT), cut.num_bytes)
 
 
 def _direct_ranges(cut: Cut, shortest: int) -> tuple[Ranges, ...] | None:
@@ -207,7 +202,7 @@ def _shared(cluster: list[Cut], gap: int) -> Job:
     copies = tuple(_copy(cut, cut.start - first.start, [dim.source for dim in cut.dims]) for cut in cluster)
     needed = min(sum(each.num_bytes for each in ranges), sum(cut.num_bytes for cut in cluster))
     end = max(cut.end for cut in cluster)
-    return Job(first.file, ranges, copies, _aligned(end - first.start), needed)
+    return Job(first.file, ranges, copies, aligned(end - first.start, ALIGNMENT), needed)
 
 
 def _copy(cut: Cut, offset: int, strides: list[int]) -> Copy:
@@ -220,16 +215,16 @@ def _copy(cut: Cut, offset: int, strides: list[int]) -> Copy:
 # --- jobs of the allowed size ------------------------------------------------------------------------------------
 
 
-def _groups(jobs: Iterable[Job], job_bytes: int) -> Iterator[list[Job]]:
-    """Neighbours of one file, as many as are one job together; one that is larger stays alone."""
-    group: list[Job] = []
+def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Neighbours, as many together as have up to `most` bytes; one that is larger stays alone."""
+    group: list[T] = []
     size = 0
-    for job in jobs:
-        if group and (job.file != group[0].file or size + job.size > job_bytes):
+    for item in items:
+        size += size_of(item)
+        if group and size > most:
             yield group
-            group, size = [], 0
-        group.append(job)
-        size += job.size
+            group, size = [], size_of(item)
+        group.append(item)
     if group:
         yield group
 
@@ -246,7 +241,3 @@ def _joined(jobs: list[Job]) -> Job:
         copies += [msgspec.structs.replace(copy, offset=copy.offset + used) for copy in job.copies]
         used += job.buffer_bytes
     return Job(jobs[0].file, tuple(ranges), tuple(copies), used, sum(job.bytes_needed for job in jobs))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

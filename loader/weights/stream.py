@@ -19,11 +19,11 @@ from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.kernels import dtypes
-from precast.loader.device import Device
+from precast.loader.device import Device, aligned
 from precast.loader.torch_device import tensor_of
 from precast.loader.weights.dequantise import dequantise
-from precast.loader.weights.parts import Computed, Inputs, Target, input_parts, param_parts
-from precast.loader.weights.read_plan import plan_reads
+from precast.loader.weights.parts import Assembly, Computed, Target, param_parts
+from precast.loader.weights.read_plan import grouped, plan_reads
 from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_all, read_all, strided
 
 PARAM_ALIGNMENT = 256
@@ -77,25 +77,20 @@ def _round(
     buffers: PinnedBuffers,
 ) -> tuple[int, int]:
     """Read what these computations need, make them, and forget it; the bytes read, and those needed."""
-    assembly, inputs = input_parts(computed, lambda name: stored[name].dtype)
+    assembly = Assembly(lambda name: stored[name].dtype)
+    inputs = [assembly.add_inputs(each) for each in computed]
     plan = plan_reads(assembly, stored.__getitem__)
     read = _allocate(plan.targets, buffers.device)
     num_bytes = read_all(plan, read, buffers)
     move_all(plan, read)
     tensors = _typed(plan.targets, read)
-    for each, places in zip(computed, inputs, strict=True):
-        _compute(each, places, tensors, memory)
+    for each, (values, scales, *optional) in zip(computed, inputs, strict=True):
+        zeros, groups = (None if place is None else tensors[place] for place in optional)
+        made = dequantise(each.recipe, tensors[values], tensors[scales], zeros, groups)
+        source = strided(made.contiguous().flatten(), each.source)
+        copy_converted(source, memory[each.target], each.destination, each.casts)
+        del made, source  # before the next is made
     return num_bytes, plan.bytes_needed
-
-
-def _compute(
-    computed: Computed, inputs: Inputs, tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]
-) -> None:
-    values, scales, *optional = inputs
-    zeros, groups = (None if place is None else tensors[place] for place in optional)
-    made = dequantise(computed.recipe, tensors[values], tensors[scales], zeros, groups)
-    source = strided(made.contiguous().flatten(), computed.source)
-    copy_converted(source, memory[computed.target], computed.destination, computed.casts)
 
 
 def _in_rounds(computed: Sequence[Computed], stored: Mapping[str, StoredTensor]) -> Iterator[list[Computed]]:
@@ -105,26 +100,20 @@ def _in_rounds(computed: Sequence[Computed], stored: Mapping[str, StoredTensor])
         first = stored[recipes.leaves(each.recipe)[0].tensor]
         return str(first.file), first.offset, each.index or 0
 
-    found: list[Computed] = []
-    size = 0
-    for each in sorted(computed, key=place):
-        num_bytes = sum(stored[read.tensor].nbytes for read in recipes.leaves(each.recipe))
-        if each.index is not None:
-            num_bytes //= int(recipes.shape(each.recipe)[0])  # type: ignore[arg-type]
-        if found and size + num_bytes > ROUND_BYTES:
-            yield found
-            found, size = [], 0
-        found.append(each)
-        size += num_bytes
-    if found:
-        yield found
+    def num_bytes(each: Computed) -> int:
+        size = sum(stored[read.tensor].nbytes for read in recipes.leaves(each.recipe))
+        return size if each.index is None else size // int(recipes.shape(each.recipe)[0])  # type: ignore[arg-type]
+
+    return grouped(sorted(computed, key=place), num_bytes, ROUND_BYTES)
 
 
 def _allocate(targets: Sequence[Target], device: Device) -> list[torch.Tensor]:
     """The bytes of each target, uint8: those of params in one allocation, those of temporary tensors in their own."""
     sizes = [math.prod(target.shape) * dtypes.BY_NAME[target.dtype].itemsize for target in targets]
-    total = sum(_aligned(size) for target, size in zip(targets, sizes, strict=True) if target.name is not None)
-    _check_room(sum(map(_aligned, sizes)), device)
+    total = sum(
+        aligned(size, PARAM_ALIGNMENT) for target, size in zip(targets, sizes, strict=True) if target.name is not None
+    )
+    _check_room(sum(aligned(size, PARAM_ALIGNMENT) for size in sizes), device)
     params = tensor_of(device.alloc(total))
     memory: list[torch.Tensor] = []
     used = 0
@@ -133,7 +122,7 @@ def _allocate(targets: Sequence[Target], device: Device) -> list[torch.Tensor]:
             memory.append(tensor_of(device.alloc(size)))
         else:
             memory.append(params[used : used + size])
-            used += _aligned(size)
+            used += aligned(size, PARAM_ALIGNMENT)
     return memory
 
 
@@ -156,7 +145,3 @@ def _made_name(name: str, recipe_of: Mapping[str, Recipe]) -> str:
     """The param whose memory the one called `name` has: its own, or that of the one that it is tied to."""
     recipe = recipe_of[name]
     return _made_name(recipe.param, recipe_of) if isinstance(recipe, Tie) else name
-
-
-def _aligned(size: int) -> int:
-    return -(-size // PARAM_ALIGNMENT) * PARAM_ALIGNMENT

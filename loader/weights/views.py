@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 Shape = tuple[int, ...]
 
 
@@ -43,7 +44,7 @@ def transpose(view: View, dim0: int, dim1: int) -> View:
     return View(view.offset, swap(view.shape, dim0, dim1), swap(view.strides, dim0, dim1))
 
 
-def swap(items: Shape, i: int, j: int) -> Shape:
+def swap(items: tuple[T, ...], i: int, j: int) -> tuple[T, ...]:
     """The tuple with entries `i` and `j` exchanged."""
     out = list(items)
     out[i], out[j] = out[j], out[i]

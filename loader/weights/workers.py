@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,7 +40,9 @@ def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers)
     """
     device = buffers.device
     if device.kind == "cpu":
-        threads = min(MAX_HOST_THREADS, THREADS_A_CORE * _num_cores())
+        # The cores that this process may use, where the system tells.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = min(MAX_HOST_THREADS, THREADS_A_CORE * cores)
         return _share(plan.jobs, lambda: _host_worker(plan, memory), threads)
     # The memory may have been in use before, by work that the current stream has not finished.
     ready = device.event()
@@ -61,46 +61,33 @@ def move_all(plan: Plan, memory: Sequence[torch.Tensor]) -> None:
         copy_converted(strided(source, move.view), memory[move.target], move.destination)
 
 
-def _num_cores() -> int:
-    """The cores that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _share(jobs: Sequence[Job], open_worker: Callable[[], AbstractContextManager[Worker]], max_threads: int) -> int:
     """Hand the jobs out, in order, to threads; the bytes read. The first error ends all of them, and is raised."""
     if not jobs:
         return 0
-    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    for job in jobs:
-        waiting.put(job)
-    stop = threading.Event()
+    waiting = deque(jobs)
 
-    def next_jobs() -> Iterator[Job]:
-        while not stop.is_set():
-            try:
-                yield waiting.get_nowait()
-            except queue.Empty:
-                return
-
-    def stop_on_error(future: Future[int]) -> None:
-        if future.exception() is not None:
-            stop.set()
+    def next_job() -> Job | None:
+        try:
+            return waiting.popleft()
+        except IndexError:
+            return None
 
     with opened({job.file for job in jobs}) as descriptors:
 
         def work() -> int:
-            with open_worker() as worker:
-                return sum(worker(job, descriptors[job.file]) for job in next_jobs())
+            try:
+                with open_worker() as worker:
+                    return sum(worker(job, descriptors[job.file]) for job in iter(next_job, None))
+            finally:
+                waiting.clear()  # after an error; else it is empty
 
         threads = min(max_threads, len(jobs))
         with ThreadPoolExecutor(threads, thread_name_prefix="precast-weights") as pool:
             try:
-                futures = [pool.submit(work) for _ in range(threads)]
-                for future in futures:
-                    future.add_done_callback(stop_on_error)
-                return sum(future.result() for future in futures)
+                return sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
             finally:
-                stop.set()
+                waiting.clear()
 
 
 @contextmanager
@@ -137,7 +124,7 @@ class Upload(NamedTuple):
     offset: int
 
 
-class _Buffer(NamedTuple):
+class _Pinned(NamedTuple):
     """Pinned bytes, the same as a memoryview, and when the device has taken them."""
 
     raw: torch.Tensor
@@ -155,7 +142,7 @@ class PinnedBuffers:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._pinned: deque[Future[_Buffer]] = deque()
+        self._pinned: deque[Future[_Pinned]] = deque()
         if device.kind == "cuda":
             pool = ThreadPoolExecutor(1, thread_name_prefix="precast-pinning")
             self._pinned.extend(pool.submit(self._pin) for _ in range(DEVICE_THREADS * BUFFERS_A_THREAD))
@@ -168,20 +155,20 @@ class PinnedBuffers:
         while self._pinned:
             self._pinned.popleft().cancel()
 
-    def take(self) -> _Buffer:
+    def take(self) -> _Pinned:
         """The next buffer, once it is pinned."""
         return self._pinned.popleft().result()
 
-    def give_back(self, buffer: _Buffer) -> None:
+    def give_back(self, buffer: _Pinned) -> None:
         """Take a buffer back that nothing is on its way from any more."""
-        free: Future[_Buffer] = Future()
+        free: Future[_Pinned] = Future()
         free.set_result(buffer)
         self._pinned.append(free)
 
-    def _pin(self) -> _Buffer:
+    def _pin(self) -> _Pinned:
         with self.device.use():
             raw = tensor_of(self.device.alloc(BUFFER_BYTES, pinned=True))
-            return _Buffer(raw, raw.numpy().data, self.device.event())
+            return _Pinned(raw, raw.numpy().data, self.device.event())
 
 
 @contextmanager
@@ -193,9 +180,9 @@ def _device_worker(memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready
     """
     device = buffers.device
     stream, done = device.stream(), device.event()
-    taken: deque[_Buffer] = deque()
+    taken: deque[_Pinned] = deque()
 
-    def next_buffer() -> _Buffer:
+    def next_buffer() -> _Pinned:
         """A buffer that is on its way to nowhere: a new one, or the one that has been on its way for the longest."""
         if len(taken) < BUFFERS_A_THREAD:
             taken.append(buffers.take())
@@ -215,7 +202,7 @@ def _device_worker(memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready
                 buffers.give_back(buffer)
 
 
-def _run_on_device(job: Job, descriptor: int, buffer: _Buffer, memory: Sequence[torch.Tensor], device: Device) -> int:
+def _run_on_device(job: Job, descriptor: int, buffer: _Pinned, memory: Sequence[torch.Tensor], device: Device) -> int:
     """Read the job's bytes and queue what the device has to do with them.
 
     What Python does for a job must be short: the threads take turns at it, and a GPU takes thousands of jobs a second.

@@ -12,6 +12,8 @@ import families
 import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from precast.builder.build import build
+
 # Several model directories in one process: importing everything takes longer than the builds.
 BUILD = """
 import sys, time
@@ -38,10 +40,8 @@ def _write_models(folder: Path) -> None:
     (folder / "llama-tied-bias" / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def _built(folder: Path, *, shift: int, **environment: str) -> list[list[str]]:
+def _built_elsewhere(folder: Path, *, shift: int, **environment: str) -> list[list[str]]:
     """Digest, time and source of each bundle, built in a fresh process."""
-    folder.mkdir(parents=True)
-    _write_models(folder)
     answer = subprocess.run(
         [sys.executable, "-c", BUILD, str(shift), *VARIANTS],
         cwd=folder,
@@ -55,16 +55,18 @@ def _built(folder: Path, *, shift: int, **environment: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_two_processes_build_the_same(tmp_path: Path) -> None:
-    first = _built(
-        tmp_path / "a", shift=0,
-        PYTHONHASHSEED="1", TZ="UTC", LC_ALL="C", OMP_NUM_THREADS="1", HOME=str(tmp_path / "a"),
-    )  # fmt: skip
-    second = _built(
-        tmp_path / "somewhere" / "else", shift=400_000_000,
-        PYTHONHASHSEED="2", TZ="Asia/Kathmandu", LC_ALL="C.UTF-8", OMP_NUM_THREADS="2", HOME=str(tmp_path / "b"),
+    here, there = tmp_path / "a", tmp_path / "somewhere" / "else"
+    for folder in (here, there):
+        folder.mkdir(parents=True)
+        _write_models(folder)
+
+    first = [build(here / name, here / f"{name}.bundle", dtype="bfloat16") for name in VARIANTS]
+    second = _built_elsewhere(
+        there, shift=400_000_000,
+        PYTHONHASHSEED="2", TZ="Asia/Kathmandu", LC_ALL="C", OMP_NUM_THREADS="2", HOME=str(tmp_path / "b"),
     )  # fmt: skip
 
-    assert [line[0] for line in first] == [line[0] for line in second]
-    assert len({line[0] for line in first}) == len(VARIANTS)
+    assert [bundle.digest for bundle in first] == [line[0] for line in second]
+    assert len({bundle.digest for bundle in first}) == len(VARIANTS)
     # the processes did differ: their clocks are years apart
-    assert [line[1][:4] for line in first] != [line[1][:4] for line in second]
+    assert str(first[0].provenance["built_at"])[:4] != second[0][1][:4]

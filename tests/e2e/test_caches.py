@@ -69,8 +69,9 @@ def test_tokens_are_those_of_transformers_however_memory_flows(model_type: str, 
         roomy = engine.stats
         assert is_idle(engine)
 
-    asked = PROMPTS * 4
-    for prompt, answer in zip(asked, answers, strict=True):
+    # Mostly the same four times.
+    found = {(tuple(prompt), tuple(answer)) for prompt, answer in zip(PROMPTS * 4, answers, strict=True)}
+    for prompt, answer in found:
         assert len(answer) == NUM_TOKENS
         assert is_greedy(model, prompt, answer)
     assert tight.preemptions > 0

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from recitation import MODEL, OPENING, TEXT, line_prompts, rest, run_precast
 
 import precast
+from precast.cli.main import main
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "v1.0" / "recite.bundle"
 WHOLE = precast.SamplingParams(max_tokens=600)
@@ -179,7 +181,8 @@ def test_recites_on_the_command_line(bundle: Path) -> None:
     arguments = ("run", bundle, "--weights", MODEL, "--device", "cpu", "--max-tokens", "600", "--prompt", OPENING)
 
     plain = run_precast(*arguments)
-    as_json = run_precast(*arguments[:-1], line_prompts()[-3], "--token-ids", "1", "--max-num-tokens", "5", "--json")
+    several = (*arguments[:-1], line_prompts()[-3], "--token-ids", "1", "--max-num-tokens", "5", "--json")
+    as_json = CliRunner().invoke(main, [str(argument) for argument in several])
 
     assert (plain.returncode, plain.stderr) == (0, "")
     assert plain.stdout == rest(OPENING) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,22 @@ def compressed(raw: bytes, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(level=3, **options).compress(raw)
 
 
+@cache
+def _raw_tiny_graph() -> bytes:
+    return zstandard.ZstdDecompressor().decompress(encoding.encode_graph(tiny_graph()))
+
+
 class Forgery:
     """The tiny bundle in parts. Edits run where the part is made, so that everything made from it fits the edit.
 
     `raw_graph`, `graph`, `constants` and `files` are contents. An edit of `manifest`, `image`, `attached` or `index`
     gets the document as plain data and changes it; an edit of `graph_bytes`, `manifest_bytes`, `image_bytes`,
-    `index_bytes` or `marker` gets its bytes and returns others; an edit of `place` gets the path of the written bundle.
+    `attached_bytes`, `index_bytes` or `marker` gets its bytes and returns others; an edit of `place` gets the path of
+    the written bundle.
     """
 
     def __init__(self) -> None:
-        self.raw_graph = zstandard.ZstdDecompressor().decompress(encoding.encode_graph(tiny_graph()))
+        self.raw_graph = _raw_tiny_graph()
         self.graph: bytes | None = None
         self.constants = tensorfile.encode(tiny_constants())
         self.files: list[tuple[str, bytes]] = sorted(TINY_FILES.items())
@@ -112,7 +119,7 @@ class Forgery:
             "schemaVersion": 2,
             "subject": described(image, oci.IMAGE_TYPE),
         }
-        return canonical(self._document("attached", attached))
+        return self._bytes("attached_bytes", canonical(self._document("attached", attached)))
 
     def _index(self, image: bytes, attached: bytes) -> bytes:
         index = {

@@ -76,12 +76,12 @@ def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]
     assert count > 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_pages_far_apart(dtype: torch.dtype, copied: Callable[[Sample], Sample], same: Callable[..., None]) -> None:
-    for sample in samples_of(PAGED_ATTENTION, Draw(dtype, CPU)):
+def test_pages_far_apart(copied: Callable[[Sample], Sample], same: Callable[..., None]) -> None:
+    """Where a page is doesn't depend on the dtype."""
+    for sample in samples_of(PAGED_ATTENTION, Draw(torch.float32, CPU)):
         spread, _ = with_strided_caches(sample)
         same(PAGED_ATTENTION, triton.paged_attention(**spread), paged_attention(**sample))
-    for sample in samples_of(WRITE_KV, Draw(dtype, CPU)):
+    for sample in samples_of(WRITE_KV, Draw(torch.float32, CPU)):
         if has_cache_of(sample, torch.bfloat16):
             continue
         sample = without_rounding(sample)

@@ -26,6 +26,10 @@ SPECS = {f"{spec.name}@{spec.version}": spec for spec in registry.specs()}
 each_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
+# Parts of torch's check of an op.
+QUICK_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+TRACING_CHECK = "test_aot_dispatch_dynamic"
+
 
 def sizes_of(axes: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """(letter, size) for each axis of `shape` as `axes` names them; ("...", sizes) for the leading ones."""
@@ -217,10 +221,17 @@ def test_opcheck(spec: OpSpec, device: torch.device) -> None:
     registry.register()
     op = getattr(torch.ops.precast, spec.torch_name).default
     keyword_only = keyword_only_of(spec)
+    traced = set()
     for sample in samples_of(spec, Draw(torch.float32, device)):
-        if any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in sample.values()):
+        tensors = {name: value for name, value in sample.items() if isinstance(value, torch.Tensor)}
+        if any(x.dtype == torch.float8_e4m3fn for x in tensors.values()):
             continue  # opcheck itself compares tensors with an operation that torch lacks for this type
         named = {name: value for name, value in sample.items() if name in keyword_only}
         positional = tuple(value for name, value in sample.items() if name not in named)
+        torch.library.opcheck(op, positional, named, test_utils=QUICK_CHECKS)
 
-        torch.library.opcheck(op, positional, named)
+        # A trace takes twenty times as long, and sees which tensors there are, not what is in them.
+        given = frozenset((name, x.dtype, x.dim()) for name, x in tensors.items())
+        if given not in traced:
+            traced.add(given)
+            torch.library.opcheck(op, positional, named, test_utils=TRACING_CHECK)

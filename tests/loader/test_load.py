@@ -36,7 +36,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("bundle") / "tiny.bundle", GRAPH)
 
 
-def write(path: Path, graph: Graph, config: ConfigFacts | None = None) -> Path:
+def write(path: Path, graph: Graph, config: ConfigFacts | None = None, tokenizer: bytes | None = None) -> Path:
     """The bundle of the tiny model with this graph."""
     inv_freq = WEIGHTS["inv_freq"]
     write_bundle(
@@ -44,7 +44,7 @@ def write(path: Path, graph: Graph, config: ConfigFacts | None = None) -> Path:
         manifest_without_blobs=Manifest(FORMAT, tiny_model(), ops_of(graph), Checkpoint(), (), {}, (), config=config),
         graph=graph,
         constants={"inv_freq": ("float32", tuple(inv_freq.shape), inv_freq.numpy().tobytes())},
-        files={"tokenizer.json": letters(48)},
+        files={"tokenizer.json": letters(48) if tokenizer is None else tokenizer},
         provenance={},
     )
     return path
@@ -117,6 +117,37 @@ def test_inputs_that_nobody_feeds_are_refused_before_a_tensor_is_read(tmp_path: 
     with pytest.raises(BundleError, match="the graph takes patches") as error:
         load(other, weights=checkpoint, device="cpu", timeline=timeline)
     assert error.value.code == "input-mismatch"
+    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+
+
+def test_a_graph_without_logits_is_refused_before_a_tensor_is_read(tmp_path: Path, checkpoint: Path) -> None:
+    (logits,) = GRAPH.outputs.values()
+    other = write(tmp_path / "other.bundle", msgspec.structs.replace(GRAPH, outputs={"hidden": logits}))
+    timeline = Timeline()
+    with pytest.raises(BundleError, match="no output logits") as error:
+        load(other, weights=checkpoint, device="cpu", timeline=timeline)
+    assert error.value.code == "graph-invalid"
+    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (letters(48)[:-1], "truncated"),
+        (b"<html>", "malformed"),
+        (b"{}", "missing required field `model`"),
+        (b'{"model": {"type": "Sentences"}}', "'Sentences'"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused_before_a_tensor_is_read(
+    tokenizer: bytes, message: str, tmp_path: Path, checkpoint: Path
+) -> None:
+    damaged = write(tmp_path / "damaged.bundle", GRAPH, tokenizer=tokenizer)
+    timeline = Timeline()
+    with pytest.raises(BundleError, match=message) as error:
+        load(damaged, weights=checkpoint, device="cpu", timeline=timeline)
+    assert error.value.code == "tokenizer-invalid"
+    assert error.value.where == "tokenizer.json"
     assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
 
 

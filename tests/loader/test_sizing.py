@@ -13,7 +13,17 @@ from precast.ir.graph import symbols
 from precast.ir.memory import caches
 from precast.kernels import step_memory
 from precast.kernels.use import Target
-from precast.loader.sizing import CUDA_FRACTION, CUDA_RESERVE, ArenaSize, Limits, check_limits, size_arena, step_bytes
+from precast.loader.run.places import places_bytes
+from precast.loader.sizing import (
+    CUDA_FRACTION,
+    CUDA_RESERVE,
+    ArenaSize,
+    Limits,
+    capacities,
+    check_limits,
+    size_arena,
+    step_bytes,
+)
 from precast.loader.torch_device import CpuDevice, CudaDevice
 
 GRAPH = msgspec.structs.replace(tiny_graph(), caches=caches.with_slabs(tiny_graph().caches))
@@ -56,12 +66,16 @@ def test_slabs_of_an_arena_on_a_gpu_are_arithmetic(spare: int) -> None:
     size = sized(device=CUDA, free=free, **options)
     found = size.num_slabs
 
+    def inputs(slabs: int) -> int:
+        return places_bytes(capacities(GRAPH, Limits(**options), slabs))
+
     def left_for(slabs: int) -> float:
-        return (free - CUDA_RESERVE - needed(slabs)) * CUDA_FRACTION
+        return (free - CUDA_RESERVE - needed(slabs) - inputs(slabs)) * CUDA_FRACTION
 
     assert found * SLAB <= left_for(found)
     assert (found + 1) * SLAB > left_for(found + 1)
     assert size.counters()["bytes_for_activations"] == needed(found)
+    assert size.counters()["bytes_for_inputs"] == inputs(found) > inputs(0)
     assert size.counters()["bytes_free"] == free
 
 
@@ -84,7 +98,9 @@ def test_a_gpu_keeps_what_its_sequences_cannot_fill() -> None:
 )
 def test_a_cache_without_room_for_the_shortest_sequence(options: Any) -> None:
     numbers = r"the cache has \d slabs of 1024 bytes, and the shortest sequence needs 2.* 512 bytes in pool large"
-    with pytest.raises(RequestError, match=numbers + r".* activations take up to \d+, and \d+ are set aside") as error:
+    with pytest.raises(
+        RequestError, match=numbers + r".* activations take up to \d+, its inputs \d+, and \d+ are set aside"
+    ) as error:
         sized(**options)
     assert error.value.code == "cache-too-small"
     assert "give at least 2048 cache_bytes" in str(error.value)

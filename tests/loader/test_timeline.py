@@ -22,7 +22,7 @@ def loaded() -> Timeline:
     with timeline.phase("bundle") as phase:
         phase.counters = {"blobs": 3}
     with timeline.phase("weights") as phase:
-        phase.note(3_000_000_000, {})
+        phase.bytes = 3_000_000_000
     return timeline
 
 
@@ -39,13 +39,6 @@ def test_phases_count_from_the_origin() -> None:
 def test_the_total_goes_from_the_first_start_to_the_last_end() -> None:
     assert loaded().total_seconds() == 4.0
     assert Timeline().total_seconds() == 0.0
-
-
-def test_counters_are_summed_over_phases() -> None:
-    timeline = loaded()
-    timeline.phases[2].counters = {"blobs": 1, "fallbacks": 0}
-
-    assert timeline.counters() == {"blobs": 4, "fallbacks": 0}
 
 
 def test_phases_do_not_share_counters() -> None:

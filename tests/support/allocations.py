@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from precast.loader.run.allocator import cut_blocks_to_size
+from precast.loader.torch_device import cut_blocks_to_size
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device | None = None) -> int:

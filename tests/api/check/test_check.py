@@ -50,10 +50,6 @@ def config(model_type: str = "llama") -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, num_hidden_layers=3)
 
 
-def test_equal_models_pass() -> None:
-    compare(config())
-
-
 @pytest.mark.parametrize(
     ("model_type", "index", "layer"), [("llama", 0, "model.layers.0"), ("gpt2", 1, "transformer.h.1")]
 )
@@ -78,28 +74,20 @@ def test_what_differs_behind_the_layers_is_said_to(spoil: Spoil) -> None:
         compare(config())
 
 
-def test_manifest_and_inspect_say_whether_it_was_checked(tmp_path: Path, command: Command) -> None:
+def test_manifest_and_inspect_say_whether_it_was_checked(tmp_path: Path, bundle: Path, command: Command) -> None:
+    """And off a terminal the check is silent."""
     config().save_pretrained(tmp_path / "model")
 
-    plain = command("build", tmp_path / "model", "-o", tmp_path / "plain")
-    checked = command("build", tmp_path / "model", "-o", tmp_path / "checked", "--check")
+    checked = run_precast("build", tmp_path / "model", "-o", tmp_path / "checked", "--check")
 
-    assert (plain.exit_code, checked.exit_code) == (0, 0)
-    assert not Bundle.open(tmp_path / "plain").manifest.checked
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert "checked      yes: equal to transformers, made tiny" in checked.stdout
     assert Bundle.open(tmp_path / "checked").manifest.checked
-    assert "checked        no" in plain.stdout
-    assert "checked        yes: equal to transformers, made tiny" in checked.stdout
+    assert "checked      no" in command("inspect", bundle).stdout
+    assert not Bundle.open(bundle).manifest.checked
 
 
-def test_check_off_a_terminal_is_silent(tmp_path: Path) -> None:
-    config().save_pretrained(tmp_path / "model")
-
-    ran = run_precast("build", tmp_path / "model", "-o", tmp_path / "bundle", "--check")
-
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-def test_check_leaves_transformers_messages_as_they_were() -> None:
+def test_equal_models_pass_and_transformers_messages_stay_as_they_were() -> None:
     before = (logging.get_verbosity(), logging.is_progress_bar_enabled())
     logging.set_verbosity_info()
     logging.enable_progress_bar()

@@ -63,10 +63,10 @@ def test_version(command: Command) -> None:
     assert command("--version").stdout == "precast, version 0.1.0\n"
 
 
-def test_build_answers_with_the_summary(bundle: Path, tmp_path: Path) -> None:
-    built = run_precast("build", MODEL, "-o", tmp_path / "b", "--json")
+def test_build_answers_with_the_summary(bundle: Path, tmp_path: Path, command: Command) -> None:
+    built = command("build", MODEL, "-o", tmp_path / "b", "--json")
 
-    assert (built.returncode, built.stderr) == (0, "")
+    assert (built.exit_code, built.stderr) == (0, "")
     assert json.loads(built.stdout)["digest"] == Bundle.open(tmp_path / "b").digest == Bundle.open(bundle).digest
 
 
@@ -425,17 +425,20 @@ def test_bundle_without_permission(tmp_path: Path, command: Command) -> None:
     assert json.loads(result.stdout)["error"]["code"] == "bundle-unreadable"
 
 
-def test_a_model_that_cannot_be_traced_gives_its_error_alone(tmp_path: Path) -> None:
-    """torch logs a traceback of its own for that."""
+def test_a_model_that_cannot_be_traced_gives_its_error_alone(
+    tmp_path: Path, command: Command, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch logs a traceback of its own for that; tests/e2e/test_documents.py sees a whole process refuse a model."""
     config = families.make_config("qwen3_moe")
     config.num_experts_per_tok = 50
     config.save_pretrained(tmp_path / "model")
 
-    ran = run_precast("build", tmp_path / "model", "-o", tmp_path / "b")
+    ran = command("build", tmp_path / "model", "-o", tmp_path / "b")
 
-    assert ran.returncode == 1
+    assert ran.exit_code == 1
     assert ran.stderr.startswith("error: Qwen3MoeForCausalLM can't be traced: ")
     assert "Traceback" not in ran.stderr
+    assert capfd.readouterr() == ("", "")
 
 
 USAGE: dict[str, tuple[str, ...]] = {

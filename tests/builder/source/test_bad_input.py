@@ -19,6 +19,12 @@ from precast.builder.pipeline import passes
 from precast.ir.errors import BuildError
 
 TINY = {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 80}
+NESTED = b'{"model_type": ' + b"[" * 100_000
+PANICKING = json.dumps({
+    "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+    "decoder": None, "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]},
+}).encode()  # fmt: skip
+"""A `tokenizer.json` without the result of a merge, at which the tokenizers library panics."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +141,14 @@ def test_a_hub_id_that_is_not_there(
         (b"[]", "config.json is no JSON object"),
         (b"{}", "config.json names no model_type"),
         (b'{"model_type": 3}', "config.json names no model_type"),
+        (NESTED, "config.json is nested more than 32 levels deep"),
+        (b'{"model_type": "llama", "architectures": 6}', "architectures is 6, expected a list of names"),
+        (
+            b'{"model_type": "llama", "architectures": [["a"]]}',
+            r"architectures is \[\['a'\]\], expected a list of names",
+        ),
     ],
+    ids=lambda value: None if value is NESTED else repr(value)[:30],
 )
 def test_a_config_that_cannot_be_read(content: bytes, message: str, model: Path) -> None:
     (model / "config.json").write_bytes(content)
@@ -212,6 +225,8 @@ def test_an_unknown_quantisation(model: Path, llama: dict[str, Any]) -> None:
         ),
         pytest.param({"hidden_act": "nope"}, "KeyError: 'nope'", id="a name"),
         pytest.param({"dtype": "nonsense"}, "nonsense", id="a dtype"),
+        pytest.param({"dtype": []}, "IndexError|list index", id="a dtype of another kind"),
+        pytest.param({"text_config": {"hidden_size": 4}}, "text_config", id="a part of a model that has none"),
     ],
 )
 def test_what_transformers_refuses(entries: dict[str, Any], reason: str, model: Path, llama: dict[str, Any]) -> None:
@@ -230,6 +245,15 @@ def test_a_size_that_is_none(name: str, size: int, model: Path, llama: dict[str,
     text = refused(model, "config-invalid", f"the config's {name} is {size}, expected a number of at least 1")
 
     assert f"fix: correct {name} in the config" in text
+
+
+@pytest.mark.parametrize(("kind", "name"), [("gpt2", "n_layer"), ("llama", "num_hidden_layers")])
+@pytest.mark.parametrize("nested", [False, True])
+def test_more_layers_than_transformers_can_list(kind: str, name: str, nested: bool, model: Path) -> None:
+    entries = {"model_type": kind, name: 2**62}
+    write(model, {"model_type": "gemma3", "text_config": entries} if nested else entries)
+
+    refused(model, "config-invalid", f"the config's {name} is {2**62}, expected at most 4096")
 
 
 def test_a_size_goes_by_the_name_in_the_config(model: Path) -> None:
@@ -299,11 +323,11 @@ def test_a_window_that_no_layer_has(size: int, model: Path, tmp_path: Path) -> N
     assert [group.spec.window for group in bundle.graph.caches.groups] == [None]
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]"])
+@pytest.mark.parametrize("content", [b"{", b"[]", NESTED], ids=["no JSON", "a list", "too deep"])
 def test_a_generation_config_that_cannot_be_read(content: bytes, model: Path) -> None:
     (model / "generation_config.json").write_bytes(content)
 
-    refused(model, "config-invalid", "generation_config.json is no JSON")
+    refused(model, "config-invalid", "generation_config.json is (no JSON|nested more than 32 levels)")
 
 
 @pytest.mark.parametrize("eos", ['"</s>"', "[2, null]", "{}", "1.5"])
@@ -399,9 +423,12 @@ def test_a_dump_on_a_full_disk(model: Path, tmp_path: Path) -> None:
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json is no JSON: "),
         ("tokenizer.json", b"[]", "tokenizer.json is no JSON object but a list"),
         ("tokenizer.json", b'{"version": "1.0"}', "tokenizer.json: the tokenizers library [0-9.]+ can't read it"),
+        ("tokenizer.json", PANICKING, "tokenizer.json: the tokenizers library [0-9.]+ can't read it: "),
         ("tokenizer_config.json", b"x", "tokenizer_config.json is no JSON: "),
+        ("tokenizer_config.json", NESTED, "tokenizer_config.json is nested more than 32 levels deep"),
         ("special_tokens_map.json", b"3", "special_tokens_map.json is no JSON object but a int"),
     ],
+    ids=lambda value: None if value is NESTED else repr(value)[:30],
 )
 def test_a_tokenizer_file_that_is_none(file: str, content: bytes, message: str, model: Path) -> None:
     (model / file).write_bytes(content)

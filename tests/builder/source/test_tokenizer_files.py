@@ -93,12 +93,9 @@ def test_half_a_tokenizer_is_none(file: str, folder: Path) -> None:
     assert read_files(folder, "model") == {}
 
 
-@pytest.mark.parametrize(
-    ("file", "content"), [("vocab.json", "{"), ("vocab.json", "[]"), ("merges.txt", "h e l l o\n")]
-)
-def test_an_older_form_that_cannot_be_read(file: str, content: str, folder: Path) -> None:
+def test_an_older_form_that_cannot_be_read(folder: Path) -> None:
     write_gpt2(folder)
-    (folder / file).write_text(content)
+    (folder / "merges.txt").write_text("h e l l o\n")
 
     with pytest.raises(
         BuildError, match=r"transformers can't read the tokenizer in vocab.json and merges.txt"
@@ -108,6 +105,29 @@ def test_an_older_form_that_cannot_be_read(file: str, content: str, folder: Path
     assert error.value.code == "tokenizer-invalid"
     assert error.value.where == "my-model"
     assert "save the tokenizer as a tokenizer.json" in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["vocab.json", "added_tokens.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "expected JSON"),
+        ("[]", "expected a JSON object, found a list"),
+        ('{"a": 0, "b": 16777216}', "the id of 'b' is 16777216, expected 0 to 16777215"),
+        ('{"a": -1}', "the id of 'a' is -1, expected 0 to"),
+        ('{"a": "1"}', "the id of 'a' is '1', expected 0 to"),
+    ],
+)
+def test_ids_are_checked_before_a_reader_keeps_a_place_for_each(
+    file: str, content: str, message: str, folder: Path
+) -> None:
+    write_gpt2(folder)
+    (folder / file).write_text(content)
+
+    with pytest.raises(BuildError, match=rf"my-model/{file}: {message}") as error:
+        read_files(folder, "my-model")
+
+    assert error.value.code == "tokenizer-invalid"
 
 
 def test_code_of_the_repository_is_not_run(folder: Path) -> None:

@@ -4,7 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from precast.ir.graph.schema import Block, Call, Const, Graph, Node, Param, Read, Ref, Symbol, TensorType, Value
+from precast.ir.graph.schema import (
+    Block,
+    CachePlan,
+    Call,
+    Const,
+    Graph,
+    Items,
+    Node,
+    Param,
+    Pool,
+    Read,
+    Ref,
+    Slot,
+    StateGroup,
+    StateSpec,
+    Symbol,
+    TensorType,
+    Value,
+)
 from precast.ir.ops.flops import TOKENS, node_work, precast_share, work
 
 
@@ -102,3 +120,15 @@ def test_share_is_that_of_precast_ops_and_linear_layers() -> None:
 
 def test_share_of_a_graph_without_work() -> None:
     assert precast_share(graph()) == 1.0
+
+
+def test_a_node_of_main_may_read_a_cache() -> None:
+    """States with T pages, of six: a mean over them reads each element of all."""
+    states = Value("state", TensorType("float32", ("T", 6)))
+    mean = Node(
+        "aten.mean.dim", {"self": Ref("state"), "dim": Items((Const(1),))}, (Value("y", TensorType("float32", ("T",))),)
+    )
+    group = StateGroup("g", "p", StateSpec("state", (6,), "float32"), "ids", (Slot("s", (states,)),))
+    plan = CachePlan(pools=(Pool("p", "T"),), states=(group,))
+
+    assert work(Graph((Symbol("T", 1),), (), (), (), (), (mean,), {"y": "y"}, plan)) == (0, 6 * TOKENS)

@@ -37,7 +37,7 @@ def test_an_empty_arena_gives_nothing() -> None:
 
     assert pool.num_available == 0
     with pytest.raises(AssertionError, match="1 pages wanted, 0 available"):
-        pool.allocate()
+        pool.allocate(1)[0]
 
 
 def test_pages_are_those_of_the_slab() -> None:
@@ -45,86 +45,86 @@ def test_pages_are_those_of_the_slab() -> None:
     arena.draw(1)  # another pool's
     pool = PagePool(arena, 4)
 
-    assert list(pool.allocate_many(4)) == [4, 5, 6, 7]
-    assert pool.allocate() == 8
+    assert list(pool.allocate(4)) == [4, 5, 6, 7]
+    assert pool.allocate(1)[0] == 8
     assert (pool.num_slabs, pool.num_held, pool.num_room, pool.num_available) == (2, 5, 3, 3)
 
 
 def test_more_pages_than_there_are_take_none() -> None:
     pool = PagePool(Arena(2), 3)
-    pool.allocate_many(2)
+    pool.allocate(2)
 
     with pytest.raises(AssertionError, match="5 pages wanted, 4 available"):
-        pool.allocate_many(5)
+        pool.allocate(5)
     assert (pool.num_held, pool.arena.num_free) == (2, 1)
-    pool.allocate_many(4)
+    pool.allocate(4)
     assert pool.num_available == 0
 
 
 def test_a_slab_flows_to_the_pool_that_needs_it() -> None:
     arena = Arena(2)
     few, many = PagePool(arena, 1), PagePool(arena, 8)
-    taken = few.allocate_many(2)
+    taken = few.allocate(2)
     assert many.num_available == 0
 
-    few.free(taken[0])
+    few.free((taken[0],))
     assert (few.num_available, many.num_available) == (1, 8)
-    pages = many.allocate_many(8)
+    pages = many.allocate(8)
     assert (few.num_available, arena.num_free) == (0, 0)
 
     for page in list(pages)[:7]:
-        many.free(page)
+        many.free((page,))
     assert few.num_available == 0, "a slab goes back when all its pages are free, not before"
-    many.free(pages[7])
+    many.free((pages[7],))
     assert few.num_available == 1
 
 
 def test_a_shared_page_is_free_when_the_last_holder_lets_go() -> None:
     pool = PagePool(Arena(1), 2)
-    page = pool.allocate()
-    pool.retain(page)
+    page = pool.allocate(1)[0]
+    pool.retain((page,))
     assert (pool.holders(page), pool.num_held) == (2, 1)
 
-    pool.free(page)
+    pool.free((page,))
     assert (pool.holders(page), pool.num_held, pool.num_slabs) == (1, 1, 1)
-    pool.free(page)
+    pool.free((page,))
     assert (pool.holders(page), pool.num_held, pool.num_slabs) == (0, 0, 0)
 
 
 def test_a_page_is_not_freed_twice() -> None:
     pool = PagePool(Arena(1), 2)
-    page, _ = pool.allocate_many(2)
-    pool.free(page)
+    page, _ = pool.allocate(2)
+    pool.free((page,))
 
     with pytest.raises(AssertionError, match=f"page {page} is freed, and is not in use"):
-        pool.free(page)
+        pool.free((page,))
 
 
 def test_a_free_page_is_not_shared() -> None:
     with pytest.raises(AssertionError, match="page 3 is shared, and nobody holds it"):
-        PagePool(Arena(1), 4).retain(3)
+        PagePool(Arena(1), 4).retain((3,))
 
 
 def test_a_page_has_more_holders_than_a_step_has_sequences() -> None:
     """As many sequences as a step may have, and the known blocks and points."""
     pool = PagePool(Arena(1), 1)
-    page = pool.allocate()
+    page = pool.allocate(1)[0]
     for _ in range(1 << 17):
-        pool.retain(page)
+        pool.retain((page,))
 
     assert pool.holders(page) == 1 + (1 << 17)
-    pool.free_many([page] * (1 << 17))
+    pool.free([page] * (1 << 17))
     assert (pool.holders(page), pool.num_held) == (1, 1)
 
 
 def test_pages_come_from_the_fullest_slab() -> None:
     pool = PagePool(Arena(3), 4)
-    first, second, third = (pool.allocate_many(4) for _ in range(3))
-    pool.free_many(first[:3])
-    pool.free(second[1])
-    pool.free_many(third[2:])
+    first, second, third = (pool.allocate(4) for _ in range(3))
+    pool.free(first[:3])
+    pool.free((second[1],))
+    pool.free(third[2:])
 
-    assert [pool.allocate() for _ in range(4)] == [second[1], third[3], third[2], first[2]]
+    assert [pool.allocate(1)[0] for _ in range(4)] == [second[1], third[3], third[2], first[2]]
 
 
 def test_many_slabs_are_drawn_as_one_after_the_other() -> None:
@@ -141,29 +141,29 @@ def test_many_slabs_are_drawn_as_one_after_the_other() -> None:
 
 def test_spare_slabs_are_for_pages_that_fill_them() -> None:
     pool = PagePool(Arena(5), 4)
-    held = pool.allocate_many(4)
-    pool.free_many(held[1:])
+    held = pool.allocate(4)
+    pool.free(held[1:])
 
-    taken = pool.allocate_many(10, spare=1)
+    taken = pool.allocate(10, spare=1)
 
     # 4 pages of a slab of their own, the 3 free ones, and 3 of another slab.
     assert pool.num_slabs == 3
     assert len({page // 4 for page in taken[:4]}) == 1
-    pool.free_many(taken)
-    assert pool.allocate_many(9, spare=0)[-3:] != taken[-3:]
+    pool.free(taken)
+    assert pool.allocate(9, spare=0)[-3:] != taken[-3:]
     assert pool.num_slabs == 3
 
 
 def test_of_pages_taken_together_those_of_the_fullest_slab_come_last() -> None:
     """Behind a window the first ones are given back, and with them whole slabs."""
     pool = PagePool(Arena(3), 4)
-    held = pool.allocate_many(4)
-    pool.free_many(held[:2])
+    held = pool.allocate(4)
+    pool.free(held[:2])
 
-    taken = pool.allocate_many(9)
+    taken = pool.allocate(9)
 
     assert set(taken[-2:]) == set(held[:2])
-    pool.free_many(taken[:-2])
+    pool.free(taken[:-2])
     assert pool.num_slabs == 1
 
 
@@ -175,9 +175,9 @@ def test_pools_never_give_out_the_same_bytes(small: int, num_slabs: int, actions
     for which, count in actions:
         pool, mine = pools[which], held[which]
         if count and count <= pool.num_available:
-            mine += pool.allocate_many(count)
+            mine += pool.allocate(count)
         elif mine:
-            pool.free(mine.pop(count * 7 % len(mine)))
+            pool.free((mine.pop(count * 7 % len(mine)),))
         slabs = [{page // pool.pages_per_slab for page in pages} for pool, pages in zip(pools, held, strict=True)]
         assert not slabs[0] & slabs[1]
         assert [pool.num_slabs for pool in pools] == [len(owned) for owned in slabs]

@@ -35,7 +35,6 @@ def started(tables: PageTables, prefixes: Prefixes, *token_ids: int, number: int
 
 def compute(tables: PageTables, prefixes: Prefixes, request: Request, *ends: int) -> Request:
     """Compute its tokens in chunks that end at `ends`, then the rest."""
-    assert request.table is not None
     for end in (*ends, len(request.token_ids)):
         tables.grow(request.table, end)
         prefixes.saved()
@@ -48,7 +47,6 @@ def compute(tables: PageTables, prefixes: Prefixes, request: Request, *ends: int
 
 def leave(tables: PageTables, prefixes: Prefixes, request: Request) -> None:
     prefixes.leave(request)
-    assert request.table is not None
     tables.release(request.table)
 
 
@@ -82,8 +80,6 @@ def test_shared_pages_are_held_by_all_who_share_them() -> None:
     tables, prefixes = made(FULL)
     first = compute(tables, prefixes, started(tables, prefixes, *TEN))
     second = started(tables, prefixes, *TEN, 77, number=2)
-    assert first.table is not None
-    assert second.table is not None
     shared = first.table.pages["far"][:2]
 
     assert second.table.pages["far"] == shared
@@ -136,7 +132,6 @@ def test_a_window_needs_the_tail_only_and_only_where_it_is_there() -> None:
     assert reused(tables, prefixes, *whole[:24]) == 16
     assert reused(tables, prefixes, *whole[:16]) == 0  # nobody kept what the token at 8 sees
     going_on = started(tables, prefixes, *whole, 7, number=2)
-    assert going_on.table is not None
     assert (going_on.table.first["near"], len(going_on.table.pages["near"])) == (4, 2)
     assert (going_on.table.first["far"], len(going_on.table.pages["far"])) == (0, 3)
 
@@ -166,7 +161,6 @@ def test_a_point_stays_while_a_running_sequence_holds_its_pages() -> None:
     """To give it up would free nothing, and others may go on from there."""
     tables, prefixes = made(WINDOW)
     running = started(tables, prefixes, *range(9))
-    assert running.table is not None
     tables.grow(running.table, 8)
     running.num_computed = 8
     prefixes.register(running)
@@ -185,7 +179,6 @@ def test_a_point_stays_while_a_running_sequence_holds_its_pages() -> None:
 def test_points_that_share_their_first_page_are_given_up_when_no_sequence_holds_it() -> None:
     tables, prefixes = made(tiny_graph({"near": (30, 4, "a"), "far": (None, 8, "b")}, ("near", "far")))
     running = compute(tables, prefixes, started(tables, prefixes, *range(35)), 8, 16, 24)
-    assert running.table is not None
     # All points begin with page 0, which the sequence gave back: position 35 sees 6 .. 35.
     assert running.table.first["near"] == 1
     assert tables.pools["a"].num_held == 1 + len(running.table.pages["near"])
@@ -198,7 +191,6 @@ def test_points_that_share_their_first_page_are_given_up_when_no_sequence_holds_
 def test_clearing_gives_up_points_that_free_nothing() -> None:
     tables, prefixes = made(WINDOW)
     running = started(tables, prefixes, *range(9))
-    assert running.table is not None
     tables.grow(running.table, 8)
     running.num_computed = 8
     prefixes.register(running)
@@ -240,7 +232,6 @@ def test_spans_computed_again_are_kept_as_long_as_those_behind_them() -> None:
     running = started(tables, prefixes, *other, number=2)
     assert running.num_reused == 0, "no point leads to the spans that both begin with"
     compute(tables, prefixes, running)
-    assert running.table is not None
     while prefixes.drop_one():
         pass
     assert tables.pools["b"].num_held == len(running.table.pages["far"]), "no span is kept twice"
@@ -268,7 +259,6 @@ def test_copies_of_states_are_counted_as_reclaimable_while_they_are_there() -> N
 def test_states_are_copied_into_a_page_of_their_own_and_back() -> None:
     tables, prefixes = made(STATE)
     first = compute(tables, prefixes, started(tables, prefixes, *TEN[:8]))
-    assert first.table is not None
     (save,) = prefixes.take_saves()
     assert (save.group, save.source) == ("state", first.table.pages["state"][0])
     assert save.target != save.source
@@ -276,7 +266,6 @@ def test_states_are_copied_into_a_page_of_their_own_and_back() -> None:
     assert prefixes.take_saves() == []
 
     second = started(tables, prefixes, *TEN, 5, number=2)
-    assert second.table is not None
     tables.grow(second.table, 9)
     (restore,) = prefixes.restores(second)
     assert (restore.source, restore.target) == (save.target, second.table.pages["state"][0])
@@ -322,7 +311,6 @@ def test_copies_come_in_an_order_in_which_none_is_lost() -> None:
     running = [started(tables, prefixes, first, *TEN[:4], number=first) for first in (1, 2, 3)]
     holds: dict[int, int] = {}
     for request in running:
-        assert request.table is not None
         tables.grow(request.table, 4)
         request.num_computed = 4
         holds[request.table.pages["state"][0]] = request.id
@@ -428,3 +416,98 @@ def test_what_is_withdrawn_is_found_no_more_and_neither_is_what_continues_it() -
     assert reused(tables, prefixes, *range(20)) == 8, "computed anew, without what once followed it"
     prefixes.clear()
     assert in_use(tables) == 0
+
+
+@pytest.mark.parametrize("graph", [FULL, WINDOW, STATE])
+def test_what_others_computed_stays_when_one_that_goes_on_from_it_fails(graph: Graph) -> None:
+    tables, prefixes = made(graph)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(16)))
+    prefixes.prove(first)
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(30), number=2))
+    assert wrong.num_reused == 16
+    leave(tables, prefixes, first)
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(30)) == 16
+    prefixes.clear()
+    assert in_use(tables) == 0
+
+
+def test_what_an_answer_computed_is_proven_by_its_tokens() -> None:
+    tables, prefixes = made(FULL)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(6)))
+    prefixes.prove(first)
+    first.token_ids.extend(range(6, 20))
+    leave(tables, prefixes, compute(tables, prefixes, first))
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(25), number=2))
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(25)) == 20
+
+
+@pytest.mark.parametrize("graph", [FULL, WINDOW, STATE])
+def test_what_no_token_was_drawn_from_falls_with_the_first_that_fails_on_it(graph: Graph) -> None:
+    """A chunk of a prompt is known before anybody sees whether it made NaN."""
+    tables, prefixes = made(graph)
+    cancelled = compute(tables, prefixes, started(tables, prefixes, *range(16)))
+    leave(tables, prefixes, cancelled)
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(30), number=2))
+    assert wrong.num_reused == 16
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(30)) == 0
+    assert prefixes.num_spans == in_use(tables) == 0
+
+
+def test_a_point_of_one_that_fails_does_not_survive_on_the_span_of_another() -> None:
+    tables, prefixes = made(STATE)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(10)))  # no state is kept at 8: no chunk ended
+    prefixes.prove(first)
+    wrong = compute(tables, prefixes, started(tables, prefixes, *range(10), 50, number=2), 8)
+    assert reused(tables, prefixes, *range(10)) == 8
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(10)) == 0
+    assert prefixes.num_spans == 2
+    assert prefixes.take_saves() == []
+
+
+def test_a_point_that_no_token_was_drawn_from_falls_with_the_first_that_fails_on_it() -> None:
+    tables, prefixes = made(STATE)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(10)))
+    prefixes.prove(first)
+    cancelled = compute(tables, prefixes, started(tables, prefixes, *range(10), 50, number=2), 8)
+    leave(tables, prefixes, cancelled)
+    wrong = started(tables, prefixes, *range(10), 60, number=3)
+    assert wrong.num_reused == 8
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert reused(tables, prefixes, *range(10)) == 0
+    assert prefixes.num_spans == 2
+
+
+def test_a_span_that_was_computed_again_is_proven_by_its_new_pages_alone() -> None:
+    tables, prefixes = made(WINDOW)
+    first = compute(tables, prefixes, started(tables, prefixes, *range(30)))
+    prefixes.prove(first)
+    leave(tables, prefixes, first)
+    cancelled = compute(tables, prefixes, started(tables, prefixes, *range(16), *range(70, 80), number=2))
+    assert cancelled.num_reused == 0, "no point leads to the spans that both begin with"
+    leave(tables, prefixes, cancelled)
+    wrong = started(tables, prefixes, *range(16), *range(90, 99), number=3)
+    assert wrong.num_reused == 16
+
+    prefixes.withdraw(wrong)
+    leave(tables, prefixes, wrong)
+
+    assert prefixes.num_spans == in_use(tables) == 0

@@ -59,7 +59,7 @@ def advance(tables: PageTables, table: SequenceTable, length: int, step: int = 1
     for start in range(0, length, step):
         tables.evict(table, start)
         target = min(start + step, length)
-        assert tables.can_grow(table, target)
+        assert tables.can_take(tables.missing(table, target))
         tables.grow(table, target)
 
 
@@ -182,7 +182,7 @@ def test_states_alone_never_need_another_page() -> None:
     tables.grow(table, 1)
 
     assert tables.missing(table, 10**9) == {}
-    assert tables.can_grow(table, 10**9)
+    assert tables.can_take(tables.missing(table, 10**9))
 
 
 def test_states_alone_need_one_all_the_same() -> None:
@@ -192,7 +192,7 @@ def test_states_alone_need_one_all_the_same() -> None:
 
     third = tables.new_table()
     assert tables.missing(third, 1) == {"state": 1}
-    assert not tables.can_grow(third, 1), "no group with pages lacks one, and still it doesn't fit"
+    assert not tables.can_take(tables.missing(third, 1)), "no group with pages lacks one, and still it doesn't fit"
 
 
 def test_without_caches_there_is_nothing_to_hold() -> None:
@@ -218,7 +218,7 @@ def test_free_slabs_are_counted_once_for_all_pools() -> None:
 
     second = tables.new_table()
     assert [tables.can_take({name: 1}) for name in ("near", "far", "chunks", "state")] == [True, False, True, True]
-    assert not tables.can_grow(second, 1)
+    assert not tables.can_take(tables.missing(second, 1))
     tables.release(first)
     assert tables.can_take({"near": 8, "far": 2})
     assert not tables.can_take({"near": 9, "far": 2})
@@ -230,8 +230,8 @@ def test_pages_that_do_not_fit_are_not_taken() -> None:
     table = tables.new_table()
     tables.grow(table, 1)
 
-    assert tables.can_grow(table, 16)
-    assert not tables.can_grow(table, 17)
+    assert tables.can_take(tables.missing(table, 16))
+    assert not tables.can_take(tables.missing(table, 17))
     before = held(table)
     with pytest.raises(AssertionError, match=r"pages .* wanted, 1 slabs are free"):
         tables.grow(table, 17)

@@ -108,7 +108,7 @@ class Tables(RuleBasedStateMachine):
             self.evict(which)
         length, before = start + tokens, self.pages_of(table)
         missing = self.tables.missing(table, length)
-        if not self.tables.can_grow(table, length):
+        if not self.tables.can_take(self.tables.missing(table, length)):
             assert self.slabs_for(missing) > self.tables.arena.num_free
             return
         assert self.slabs_for(missing) <= self.tables.arena.num_free
@@ -184,14 +184,14 @@ class Tables(RuleBasedStateMachine):
         name = names[group % len(names)]
         pages = list(self.sequences[which % len(self.sequences)].table.pages[name])
         for page in pages:
-            self.tables.pool_of[name].retain(page)
+            self.tables.pool_of[name].retain((page,))
         self.kept.append((name, pages))
 
     @precondition(lambda self: self.kept)
     @rule(which=st.integers(0, 99))
     def drop(self, which: int) -> None:
         name, pages = self.kept.pop(which % len(self.kept))
-        self.tables.pool_of[name].free_many(pages)
+        self.tables.pool_of[name].free(pages)
 
     # --- what must hold ----------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Tables(RuleBasedStateMachine):
         for sequence in self.sequences:
             self.tables.release(sequence.table)
         for name, pages in self.kept:
-            self.tables.pool_of[name].free_many(pages)
+            self.tables.pool_of[name].free(pages)
         assert self.tables.arena.num_free == self.memory.num_slabs
         assert all(pool.num_held == 0 for pool in self.tables.pools.values())
 

@@ -890,17 +890,36 @@ def test_nothing_of_a_request_with_nan_is_reused(state: bool) -> None:
 
     (failed,) = engine.generate([bad], greedy(3))
     assert failed.finish_reason == "error"
-    # Its chunks were known before its logits were: all that it stood on is forgotten, its first spans too.
-    assert engine.stats.prefix_spans == 0
+    # Its chunks were known before its logits were: they are forgotten, and what it went on from stays.
+    assert engine.stats.prefix_spans == 2
 
     before = engine.stats.tokens_reused
-    (again,) = engine.generate([[*prefix, 21]], greedy(2))
-    assert again.finish_reason == "length"
-    assert engine.stats.tokens_reused == before
+    (again,) = engine.generate([[*prefix, *bad[16:]]], greedy(2))
+    assert again.finish_reason == "error"
+    (good,) = engine.generate([[*prefix, 21]], greedy(2))
+    assert good.finish_reason == "length"
+    assert engine.stats.tokens_reused == before + 2 * 16
     assert is_idle(engine)
 
 
-def test_what_shares_a_prefix_with_a_request_with_nan_goes_on_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("state", [False, True])
+def test_a_chunk_with_nan_of_a_cancelled_request_fails_one_request_at_most(state: bool) -> None:
+    engine = build_poisoned(47, graph=tiny_graph(state=state), tokens=8)
+    prefix = [3, 47, *range(4, 18)]
+    cancelled = engine.submit([*prefix, *range(20, 40)], greedy(1))
+    engine.step()
+    engine.step()
+    engine.cancel(cancelled)
+    assert engine.stats.prefix_spans == 2  # two chunks, and no token was drawn
+
+    (failed,) = engine.generate([[*prefix, 21]], greedy(2))
+
+    assert failed.finish_reason == "error"
+    assert engine.stats.tokens_reused == 16
+    assert engine.stats.prefix_spans == pages_in_use(engine) == 0
+
+
+def test_what_shares_a_prefix_with_a_request_with_nan_goes_on_and_leaves_what_it_computes() -> None:
     engine = build_poisoned(47, tokens=64, seqs=2)
     prefix = list(range(3, 19))
     engine.generate([[*prefix, 20]], greedy(1))
@@ -912,8 +931,8 @@ def test_what_shares_a_prefix_with_a_request_with_nan_goes_on_and_leaves_nothing
 
     assert found[failing][-1].finish_reason == "error"
     assert tokens_of(found[sharing]) == expected((*prefix, 21, 22), 20)[1:]
-    assert engine.stats.prefix_spans == 0
-    assert pages_in_use(engine) == 0
+    assert engine.stats.prefix_spans == (16 + 2 + 19) // 8
+    assert is_idle(engine)
 
 
 @pytest.mark.parametrize(("value", "fails"), [("nan", True), ("inf", False), ("-inf", True)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers_by_hand import byte_level, letters, sentencepiece, with_padding_and_truncation
 
 from precast.ir.errors import BundleError, RequestError
-from precast.loader.engine.tokenizer import AnswerText, Tokenizer
+from precast.loader.engine.tokenizer import AnswerText, Tokenizer, check_tokenizer
 
 
 def tokenizer(data: bytes) -> Tokenizer:
@@ -46,6 +49,42 @@ def test_text_that_is_not_unicode_is_refused() -> None:
     with pytest.raises(RequestError, match="a lone surrogate at character 2") as error:
         BYTES.encode("ab\ud800")
     assert error.value.code == "prompt-invalid"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"{", b'{"model": {"type": "odd"}}', b'{"model": {"type": "\xff"}}', b'{"x": ' + b"[" * 100_000],
+    ids=["no JSON", "an unknown kind", "no UTF-8", "nested too deep"],
+)
+def test_a_file_that_is_damaged_is_refused_before_the_weights_are_read(data: bytes) -> None:
+    with pytest.raises(BundleError) as error:
+        check_tokenizer({"tokenizer.json": data})
+    assert (error.value.code, error.value.where) == ("tokenizer-invalid", "tokenizer.json")
+
+
+def odd(model: dict[str, Any], decoder: dict[str, Any] | None) -> Tokenizer:
+    """A tokenizer that the library reads, and fails with later."""
+    absent = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
+    content = {"version": "1.0", "added_tokens": [], "model": model, "decoder": decoder, **absent}
+    return tokenizer(json.dumps(content).encode())
+
+
+def test_text_that_the_library_cannot_encode_is_the_tokenizers_fault() -> None:
+    made = odd({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}, None)
+
+    assert made.encode("a") == [0]
+    with pytest.raises(BundleError, match=r"tokenizer\.json: the tokenizers library .* can't encode with it") as error:
+        made.encode("b")
+    assert error.value.code == "tokenizer-invalid"
+
+
+def test_a_panic_of_the_library_is_an_error_as_any_other() -> None:
+    strip = {"type": "Strip", "content": " ", "start": 0, "stop": 2}  # of a token that is shorter
+    made = odd({"type": "BPE", "vocab": {" ": 0}, "merges": []}, strip)
+
+    with pytest.raises(BundleError, match=r"tokenizer\.json: the tokenizers library .* can't decode with it") as error:
+        made.decode([0])
+    assert error.value.code == "tokenizer-invalid"
 
 
 def test_no_tokenizer_file_is_no_tokenizer() -> None:

@@ -180,11 +180,11 @@ def test_slot_ids_of_another_type_are_refused() -> None:
 
 def test_a_table_can_change_while_a_traceback_holds_what_was_made_of_it() -> None:
     broken = chunk(0, [1, 2], near=[0], far=[4])
-    del broken.table.pages["far"]
+    del broken.request.table.pages["far"]
     with pytest.raises(KeyError, match="far") as error:
         BatchInputs(GRAPH).arrays([broken])
     assert error.value.__traceback__ is not None
-    del broken.table.pages["near"][:]  # what `release` does
+    del broken.request.table.pages["near"][:]  # what `release` does
 
 
 def test_without_wanted_logits_there_is_one_row_to_ignore() -> None:

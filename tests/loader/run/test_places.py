@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_graph
 
+from precast.ir.memory import caches
+from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Buffer
 from precast.loader.run.batch import Arrays
 from precast.loader.run.places import ALIGNMENT, GAP_BYTES, Places, joined
+from precast.loader.run.runner import Runner
+from precast.loader.sizing import Limits, size_arena
 from precast.loader.torch_device import CpuDevice, open_device
 
 CAPACITIES: Any = {"list": ("int32", 100_001), "a": ("int32", 5), "b": ("int64", 3), "c": ("float32", 8)}
@@ -36,6 +43,33 @@ class CopyingDevice(CpuDevice):
 @pytest.fixture(params=["cpu", "copying", pytest.param("cuda", marks=pytest.mark.gpu)])
 def places(request: pytest.FixtureRequest) -> Places:
     return Places(CAPACITIES, CopyingDevice() if request.param == "copying" else open_device(request.param))
+
+
+class CountingDevice(CopyingDevice):
+    """Notes what it allocates: how many bytes, and whether they are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[tuple[int, weakref.ref[object]]] = []
+
+    def alloc(self, num_bytes: int, *, pinned: bool = False) -> Buffer:
+        buffer = super().alloc(num_bytes, pinned=pinned)
+        self.allocated.append((num_bytes, weakref.ref(buffer.owner)))
+        return buffer
+
+
+def test_the_places_of_a_runner_are_counted_and_are_freed_with_it() -> None:
+    graph, limits, device = tiny_graph(), Limits(5, 64, 200), CountingDevice()
+    graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
+    size = size_arena(graph, limits, device, free=2**30)
+    memory = CacheMemory(graph.caches, size.num_slabs, CpuDevice())
+    runner = Runner(dict, graph, memory, device, limits)
+    assert [num_bytes for num_bytes, _ in device.allocated] == [size.inputs] * 2  # the device's and the host's side
+
+    device.kind = "cpu"  # there is no cache of CUDA's allocator to empty
+    runner.close()
+
+    assert [alive() for _, alive in device.allocated] == [None] * 2
 
 
 def step(count: int) -> Arrays:

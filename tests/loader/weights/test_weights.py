@@ -150,7 +150,7 @@ def execute_plan(files: CheckpointFiles, params: Sequence[Param], device: torch.
         num_bytes = read_all(plan, memory, buffers)
         move_all(plan, memory)
 
-    assert num_bytes == plan.bytes_read
+    assert num_bytes == sum(ranges.num_bytes for job in plan.jobs for ranges in job.ranges)
     return {target.name: tensor for target, tensor in zip(plan.targets, made, strict=True) if target.name is not None}
 
 
