@@ -233,7 +233,7 @@ def _refused_code(name: str, code: Any, model_type: str, architectures: Any) -> 
 
 def _other_types(architectures: Any) -> str:
     """How to build a model of transformers' that goes under another name."""
-    (first, *_) = [*model_types(architectures), None]
+    first = next(iter(model_types(architectures)), None)
     option = f"--model-type {first}, model_type={first!r} in Python"
     return f"; or, if it is a {first} model under another name, build it as that ({option})" if first else ""
 
