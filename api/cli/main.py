@@ -87,6 +87,11 @@ def main() -> None:
     help="Run the code that comes with a model which transformers does not have. It runs here, in the builder, with "
     "your rights; none of it enters the bundle.",
 )
+@click.option(
+    "--model-type",
+    metavar="TYPE",
+    help="Build the config as that of a model of this type, which transformers has; its own code then doesn't run.",
+)
 @click.option("--check", is_flag=True, help="Compare the model, made tiny, with transformers; pack only if equal.")
 @AS_JSON
 def build(source: str, out: Path, as_json: bool, **options: Any) -> None:

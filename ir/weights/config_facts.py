@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 from precast.ir import files, limits
 from precast.ir.errors import WeightsError, shown
 from precast.ir.manifest import ConfigFacts, Fact
+from precast.ir.nesting import is_too_deep
 
 CONFIG = "config.json"
 ROPE = "rope_parameters"
 _QUANTISATION = "quantization_config"
+_QUANTISATION_NAMES = (_QUANTISATION, "compression_config")
+"""What publishers call the entry that says how a checkpoint is quantised."""
 _QUANTISATION_ENTRIES = ("quant_method", "bits", "checkpoint_format", "zero_point")
 """What says how stored numbers are read; which tensors are quantised, the tensors themselves say."""
 
@@ -103,21 +106,10 @@ def read_config(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
         raise WeightsError("checkpoint-config", f"expected JSON: {error}", where=str(file)) from None
     if not isinstance(config, dict):
         raise WeightsError("checkpoint-config", "expected a JSON object", where=str(file))
-    if _is_nested(config):
+    if is_too_deep(config):
         message = f"nested more than {limits.MAX_JSON_NESTING} levels deep"
         raise WeightsError("checkpoint-config", message, where=str(file))
     return config
-
-
-def _is_nested(config: dict[str, Any]) -> bool:
-    """Whether arrays and objects stand in each other deeper than is allowed. Iterative: no depth costs stack."""
-    level: list[Any] = [config]
-    for _ in range(limits.MAX_JSON_NESTING):
-        inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
-        level = [item for item in inner if isinstance(item, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def differences(facts: ConfigFacts, config: Mapping[str, Any]) -> list[Difference]:
@@ -149,18 +141,19 @@ def entries(config: Mapping[str, Any]) -> dict[str, Fact]:
 
 def decoder_entries(config: Mapping[str, Any], part: tuple[str, ...]) -> dict[str, Fact]:
     """The entries of the decoder's part of a config."""
-    return entries(_decoder(config, part))
+    return entries(decoder_part(config, part))
 
 
 def quantisation_entries(config: Mapping[str, Any], part: tuple[str, ...]) -> dict[str, Fact]:
     """The entries that say how a quantised checkpoint is read, of the whole config or of its decoder's part."""
-    found = config.get(_QUANTISATION) or _decoder(config, part).get(_QUANTISATION)
+    places = [(each, name) for name in _QUANTISATION_NAMES for each in (config, decoder_part(config, part))]
+    found = next((each[name] for each, name in places if each.get(name)), None)
     if not isinstance(found, Mapping):
         return {}
     return dict(_flat(f"{_QUANTISATION}.", {name: found[name] for name in _QUANTISATION_ENTRIES if name in found}))
 
 
-def _decoder(config: Mapping[str, Any], part: tuple[str, ...]) -> Mapping[str, Any]:
+def decoder_part(config: Mapping[str, Any], part: tuple[str, ...]) -> Mapping[str, Any]:
     """The part of a config that describes the decoder: the whole, for a checkpoint of the decoder alone."""
     for name in part or ("text_config",):
         inner = config.get(name)
@@ -173,7 +166,7 @@ def _decoder(config: Mapping[str, Any], part: tuple[str, ...]) -> Mapping[str, A
 def _flat(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Fact]]:
     for key, value in config.items():
         name = f"{prefix}{key}"
-        if len(name) > limits.MAX_STRING_BYTES or name == _QUANTISATION or _IGNORED.fullmatch(key):
+        if len(name) > limits.MAX_STRING_BYTES or name in _QUANTISATION_NAMES or _IGNORED.fullmatch(key):
             continue
         if _is_object(value):
             in_rope = key == "rope_scaling" or name.startswith(ROPE)

@@ -176,8 +176,9 @@ def test_bundles_of_format_1_0_have_no_facts() -> None:
         (b"[]", "expected a JSON object"),
         (b"\xff", "expected JSON"),
         (b"[" * 10**6, "expected JSON"),
+        (b'{"a": ' + b"[" * 400 + b"]" * 400 + b"}", "nested more than 32 levels deep"),
     ],
-    ids=["cut", "list", "bytes", "deep"],
+    ids=["cut", "list", "bytes", "deep", "less deep"],
 )
 def test_a_config_that_cannot_be_read(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
