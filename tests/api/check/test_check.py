@@ -78,7 +78,7 @@ def test_manifest_and_inspect_say_whether_it_was_checked(tmp_path: Path, bundle:
     """And off a terminal the check is silent."""
     config().save_pretrained(tmp_path / "model")
 
-    checked = run_precast("build", tmp_path / "model", "-o", tmp_path / "checked", "--check")
+    checked = run_precast("build", tmp_path / "model", "-o", tmp_path / "checked", "--check", "--dtype", "float32")
 
     assert (checked.returncode, checked.stderr) == (0, "")
     assert "checked      yes: equal to transformers, made tiny" in checked.stdout
