@@ -107,7 +107,8 @@ def run(
     eliminate_dead_code(graph, ctx)
     for each in todo:
         missing = set(each.requires) - {record.name for record in history}
-        assert not missing, f"{each.name} runs before {missing}"
+        needed = ", ".join(sorted(missing))
+        assert not missing, f"{each.name} requires {needed}: move it after them in PASSES, or correct `requires`"
         _check(each.before, graph, f"before {each.name}")
         counts, content = op_counts(graph), (_content(graph), ctx.caches)
         changed = each.run(graph, ctx)
@@ -116,8 +117,8 @@ def run(
         new = op_counts(graph)
         delta = {op: new[op] - counts[op] for op in sorted(new | counts) if new[op] != counts[op]}
         differs = (_content(graph), ctx.caches) != content
-        assert changed or not differs, f"{each.name} changed the graph and said that it didn't: {delta}"
-        assert differs or not changed, f"{each.name} said that it changed the graph, and didn't"
+        assert changed or not differs, f"{each.name} returned False and changed the graph: return True where it edits"
+        assert differs or not changed, f"{each.name} returned True and changed nothing: return True only where it edits"
         _check(each.after, graph, f"after {each.name}")
         if dump is not None:
             _write_dump(dump / f"{len(history):02d}_{each.name}.txt", graph)
@@ -130,7 +131,8 @@ def run(
 def _check(invariants: tuple[Invariant, ...], graph: FxGraph, when: str) -> None:
     for invariant in invariants:
         found = invariant(graph)
-        assert not found, f"{when}: {invariant.__doc__} But there is {', '.join(sorted(found))}"
+        cure = "rewrite these in an earlier pass, or move the pass after the one that does, or correct its decorator"
+        assert not found, f"{when}: {invariant.__doc__} But there is {', '.join(sorted(found))}: {cure}"
 
 
 def _write_dump(file: Path, graph: FxGraph) -> None:

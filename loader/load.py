@@ -28,7 +28,7 @@ from precast.loader.placement import bind_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.runner import Runner
-from precast.loader.sizing import Limits
+from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size
 from precast.loader.weights.stream import load_weights
@@ -71,7 +71,7 @@ def load(
             opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
             graph = bind_world(opened.graph, placement)
             graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-            limits = Limits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
+            limits = EngineLimits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
             sizing.check_limits(graph, limits)
             BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
             check_tokenizer(opened.files("tokenizer"))

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
     from precast.loader.engine.engine import Engine
+    from precast.loader.engine.params import SamplingParams
     from precast.loader.engine.results import Event, Output
-    from precast.loader.engine.sampling import SamplingParams
 
 # What can't be read is an error of Precast's own, with a code, not one of usage.
 PATH = click.Path(path_type=Path, readable=False)
@@ -218,8 +218,8 @@ def run(
         timeline = AnnouncedTimeline(progress)
         with timeline.phase("import"):
             from precast.ir.artifact import Bundle
+            from precast.loader.engine.params import SamplingParams
             from precast.loader.engine.prompts import check_prompts
-            from precast.loader.engine.sampling import SamplingParams
             from precast.loader.engine.tokenizer import Tokenizer
 
             params = SamplingParams(**sampling)

@@ -117,7 +117,7 @@ ARRAYS_ALONE = (
         f"precast.loader.engine.{name}"
         for name in ("answers", "metrics", "prompts", "results", "sampling", "tokenizer")
     ),
-    *("precast.loader.run.batch", "precast.loader.run.sampling"),
+    *("precast.loader.run.batch", "precast.loader.run.draws"),
 )
 
 
@@ -136,7 +136,7 @@ def test_schedules_tables_and_requests_need_numpy_and_no_torch() -> None:
 
 
 def test_prompts_and_sampling_options_need_neither() -> None:
-    loaded = loaded_by("precast.loader.engine.prompts", "precast.loader.engine.sampling")
+    loaded = loaded_by("precast.loader.engine.prompts", "precast.loader.engine.params")
 
     assert tops(loaded) <= LIGHT
 

@@ -580,7 +580,7 @@ def test_every_tensor_has_a_dtype_that_is_checked(op: str, args: Args, dtype: Dt
     for name, value in args.items():
         is_stored = dtype == "float8_e4m3fn" and (op, name) in MAY_BE_FLOAT8
         if isinstance(value, TensorType) and (op, name) not in ANY_DTYPE and not is_stored:
-            message = f"the shape rule of {op} takes {name} in {dtype}: check it with `expect_dtype`, or, if it is meant, "
+            message = f"the shape rule of {op} takes {name} in {dtype}: check it with `expect_dtype`, or, if meant, "
             message += f"add ({op!r}, {name!r}) to ANY_DTYPE, or to MAY_BE_FLOAT8 for a cache"
             assert "expected dtype" in _refusal(op, {**args, name: TensorType(dtype, value.shape)}), message
 
@@ -590,7 +590,7 @@ def test_every_tensor_has_a_rank_that_is_checked(op: str, args: Args) -> None:
     for name, value in args.items():
         if isinstance(value, TensorType) and (op, name) not in ANY_RANK:
             for shape in ((1, *value.shape), value.shape[1:]):
-                message = f"the shape rule of {op} takes {name} {list(shape)}: check it with `expect_rank`, or, if it is "
+                message = f"the shape rule of {op} takes {name} {list(shape)}: check it with `expect_rank`, or, if "
                 message += f"meant, add ({op!r}, {name!r}) to ANY_RANK"
                 assert _refusal(op, {**args, name: TensorType(value.dtype, shape)}), message
 
