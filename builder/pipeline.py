@@ -13,22 +13,22 @@ from typing import Any
 
 from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
-from precast.builder.passes.cache.caches import insert_caches, insert_states
+from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, Pass
-from precast.builder.passes.match.match_attention import match_attention
-from precast.builder.passes.match.match_causal_conv import match_causal_conv
-from precast.builder.passes.match.match_latent_attention import match_latent_attention
-from precast.builder.passes.match.match_routers import match_routers
+from precast.builder.passes.match.attention import match_attention
+from precast.builder.passes.match.causal_conv import match_causal_conv
+from precast.builder.passes.match.latent_attention import match_latent_attention
 from precast.builder.passes.match.norms import fuse_residual_norm, match_norms
 from precast.builder.passes.match.params import fold_param_views, fuse_projections
 from precast.builder.passes.match.pointwise import fuse_gated_activation, match_activations, match_embedding
 from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
 from precast.builder.passes.match.rotary_tables import match_complex_rotary, match_rotary_tables
+from precast.builder.passes.match.routers import match_routers
 from precast.builder.passes.match.spelling import cancel_transposes, normalise_spelling
 from precast.builder.passes.normalise.arithmetic import normalise_arithmetic, normalise_linear
 from precast.builder.passes.normalise.canonical import merge_duplicates, order_nodes
 from precast.builder.passes.normalise.fold_constants import fold_constants
-from precast.builder.passes.normalise.match_positions import match_positions
+from precast.builder.passes.normalise.positions import match_positions
 from precast.builder.passes.normalise.views import normalise_views, remove_noops
 from precast.builder.passes.normalise.writes import assemble_copies, remove_self_copies, remove_writes
 from precast.builder.passes.plan.gather_logits import gather_logits

@@ -118,10 +118,10 @@ FIXES: dict[str, str] = {
 """What to do about the errors of a code, where who raises one knows no better."""
 
 
-def some(items: Sequence[str]) -> list[str]:
-    """The first of the items, and in place of the others how many they are."""
-    more = len(items) - limits.MAX_LISTED
-    return [*items[: limits.MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
+def some(items: Sequence[str], most: int = limits.MAX_LISTED) -> list[str]:
+    """The first of the items, at most `most`, and in place of the others how many they are."""
+    more = len(items) - most
+    return [*items[:most], *([f"and {more} more"] if more > 0 else [])]
 
 
 def is_failure(error: BaseException) -> bool:

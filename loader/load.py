@@ -47,7 +47,7 @@ def load(
     allow_config_mismatch: bool = False,
     timeline: Timeline | None = None,
 ) -> Engine:
-    """The engine of a bundle on `device`, with the weights of a checkpoint directory.
+    """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
 
     `device`: "cpu", "cuda", "cuda:1"; None: the GPU if there is one. At most `max_num_seqs` sequences run at once, and
     a step computes at most `max_num_tokens` tokens. `cache_bytes` for keys, values and states; None: as many as

@@ -176,7 +176,7 @@ def _check_fits(size: ArenaSize, limits: EngineLimits, device: Device) -> None:
             "device-memory",
             f"cache_bytes is {limits.cache_bytes}, and {size.free} bytes are free on {device.name} after the weights, "
             f"of which {_apart(size)}",
-            fix="give fewer cache_bytes, lower max_num_tokens or max_num_seqs, or free memory on the device",
+            fix="lower cache_bytes, max_num_tokens or max_num_seqs, or free memory on the device",
         )
 
 
@@ -191,6 +191,6 @@ def _too_small(plan: CachePlan, num_slabs: int, held: str) -> RequestError:
         "cache-too-small",
         f"the cache has {num_slabs} slabs of {plan.slab_bytes} bytes, and the shortest sequence needs "
         f"{len(plan.pools)}, one for each pool (a page takes {sizes}){held}",
-        fix=f"give at least {len(plan.pools) * plan.slab_bytes} cache_bytes, lower max_num_tokens or max_num_seqs, or "
-        "free memory",
+        fix=f"give cache_bytes of at least {len(plan.pools) * plan.slab_bytes}, lower max_num_tokens or max_num_seqs, "
+        "or free memory",
     )

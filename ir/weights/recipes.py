@@ -244,8 +244,11 @@ def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> 
     return sorted(dict.fromkeys(found), key=lambda problem: list(_TITLES).index(problem.kind))
 
 
-def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> None:
-    """Raise WeightsError (`weights-mismatch`) unless there are no problems: of each kind the first, and how many."""
+def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, most: int | None = 8) -> None:
+    """Raise WeightsError (`weights-mismatch`) unless there are no problems.
+
+    It lists the first `most` of each kind and says how many there are; None: all.
+    """
     found = problems(graph, rules, files)
     if not found:
         return
@@ -254,7 +257,10 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> Non
         listed = [f"{problem.tensor}: {problem.message}" for problem in found if problem.kind == kind]
         if listed:
             lines.append(f"  {len(listed)} {'tensor' if len(listed) == 1 else 'tensors'} {title}:")
-            lines += [f"    {line}" for line in some(listed)]
+            shown = some(listed, len(listed) if most is None else most)
+            hint = " (precast verify BUNDLE --weights DIR lists all)" if len(shown) > (most or len(listed)) else ""
+            lines += [f"    {line}" for line in shown]
+            lines[-1] += hint
     fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"
     raise WeightsError("weights-mismatch", "\n".join(lines), where=str(files.path), fix=fix)
 

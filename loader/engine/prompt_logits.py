@@ -23,7 +23,7 @@ def prompt_logits(
     """
     found = f"the prompt's {len(ids)} tokens don't fit the cache: {tables.arithmetic(len(ids))}"
     if not tables.can_hold(len(ids), 1):
-        raise RequestError("prompt-too-large-for-cache", found, fix="load with more cache_bytes")
+        raise RequestError("prompt-too-large-for-cache", found, fix="load with larger cache_bytes")
     request = Request(0, ids, len(ids) + 1)
     table = request.table = tables.new_table()
     most = tables.step_for(len(ids), min(runner.limits.max_num_seqs, runner.limits.max_num_tokens))

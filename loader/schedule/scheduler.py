@@ -79,7 +79,7 @@ class Scheduler:
                 "prompt-too-large-for-cache",
                 f"a prompt of {prompt_length} tokens and an answer of up to {max_length - prompt_length} are "
                 f"{num_tokens} tokens to cache (the last is never cached): {self._tables.arithmetic(num_tokens)}",
-                fix="lower max_tokens, shorten the prompt, or load with more cache_bytes",
+                fix="lower max_tokens, shorten the prompt, or load with larger cache_bytes",
             )
 
     def submit(self, request: Request) -> None:

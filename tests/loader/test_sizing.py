@@ -103,7 +103,7 @@ def test_a_cache_without_room_for_the_shortest_sequence(options: Any) -> None:
     ) as error:
         sized(**options)
     assert error.value.code == "cache-too-small"
-    assert "give at least 2048 cache_bytes" in str(error.value)
+    assert "give cache_bytes of at least 2048" in str(error.value)
 
 
 def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:

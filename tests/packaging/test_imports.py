@@ -112,11 +112,8 @@ TENSORLESS = (
 # The same, of what counts in arrays of numpy.
 ARRAYS_ALONE = (
     *(f"precast.loader.cache.{name}" for name in ("arena", "pages", "prefixes", "rotation", "sequence", "tables")),
-    *(f"precast.loader.schedule.{name}" for name in ("requests", "rows", "scheduler")),
-    *(
-        f"precast.loader.engine.{name}"
-        for name in ("answers", "metrics", "prompts", "results", "sampling", "tokenizer")
-    ),
+    *(f"precast.loader.schedule.{name}" for name in ("decoding", "requests", "scheduler")),
+    *(f"precast.loader.engine.{name}" for name in ("answers", "metrics", "params", "prompts", "results", "tokenizer")),
     *("precast.loader.run.batch", "precast.loader.run.draws"),
 )
 
