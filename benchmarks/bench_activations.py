@@ -3,7 +3,8 @@
 Claim: the prediction, arithmetic over the graph and without a run, is never below the measured peak, and at most 10 %
 above it, for steps of 16, 64, 1000 and 8192 tokens. Widths are those of published models, layers are few and random.
 Steps are the engine's own: 64 sequences that decode, prompts, and mixtures of both, of which the arithmetic knows only
-the totals. Each is measured with greedy tokens against the graph's peak, and with drawn ones against the step's.
+the totals. The graph's own run is measured, in steps whose tokens are greedy, against the graph's peak; and whole steps
+that draw tokens against the step's.
 What is measured are the blocks of torch's allocator, with the setting that `precast.load` makes.
 
     python benchmarks/bench_activations.py --prepare DIR     # where transformers is: the bundles
@@ -89,12 +90,13 @@ class Step(NamedTuple):
 
 
 class Sized:
-    """A program that notes the sizes of its last run."""
+    """A program that notes the sizes of its last run, and the bytes that it held."""
 
     def __init__(self, run: Run, graph: Graph) -> None:
         self._run = run
         self._inputs = graph.inputs
         self.sizes: dict[str, int] = {}
+        self.held = (0, 0)
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         self.sizes = {"tp": 1, "rank": 0, LONGEST: int(inputs["kv_lens"].max())}
@@ -102,7 +104,9 @@ class Sized:
             for size, found in zip(value.type.shape, inputs[value.name].shape, strict=True):
                 self.sizes |= {size: found} if isinstance(size, str) else {}
         self.sizes["B"] = inputs["kv_lens"].shape[0]
-        return self._run(**inputs)
+        results: list[dict[str, torch.Tensor]] = []
+        self.held = _held(lambda: results.append(self._run(**inputs)))
+        return results[0]
 
 
 def prepare(folder: Path) -> None:
@@ -186,9 +190,9 @@ class _Family:
                 engine.submit([3 + i % 997 for i in range(length)], params)
             program.sizes = {}
             while program.sizes.get("T", 0) != program.sizes.get("B", 1):  # until all of them decode
-                yield _step(engine, program)
+                yield _step(engine, program, drawn)
         while engine.has_work:
-            yield _step(engine, program)
+            yield _step(engine, program, drawn)
 
     def _explained(self, row: dict[str, Any], name: str) -> dict[str, Any]:
         """The ops where the prediction has its peak; for a row that breaks the claim, those predicted wrong."""
@@ -210,9 +214,10 @@ def _place(folder: Path, family: str) -> Path:
     return folder / f"{family.replace(' ', '_')}.bundle"
 
 
-def _step(engine: Engine, program: Sized) -> Step:
+def _step(engine: Engine, program: Sized, drawn: bool) -> Step:
+    """One step: what all of it holds where tokens are drawn, else what the program holds."""
     held = _held(engine.step)
-    return Step(program.sizes, *held)
+    return Step(program.sizes, *(held if drawn else program.held))
 
 
 def _held(run: Callable[[], object]) -> tuple[int, int]:

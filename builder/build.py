@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import platform
 import resource
 import sys
@@ -24,7 +25,8 @@ from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
 from precast.builder.passes.graph_pass import Pass
 from precast.builder.source.config_facts import config_facts
-from precast.builder.source.source import Source, limit, open_source
+from precast.builder.source.facts import limit
+from precast.builder.source.source import Source, open_source
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.errors import BuildError
 from precast.kernels.registry import register
@@ -46,15 +48,17 @@ def build(
     source: str | Path | PreTrainedConfig, out: str | Path, *, dtype: str = "auto", max_seq_len: int | None = None,
     page_size: int | None = None, kv_dtype: str = "auto", disabled_passes: Collection[str] = (),
     snapshots: str | Path | None = None, snapshot_after: str | None = None, dump: str | Path | None = None,
-    allow_remote_code: bool = False, check: Callable[[PreTrainedConfig], None] | None = None,
-    progress: Progress | None = None,
+    allow_remote_code: bool = False, model_type: str | None = None,
+    check: Callable[[PreTrainedConfig], None] | None = None, progress: Progress | None = None,
 ) -> Bundle:  # fmt: skip
     """Build the bundle of a Hugging Face decoder, without weights and without a GPU, and publish it at `out`.
 
     Args:
         source: a directory with a `config.json` (and tokenizer files), a `config.json`, a hub id, or a config object.
         out: the bundle's directory. A bundle that stands there is replaced in one step; anything else is refused.
-        dtype: `float32`, `bfloat16`, `float16`: of weights, activations and caches. `auto`: the config's.
+        dtype: `float32`, `bfloat16`, `float16`: of weights, activations and caches. `auto`: the config's; where it
+            names none, bfloat16 if the checkpoint is quantised, else float32, with a warning (logger `precast`) and a
+            note in the bundle's provenance.
         kv_dtype: `fp8_e4m3`: cached keys, values and latents take 8 bits, rounded and saturated to 448, without scales;
             states and convs stay as they are. `auto`: the model's dtype.
         max_seq_len: the longest sequence served, prompt and answer, in tokens. None: the config's limit.
@@ -68,6 +72,8 @@ def build(
         allow_remote_code: run the code that comes with a model which transformers does not have itself, with the
             rights of this process. None of it enters the bundle, which records that it ran. No snapshots are taken
             then: what that code reads is not known.
+        model_type: build the config as that of a model of this type, which transformers has, in place of its own
+            model_type: of a model that goes under another name there, and comes with code that then doesn't run.
         check: called with the config before anything is traced; what it raises ends the build. The bundle records that
             there was one. `precast.check.check.compare` compares with transformers.
         progress: called with each stage's name as it begins.
@@ -79,7 +85,7 @@ def build(
     register()
     say("config")
     check_output(out)
-    opened = open_source(source, allow_code=allow_remote_code)
+    opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)
     facts = config_facts(opened)
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
     if snapshot_after is not None and snapshots is None:
@@ -96,10 +102,11 @@ def build(
     refuse_unknown_ops(captured.graph)
     refuse_mixed_tokens(captured.graph, captured.ctx)
     graph = lower(captured.graph, captured.ctx)
+    notes = _notes(opened, dtype)
     say("pack")
     return pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
-        config=facts, provenance=_provenance(opened, started, from_snapshot=is_restored),
+        config=facts, provenance=_provenance(opened, started, from_snapshot=is_restored) | notes,
     )  # fmt: skip
 
 
@@ -131,8 +138,7 @@ def _capture_and_run(
 def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int | None, kv_dtype: str) -> Options:
     auto = dtype == "auto"
     if auto:
-        wanted = getattr(source.config, "dtype", None) or torch.float32
-        dtype = str(wanted).removeprefix("torch.")
+        dtype = source.facts.dtype
     if not isinstance(dtype, str) or dtype not in DTYPES:
         whose = "the config's dtype" if auto else "dtype"
         expected = f"{'' if auto else 'auto or '}one of {', '.join(DTYPES)}"
@@ -165,6 +171,14 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__.partition("+")[0],
         "transformers": transformers.__version__,
     }
+
+
+def _notes(source: Source, dtype: str) -> dict[str, object]:
+    """What was chosen because neither the config nor the user said it, for the provenance; it is logged as well."""
+    notes = source.facts.notes if dtype == "auto" else ()
+    for note in notes:
+        logging.getLogger("precast").warning("warning: %s: %s", source.name, note)
+    return {"notes": list(notes)} if notes else {}
 
 
 def _provenance(source: Source, started: float, *, from_snapshot: bool) -> dict[str, object]:

@@ -12,6 +12,9 @@ MAX_SEQ_LEN = 1 << 24
 """Tokens of a sequence, prompt and answer; the longest config in use says 10 Mi. More than a step holds: a sequence
 grows over many. Mask functions are evaluated over as many positions."""
 
+MAX_EXPERTS = 1 << 14
+"""Experts of a layer, each of which is a tensor or three of a checkpoint; the most known are 512."""
+
 MAX_VOCABULARY = 1 << 24
 """Token ids of a `vocab.json`: readers keep a place for each up to the largest. The largest vocabularies in use have
 262,144 tokens."""

@@ -51,7 +51,7 @@ def key(source: Source, options: Options, passes: tuple[Pass, ...]) -> str:
         "config": config,
         "architecture": type(source.config).__name__,
         "code": _code_digests(source.config),
-        "generation": source.generation_config(),
+        "facts": source.facts,
         "dtype": options.dtype,
         "max_seq_len": options.max_seq_len,
         "caches": [options.page_size, options.kv_dtype] if any(each.stage == "cache" for each in passes) else None,

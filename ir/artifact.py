@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 
-from precast.ir import encoding
+from precast.ir import encoding, limits
 from precast.ir.bundle import codec, oci
 from precast.ir.bundle.layout import Contents, Layer, check_file_name, is_bundle, read_layout
 from precast.ir.errors import BundleError, some
 from precast.ir.graph.schema import Graph, Node
 from precast.ir.manifest import Blob, Manifest, Role
 from precast.ir.ops import table as ops
+from precast.ir.verify import extent
 from precast.ir.verify.verifier import check
 from precast.ir.weights import tensorfile
 from precast.ir.weights.tensorfile import Tensor, TensorFileError
@@ -117,9 +118,10 @@ def _decode(path: Path, contents: Contents) -> Bundle:
     _check_ops_known(manifest)
     graph_layer, constants_layer = contents.layers[:2]
     graph = encoding.decode_graph(graph_layer.data, manifest.format)
+    extent.check(graph)
     if ops_of(graph) != manifest.ops:
         raise BundleError("manifest-invalid", "manifest: its ops are not those that the graph uses")
-    check(graph)
+    check(graph, manifest.model)
     constants = _decode_constants(constants_layer.data)
     _check_constants(graph, constants)
     provenance: dict[str, Any] = {}
@@ -132,6 +134,14 @@ def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
     model = manifest.model
     if min(model.vocab_size, model.max_seq_len) < 1 or min(model.num_layers, model.num_parameters) < 0:
         raise BundleError("manifest-invalid", "manifest: the model's vocab_size and max_seq_len are at least 1")
+    rules = manifest.checkpoint
+    for what, found, limit in (
+        ("prefixes of tensor names", len(rules.optional_prefixes) + len(rules.prefixes), limits.MAX_PREFIXES),
+        ("patterns of tensor names", len(rules.ignored) + len(rules.unused), limits.MAX_PATTERNS),
+        ("tied tensor names", len(rules.tied), limits.MAX_TIED),
+    ):
+        if found > limit:
+            raise BundleError("limit-exceeded", f"manifest: {found} {what}; at most {limit} are allowed")
     expected = _blobs(layers)
     if manifest.blobs != expected:
         listed, held = (", ".join(some([blob.name for blob in blobs])) for blobs in (manifest.blobs, expected))
@@ -162,8 +172,10 @@ def _check_constants(graph: Graph, constants: Mapping[str, Tensor]) -> None:
     held = {name: (dtype, shape) for name, (dtype, shape, _) in constants.items()}
     differ = sorted(name for name in {*declared, *held} if declared.get(name) != held.get(name))
     if differ:
-        some = "; ".join(f"{name}: graph {declared.get(name)}, file {held.get(name)}" for name in differ[:3])
-        raise BundleError("constants-mismatch", f"constants: {len(differ)} differ from the graph's: {some}")
+        listed = some([f"{name}: graph {declared.get(name)}, file {held.get(name)}" for name in differ])
+        raise BundleError(
+            "constants-mismatch", f"constants: {len(differ)} differ from the graph's: {'; '.join(listed)}"
+        )
 
 
 # --- writing ---------------------------------------------------------------------------------------------------

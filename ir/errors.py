@@ -118,10 +118,23 @@ FIXES: dict[str, str] = {
 """What to do about the errors of a code, where who raises one knows no better."""
 
 
+def printable(text: str) -> str:
+    """The text with all but printable characters and line ends spelled out: terminals obey control characters."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+
+
+def shown(text: str, length: int = limits.MAX_SHOWN) -> str:
+    """Text from a file as a message shows it: in one line, printable, and cut."""
+    cut = text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
+    return printable(cut).replace("\n", "\\n")
+
+
 def some(items: Sequence[str], most: int = limits.MAX_LISTED) -> list[str]:
-    """The first of the items, at most `most`, and in place of the others how many they are."""
+    """The first `most` of the items, as messages show them, and in place of the others how many they are."""
     more = len(items) - most
-    return [*items[:most], *([f"and {more} more"] if more > 0 else [])]
+    return [*map(shown, items[:most]), *([f"and {more} more"] if more > 0 else [])]
 
 
 def is_failure(error: BaseException) -> bool:
@@ -145,6 +158,7 @@ class PrecastError(Exception):
 
     def __init__(self, code: str, message: str, *, where: str | None = None, fix: str | None = None) -> None:
         assert code in CODES, f"error code {code!r} is not in precast.ir.errors.CODES"
+        message = printable(message[: limits.MAX_MESSAGE])
         super().__init__(code, message)
         self.code = code
         if code in _USAGE:
@@ -154,7 +168,7 @@ class PrecastError(Exception):
         self.fix = fix or FIXES.get(code)
 
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.message}" if self.where else self.message]
+        lines = [f"{shown(self.where, limits.MAX_MESSAGE)}: {self.message}" if self.where else self.message]
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join([*lines, f"  code: {self.code}"])

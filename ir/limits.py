@@ -1,8 +1,10 @@
-"""How much of anything a bundle may hold, each with its reason.
+"""How much of anything a bundle or a checkpoint may hold, and expand to, each with its reason.
 
-They keep a hostile bundle from taking memory or time out of proportion to its size; honest bundles stay a factor of
-four or more below. A limit is part of the format: it may be raised, and older readers then refuse what is above
-theirs; lowering one takes a new major version.
+They keep every command on a hostile bundle to about a second and 200 MB (`benchmarks/bench_hostile.py`); honest
+bundles stay a factor of four or more below. A limit is part of the format: it may be raised, and older readers then
+refuse what is above theirs; lowering one, once a release has promised it, takes a new major version.
+
+The largest known models have 126 layers, 896 experts in 93 layers, and about 500,000 tensors in a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,19 +34,21 @@ MAX_FILE_NAME_BYTES = 128
 MAX_TOKENIZER_BYTES = 128 * MIB
 """One tokenizer file. The largest vocabularies in use (262,144 tokens) make 33 MB of JSON."""
 
-MAX_BUNDLE_BYTES = GIB
-"""All blobs together: they are read into memory when a bundle is opened."""
+MAX_BUNDLE_BYTES = 128 * MIB
+"""All blobs together: they are read into memory when a bundle is opened. The largest tokenizers take 40 MB, tables of
+positions as constants 34 MB."""
 
 # --- the graph ---------------------------------------------------------------------------------------------------
 
-MAX_GRAPH_BYTES = 16 * MIB
-"""The graph's blob as it is stored, compressed."""
+MAX_GRAPH_BYTES = 2 * MIB
+"""The graph's blob as it is stored, compressed. The largest known take 20 kB."""
 
-MAX_GRAPH_RAW_BYTES = 64 * MIB
-"""The graph's encoding before compression. 126 layers take 0.5 MB; 94,000 experts' recipes take 10 MB."""
+MAX_GRAPH_RAW_BYTES = 8 * MIB
+"""The graph's encoding before compression. 126 layers take 0.5 MB; all experts of a layer are one `each`."""
 
-MAX_GRAPH_OBJECTS = 4_000_000
-"""Values of any kind in the graph's encoding: what it costs in memory once decoded, about 60 bytes each."""
+MAX_GRAPH_OBJECTS = 500_000
+"""Values of any kind in the graph's encoding: each costs about 60 bytes once decoded, and 2 us in all rules together.
+A layer takes 400 to 1,000."""
 
 MAX_NESTING = 64
 """Depth of arrays and maps in the graph's encoding. It leaves 25 levels to recipes and expressions; models use 6."""
@@ -55,11 +59,65 @@ MAX_STRING_BYTES = 1024
 MAX_RANK = 16
 """Dimensions of a tensor. torch's own kernels support 25 at most, models use 5."""
 
+MAX_SIZE = 1 << 48
+"""Elements along one dimension. Far below the modulus of Python's hashes of integers, past which all shapes could have
+one hash, and tables of them be lists."""
+
 MAX_EXPRESSION_TERMS = 32
 """Terms of a normal form: (a + b) * (c + d) has four. Multiplying out can square them; real sizes have up to four."""
 
-MAX_EACH = 1 << 16
-"""Parts of one `each`: experts of a layer, of which the largest models have 1024."""
+MAX_SYMBOLS = 256
+"""Symbols: five, and two for each group of the cache plan."""
+
+MAX_PARAMS = 1 << 14
+"""Params. Layers have 9 to 30."""
+
+MAX_STEPS = 1 << 14
+"""Nodes and calls as they are written. A layer has about 40 nodes, most models two or three kinds of layers; where no
+layer is like another, 126 take 5,000."""
+
+MAX_RUN_NODES = 1 << 14
+"""Nodes over all calls, which memory is planned for one by one. The largest known model runs 2,500."""
+
+MAX_RUN_ARGUMENTS = 1 << 17
+"""Arguments of nodes and calls, over all calls. Nodes have six, calls 25: the largest known model has 11,400."""
+
+MAX_EXPRESSION_NODES = 128
+"""Symbols, numbers and operations in one expression. Real ones have up to 20."""
+
+MAX_EXPRESSIONS = 1 << 12
+"""Symbols, numbers and operations in all different expressions of a graph, but for plain symbols. Models have some
+hundreds."""
+
+MAX_PREFIXES = 64
+"""Prefixes of tensor names in the manifest's rules of a checkpoint: each name is tried with each. Models have two."""
+
+MAX_PATTERNS = 1 << 12
+"""Patterns of tensors that are passed over, in the manifest. Models have ten, or some for each layer."""
+
+MAX_MATCHES = 1 << 23
+"""Comparisons of a checkpoint's tensors with these patterns. 5,000 tensors of experts that only training uses, and 500
+patterns, are 2,500,000."""
+
+MAX_TIED = 1 << 10
+"""Names of tensors in the manifest that are tied to others."""
+
+MAX_EACH = 1 << 13
+"""Parts of one `each`, and matrices of one `dequantise`: experts of a layer, of which the largest models have 896."""
+
+MAX_READS = 1 << 20
+"""Tensors that all recipes read, those of an `each` for each number. 896 experts in 93 layers, of three matrices with
+their scales, are 500,000."""
+
+MAX_HELD = 1 << 16
+"""Different sizes of values that are alive, summed over all nodes that run. Four are at a time: 10,000 in all."""
+
+MAX_COMPARISONS = 1 << 18
+"""Comparisons of sums of bytes, of which one is a run's peak. 126 layers have 500 different sums, six of them large."""
+
+MAX_VALUE_BYTES = 256 * MIB
+"""A value of a step with one token, unless a tensor that the graph is given has a quarter of its bytes: a table may be
+widened whole. Logits of 262,144 tokens in float32 take 1 MiB."""
 
 # --- the cache plan ----------------------------------------------------------------------------------------------
 
@@ -78,16 +136,37 @@ few heads of keys and values, and states of up to 1 GiB. Slabs are searched for 
 MAX_CONSTANTS_BYTES = 64 * MIB
 """The constants' blob. Constants are small tables; what is larger belongs in the checkpoint."""
 
-MAX_TENSOR_HEADER_BYTES = 100_000_000
-"""The header of a safetensors file: the limit of the safetensors library itself."""
+MAX_TENSOR_HEADER_BYTES = 32 * MIB
+"""The header of a safetensors file. A tensor takes 120 bytes, a shard of 5 GB has up to 10,000."""
+
+MAX_FILE_TENSORS = 1 << 17
+"""Tensors of one safetensors file. All of a model with 384 experts in 61 layers are 70,000."""
+
+MAX_CHECKPOINT_TENSORS = 1 << 20
+"""Tensors of all files of a checkpoint."""
+
+MAX_CHECKPOINT_FILES = 1 << 12
+"""Safetensors files of a checkpoint. Those of 1 TB have up to 250."""
 
 MAX_CHECKPOINT_INDEX_BYTES = 100_000_000
-"""`model.safetensors.index.json`. 94,000 tensors take 10 MB."""
+"""`model.safetensors.index.json`. 500,000 tensors take 50 MB."""
 
-MAX_CONFIG_BYTES = 16 * MIB
-"""A checkpoint's `config.json`. The largest known have some 100 kB, of labels."""
+MAX_CONFIG_BYTES = 4 * MIB
+"""A checkpoint's `config.json`. The largest known have some 100 kB, of labels and quantised modules."""
+
+MAX_CONFIG_ENTRIES = 1 << 17
+"""Entries of a checkpoint's config, by all of their names. Models have up to 1,000."""
 
 # --- messages ----------------------------------------------------------------------------------------------------
 
 MAX_LISTED = 20
 """Problems of one kind that a message lists; the rest is counted."""
+
+MAX_PROBLEMS = 10_000
+"""Problems of a checkpoint that are looked for; past them nobody counts."""
+
+MAX_SHOWN = 400
+"""Characters of a name, or of a line that holds names, in a message or table: module names have up to 120."""
+
+MAX_MESSAGE = 1 << 16
+"""Characters of a message."""

@@ -24,6 +24,7 @@ def runs(graph: Graph, target: Target) -> list[Run]:
     return liveness.runs(graph, lambda node, operands: workspace(Use(node, operands, target)))
 
 
+@liveness.computed()
 def peak(graph: Graph, target: Target) -> Expr:
     """Bytes that a run of a verified graph holds at most on a target.
 
@@ -33,6 +34,7 @@ def peak(graph: Graph, target: Target) -> Expr:
     return _peak(runs(graph, target))
 
 
+@liveness.computed()
 def step_peak(graph: Graph, target: Target) -> Expr:
     """As `peak`, for a step of an engine, which draws tokens from the logits while it holds them."""
     found = runs(graph, target)
@@ -71,6 +73,7 @@ def step_sizes(
     return sizes
 
 
+@liveness.computed()
 def largest_moments(graph: Graph, target: Target, sizes: Mapping[str, int], count: int) -> list[tuple[int, Moment]]:
     """The ops at which a run of these sizes holds most, with the bytes that it then holds; the largest first."""
     run, _ = runs(graph, target)

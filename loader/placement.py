@@ -14,7 +14,7 @@ import msgspec
 
 from precast.ir.errors import RequestError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Apply, Expr, Graph
+from precast.ir.graph.schema import Expr, Graph
 from precast.ir.verify import verifier
 from precast.loader.device import Device
 
@@ -75,7 +75,7 @@ def bind_world(graph: Graph, placement: Placement) -> Graph:
 def _bound(value: Any, kind: Any, world: Mapping[str, int]) -> Any:
     """`value`, of the type `kind` of the schema, with the world's values in each of its expressions."""
     if kind == Expr:
-        return _substituted(value, world)
+        return symbols.substitute(value, world)  # a division by zero stays: the verifier says where it stands
     if isinstance(value, msgspec.Struct):
         kinds = _field_types(type(value))
         changes = {name: _bound(getattr(value, name), each, world) for name, each in kinds.items()}
@@ -86,18 +86,6 @@ def _bound(value: Any, kind: Any, world: Mapping[str, int]) -> Any:
     if isinstance(value, dict):
         return {key: _bound(item, typing.get_args(kind)[1], world) for key, item in value.items()}
     return value
-
-
-def _substituted(expr: Expr, world: Mapping[str, int]) -> Expr:
-    if isinstance(expr, str):
-        return world.get(expr, expr)
-    if isinstance(expr, int):
-        return expr
-    made = Apply(expr.op, tuple(_substituted(arg, world) for arg in expr.args))
-    try:
-        return symbols.normal(made)
-    except symbols.ExprError:  # a division by zero, say: the verifier says where it stands
-        return made
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ import msgspec
 
 from precast.cli.show import Report
 from precast.ir.artifact import Bundle
+from precast.ir.errors import shown
 from precast.ir.graph.schema import Block, Graph
-from precast.ir.graph.text import format_recipe, format_type
+from precast.ir.graph.text import format_recipe, format_step, format_type, format_value
 from precast.ir.memory import caches
 
 
@@ -24,6 +26,7 @@ def difference(first: Bundle, second: Bundle) -> Report:
         *_differing("pass", _passes(first), _passes(second)),
         *_differing("param", _params(first.graph), _params(second.graph)),
         *_differing("cache group", _groups(first.graph), _groups(second.graph)),
+        *_differing("graph", _parts(first.graph), _parts(second.graph)),
         *_differing("block", _blocks(first.graph), _blocks(second.graph)),
         *_differing("file", _files(first), _files(second)),
     ]
@@ -67,8 +70,27 @@ def _groups(graph: Graph) -> dict[str, str]:
     }
 
 
-def _blocks(graph: Graph) -> dict[str, Block]:
-    return {block.name: block for block in graph.blocks}
+def _parts(graph: Graph) -> dict[str, list[str]]:
+    """What stands outside of blocks, line by line; params and cache groups are compared one by one."""
+    return {
+        "symbols": [f"{each.name}: {each.min}..{'' if each.max is None else each.max}" for each in graph.symbols],
+        "inputs": list(map(format_value, graph.inputs)),
+        "constants": list(map(format_value, graph.constants)),
+        "pools": [msgspec.json.encode(pool).decode() for pool in graph.caches.pools],
+        "main": list(map(format_step, graph.main)),
+        "outputs": [f"{name}={value}" for name, value in sorted(graph.outputs.items())],
+    }
+
+
+def _blocks(graph: Graph) -> dict[str, list[str]]:
+    """Each block's nodes, line by line, then what it takes and gives."""
+    return {block.name: [*map(format_step, block.nodes), *_signature(block)] for block in graph.blocks}
+
+
+def _signature(block: Block) -> Iterator[str]:
+    for kind, values in (("input", block.inputs), ("param", block.params), ("cache", block.caches)):
+        yield from (f"{kind} {format_value(value)}" for value in values)
+    yield f"return {', '.join(block.outputs)}"
 
 
 def _files(bundle: Bundle) -> dict[str, str]:
@@ -78,11 +100,20 @@ def _files(bundle: Bundle) -> dict[str, str]:
 def _differing(kind: str, a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:
     for name in sorted({*a, *b}):
         one, two = a.get(name), b.get(name)
-        if one != two:
-            yield f"{kind} {name}: {_text(one)} -> {_text(two)}"
+        if isinstance(one, list) and isinstance(two, list) and one != two:
+            yield f"{shown(f'{kind} {name}')}: {_first_difference(one, two)}"
+        elif one != two:
+            yield f"{shown(f'{kind} {name}')}: {_text(one)} -> {_text(two)}"
+
+
+def _first_difference(one: list[str], two: list[str]) -> str:
+    """How many lines differ, and the first that do."""
+    pairs = [(x, y) for x, y in itertools.zip_longest(one, two, fillvalue="absent") if x != y]
+    lines = f"{len(pairs)} lines differ" if len(pairs) > 1 else "1 line differs"
+    return f"{lines}: {' -> '.join(map(shown, pairs[0]))}"
 
 
 def _text(item: object) -> str:
     if item is None:
         return "absent"
-    return f"{len(item.nodes)} nodes" if isinstance(item, Block) else str(item)
+    return f"{len(item)} lines" if isinstance(item, list) else shown(str(item))

@@ -18,7 +18,7 @@ import msgspec
 
 from precast import __version__
 from precast.cli.spelling import as_typed
-from precast.ir.errors import BuildError, PrecastError, RequestError, TargetError
+from precast.ir.errors import BuildError, PrecastError, RequestError, TargetError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,7 @@ class _Verb(click.Command):
             if ctx.params["as_json"]:
                 fields = {"code": error.code, "message": error.message, "where": error.where, "fix": error.fix}
                 click.echo(json.dumps({"error": fields}))
-            click.echo(_printable(f"error: {error}"), err=True)
+            click.echo(printable(f"error: {error}"), err=True)
             is_usage = error.code == "cache-too-small" and ctx.params.get("cache_bytes") is not None
             ctx.exit(2 if is_usage else error.exit_code)
         except KeyboardInterrupt:
@@ -91,6 +91,11 @@ def main() -> None:
     is_flag=True,
     help="Run the code that comes with a model which transformers does not have. It runs here, in the builder, with "
     "your rights; none of it enters the bundle.",
+)
+@click.option(
+    "--model-type",
+    metavar="TYPE",
+    help="Build the config as that of a model of this type, which transformers has; its own code then doesn't run.",
 )
 @click.option("--check", is_flag=True, help="Compare the model, made tiny, with transformers; pack only if equal.")
 @AS_JSON
@@ -306,7 +311,7 @@ def _token_ids(text: str) -> list[int]:
 
 
 def _report(report: Report, as_json: bool) -> None:
-    _echo(json.dumps(report.fields) if as_json else _printable(report.text))
+    _echo(json.dumps(report.fields) if as_json else printable(report.text))
 
 
 def _echo(text: str, *, nl: bool = True) -> None:
@@ -322,8 +327,3 @@ def _echo(text: str, *, nl: bool = True) -> None:
         os.close(nowhere)
         message = f"the answer can't be written: {error.strerror}"
         raise PrecastError("write-failed", message, where="standard output") from error
-
-
-def _printable(text: str) -> str:
-    """The text with control characters spelled out: a bundle's names are anybody's, and a terminal obeys them."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)

@@ -8,11 +8,14 @@ from typing import Any
 
 import msgspec
 
+from precast.ir import limits
 from precast.ir.artifact import Bundle
+from precast.ir.errors import shown
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Graph, LatentSpec, Node, PagedSpec, StateSpec
 from precast.ir.graph.text import format_graph, format_recipe, format_type
 from precast.ir.memory import caches
+from precast.ir.memory.liveness import computed
 from precast.ir.ops.flops import precast_share
 from precast.kernels import step_memory
 from precast.kernels.use import GPU
@@ -46,8 +49,9 @@ def summary(bundle: Bundle) -> Report:
     tokenizer = [blob for blob in manifest.blobs if blob.role == "tokenizer"]
     total = sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
-    share = precast_share(graph)
-    peaks = _activation_peaks(graph)
+    with computed():
+        share = precast_share(graph)
+        peaks = _activation_peaks(graph)
     fields = {
         "digest": bundle.digest,
         "format": ".".join(map(str, manifest.format)),
@@ -194,9 +198,10 @@ def cache(bundle: Bundle) -> Report:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equal length as text, each column as wide as its longest cell."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    """Rows of equal length as text, each cell in one line, each column but the last as wide as its longest cell."""
+    cells = [[*map(shown, row[:-1]), shown(row[-1], limits.MAX_MESSAGE)] for row in rows]
+    widths = [*(max(map(len, column)) for column in list(zip(*cells, strict=True))[:-1]), 0]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(lines)
 
 

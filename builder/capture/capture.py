@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from precast.builder.capture.export import Exported, export
 from precast.builder.capture.factory import make_module, make_whole, materialise_buffers
 from precast.builder.capture.rope import long_frequencies
+from precast.builder.graph.constants import tensor_bytes
 from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, Options, ParamInfo, PassContext
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.graph.nodes import eliminate_dead_code, placeholder
-from precast.builder.source.quantised_options import quantisation_of
 from precast.builder.source.source import Source
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
@@ -35,7 +35,7 @@ class Captured:
 def capture(source: Source, options: Options) -> Captured:
     """Makes the module on the meta device, traces it, and gathers the values of its small constants."""
     module = make_module(source.config, options.dtype)
-    stored = ModelCheckpoint(module, quantisation_of(source.config), make_whole(source.config, module))
+    stored = ModelCheckpoint(module, source.facts.quantisation, make_whole(source.config, module))
     exported = export(module, options.max_seq_len)
     _keep_used(exported)
     recipes = stored.recipes(exported.params.values())
@@ -48,6 +48,7 @@ def capture(source: Source, options: Options) -> Captured:
         fake_mode=placeholder(exported.graph, "input_ids").meta["val"].fake_mode,
     )
     _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
+    _share_constants(exported.graph, ctx)
     eliminate_dead_code(exported.graph, ctx)
     used = [exported.params[place] for place in ctx.params]
     return Captured(exported.graph, ctx, _model_info(source, module, options), stored.known_names(used))
@@ -114,6 +115,19 @@ def _constants(module: PreTrainedModel, exported: Exported) -> dict[str, Constan
     }
 
 
+def _share_constants(graph: FxGraph, ctx: PassContext) -> None:
+    """Equal constants become one: the layers of a model have a copy of a table each."""
+    first: dict[tuple[torch.dtype, torch.Size, bytes], FxNode] = {}
+    for node in list(graph.nodes):
+        value = ctx.constant(node)
+        if value is None:
+            continue
+        same = first.setdefault((value.dtype, value.shape, tensor_bytes(value)), node)
+        if same is not node:
+            ctx.replace(node, same)
+            del ctx.constants[node.name]
+
+
 def _model_info(source: Source, module: PreTrainedModel, options: Options) -> ModelInfo:
     config = source.config
     text = config.get_text_config()
@@ -125,19 +139,6 @@ def _model_info(source: Source, module: PreTrainedModel, options: Options) -> Mo
         max_seq_len=options.max_seq_len,
         num_layers=int(text.num_hidden_layers),
         num_parameters=sum(p.numel() for p in module.parameters()),
-        eos_token_ids=_eos_token_ids(source),
-        bos_token_id=getattr(text, "bos_token_id", None),
+        eos_token_ids=source.facts.eos_token_ids,
+        bos_token_id=source.facts.bos_token_id,
     )
-
-
-def _eos_token_ids(source: Source) -> tuple[int, ...]:
-    """The tokens that end an answer: the generation config's, or where it names none, the config's."""
-    config = source.config.get_text_config()
-    eos = source.generation_config().get("eos_token_id", getattr(config, "eos_token_id", None))
-    ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
-    if not all(type(token_id) is int for token_id in ids):
-        message, fix = f"{source.name}: eos_token_id is {eos!r}, expected token ids", "correct eos_token_id"
-        raise BuildError(
-            "config-invalid", message, fix=f"{fix} in generation_config.json, or in the config without one"
-        )
-    return ids

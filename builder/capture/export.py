@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from precast.builder.capture.experts import routed_experts
 from precast.builder.capture.marks import routed_functions
 from precast.builder.capture.modules import routed_modules
-from precast.builder.capture.replaced import replaced
 from precast.builder.capture.routing import Trace, routed_attention, tracing
 from precast.builder.graph.context import FxGraph, tensor
 from precast.builder.graph.nodes import placeholder
 from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
+from precast.builder.replaced import replaced
 from precast.ir.errors import BuildError, PrecastError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr

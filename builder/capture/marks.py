@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from precast.builder.capture.replaced import replaced
 from precast.builder.capture.routing import current_trace
+from precast.builder.replaced import replaced
 from precast.ir.errors import BuildError
 
 ops = torch.ops.precast

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from precast.builder.capture.mixtures import MIXTURES
-from precast.builder.capture.replaced import replaced
 from precast.builder.capture.routing import current_trace
+from precast.builder.replaced import replaced
 from precast.ir.errors import BuildError
 
 ops = torch.ops.precast

@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from precast.builder.capture.reach import Reach, find_reach
-from precast.builder.capture.replaced import replaced
+from precast.builder.replaced import replaced
 from precast.ir.errors import BuildError
 from precast.kernels.attention.attend import visible_keys
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
 
+from precast.builder.source.facts import decoder_way
 from precast.builder.source.source import CONFIG_ERRORS, Source
 from precast.ir.manifest import ConfigFacts, Fact
 from precast.ir.weights.config_facts import ROPE, decoder_entries, differences, entries, quantisation_entries
@@ -42,7 +43,7 @@ def config_facts(source: Source) -> ConfigFacts:
 def _facts(source: Source) -> ConfigFacts:
     """Entries that the class does not declare are compared where both configs have them: some model code reads them."""
     text = source.config.get_text_config()
-    part = next(_ways(source.config, text), ())
+    part = decoder_way(source.config)
     plain = text.to_dict()
     known = entries(plain)
     declared = _declared(type(text))
@@ -75,16 +76,6 @@ def _reconcile(facts: ConfigFacts, written: Mapping[str, Any]) -> None:
     for each in differences(facts, written):
         if facts.values.pop(each.name.partition("[")[0], None) is None:
             facts.values[each.name] = each.checkpoint
-
-
-def _ways(config: PreTrainedConfig, text: PreTrainedConfig) -> Iterator[tuple[str, ...]]:
-    """The names of the entries that lead to the text model's config, from the whole one."""
-    if config is text:
-        yield ()
-    for name in config.sub_configs:
-        inner = getattr(config, name, None)
-        if isinstance(inner, PreTrainedConfig):
-            yield from ((name, *way) for way in _ways(inner, text))
 
 
 def _declared(config_class: type[PreTrainedConfig]) -> dict[str, Any]:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)  # fmt: skip
+
+from precast.builder.replaced import replaced
+from precast.ir.errors import BuildError
 
 CAUSAL = "AutoModelForCausalLM"
 """The entry of a config's `auto_map` that names the model's own causal language model."""
+
+
+class Unmade(torch.nn.Module):
+    """A part of a multimodal model that no text goes through, in the place of one that can't be made here."""
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -41,27 +55,80 @@ def from_config(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     `from_config`. Raises what transformers and the model's code raise."""
     factories = ((AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
                  (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING))  # fmt: skip
-    if own_code(config) is None:
-        for factory, mapping in factories:
-            if type(config) in mapping:
-                return factory.from_config(config, **options)
-    # transformers' factories would register a model's own code, for all builds to come
-    found = model_class(config)
-    assert found is not None, "open_source refuses configs without a model"
-    return found._from_config(config, **options)
+    with _only_needed(config):
+        if own_code(config) is None:
+            for factory, mapping in factories:
+                if type(config) in mapping:
+                    return factory.from_config(config, **options)
+        # transformers' factories would register a model's own code, for all builds to come
+        found = model_class(config)
+        assert found is not None, "open_source refuses configs without a model"
+        return found._from_config(config, **options)
+
+
+def _only_needed(config: PreTrainedConfig) -> contextlib.AbstractContextManager[None]:
+    """Makes a multimodal model without those parts beside its decoder that want packages which aren't installed."""
+    made = AutoModel.from_config
+    decoder = type(config.get_text_config())
+
+    def from_config(part: PreTrainedConfig, **options: Any) -> torch.nn.Module:
+        try:
+            return made(part, **options)
+        except ImportError:
+            if isinstance(part, decoder):
+                raise
+            return Unmade()
+
+    return replaced((AutoModel, "from_config", from_config))
 
 
 def needs_code(code: Any, config_class: type | None, architectures: Iterable[str] | None) -> bool:
     """Whether a config with this `auto_map` needs code from its repository.
 
     Models that transformers took over often still name the code that they came with: what counts is whether
-    transformers has the architecture itself.
+    transformers has the architecture itself, for models of this type. Its spelling may be another: PhiMoE, Phimoe.
     """
     if not code:
         return False
-    known = {each.__name__ for each in known_classes(config_class)}
-    named = set(architectures or ())
+    known = {_spelt(each.__name__) for each in known_classes(config_class)}
+    named = set(map(_spelt, architectures or ()))
     return not named or not named <= known
+
+
+def model_types(architectures: Any) -> list[str]:
+    """The types of models for which transformers' factories have one of these architectures, its namesake first."""
+    named = set(map(_spelt, architectures)) if isinstance(architectures, (list, tuple)) else set()
+    found = [model_type for model_type, names in _named() if not named.isdisjoint(names)]
+    return sorted(found, key=lambda model_type: not any(name.startswith(_spelt(model_type)) for name in named))
+
+
+def check_architectures(config: PreTrainedConfig, found: type[PreTrainedModel], name: str) -> None:
+    """Raise BuildError (`model-unsupported`) if a config names architectures, but not the decoder of its model type:
+    the checkpoint is a classifier's, a reward model's, an embedding model's, and has no head that predicts tokens."""
+    named = config.architectures
+    if not named or own_code(config) is not None:
+        return
+    package = type(config).__module__.split(".")[-2:-1]
+    known = {_spelt(found.__name__)}
+    known |= {each for model, names in _named() if [model_type_to_module_name(model)] == package for each in names}
+    if known.isdisjoint(map(_spelt, named)):
+        raise BuildError(
+            "model-unsupported",
+            f"{name}: the config's architecture is {', '.join(map(str, named))}, expected the decoder that "
+            f"transformers has for {config.model_type}, {found.__name__}",
+            fix="build the checkpoint of a causal language model; if this is one, correct architectures in the config",
+        )
+
+
+def _named() -> list[tuple[str, set[str]]]:
+    """Types of models, each with the names of what transformers' factories have for it."""
+    both = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    pairs = [pair for mapping in both for pair in mapping.items()]
+    return [(model, set(map(_spelt, [names] if isinstance(names, str) else names))) for model, names in pairs]
+
+
+def _spelt(name: Any) -> str:
+    return str(name).replace("_", "").lower()
 
 
 def known_classes(config_class: Any) -> tuple[type[PreTrainedModel], ...]:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from precast.builder.source.model_class import from_config, own_code
+from precast.builder.source.quantised_options import unquantised
 from precast.builder.source.shrink_layers import COUNTS, cut_layers
 from precast.builder.source.shrink_sizes import Known, shrink_sizes
 from precast.builder.source.source import CONFIG_ERRORS
@@ -90,7 +91,7 @@ def _run(model: PreTrainedModel) -> None:
 
 
 def _shrunk(config: PreTrainedConfig, scale: int) -> PreTrainedConfig:
-    entries = config.to_dict()
+    entries = unquantised(config).to_dict()
     known = Known()
     text = _text_key(config, entries)
     if text is not None:  # its sizes first: other parts end in its hidden size
@@ -99,7 +100,6 @@ def _shrunk(config: PreTrainedConfig, scale: int) -> PreTrainedConfig:
         if isinstance(part, dict) and name in config.sub_configs and name != text:
             _shrink_entries(part, scale, known)
     _shrink_entries(entries, scale, known)
-    entries.pop("quantization_config", None)
     if own_code(config) is None:
         entries.pop("auto_map", None)
     return type(config).from_dict(entries, name_or_path=config.name_or_path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,25 +18,27 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from precast.builder.limits import MAX_DEPTH, MAX_SEQ_LEN
-from precast.builder.source import tokenizer_files
-from precast.builder.source.model_class import CAUSAL, model_class, needs_code, own_code
-from precast.builder.source.quantised_options import check_options, quantisation_of
+from precast.builder.limits import MAX_DEPTH
+from precast.builder.source import quantised_options, tokenizer_files
+from precast.builder.source.facts import GENERATION, Facts, decoder_way, read_facts
+from precast.builder.source.json_object import parse_object, read_object
+from precast.builder.source.model_class import (
+    CAUSAL,
+    check_architectures,
+    model_class,
+    model_types,
+    needs_code,
+    own_code,
+)  # fmt: skip
+from precast.builder.source.numbers import check_numbers
 from precast.ir.errors import BuildError
+from precast.ir.weights.config_facts import decoder_part
 
 CONFIG_ERRORS = (
     ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError, OSError,
-    StrictDataclassError,
+    AssertionError, StrictDataclassError,
 )  # fmt: skip
 """What transformers raises for configs that its own checks refuse."""
-
-_LEAST = {
-    "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
-    "num_key_value_heads": 1, "linear_conv_kernel_dim": 2, "conv_kernel": 2, "conv_L_cache": 2, "conv1d_width": 2,
-    "mamba_d_conv": 2,
-}  # fmt: skip
-"""Entries of configs and what they are at least, in every model that has them. A convolution of one token has no state
-to keep. The dimensions of heads are not among them: models without rotary embeddings have some of 0."""
 
 _LAYERS = re.compile(r"(num|n)(_\w+)?_layers?")
 
@@ -49,6 +50,7 @@ class Source:
     name: str
     config: PreTrainedConfig
     files: dict[str, bytes]
+    facts: Facts
     entries: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What `config.json` says, as it stands there; empty for a config object."""
 
@@ -57,67 +59,42 @@ class Source:
         """Whether the model's class is made by code that comes with the model."""
         return own_code(self.config) is not None
 
-    def generation_config(self) -> dict[str, Any]:
-        """The generation config's entries; empty without one. Raises BuildError when it is no JSON object."""
-        return _json_object(self.files.get("generation_config.json", b"{}"), f"{self.name}: generation_config.json")
 
-
-def open_source(source: str | Path | PreTrainedConfig, *, allow_code: bool = False) -> Source:
+def open_source(
+    source: str | Path | PreTrainedConfig, *, allow_code: bool = False, model_type: str | None = None
+) -> Source:
     """Reads a config directory, a `config.json`, a hub id, or takes a config object.
 
-    `allow_code`: code that comes with the model may run, here in the builder.
+    `allow_code`: code that comes with the model may run, here in the builder. `model_type`: the config is read as that
+    of a model of this type, which transformers has, whatever it says itself and whatever code it names.
 
-    Raises BuildError: `config-missing` (no config found), `config-invalid` (transformers refuses it, or it is no
-    JSON), `model-unknown` (to transformers), `remote-code`, `model-unsupported` (no decoder),
-    `feature-unsupported` (quantised in an unknown way), `tokenizer-invalid`, `dependency-missing`.
+    Raises BuildError: `config-missing` (no config found), `config-invalid` (transformers refuses it, it is no JSON, or
+    a number is out of range), `model-unknown` (to transformers), `remote-code`, `model-unsupported` (no decoder),
+    `feature-unsupported` (quantised in an unknown way), `tokenizer-invalid`, `dependency-missing`, `option-invalid`.
     """
+    _check_model_type(model_type, source)
     if isinstance(source, PreTrainedConfig):
         name = type(source).__name__
         if own_code(source) is not None and not allow_code:
             raise _refused_code(name, source.auto_map, source.model_type, source.architectures)
-        _check_supported(source, name)
-        return Source(name, copy.deepcopy(source), {})  # the caller's stays as it is
+        config = copy.deepcopy(source)  # the caller's stays as it is
+        return Source(name, config, {}, _checked_facts(config, name))
     name = str(source)
     folder = _folder(name, allow_code)
     entries = _read_entries(folder, name)
-    config = _read_config(entries, folder, name, allow_code)
-    _check_supported(config, name)
-    return Source(name, config, tokenizer_files.read_files(folder, name), entries)
-
-
-def limit(config: PreTrainedConfig, wanted: int | None) -> int:
-    """The longest sequence (prompt and answer) that the bundle serves: `wanted`, at most what the model can."""
-    config = config.get_text_config()
-    known = getattr(config, "max_position_embeddings", None)
-    entry = "the config's " + config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    if wanted is not None and (type(wanted) is not int or wanted < 1):
-        fix = "leave max_seq_len out, for the config's limit"
-        raise BuildError("option-invalid", f"max_seq_len is {wanted!r}, expected a number of at least 1", fix=fix)
-    if known is not None and (type(known) is not int or known < 1):
-        message, fix = f"{entry} is {known!r}, expected a number of at least 1", "correct it in the config"
-        raise BuildError("config-invalid", message, fix=fix)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if known is not None and rope.get("rope_type") == "dynamic":
-        known = int(known * rope["factor"])  # this rope stretches what the model was trained on
-    if wanted is not None and known is not None and wanted > known:
-        more = ", or change the config's rope parameters" if rope else ""
-        raise BuildError(
-            "option-invalid",
-            f"max_seq_len is {wanted}, but {entry} is {known}",
-            fix=f"build with max_seq_len of at most {known}{more}",
-        )
-    longest = wanted or known or 8192
-    if longest > MAX_SEQ_LEN:
-        whose = "max_seq_len is" if wanted else f"{entry} is"
-        fix = f"build with max_seq_len of at most {MAX_SEQ_LEN}"
-        raise BuildError("option-invalid", f"{whose} {longest}, expected at most {MAX_SEQ_LEN}", fix=fix)
-    return longest
+    config = _read_config(entries, folder, name, allow_code, model_type)
+    beside = {file: folder / file for file in quantised_options.FILES if (folder / file).is_file()}
+    said = {file: read_object(path, f"{name}: {file}") for file, path in beside.items()}
+    quantised_options.add_quantisation(config, said, name)
+    files = tokenizer_files.read_files(folder, name)
+    generation = parse_object(files.get(GENERATION, b"{}"), f"{name}: {GENERATION}")
+    return Source(name, config, files, _checked_facts(config, name, entries, generation), entries)
 
 
 def reason(error: Exception) -> str:
     """The first lines of the error's text in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:3])
+    text = " ".join(lines[:3]).rstrip(": ")
     if isinstance(error, ZeroDivisionError):  # of what, it doesn't say
         return f"it holds a 0 in the place of a size ({type(error).__name__}: {text})"
     # the text of a KeyError is its key and nothing else
@@ -149,7 +126,7 @@ def _download(name: str, allow_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    wanted = ["config.json", *tokenizer_files.READ, *(["*.py"] if allow_code else [])]
+    wanted = ["config.json", *tokenizer_files.READ, *quantised_options.FILES, *(["*.py"] if allow_code else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
@@ -167,8 +144,10 @@ def _download(name: str, allow_code: bool) -> Path:
     return folder
 
 
-def _read_config(raw: dict[str, Any], folder: Path, name: str, allow_code: bool) -> PreTrainedConfig:
-    model_type, code = raw["model_type"], raw.get("auto_map") or {}
+def _read_config(
+    raw: dict[str, Any], folder: Path, name: str, allow_code: bool, wanted: str | None
+) -> PreTrainedConfig:
+    model_type, code = wanted or raw["model_type"], {} if wanted else raw.get("auto_map") or {}
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` is lazier
     is_own = needs_code(code, known, raw.get("architectures"))
     if is_own and not allow_code:
@@ -182,10 +161,15 @@ def _read_config(raw: dict[str, Any], folder: Path, name: str, allow_code: bool)
         raise BuildError(
             "model-unknown",
             f"{name}: transformers {transformers.__version__} doesn't know the model_type {model_type}",
-            fix="check the model_type; if the model is newer than that, update transformers",
+            fix="check the model_type; if the model is newer than that, update transformers"
+            + _other_types(raw.get("architectures")),
         )
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
+        if wanted and known is not None:
+            entries = {entry: value for entry, value in raw.items() if entry != "auto_map"} | {"model_type": wanted}
+            config: PreTrainedConfig = known.from_dict(entries, name_or_path=str(folder))
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=is_own)
         if not isinstance(config.get_text_config(), PreTrainedConfig):
             raise TypeError("text_config, in the config of a model of text alone, is an object")
         return config
@@ -196,11 +180,7 @@ def _read_config(raw: dict[str, Any], folder: Path, name: str, allow_code: bool)
 
 
 def _read_entries(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        raw = _json_object((folder / "config.json").read_bytes(), f"{name}: config.json")
-    except OSError as error:
-        message = f"{name}: config.json can't be read: {error.strerror}"
-        raise BuildError("config-invalid", message, fix="check the file's permissions") from error
+    raw = read_object(folder / "config.json", f"{name}: config.json")
     if not isinstance(raw.get("model_type"), str):
         fix = "add the model_type of the model's kind, such as llama"
         raise BuildError("config-invalid", f"{name}: config.json names no model_type", fix=fix)
@@ -229,15 +209,15 @@ def _layer_counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
                 yield entry, value
 
 
-def _json_object(data: bytes, what: str) -> dict[str, Any]:
-    fix = "correct the file, or download it again"
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BuildError("config-invalid", f"{what} is no JSON: {error}", fix=fix) from error
-    if not isinstance(found, dict):
-        raise BuildError("config-invalid", f"{what} is no JSON object", fix=fix)
-    return found
+def _check_model_type(wanted: str | None, source: object) -> None:
+    if wanted is None:
+        return
+    if isinstance(source, PreTrainedConfig):
+        message, fix = "model_type goes with files, not with a config object", "leave model_type out"
+        raise BuildError("option-invalid", message, fix=fix)
+    if not isinstance(wanted, str) or wanted not in CONFIG_MAPPING:
+        message = f"transformers {transformers.__version__} doesn't know the model_type {wanted}"
+        raise BuildError("option-invalid", message, fix="name one that it has, such as llama")
 
 
 def _refused_code(name: str, code: Any, model_type: str, architectures: Any) -> BuildError:
@@ -247,11 +227,21 @@ def _refused_code(name: str, code: Any, model_type: str, architectures: Any) -> 
         f"{name}: the config names code to run ({classes}) for {model_type} models of the architectures "
         f"{architectures}, which transformers does not have itself",
         fix="use a model that transformers has itself, or read that code and allow it (--allow-remote-code): it "
-        "runs in the builder, with your rights, and no part of it gets into the bundle",
+        "runs in the builder, with your rights, and no part of it gets into the bundle" + _other_types(architectures),
     )
 
 
-def _check_supported(config: PreTrainedConfig, name: str) -> None:
+def _other_types(architectures: Any) -> str:
+    """How to build a model of transformers' that goes under another name."""
+    first = next(iter(model_types(architectures)), None)
+    option = f"--model-type {first}, model_type={first!r} in Python"
+    return f"; or, if it is a {first} model under another name, build it as that ({option})" if first else ""
+
+
+def _checked_facts(
+    config: PreTrainedConfig, name: str, entries: dict[str, Any] | None = None, generation: dict[str, Any] | None = None
+) -> Facts:
+    """The config's facts. Raises BuildError for a config that no bundle can be built of."""
     if getattr(config, "is_encoder_decoder", False):
         raise BuildError("model-unsupported", f"{name}: {config.model_type} is an encoder-decoder, expected a decoder")
     try:
@@ -264,20 +254,29 @@ def _check_supported(config: PreTrainedConfig, name: str) -> None:
             "model-unsupported",
             f"{name}: transformers has no causal language model for {config.model_type}, expected a decoder",
         )
-    _check_sizes(config, name)
-    quantisation = quantisation_of(config)
-    if quantisation is not None:
-        check_options(quantisation, name)
+    _check_read(config, entries or {}, name)
+    check_architectures(config, found, name)
+    check_numbers(config, name)
+    facts = read_facts(config, entries or {}, generation or {}, name)
+    if facts.quantisation is not None:
+        quantised_options.check_options(facts.quantisation, name)
+    return facts
 
 
-def _check_sizes(config: PreTrainedConfig, name: str) -> None:
-    text = config.get_text_config()
-    for size, least in _LEAST.items():
-        entry = text.attribute_map.get(size, size)  # as this config calls it
-        found = vars(text).get(entry)
-        if type(found) is int and found < least:
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _check_read(config: PreTrainedConfig, entries: dict[str, Any], name: str) -> None:
+    """Refuse a flat config of a model whose class reads a nested one: its sizes would be the class's defaults."""
+    way = decoder_way(config)
+    if not way or decoder_part(entries, way) is not entries:
+        return
+    for size in _SIZES:
+        read = getattr(config.get_text_config(), size, None)
+        if type(entries.get(size)) is int and entries[size] != read:
             raise BuildError(
                 "config-invalid",
-                f"{name}: the config's {entry} is {found}, expected a number of at least {least}",
-                fix=f"correct {entry} in the config",
+                f"{name}: {size} is {entries[size]} at the config's top level, where no {type(config).__name__} reads "
+                f"it: without {'.'.join(way)} it is {read}",
+                fix=f"move the decoder's entries into {'.'.join(way)}, as in a published {config.model_type} config",
             )

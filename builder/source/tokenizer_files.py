@@ -7,13 +7,12 @@ form only is converted, so that a bundle that has a tokenizer has a `tokenizer.j
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from precast.builder.limits import MAX_VOCABULARY
+from precast.builder.source.json_object import parse_object
 from precast.ir.errors import BuildError, is_failure
 
 FILE_NAME = "tokenizer.json"
@@ -41,7 +40,7 @@ def read_files(folder: Path, name: str) -> dict[str, bytes]:
     files = {file: _read(folder / file, name) for file in TAKEN if (folder / file).is_file()}
     for file in files:
         if file.endswith(".json") and file != "generation_config.json":
-            _check_json(files[file], f"{name}/{file}")
+            parse_object(files[file], f"{name}/{file}", code="tokenizer-invalid")
     if FILE_NAME in files:
         _check_tokenizer(files[FILE_NAME], f"{name}/{FILE_NAME}")
         return files
@@ -61,18 +60,8 @@ def _read(path: Path, name: str) -> bytes:
         raise BuildError("tokenizer-invalid", f"{path.name} can't be read: {error.strerror}", where=name) from error
 
 
-def _check_json(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        entries = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BuildError("tokenizer-invalid", f"expected JSON: {error}", where=where) from error
-    if not isinstance(entries, dict):
-        raise BuildError("tokenizer-invalid", f"expected a JSON object, found a {type(entries).__name__}", where=where)
-    return entries
-
-
 def _check_ids(data: bytes, where: str) -> None:
-    for token, number in _check_json(data, where).items():
+    for token, number in parse_object(data, where, code="tokenizer-invalid").items():
         if type(number) is not int or not 0 <= number < MAX_VOCABULARY:
             message = f"the id of {token!r:.100} is {number!r:.100}, expected 0 to {MAX_VOCABULARY - 1}"
             raise BuildError("tokenizer-invalid", message, where=where)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +178,24 @@ def _matches(pattern: str, *names: str) -> bool:
     return pattern in names
 
 
+def _modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
+    """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor; kept as they are: linear layers by pattern."""
+    kept = options.get("exclude_modules", options.get("ignore", None)) or ()
+    is_quantised = options.get("quant_algo", None) is not None
+
+    def holds(weight: Weight) -> bool:
+        names = (weight.module, weight.stem)
+        is_kept = any(fnmatchcase(name, each) or name.startswith(f"{each}.") for each in kept for name in names)
+        return is_quantised and _linear(model, weight) and not is_kept
+
+    def recipe(weight: Weight) -> Recipe:
+        if len(weight.shape) != 2:
+            raise refuse("modelopt", f"stacked experts ({weight.name})")
+        return _scaled(weight, _per_tensor(weight, weight.name + "_scale"))
+
+    return Scheme("modelopt", holds, recipe, ("*.input_scale", "*.k_scale", "*.v_scale"))
+
+
 # --- four bits ---------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +277,7 @@ _SCHEMES: dict[str, Callable[[PreTrainedModel, Quantised], Scheme]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
     "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "awq": _awq,
     "gptq": _gptq,

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from precast.builder.source.model_class import Unmade
 from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
 from precast.builder.weights.quantisation import Weight, scheme_of
 from precast.ir.errors import BuildError
@@ -66,6 +67,7 @@ class ModelCheckpoint:
         prefix = self._model.base_model_prefix
         patterns = sorted(set(self._model._keys_to_ignore_on_load_unexpected or ()))
         ignored = {glob for pattern in patterns for glob in _globs(pattern)}
+        ignored |= {f"{path}.*" for path, part in self._model.named_modules() if isinstance(part, Unmade)}
         names = {name: saved_name(self._model, name) for pair in self._tied.items() for name in pair}
         rules = Checkpoint(
             optional_prefixes=(prefix + ".",) if prefix else (),

@@ -15,7 +15,7 @@ import zstandard
 
 from precast.ir import limits
 from precast.ir.bundle.scan import scan
-from precast.ir.errors import BundleError
+from precast.ir.errors import BundleError, shown
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def _decode_raw(raw: bytes, type: type[T], what: str) -> T:
     try:
         value = msgspec.msgpack.decode(raw, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BundleError(f"{what}-encoding", f"{what}: {error}") from None
+        raise BundleError(f"{what}-encoding", f"{what}: {shown(str(error))}") from None
     except RecursionError:
         raise BundleError(f"{what}-nesting", f"{what}: values are nested too deep to be decoded") from None
     _check_canonical(_encode_raw(value, what), raw, what, f"{what}-not-canonical")
@@ -154,7 +154,7 @@ def _parse(data: bytes, type: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=type)
     except (msgspec.DecodeError, ValueError) as error:  # ValueError: broken UTF-8, integers of thousands of digits
-        raise BundleError("json-invalid", f"{what}: {error}") from None
+        raise BundleError("json-invalid", f"{what}: {shown(str(error))}") from None
     except RecursionError:
         raise BundleError("json-invalid", f"{what}: values are nested too deep to be decoded") from None
 
@@ -187,7 +187,9 @@ def _refuse_duplicates(data: bytes, what: str) -> None:
         seen: set[str] = set()
         for key, _ in items:
             if key in seen:
-                raise BundleError("json-duplicate-key", f"{what}: the key {key!r} stands twice in one object")
+                raise BundleError(
+                    "json-duplicate-key", f"{what}: the key {shown(repr(key))} stands twice in one object"
+                )
             seen.add(key)
 
     json.loads(data, object_pairs_hook=pairs)

@@ -16,7 +16,7 @@ from precast.ir.bundle import oci
 from precast.ir.bundle.codec import decode_foreign_json, decode_json
 from precast.ir.bundle.directory import Directory, opened
 from precast.ir.bundle.oci import Descriptor, Image, Index
-from precast.ir.errors import BundleError
+from precast.ir.errors import BundleError, shown
 
 _ROOT_NAMES = frozenset((oci.LAYOUT_FILE, oci.INDEX_FILE, oci.BLOBS))
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -133,7 +133,14 @@ def _read_index(root: Directory) -> Index:
     if index.schema_version != 2:
         raise BundleError("index-invalid", f"{oci.INDEX_FILE}: expected schemaVersion 2, found {index.schema_version}")
     _expect("media-type", oci.INDEX_FILE, index.media_type or oci.INDEX_TYPE, oci.INDEX_TYPE)
+    if len(index.manifests) > 2:  # before each of them is read
+        raise _not_one(f"{len(index.manifests)} manifests")
     return index
+
+
+def _not_one(found: str) -> BundleError:
+    message = f"{oci.INDEX_FILE}: expected one bundle and at most one provenance record, found {found}"
+    return BundleError("index-invalid", message)
 
 
 def _read_images(files: Directory, index: Index) -> tuple[str, Image, list[Image]]:
@@ -142,9 +149,7 @@ def _read_images(files: Directory, index: Index) -> tuple[str, Image, list[Image
     own = [(descriptor, image) for descriptor, image in images if image.subject is None]
     attached = [image for _, image in images if image.subject is not None]
     if len(own) != 1 or len(attached) > 1:
-        found = f"{len(own)} and {len(attached)}"
-        message = f"{oci.INDEX_FILE}: expected one bundle and at most one provenance record, found {found}"
-        raise BundleError("index-invalid", message)
+        raise _not_one(f"{len(own)} and {len(attached)}")
     ((descriptor, image),) = own
     _check_image(image)
     for extra in attached:
@@ -194,7 +199,7 @@ def _check_provenance(image: Image, bundle: Descriptor) -> None:
 
 def _expect(code: str, what: str, found: str, expected: str) -> None:
     if found != expected:
-        raise BundleError(code, f"{what}: expected {expected}, found {found!r}")
+        raise BundleError(code, f"{what}: expected {shown(expected)}, found {shown(repr(found))}")
 
 
 def _layer_name(part: Descriptor) -> str:

@@ -45,7 +45,7 @@ def mul(*factors: Expr) -> Expr:
     """The product of the factors, in normal form; 1 for none."""
     if all(isinstance(factor, int) for factor in factors):
         return math.prod(factor for factor in factors if isinstance(factor, int))
-    return _from_polynomial(_multiply(factors))
+    return _product_of(factors)
 
 
 def floordiv(a: Expr, b: Expr) -> Expr:
@@ -69,12 +69,19 @@ def minimum(first: Expr, *others: Expr) -> Expr:
 
 
 def largest(sums: Iterable[Expr]) -> Expr:
-    """The maximum of expressions whose symbols are never negative, without those that another one always exceeds."""
+    """The maximum of expressions whose symbols are never negative, without those that another one always exceeds.
+
+    Raises ExprError past `limits.MAX_COMPARISONS` comparisons.
+    """
+    comparisons = 0
     kept: list[tuple[Expr, dict[tuple[Expr, ...], int]]] = []
     for each in {normal(one) for one in sums}:
         parts = each.args if isinstance(each, Apply) and each.op == "max" else (each,)
         for expr in parts:
             found = terms(expr)
+            comparisons += 2 * len(kept)
+            if comparisons > limits.MAX_COMPARISONS:
+                raise ExprError(f"more than {limits.MAX_COMPARISONS} comparisons to find the largest expression")
             if any(_exceeds(other, found) for _, other in kept):
                 continue
             kept = [(one, other) for one, other in kept if not _exceeds(found, other)]
@@ -97,6 +104,19 @@ def evaluate(expr: Expr, symbols: Mapping[str, int]) -> int:
     if isinstance(expr, str):
         return symbols[expr]
     return _FOLD[expr.op]([evaluate(arg, symbols) for arg in expr.args])
+
+
+def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
+    """`expr` with other expressions in place of symbols, in normal form; where that has none, as it comes."""
+    if isinstance(expr, str):
+        return values.get(expr, expr)
+    if isinstance(expr, int):
+        return expr
+    made = Apply(expr.op, tuple(substitute(arg, values) for arg in expr.args))
+    try:
+        return normal(made)
+    except ExprError:
+        return made
 
 
 def normal(expr: Expr) -> Expr:
@@ -192,6 +212,11 @@ def _apply(op: str, *args: Expr) -> Expr:
             quotient = {monomial: coefficient // args[1] for monomial, coefficient in poly.items()}
             return 0 if op == "mod" else _from_polynomial(quotient)
     return Apply(op, args)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _product_of(factors: tuple[Expr, ...]) -> Expr:
+    return _from_polynomial(_multiply(factors))
 
 
 @lru_cache(maxsize=4096)

@@ -8,10 +8,13 @@ constants and caches are no activations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
+from precast.ir import limits
+from precast.ir.errors import BundleError
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Items, Node, Ref, TensorType, Value
@@ -89,6 +92,16 @@ def runs(graph: Graph, workspace: Workspace) -> list[Run]:
     return [_Walk(graph, workspace, sizes, workspaces).run() for sizes in _sample_sizes(graph)]
 
 
+@contextmanager
+def computed() -> Iterator[None]:
+    """Turns what arithmetic over a graph's sizes raises in the body into BundleError (`graph-invalid`)."""
+    try:
+        yield
+    except (symbols.ExprError, ArithmeticError) as error:
+        message = f"what the graph takes of memory and time can't be computed: {error}"
+        raise BundleError("graph-invalid", message) from None
+
+
 def allocated_bytes(kind: TensorType) -> Expr:
     """The bytes that torch's CUDA allocator takes for a tensor."""
     exact = symbols.mul(element_bytes(kind.dtype), *kind.shape)
@@ -122,6 +135,7 @@ class _Walk:
         self._workspaces = workspaces
         self._path = ""
         self._moments: list[Moment] = []
+        self._held = 0
 
     def run(self) -> Run:
         """The whole program."""
@@ -152,8 +166,9 @@ class _Walk:
         self._path = f"{call.block} that makes {', '.join(value.name for value in call.outputs)}"
         self._steps(block.nodes, local, {*(value.name for value in (*block.params, *block.caches)), *block.outputs})
         self._path = ""
+        unused = set(dead)
         for value, name in zip(call.outputs, block.outputs, strict=True):
-            if value.name not in dead:
+            if value.name not in unused:
                 frame[value.name] = local[name]
                 self._hold(local[name])
         self._release(local, list(local))
@@ -162,6 +177,10 @@ class _Walk:
         """The results; their making is a moment."""
         made = [self._result(node, value, frame) for value in node.outputs]
         new = Counter(held.storage.size for held in made if held.storage and held.storage not in self._alive)
+        self._held += len(self._sum)
+        if self._held > limits.MAX_HELD:
+            message = f"graph: values of more than {limits.MAX_HELD} different sizes are alive, over all nodes"
+            raise BundleError("limit-exceeded", message)
         alive, own = frozenset(self._sum.items()), frozenset(new.items())
         self._moments.append(Moment(self._path, node, alive, own, self._workspace(node, frame)))
         return made
@@ -262,7 +281,7 @@ def _deaths(steps: Sequence[Node | Call], kept: set[str]) -> list[list[str]]:
     seen = set(kept)
     found: list[list[str]] = []
     for step in reversed(steps):
-        reads = list(step.args.values()) if isinstance(step, Call) else list(references(step.args))
+        reads = dict.fromkeys(step.args.values() if isinstance(step, Call) else references(step.args))
         touched = dict.fromkeys([*reads, *(value.name for value in step.outputs)])
         found.append([name for name in touched if name not in seen])
         seen.update(name for name in touched if name in reads)

@@ -11,6 +11,8 @@ from precast.ir.ops.op import Args, ShapeError
 
 COMPUTED: tuple[Dtype, ...] = ("float16", "bfloat16", "float32", "float64")
 INTEGERS: tuple[Dtype, ...] = ("bool", "int8", "uint8", "int32", "int64")
+WORLD = frozenset(("rank", "tp", "ep"))
+"""The symbols that have their values from where a load puts the model (`docs/format/v1.md`, Symbols)."""
 COUNTS = tuple(name for name in INTEGERS if name != "bool")
 FLOATS: tuple[Dtype, ...] = ("float8_e4m3fn", *COMPUTED)
 _RANK = {"bool": 0, "uint8": 1, "int8": 1, "int32": 2, "int64": 3,
@@ -63,6 +65,13 @@ def expect_tokens(name: str, tensor: TensorType, rank: int) -> None:
     expect_rank(name, tensor, rank)
     expect_shape(f"{name}'s first dimension", tensor.shape[:1], (1,))
     expect_dtype(name, tensor, *COMPUTED)
+
+
+def expect_known(name: str, *sizes: Expr) -> None:
+    """Sizes that don't depend on a step: integers, once the model is placed."""
+    for size in sizes:
+        known = symbols.free_symbols(size) <= WORLD
+        expect(known, f"{name}: expected a size that is the same in every step, found {symbols.text(size)}")
 
 
 def expect_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -60,6 +61,27 @@ def last_of(arg: str) -> Tokens:
     return Tokens("last", arg)
 
 
+class Integers(msgspec.Struct, frozen=True):
+    """What an op takes a tensor of integers for: whether it addresses memory by them, and what bounds them then.
+
+    - `input`: the graph's input `of`, whose values the loader makes; the op's first argument has all tokens of a step;
+    - `group`: an input of the cache group whose slot the op takes;
+    - `index`: elements of the dimension `dim` of the argument `of`, or numbers below it;
+    - `any`: as `index`, of an op that passes over what names nothing;
+    - `value`: nothing is addressed by them.
+    """
+
+    kind: Literal["input", "group", "index", "any", "value"]
+    of: str = ""
+    dim: int | str = 0
+
+
+GROUP = Integers("group")
+VALUE = Integers("value")
+SEQUENCE_BOUNDS = {"cu_seqlens": Integers("input", "cu_seqlens")}
+SEQUENCE_LENGTHS = SEQUENCE_BOUNDS | {"kv_lens": Integers("input", "kv_lens")}
+
+
 class State(msgspec.Struct, frozen=True):
     """What the stateful form of an op keeps of each sequence, by the op's arguments.
 
@@ -84,8 +106,9 @@ class ArgDef(msgspec.Struct, frozen=True):
 class OpDef(msgspec.Struct, frozen=True):
     """One version of an op.
 
-    `signature` is without name and version; `work` counts floating-point operations; an op with a `state` has a second
-    form, named `stateful_<op>`, which takes `state`, `slots`, `cu_seqlens` and `kv_lens` after its other tensors.
+    `signature` is without name and version; `work` counts floating-point operations; `integers` says of each argument
+    that is always a tensor of integers what it is for. An op with a `state` has a second form, named `stateful_<op>`,
+    which takes `state`, `slots`, `cu_seqlens` and `kv_lens` after its other tensors.
     """
 
     name: str
@@ -97,6 +120,7 @@ class OpDef(msgspec.Struct, frozen=True):
     tokens: Tokens
     work: Work
     state: State | None = None
+    integers: Mapping[str, Integers] = MappingProxyType({})
 
     @property
     def mutated(self) -> tuple[str, ...]:
@@ -112,6 +136,7 @@ def row(
     *,
     version: int = 1,
     state: State | None = None,
+    integers: Mapping[str, Integers] = MappingProxyType({}),
 ) -> OpDef:
     """A row from `name(arguments) -> results`. `tokens` has no default: an op that doesn't say is not in the table."""
     name, _, rest = text.partition("(")
@@ -119,7 +144,8 @@ def row(
     positional, star, keywords = params.partition(", *, ")
     args = [_argument(name, part) for part in positional.split(", ")]
     args += [_argument(name, part, keyword_only=True) for part in keywords.split(", ") if star]
-    return OpDef(name, version, "(" + rest, tuple(args), returns.count("Tensor"), shape_rule, tokens, work, state)
+    num_outputs = returns.count("Tensor")
+    return OpDef(name, version, "(" + rest, tuple(args), num_outputs, shape_rule, tokens, work, state, integers)
 
 
 _PARAM = re.compile(

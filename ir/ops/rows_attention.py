@@ -11,12 +11,13 @@ from precast.ir.ops.checks import (
     expect,
     expect_dtype,
     expect_given,
+    expect_known,
     expect_positive,
     expect_rank,
     expect_shape,
     expect_vector,
 )
-from precast.ir.ops.op import SEQUENCES, Args, row
+from precast.ir.ops.op import GROUP, SEQUENCE_BOUNDS, SEQUENCE_LENGTHS, SEQUENCES, Args, row
 
 
 def attention(args: Args) -> tuple[TensorType, ...]:
@@ -116,6 +117,7 @@ def _heads(args: Args, key: TensorType, value: TensorType) -> TensorType:
     expect_shape("q's first dimension", q.shape[:1], (1,))
     expect_shape("key's head size", key.shape[-1:], q.shape[-1:])
     heads, kv_heads = q.shape[2], key.shape[-2]
+    expect_known("heads and their sizes", heads, kv_heads, q.shape[3], value.shape[-1])
     if isinstance(heads, int) and isinstance(kv_heads, int):
         expect(kv_heads > 0 and heads % kv_heads == 0, f"q: {heads} heads are no multiple of {kv_heads} kv heads")
     expect_given(args, "sinks", (heads,), *COMPUTED)
@@ -132,6 +134,7 @@ def _latent_heads(args: Args, latent: Expr, rope: Expr) -> TensorType:
     """The result, where the weight makes keys and values of these sizes for q's heads."""
     q, weight, value = args["q"], args["weight"], args["value_size"]
     expect_shape("q's first dimension", q.shape[:1], (1,))
+    expect_known("heads and their sizes", q.shape[2], q.shape[3], latent, rope)
     nope = symbols.add(q.shape[3], symbols.mul(-1, rope))
     for name, size in (("q's last dimension, less the rope part", nope), ("cache, less the latent", rope)):
         expect(not isinstance(size, int) or size >= 0, f"{name}: expected at least 0, found {symbols.text(size)}")
@@ -142,6 +145,9 @@ def _latent_heads(args: Args, latent: Expr, rope: Expr) -> TensorType:
     return TensorType(q.dtype, (*q.shape[:-1], value))
 
 
+_PAGES = SEQUENCE_LENGTHS | dict.fromkeys(("page_indices", "page_indptr", "page_start"), GROUP)
+_SLOTS = {"slot_mapping": GROUP}
+
 ROWS = (
     row(
         "precast.attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, *, float scale,"
@@ -149,12 +155,14 @@ ROWS = (
         attention,
         SEQUENCES,
         work.attention,
+        integers=SEQUENCE_BOUNDS,
     ),
     row(
         "precast.write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
         write_kv,
         SEQUENCES,
         work.nothing,
+        integers=_SLOTS,
     ),
     row(
         "precast.paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor cu_seqlens,"
@@ -163,6 +171,7 @@ ROWS = (
         paged_attention,
         SEQUENCES,
         work.attention,
+        integers=_PAGES,
     ),
     row(
         "precast.latent_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor weight, Tensor cu_seqlens, *,"
@@ -170,12 +179,14 @@ ROWS = (
         latent_attention,
         SEQUENCES,
         work.latent_attention,
+        integers=SEQUENCE_BOUNDS,
     ),
     row(
         "precast.write_latent(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slot_mapping) -> ()",
         write_latent,
         SEQUENCES,
         work.nothing,
+        integers=_SLOTS,
     ),
     row(
         "precast.paged_latent_attention(Tensor q, Tensor cache, Tensor weight, Tensor cu_seqlens, Tensor kv_lens,"
@@ -184,5 +195,6 @@ ROWS = (
         paged_latent_attention,
         SEQUENCES,
         work.latent_attention,
+        integers=_PAGES,
     ),
 )

@@ -9,11 +9,12 @@ from precast.ir.ops.checks import (
     expect,
     expect_dtype,
     expect_floating,
+    expect_known,
     expect_one_of,
     expect_rank,
     expect_shape,
 )
-from precast.ir.ops.op import Args, last_of, row
+from precast.ir.ops.op import Args, Integers, last_of, row
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
@@ -32,6 +33,7 @@ def route(args: Args) -> tuple[TensorType, ...]:
         expect_one_of(name, args.get(name, allowed[0]), allowed)
     groups, top_groups = args.get("num_groups", 1), args.get("top_groups", 1)
     expect(1 <= top_groups <= groups, f"top_groups: expected 1 to {groups}, found {top_groups}")
+    expect_known("experts", experts)
     if isinstance(experts, int):
         expect(experts % groups == 0, f"num_groups: {experts} experts are no multiple of {groups}")
         least = 2 if groups > 1 and args.get("group_score", "top2") == "top2" else 1
@@ -102,6 +104,7 @@ ROWS = (
         grouped_linear,
         last_of("x"),
         work.product("x"),
+        integers={"expert_ids": Integers("any", "weight")},
     ),
     row(
         "precast.experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor up, Tensor down, Tensor? up_bias,"
@@ -110,5 +113,6 @@ ROWS = (
         experts,
         last_of("x"),
         work.experts,
+        integers={"expert_ids": Integers("any", "up")},
     ),
 )

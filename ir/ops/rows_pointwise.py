@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from precast.ir.graph.schema import TensorType
 from precast.ir.ops.checks import COMPUTED, FLOATS, INTEGERS, broadcast, expect, expect_dtype, expect_shape, promoted
-from precast.ir.ops.op import EACH, Args, row
+from precast.ir.ops.op import EACH, Args, Integers, row
 from precast.ir.ops.work import nothing
 
 
@@ -132,5 +132,10 @@ ROWS = (
     row("aten.full_like.default(Tensor self, Scalar fill_value) -> Tensor", full_like, EACH),
     row("aten.masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor", masked_fill, EACH, nothing),
     row("aten.where.self(Tensor condition, Tensor self, Tensor other) -> Tensor", where, EACH, nothing),
-    row("aten.one_hot.default(Tensor self, int num_classes) -> Tensor", one_hot, EACH),
+    row(
+        "aten.one_hot.default(Tensor self, int num_classes) -> Tensor",
+        one_hot,
+        EACH,
+        integers={"self": Integers("index", "num_classes")},
+    ),
 )

@@ -14,7 +14,7 @@ from precast.ir.ops.checks import (
     expect_rank,
     expect_shape,
 )
-from precast.ir.ops.op import OVER_DIM, Args, row
+from precast.ir.ops.op import OVER_DIM, Args, Integers, row
 from precast.ir.ops.work import nothing, reduction
 
 
@@ -138,6 +138,8 @@ def _at_most(name: str, axis: int, found: Expr, most: Expr) -> None:
         expect_shape(f"{name}'s dimension {axis}", (found,), (most,))
 
 
+_ALONG = {"index": Integers("index", "self", "dim")}
+
 ROWS = (
     row("aten.mean.dim(Tensor self, int[] dim, bool keepdim=False) -> Tensor", mean, OVER_DIM, reduction),
     row("aten.sum.dim_IntList(Tensor self, int[] dim, bool keepdim=False) -> Tensor", sum_, OVER_DIM, reduction),
@@ -151,7 +153,19 @@ ROWS = (
     row("aten.sort.default(Tensor self, int dim=-1, bool descending=False) -> (Tensor, Tensor)", sort, OVER_DIM),
     row("aten.max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor, Tensor)", max_dim, OVER_DIM),
     row("aten.argmax.default(Tensor self, int dim, bool keepdim=False) -> Tensor", argmax, OVER_DIM),
-    row("aten.gather.default(Tensor self, int dim, Tensor index) -> Tensor", gather, OVER_DIM, nothing),
-    row("aten.scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor", scatter_src, OVER_DIM),
-    row("aten.scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor", scatter_value, OVER_DIM),
+    row(
+        "aten.gather.default(Tensor self, int dim, Tensor index) -> Tensor", gather, OVER_DIM, nothing, integers=_ALONG
+    ),
+    row(
+        "aten.scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor",
+        scatter_src,
+        OVER_DIM,
+        integers=_ALONG,
+    ),
+    row(
+        "aten.scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor",
+        scatter_value,
+        OVER_DIM,
+        integers=_ALONG,
+    ),
 )

@@ -16,6 +16,7 @@ from precast.ir.ops.checks import (
     expect_dtype,
     expect_floating,
     expect_given,
+    expect_known,
     expect_one_of,
     expect_rank,
     expect_shape,
@@ -23,7 +24,7 @@ from precast.ir.ops.checks import (
     expect_vector,
     shape_text,
 )
-from precast.ir.ops.op import SEQUENCES, Args, OpDef, State, row
+from precast.ir.ops.op import GROUP, SEQUENCE_BOUNDS, SEQUENCE_LENGTHS, SEQUENCES, Args, OpDef, State, row
 from precast.ir.ops.work import Work, each
 
 CONV_ACTIVATIONS = ("none", "silu")
@@ -123,6 +124,7 @@ def _decay(decay: TensorType, allowed: tuple[tuple[Expr, ...], ...]) -> None:
 
 
 def _multiple(name: str, heads: Expr, groups: Expr) -> None:
+    expect_known(name, heads, groups)
     if isinstance(heads, int) and isinstance(groups, int):
         expect(groups > 0 and heads % groups == 0, f"{name}: {heads} heads are no multiple of {groups}")
 
@@ -152,9 +154,20 @@ def _both(
     held = "Tensor(a!) state, Tensor slots, Tensor cu_seqlens, Tensor kv_lens"
     return (
         row(
-            f"precast.{name}({tensors}, Tensor cu_seqlens{options}) -> Tensor", from_zero, SEQUENCES, work, state=state
+            f"precast.{name}({tensors}, Tensor cu_seqlens{options}) -> Tensor",
+            from_zero,
+            SEQUENCES,
+            work,
+            state=state,
+            integers=SEQUENCE_BOUNDS,
         ),
-        row(f"precast.stateful_{name}({tensors}, {held}{options}) -> Tensor", from_state, SEQUENCES, work),
+        row(
+            f"precast.stateful_{name}({tensors}, {held}{options}) -> Tensor",
+            from_state,
+            SEQUENCES,
+            work,
+            integers=SEQUENCE_LENGTHS | {"slots": GROUP},
+        ),
     )
 
 

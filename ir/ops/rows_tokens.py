@@ -10,12 +10,13 @@ from precast.ir.ops.checks import (
     expect,
     expect_dtype,
     expect_given,
+    expect_known,
     expect_one_of,
     expect_rank,
     expect_shape,
     expect_vector,
 )
-from precast.ir.ops.op import EACH, SEQUENCES, Args, Tokens, last_of, row
+from precast.ir.ops.op import EACH, SEQUENCES, VALUE, Args, Integers, Tokens, last_of, row
 from precast.ir.ops.work import nothing, product
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -114,6 +115,7 @@ def rotary(args: Args) -> tuple[TensorType, ...]:
     expect_shape("cos, but for its last dimension", cos.shape[:2], x.shape[:2])
     expect_shape("sin", sin.shape, cos.shape)
     half, size = cos.shape[-1], x.shape[-1]
+    expect_known("x's and cos's last dimensions", half, size)
     if isinstance(half, int) and isinstance(size, int):
         expect(2 * half <= size, f"cos: {half} pairs don't fit a head of size {size}")
     return (x,)
@@ -171,6 +173,7 @@ ROWS = (
         embedding,
         Tokens("table", "weight"),
         nothing,
+        integers={"ids": Integers("index", "weight")},
     ),
     row(
         "precast.rms_norm(Tensor x, Tensor? weight, *, float eps, float offset=0.0, bool cast_before_scale) -> Tensor",
@@ -189,15 +192,23 @@ ROWS = (
         " float factor, float base) -> Tensor",
         rope_frequencies,
         EACH,
+        integers={"lengths": VALUE},
     ),
     row(
         "precast.rotary_tables(Tensor positions, Tensor inv_freq, *, float scale, Dtype dtype) -> (Tensor, Tensor)",
         rotary_tables,
         EACH,
+        integers={"positions": VALUE},
     ),
     row("precast.rotary(Tensor x, Tensor cos, Tensor sin, *, bool interleaved) -> Tensor", rotary, last_of("x")),
     row("precast.gated_activation(Tensor x, *, str kind) -> Tensor", gated_activation, last_of("x")),
-    row("precast.gather_rows(Tensor x, Tensor rows) -> Tensor", gather_rows, SEQUENCES, nothing),
+    row(
+        "precast.gather_rows(Tensor x, Tensor rows) -> Tensor",
+        gather_rows,
+        SEQUENCES,
+        nothing,
+        integers={"rows": Integers("input", "logit_rows")},
+    ),
     *(
         row(
             "precast.sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds,"
@@ -205,6 +216,7 @@ ROWS = (
             sample,
             last_of("logits"),
             version=version,
+            integers=dict.fromkeys(("top_k", "seeds", "steps"), VALUE),
         )
         for version in (1, 2)
     ),

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeGuard
 
 from precast.ir import limits
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import CacheGroup, Call, Const, Expr, Group, Node, Pool, Ref, StateGroup, TensorType
+from precast.ir.graph.schema import CacheGroup, Call, Const, Group, Node, Pool, Ref, StateGroup, TensorType
 from precast.ir.graph.text import format_type
 from precast.ir.memory import caches
+from precast.ir.memory.step_inputs import STEP_INPUTS, group_inputs
 from precast.ir.ops import table as ops
 from precast.ir.verify.facts import Facts, Fault, Rule, duplicates, same_type
-
-_PAGE_INPUTS = ("slot_mapping", "page_indices", "page_indptr", "page_start")
-"""The arguments that make an op one on pages: inputs of the group whose slot its caches are."""
-_ON_STATES = (["state"], ["slots"])
-"""Of every op that writes a `state`: the argument that is a slot's tensor, and the input of the slot's group."""
 
 MAX_CACHE_OPS = 100_000
 """Ops on caches, each counted once per call: no other check takes more than linear time in the graph's size."""
@@ -155,7 +151,7 @@ def _page_bytes(group: CacheGroup) -> int | None:
 def _group_inputs(facts: Facts) -> Iterator[Fault]:
     inputs = {value.name: value.type for value in facts.graph.inputs}
     for group in caches.groups(facts.graph.caches):
-        for name, (dtype, size) in _wanted_inputs(group, inputs).items():
+        for name, (dtype, size) in group_inputs(group).items():
             found = inputs.get(name)
             if found is None:
                 yield f"group {group.name}", f"%{name} is no input of the graph"
@@ -165,18 +161,9 @@ def _group_inputs(facts: Facts) -> Iterator[Fault]:
                 shape = f"[{'any' if size is None else symbols.text(size)}]"
                 yield f"group {group.name}", f"%{name}: expected {dtype}{shape}, found {format_type(found)}"
     fed = (name for group in caches.groups(facts.graph.caches) for name in caches.input_names(group))
-    yield from duplicates("input", fed, "is the metadata of two groups, or twice of one")
-
-
-def _wanted_inputs(group: CacheGroup, inputs: Mapping[str, TensorType]) -> dict[str, tuple[str, Expr | None]]:
-    """The dtype and the one size of each of the group's metadata inputs; None: any size."""
-    wanted: dict[str, tuple[str, Expr | None]] = dict.fromkeys(caches.input_names(group), ("int32", None))
-    if isinstance(group, Group):
-        wanted[group.inputs.slot_mapping] = ("int64", None)
-        start = inputs.get(group.inputs.page_start)
-        if start and len(start.shape) == 1:  # it has a place for each sequence, page_indptr one more
-            wanted[group.inputs.page_indptr] = ("int32", symbols.add(start.shape[0], 1))
-    return wanted
+    yield from duplicates(
+        "input", (*fed, *STEP_INPUTS), "is the metadata of two groups, or twice of one, or of any step"
+    )
 
 
 def _cache_ops(facts: Facts) -> Iterator[Fault]:
@@ -200,26 +187,23 @@ def _cache_ops(facts: Facts) -> Iterator[Fault]:
 
 
 def _is_cache_op(step: Node | Call) -> TypeGuard[Node]:
-    return isinstance(step, Node) and (bool(_page_args(step)[1]) or _is_stateful(step))
+    return isinstance(step, Node) and bool(_cache_args(step)[1])
 
 
-def _is_stateful(node: Node) -> bool:
+def _cache_args(node: Node) -> tuple[list[str], list[str]]:
+    """The op's arguments that are one slot's tensors, and those that say which pages or states of it."""
     op = ops.lookup(node.op, node.version)
-    return op is not None and op.mutated == ("state",)
-
-
-def _page_args(node: Node) -> tuple[list[str], list[str]]:
-    """The caches that the op's signature names, which are one slot's tensors, and its inputs that say which pages."""
-    op = ops.lookup(node.op, node.version)
-    names = [arg.name for arg in op.args] if op is not None else []
-    return [name for name in names if name.endswith("cache")], [name for name in names if name in _PAGE_INPUTS]
+    if op is None:
+        return [], []
+    held = [arg.name for arg in op.args if arg.name == "state" or arg.name.endswith("cache")]
+    return held, [name for name, word in op.integers.items() if word.kind == "group"]
 
 
 def _cache_op(facts: Facts, where: str, node: Node, resolve: Resolve) -> Iterator[Fault]:
     """The tensors of one slot, the metadata of its group, and the window or chunk of its group."""
     bound = {name: resolve(arg.name) for name, arg in node.args.items() if isinstance(arg, Ref)}
-    paged = not _is_stateful(node)
-    names, metadata = _page_args(node) if paged else _ON_STATES
+    names, metadata = _cache_args(node)
+    paged = metadata != ["slots"]
     group, slot = facts.slots.get(bound.get(names[0]) or "", (None, None))
     if group is None or slot is None or isinstance(group, Group) != paged:
         yield where, f"{names[0]}: expected a tensor of a {'cache' if paged else 'state'} slot"

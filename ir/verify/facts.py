@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import flat
 from precast.ir.graph.schema import Block, CacheGroup, Call, Dim, Expr, Graph, Node, Slot, TensorType, Value
+from precast.ir.manifest import ModelInfo
 from precast.ir.memory import caches
 from precast.ir.weights import recipes
 
@@ -30,9 +31,11 @@ class Rule(NamedTuple):
 class Scope(NamedTuple):
     """`main` or a block: what it is given, and as what; its steps in order; the names that it returns.
 
-    `types` has the type of every name. Of names that are given twice, `kinds` and `types` know the first.
+    `name` is the block's, empty for `main`; `types` has the type of every name. Of names that are given twice, `kinds`
+    and `types` know the first.
     """
 
+    name: str
     where: str
     given: tuple[Value, ...]
     kinds: dict[str, Kind]
@@ -47,10 +50,11 @@ class Scope(NamedTuple):
 
 
 class Facts:
-    """A graph, with lookups by name; of names that are given twice, the first."""
+    """A graph, with lookups by name; of names that are given twice, the first. `model`: whose it is, if known."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, model: ModelInfo | None = None) -> None:
         self.graph = graph
+        self.model = model
         self.slots: dict[str, tuple[CacheGroup, Slot]] = {
             value.name: (group, slot) for group, slot in caches.slots(graph.caches) for value in slot.tensors
         }
@@ -65,6 +69,15 @@ class Facts:
             if isinstance(step, Node)
         ]
         self.calls = [(self.main.at(index), step) for index, step in enumerate(graph.main) if isinstance(step, Call)]
+
+    @cached_property
+    def bound(self) -> dict[str, dict[str, set[str]]]:
+        """By block and by the name of what it takes: the names of `main` that the block's calls bind to it."""
+        found: dict[str, dict[str, set[str]]] = {name: {} for name in self.blocks}
+        for _, call in self.calls:
+            for formal, actual in call.args.items():
+                found.get(call.block, {}).setdefault(formal, set()).add(actual)
+        return found
 
     @cached_property
     def types(self) -> dict[TensorType, str]:
@@ -109,18 +122,22 @@ def same_type(a: TensorType, b: TensorType) -> bool:
 
 def _block_scope(block: Block) -> Scope:
     given: dict[Kind, tuple[Value, ...]] = {"input": block.inputs, "param": block.params, "cache": block.caches}
-    return _scope(f"block {block.name}", given, block.nodes, block.outputs)
+    return _scope(block.name, f"block {block.name}", given, block.nodes, block.outputs)
 
 
 def _main_scope(graph: Graph) -> Scope:
     params = tuple(Value(param.name, param.type) for param in graph.params)
     cached = tuple(caches.tensors(graph.caches))
     given: dict[Kind, tuple[Value, ...]] = {"input": graph.inputs, "param": params + graph.constants, "cache": cached}
-    return _scope("main", given, graph.main, tuple(graph.outputs.values()))
+    return _scope("", "main", given, graph.main, tuple(graph.outputs.values()))
 
 
 def _scope(
-    where: str, given: Mapping[Kind, tuple[Value, ...]], steps: tuple[Node | Call, ...], returned: tuple[str, ...]
+    name: str,
+    where: str,
+    given: Mapping[Kind, tuple[Value, ...]],
+    steps: tuple[Node | Call, ...],
+    returned: tuple[str, ...],
 ) -> Scope:
     kinds: dict[str, Kind] = {}
     types: dict[str, TensorType] = {}
@@ -130,7 +147,7 @@ def _scope(
     everything = tuple(value for values in given.values() for value in values)
     for value in (*everything, *(value for step in steps for value in step.outputs)):
         types.setdefault(value.name, value.type)
-    return Scope(where, everything, kinds, steps, returned, types)
+    return Scope(name, where, everything, kinds, steps, returned, types)
 
 
 def duplicates(kind: str, names: Iterable[str], message: str = "is declared twice") -> Iterator[Fault]:

@@ -6,19 +6,53 @@ from collections.abc import Iterator
 
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Param, TensorType, Tie
+from precast.ir.graph.schema import Param, Symbol, TensorType, Tie
 from precast.ir.graph.text import format_type
+from precast.ir.ops.checks import WORLD
 from precast.ir.verify.facts import Facts, Fault, Rule, same_type
 from precast.ir.weights import recipes
+
+_MOST_RANKS = 8
+"""Ranks of the largest world in which recipes are tried; a larger one cuts the same tensors finer."""
 
 
 def _recipes(facts: Facts) -> Iterator[Fault]:
     for param in facts.graph.params:
         if not isinstance(param.recipe, Tie):
-            yield from ((f"param %{param.name}", message) for message in _recipe(param))
+            yield from ((f"param %{param.name}", message) for message in _recipe(param, facts))
 
 
-def _recipe(param: Param) -> Iterator[str]:
+def _worlds(facts: Facts) -> list[dict[str, int]]:
+    """The least and the largest world that the symbols allow, by its first and last rank; none for other ranges."""
+    ranges = {symbol.name: symbol for symbol in facts.graph.symbols if symbol.name in WORLD}
+
+    def allowed(world: dict[str, int]) -> bool:
+        return all(
+            each.min <= world[name] and (each.max is None or world[name] <= each.max) for name, each in ranges.items()
+        )
+
+    tp = ranges.get("tp", Symbol("tp", 1, 1))
+    sizes = {max(tp.min, 1), min(_MOST_RANKS if tp.max is None else tp.max, _MOST_RANKS)}
+    worlds = [{"tp": size, "rank": rank, "ep": 1} for size in sorted(sizes) for rank in sorted({0, size - 1})]
+    return [world for world in worlds if world["tp"] > 0 and allowed(world)]
+
+
+def _in_worlds(param: Param, facts: Facts) -> Iterator[str]:
+    """Where the sizes of a recipe don't make sense once the symbols have values."""
+    free = set[str]().union(*map(symbols.free_symbols, recipes.sizes(param.recipe)))
+    declared = {symbol.name for symbol in facts.graph.symbols}
+    if unknown := free & declared - WORLD:
+        yield f"{', '.join(sorted(unknown))}: has no value when weights are read; expected {', '.join(sorted(WORLD))}"
+        return
+    for world in _worlds(facts) if free else ():
+        try:
+            recipes.shape(recipes.in_world(param.recipe, world))
+        except (RecipeError, symbols.ExprError) as error:
+            yield f"{error}, where {', '.join(f'{name} is {value}' for name, value in world.items())}"
+            return
+
+
+def _recipe(param: Param, facts: Facts) -> Iterator[str]:
     try:
         shape, dtype = recipes.shape(param.recipe), recipes.dtype(param.recipe)
         same = same_type(param.type, TensorType(param.type.dtype, shape))
@@ -30,6 +64,8 @@ def _recipe(param: Param) -> Iterator[str]:
     if not same:
         found = ", ".join(map(symbols.text, shape))
         yield f"expected {format_type(param.type)}, the recipe makes [{found}]"
+    else:
+        yield from _in_worlds(param, facts)
     if dtype != param.type.dtype:
         yield f"expected {param.type.dtype}, the recipe makes {dtype or 'the dtype of the checkpoint: it needs a cast'}"
 

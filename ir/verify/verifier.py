@@ -12,14 +12,16 @@ import msgspec
 
 from precast.ir.errors import BundleError, some
 from precast.ir.graph.schema import Graph
+from precast.ir.manifest import ModelInfo
 from precast.ir.verify.cache_rules import CACHE_RULES
 from precast.ir.verify.facts import Facts
+from precast.ir.verify.index_rules import INDEX_RULES, INPUT_RULES
 from precast.ir.verify.param_rules import PARAM_RULES
 from precast.ir.verify.step_rules import STEP_RULES
 from precast.ir.verify.value_rules import FORM_RULES, VALUE_RULES
 
-_MEANING = (*VALUE_RULES, *STEP_RULES, *PARAM_RULES, *CACHE_RULES)
-RULES = (*FORM_RULES, *_MEANING)
+_MEANING = (*VALUE_RULES, *STEP_RULES, *PARAM_RULES, *CACHE_RULES, *INPUT_RULES)
+RULES = (*FORM_RULES, *_MEANING, *INDEX_RULES)
 """All rules, in the order in which they are checked. An id keeps its meaning for good."""
 
 
@@ -31,10 +33,13 @@ class Violation(msgspec.Struct, frozen=True):
     message: str
 
 
-def verify(graph: Graph) -> tuple[Violation, ...]:
-    """All violations, in the order of the rules; of each rule the first 100."""
-    facts = Facts(graph)
-    for rules in (FORM_RULES, _MEANING):  # the second take for granted that the first hold
+def verify(graph: Graph, model: ModelInfo | None = None) -> tuple[Violation, ...]:
+    """All violations, in the order of the rules; of each rule the first 100.
+
+    With `model`, the graph is held against its numbers too: it is whole, and what an engine runs.
+    """
+    facts = Facts(graph, model)
+    for rules in (FORM_RULES, _MEANING, INDEX_RULES):  # each take for granted that those before hold
         found = tuple(
             Violation(rule.id, where, message) for rule in rules for where, message in islice(rule.check(facts), 100)
         )
@@ -43,9 +48,9 @@ def verify(graph: Graph) -> tuple[Violation, ...]:
     return ()
 
 
-def check(graph: Graph) -> None:
+def check(graph: Graph, model: ModelInfo | None = None) -> None:
     """Raise BundleError("graph-invalid"), with all violations in one message, unless there are none."""
-    found = verify(graph)
+    found = verify(graph, model)
     if not found:
         return
     lines = [f"the graph breaks {len({violation.rule for violation in found})} of the language's rules"]

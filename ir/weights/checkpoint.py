@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from precast.ir import limits
-from precast.ir.errors import WeightsError, some
+from precast.ir import files, limits
+from precast.ir.errors import WeightsError, shown, some
 from precast.ir.weights.tensorfile import TensorEntry, TensorFileError, read_header
 
 SINGLE = "model.safetensors"
@@ -83,9 +83,9 @@ def _nothing(root: Path) -> WeightsError:
     names = sorted(file.name for file in root.iterdir())
     other = [name for name in names if name.endswith(_OTHER_FORMATS)]
     if other:
-        message = f"expected {SINGLE}, found {', '.join(other[:3])}: only safetensors are read"
+        message = f"expected {SINGLE}, found {', '.join(map(shown, other[:3]))}: only safetensors are read"
         return WeightsError("checkpoint-format", message, where=str(root), fix=_CONVERT)
-    held = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
+    held = ", ".join(map(shown, names[:5])) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
     message = f"expected {SINGLE} or {INDEX} and its shards, found {held}"
     fix = f"download {SINGLE} into it, or pass the directory that has it"
     return WeightsError("checkpoint-missing", message, where=str(root), fix=fix)
@@ -97,7 +97,7 @@ def _indexed(root: Path) -> dict[str, StoredTensor]:
     shards = sorted(set(weight_map.values()))
     odd = [name for name in shards if name != os.path.basename(name) or name in ("", ".", "..")]
     if odd:
-        message = f"expected names of files beside the index, found {', '.join(map(repr, odd[:3]))}"
+        message = f"expected names of files beside the index, found {', '.join(map(repr, map(shown, odd[:3])))}"
         raise WeightsError("checkpoint-index", message, where=str(root / INDEX))
     missing = [name for name in shards if not (root / name).is_file()]
     if missing:
@@ -117,20 +117,30 @@ def _indexed(root: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    size = file.stat().st_size
-    if size > limits.MAX_CHECKPOINT_INDEX_BYTES:
-        message = f"{size} bytes; at most {limits.MAX_CHECKPOINT_INDEX_BYTES} are allowed"
-        raise WeightsError("checkpoint-index", message, where=str(file))
     try:
-        return msgspec.json.decode(file.read_bytes(), type=_Index).weight_map
+        data = files.read_file(file, limits.MAX_CHECKPOINT_INDEX_BYTES)
+        if len(data) > limits.MAX_CHECKPOINT_INDEX_BYTES:
+            message = f"more than {limits.MAX_CHECKPOINT_INDEX_BYTES} bytes"
+            raise WeightsError("checkpoint-index", message, where=str(file))
+        # Each entry has four quotation marks; what else an index holds has few.
+        if data.count(b'"') > 5 * limits.MAX_CHECKPOINT_TENSORS:
+            raise _too_many(limits.MAX_CHECKPOINT_TENSORS, "tensors", file)
+        return msgspec.json.decode(data, type=_Index).weight_map
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WeightsError("checkpoint-index", f"the index doesn't parse: {error}", where=str(file)) from None
+        message = f"the index doesn't parse: {shown(str(error))}"
+        raise WeightsError("checkpoint-index", message, where=str(file)) from None
     except OSError as error:
         raise WeightsError("checkpoint-read", f"{error.strerror}", where=str(file)) from None
 
 
+def _too_many(limit: int, what: str, where: Path) -> WeightsError:
+    return WeightsError("checkpoint-index", f"more than {limit} {what}", where=str(where))
+
+
 def _collect(root: Path, names: list[str]) -> dict[str, StoredTensor]:
     """The tensors of these files; a name that is in two of them is refused."""
+    if len(names) > limits.MAX_CHECKPOINT_FILES:
+        raise _too_many(limits.MAX_CHECKPOINT_FILES, "files", root)
     tensors: dict[str, StoredTensor] = {}
     twice = []
     for name in names:
@@ -139,6 +149,8 @@ def _collect(root: Path, names: list[str]) -> dict[str, StoredTensor]:
             if tensor in tensors:
                 twice.append(f"{tensor} in {tensors[tensor].file.name} and {name}")
             tensors[tensor] = StoredTensor(file, entry.dtype, entry.shape, entry.start, entry.nbytes)
+        if len(tensors) > limits.MAX_CHECKPOINT_TENSORS:
+            raise _too_many(limits.MAX_CHECKPOINT_TENSORS, "tensors", root)
     if twice:
         message = f"{len(twice)} tensors are in two files: {', '.join(some(twice))}"
         fix = f"move one of the files away, or have {INDEX} name only those that count"

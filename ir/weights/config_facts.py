@@ -15,13 +15,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from precast.ir import limits
-from precast.ir.errors import WeightsError
+from precast.ir import files, limits
+from precast.ir.errors import WeightsError, shown
 from precast.ir.manifest import ConfigFacts, Fact
+from precast.ir.nesting import is_too_deep
 
 CONFIG = "config.json"
 ROPE = "rope_parameters"
 _QUANTISATION = "quantization_config"
+_QUANTISATION_NAMES = (_QUANTISATION, "compression_config")
+"""What publishers call the entry that says how a checkpoint is quantised."""
 _QUANTISATION_ENTRIES = ("quant_method", "bits", "checkpoint_format", "zero_point")
 """What says how stored numbers are read; which tensors are quantised, the tensors themselves say."""
 
@@ -68,7 +71,9 @@ def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str]) -> None
     found = [] if facts is None or config is None else differences(facts, config)
     if not found:
         return
-    lines = [f"    {each.name}: {_shown(each.bundle)} in the bundle, {_shown(each.checkpoint)} here" for each in found]
+    lines = [
+        f"    {shown(each.name)}: {_shown(each.bundle)} in the bundle, {_shown(each.checkpoint)} here" for each in found
+    ]
     count = "1 entry differs" if len(found) == 1 else f"{len(found)} entries differ"
     is_other = any(each.name == "model_type" for each in found)
     build = "this is another model: name the checkpoint of the bundle's, or build" if is_other else "build"
@@ -88,8 +93,7 @@ def read_config(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
     """
     file = _directory(checkpoint) / CONFIG
     try:
-        with file.open("rb") as stream:
-            data = stream.read(limits.MAX_CONFIG_BYTES + 1)
+        data = files.read_file(file, limits.MAX_CONFIG_BYTES)
         if len(data) > limits.MAX_CONFIG_BYTES:
             message = f"more than {limits.MAX_CONFIG_BYTES} bytes"
             raise WeightsError("checkpoint-config", message, where=str(file))
@@ -102,6 +106,9 @@ def read_config(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
         raise WeightsError("checkpoint-config", f"expected JSON: {error}", where=str(file)) from None
     if not isinstance(config, dict):
         raise WeightsError("checkpoint-config", "expected a JSON object", where=str(file))
+    if is_too_deep(config):
+        message = f"nested more than {limits.MAX_JSON_NESTING} levels deep"
+        raise WeightsError("checkpoint-config", message, where=str(file))
     return config
 
 
@@ -134,18 +141,19 @@ def entries(config: Mapping[str, Any]) -> dict[str, Fact]:
 
 def decoder_entries(config: Mapping[str, Any], part: tuple[str, ...]) -> dict[str, Fact]:
     """The entries of the decoder's part of a config."""
-    return entries(_decoder(config, part))
+    return entries(decoder_part(config, part))
 
 
 def quantisation_entries(config: Mapping[str, Any], part: tuple[str, ...]) -> dict[str, Fact]:
     """The entries that say how a quantised checkpoint is read, of the whole config or of its decoder's part."""
-    found = config.get(_QUANTISATION) or _decoder(config, part).get(_QUANTISATION)
+    places = [(each, name) for name in _QUANTISATION_NAMES for each in (config, decoder_part(config, part))]
+    found = next((each[name] for each, name in places if each.get(name)), None)
     if not isinstance(found, Mapping):
         return {}
     return dict(_flat(f"{_QUANTISATION}.", {name: found[name] for name in _QUANTISATION_ENTRIES if name in found}))
 
 
-def _decoder(config: Mapping[str, Any], part: tuple[str, ...]) -> Mapping[str, Any]:
+def decoder_part(config: Mapping[str, Any], part: tuple[str, ...]) -> Mapping[str, Any]:
     """The part of a config that describes the decoder: the whole, for a checkpoint of the decoder alone."""
     for name in part or ("text_config",):
         inner = config.get(name)
@@ -158,7 +166,7 @@ def _decoder(config: Mapping[str, Any], part: tuple[str, ...]) -> Mapping[str, A
 def _flat(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Fact]]:
     for key, value in config.items():
         name = f"{prefix}{key}"
-        if _IGNORED.fullmatch(key) or name == _QUANTISATION or len(name) > limits.MAX_STRING_BYTES:
+        if len(name) > limits.MAX_STRING_BYTES or name in _QUANTISATION_NAMES or _IGNORED.fullmatch(key):
             continue
         if _is_object(value):
             in_rope = key == "rope_scaling" or name.startswith(ROPE)
@@ -195,6 +203,8 @@ def _spelt_as(facts: ConfigFacts, found: dict[str, Fact]) -> dict[str, Fact]:
     """The entries by the names that the build knows them by; where both names are given, that one counts."""
     renamed = dict(found)
     for name, value in found.items():
+        if len(renamed) > limits.MAX_CONFIG_ENTRIES:
+            raise WeightsError("checkpoint-config", f"more than {limits.MAX_CONFIG_ENTRIES} entries, by all names")
         if name in facts.values:
             continue
         inner = name.partition(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from precast.ir import limits
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Dequantise, Dtype, Expr
@@ -32,6 +33,8 @@ def shape(recipe: Dequantise, of: Sequence[Expr], scales: Sequence[Expr], *rest:
         expect(given == wanted, f"{recipe.format}: {name} is {'missing' if wanted else 'not part of the format'}")
     expect(recipe.zero_offset == 0 or recipe.zeros is not None, f"{recipe.format}: a zero_offset without zeros")
     sizes = [_constant(recipe.format, part) for part in (of, scales, *rest)]
+    matrices = sizes[0][0] if len(sizes[0]) > 2 else 1
+    expect(matrices <= limits.MAX_EACH, f"{recipe.format}: {matrices} matrices, expected at most {limits.MAX_EACH}")
     if recipe.format == "fp8":
         return _fp8(sizes[0], sizes[1], recipe.block)
     if recipe.format == "mxfp4":

@@ -6,13 +6,15 @@ once, before a byte of any tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import RecipeError, WeightsError, some
+from precast.ir.files import open_file
 from precast.ir.graph import schema, symbols
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import quantised
@@ -58,12 +60,20 @@ def parts(recipe: schema.Recipe) -> tuple[schema.Recipe, ...]:
 
 def leaves(recipe: schema.Recipe) -> tuple[schema.Read, ...]:
     """What the recipe reads, in order, that of an `Each` for each number; nothing for `Tie`."""
+    return tuple(each_leaf(recipe))
+
+
+def each_leaf(recipe: schema.Recipe) -> Iterator[schema.Read]:
+    """As `leaves`, one by one: nobody holds all that an `Each` stands for."""
     if isinstance(recipe, schema.Read):
-        return (recipe,)
-    written = tuple(read for part in parts(recipe) for read in leaves(part))
-    if not isinstance(recipe, schema.Each):
-        return written
-    return tuple(_numbered(read, recipe.start + index) for index in range(recipe.count) for read in written)
+        yield recipe
+    elif isinstance(recipe, schema.Each):
+        written = leaves(recipe.of)  # there is no Each inside
+        for index in range(recipe.count):
+            yield from (_numbered(read, recipe.start + index) for read in written)
+    else:
+        for part in parts(recipe):
+            yield from each_leaf(part)
 
 
 def nth(each: schema.Each, index: int) -> schema.Recipe:
@@ -83,6 +93,20 @@ def map_reads(recipe: schema.Recipe, made: Callable[[schema.Read], schema.Recipe
     changes: dict[str, object] = {name: map_reads(part, made) for name, part in given.items()}
     if isinstance(recipe, (schema.Concat, schema.Stack)):
         changes["parts"] = tuple(map_reads(part, made) for part in recipe.parts)
+    return msgspec.structs.replace(recipe, **changes)
+
+
+def in_world(recipe: schema.Recipe, world: Mapping[str, schema.Expr]) -> schema.Recipe:
+    """The recipe with values in place of the symbols in its sizes."""
+    changes: dict[str, object] = {
+        name: in_world(part, world) for name in _PARTS if (part := getattr(recipe, name, None)) is not None
+    }
+    if isinstance(recipe, (schema.Concat, schema.Stack)):
+        changes["parts"] = tuple(in_world(part, world) for part in recipe.parts)
+    elif isinstance(recipe, schema.Slice):
+        changes |= {name: symbols.substitute(getattr(recipe, name), world) for name in ("start", "length")}
+    elif isinstance(recipe, schema.Reshape):
+        changes["shape"] = tuple(symbols.substitute(size, world) for size in recipe.shape)
     return msgspec.structs.replace(recipe, **changes)
 
 
@@ -208,39 +232,65 @@ def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
     The name itself, the name with one of the optional prefixes put before it or taken off, or with another prefix in
     place of its own; or, likewise, another name that is tied to it.
     """
-    names = (name, *(second for second, first in rules.tied.items() if first == name))
+    names = itertools.chain((name,), (second for second, first in rules.tied.items() if first == name))
     spelled = (candidate for one in names for candidate in _spellings(one, rules))
     return next((candidate for candidate in spelled if candidate in stored), None)
 
 
 def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Problem]:
-    """Everything that keeps `files` from being loaded by the graph's recipes: missing tensors, then those of a wrong
-    shape or dtype, in the order of the params, then tied ones that differ, and unexpected ones in the order of the
-    files. Empty: it fits. Only headers are read, but for tied tensors that are stored twice.
+    """What keeps `files` from being loaded by the graph's recipes, up to `limits.MAX_PROBLEMS`: missing tensors, then
+    those of a wrong shape or dtype, in the order of the params, then tied ones that differ, and unexpected ones in the
+    order of the files. Empty: it fits. Only headers are read, but for tied tensors that are stored twice.
     """
-    found: list[Problem] = []
     expected: set[str] = set()
-    for param in graph.params:
-        if isinstance(param.recipe, schema.Tie):
-            # The same tensor under its second name; some writers store it, and no reader needs it.
-            expected.update(_spellings(param.name, rules))
-        for read in leaves(param.recipe):
-            name = resolve(read.tensor, files.tensors, rules)
-            if name is None:
-                wanted = f"{read.dtype or 'floating point'} {_text(read.shape)}"
-                found.append(Problem("missing", read.tensor, f"expected {wanted}"))
-            else:
-                expected.add(name)
-                found += _mismatches(read, name, files.tensors[name])
+    found = list(itertools.islice(_read_problems(graph, rules, files, expected), limits.MAX_PROBLEMS))
+    if len(found) == limits.MAX_PROBLEMS:
+        return _sorted(found)  # what is unexpected, nobody knows
     for second, first in rules.tied.items():
         names = [resolve(name, files.tensors, msgspec.structs.replace(rules, tied={})) for name in (second, first)]
         expected.update(name for name in names if name is not None)
         if None not in names and not _equal(*(files.tensors[name] for name in names if name is not None)):
             found.append(Problem("untied", str(names[0]), f"expected the content of {names[1]}, to which it is tied"))
-    passed_over = (*rules.ignored, *rules.unused)
-    for name, tensor in files.tensors.items():
-        if name not in expected and not any(matches(pattern, name) for pattern in passed_over):
-            found.append(Problem("unexpected", name, f"{tensor.dtype} {_text(tensor.shape)} in {tensor.file.name}"))
+    found += itertools.islice(_unexpected(rules, files, expected), limits.MAX_PROBLEMS)
+    return _sorted(found)
+
+
+def _read_problems(
+    graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, expected: set[str]
+) -> Iterator[Problem]:
+    """What is wrong with the tensors that recipes read; those that are there are added to `expected`."""
+    names: dict[str, str | None] = {}
+    for param in graph.params:
+        if isinstance(param.recipe, schema.Tie):
+            # The same tensor under its second name; some writers store it, and no reader needs it.
+            expected.update(_spellings(param.name, rules))
+        for read in each_leaf(param.recipe):
+            if read.tensor not in names:
+                names[read.tensor] = resolve(read.tensor, files.tensors, rules)
+            name = names[read.tensor]
+            if name is None:
+                wanted = f"{read.dtype or 'floating point'} {_text(read.shape)}"
+                yield Problem("missing", read.tensor, f"expected {wanted}")
+            else:
+                expected.add(name)
+                yield from _mismatches(read, name, files.tensors[name])
+
+
+def _unexpected(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -> Iterator[Problem]:
+    """The tensors that nothing reads and no pattern passes over."""
+    patterns = (*rules.ignored, *rules.unused)
+    others = [name for name in files.tensors if name not in expected]
+    if len(others) * len(patterns) > limits.MAX_MATCHES:
+        message = f"{len(others)} tensors that nothing reads, to be compared with {len(patterns)} patterns"
+        raise WeightsError("weights-mismatch", message, where=str(files.path))
+    for name in others:
+        if not any(matches(pattern, name) for pattern in patterns):
+            tensor = files.tensors[name]
+            yield Problem("unexpected", name, f"{tensor.dtype} {_text(tensor.shape)} in {tensor.file.name}")
+
+
+def _sorted(found: list[Problem]) -> list[Problem]:
+    """The different problems, in the order of the report."""
     return sorted(dict.fromkeys(found), key=lambda problem: list(_TITLES).index(problem.kind))
 
 
@@ -256,10 +306,11 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
     for kind, title in _TITLES.items():
         listed = [f"{problem.tensor}: {problem.message}" for problem in found if problem.kind == kind]
         if listed:
-            lines.append(f"  {len(listed)} {'tensor' if len(listed) == 1 else 'tensors'} {title}:")
-            shown = some(listed, len(listed) if most is None else most)
-            hint = " (precast verify BUNDLE --weights DIR lists all)" if len(shown) > (most or len(listed)) else ""
-            lines += [f"    {line}" for line in shown]
+            count = f"{len(listed)}{' or more' if len(listed) >= limits.MAX_PROBLEMS else ''}"
+            lines.append(f"  {count} {'tensor' if len(listed) == 1 else 'tensors'} {title}:")
+            first = some(listed, len(listed) if most is None else most)
+            hint = " (precast verify BUNDLE --weights DIR lists all)" if len(first) > (most or len(listed)) else ""
+            lines += [f"    {line}" for line in first]
             lines[-1] += hint
     fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"
     raise WeightsError("weights-mismatch", "\n".join(lines), where=str(files.path), fix=fix)
@@ -268,7 +319,7 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
 def require(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> dict[str, StoredTensor]:
     """The stored tensor of every name that the graph's recipes read. Raises what `check` raises."""
     check(graph, rules, files)
-    names = {read.tensor for param in graph.params for read in leaves(param.recipe)}
+    names = {read.tensor for param in graph.params for read in each_leaf(param.recipe)}
     found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
     return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
 
@@ -314,7 +365,7 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     try:
-        with one.file.open("rb") as left, other.file.open("rb") as right:
+        with open_file(one.file) as left, open_file(other.file) as right:
             left.seek(one.offset)
             right.seek(other.offset)
             sizes = (min(_COMPARED_BYTES, one.nbytes - start) for start in range(0, one.nbytes, _COMPARED_BYTES))

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from precast.ir import limits
+from precast.ir import files, limits
+from precast.ir.errors import shown
 
 # The file's names of the element types that the schema knows, in the schema's words.
 _FROM_FILE = {
@@ -53,10 +54,13 @@ class TensorEntry(msgspec.Struct, frozen=True):
         return self.end - self.start
 
 
+_Size = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class _RawEntry(msgspec.Struct, forbid_unknown_fields=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=limits.MAX_RANK)]
+    data_offsets: tuple[_Size, _Size]
 
 
 def element_bytes(dtype: str) -> int:
@@ -72,7 +76,7 @@ def read_header(source: Path | bytes) -> dict[str, TensorEntry]:
     """
     if isinstance(source, bytes):
         return _header(source[: 8 + _header_length(source[:8], len(source))], len(source))
-    with source.open("rb") as file:
+    with files.open_file(source) as file:
         size = file.seek(0, 2)
         file.seek(0)
         length = _header_length(file.read(8), size)
@@ -93,7 +97,7 @@ def encode(tensors: Mapping[str, Tensor]) -> bytes:
         view = memoryview(content).cast("B")
         expected = math.prod(shape) * element_bytes(dtype)
         if len(view) != expected:
-            raise TensorFileError(f"{name}: {dtype} {list(shape)} takes {expected} bytes, found {len(view)}")
+            raise TensorFileError(f"{shown(name)}: {dtype} {list(shape)} takes {expected} bytes, found {len(view)}")
         entries[name] = {"dtype": _TO_FILE[dtype], "shape": shape, "data_offsets": (position, position + expected)}
         contents.append(view)
         position += expected
@@ -113,7 +117,7 @@ def decode(data: bytes) -> dict[str, tuple[str, tuple[int, ...], memoryview]]:
     }
     for name, (dtype, _, _) in tensors.items():
         if dtype not in _TO_FILE:
-            raise TensorFileError(f"{name}: dtype {dtype} is none of {', '.join(_TO_FILE)}")
+            raise TensorFileError(f"{shown(name)}: dtype {dtype} is none of {', '.join(_TO_FILE)}")
     if encode(tensors) != data:
         raise TensorFileError("the file differs from its canonical encoding")
     return tensors
@@ -132,17 +136,34 @@ def _header_length(first: bytes, file_size: int) -> int:
 
 def _header(head: bytes, file_size: int) -> dict[str, TensorEntry]:
     """The entries of a header, given with its length field, of a file of this size."""
+    # Each entry has a brace at least, and those of names and metadata are few.
+    if head.count(b"{") > 2 * limits.MAX_FILE_TENSORS:
+        raise TensorFileError(f"more than {limits.MAX_FILE_TENSORS} tensors in one file")
     try:
         raw: dict[str, msgspec.Raw] = msgspec.json.decode(head[8:], type=dict[str, msgspec.Raw])
         if "__metadata__" in raw:
             msgspec.json.decode(raw.pop("__metadata__"), type=dict[str, str])
-        decoder = msgspec.json.Decoder(_RawEntry)
-        found = {name: decoder.decode(entry) for name, entry in raw.items()}
-    except (msgspec.DecodeError, ValueError) as error:
-        raise TensorFileError(f"the header doesn't parse: {error}") from None
+        if len(raw) > limits.MAX_FILE_TENSORS:
+            raise TensorFileError(f"{len(raw)} tensors in one file; at most {limits.MAX_FILE_TENSORS} are allowed")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TensorFileError(f"the header doesn't parse: {shown(str(error))}") from None
     except RecursionError:
         raise TensorFileError("the header doesn't parse: it is nested too deep") from None
-    return _placed(found, len(head), file_size)
+    return _placed({name: _entry(name, entry) for name, entry in raw.items()}, len(head), file_size)
+
+
+_ENTRY = msgspec.json.Decoder(_RawEntry)
+
+
+def _entry(name: str, encoded: msgspec.Raw) -> _RawEntry:
+    if len(name) > limits.MAX_STRING_BYTES:
+        raise TensorFileError(f"the name {shown(name, 80)} has more than {limits.MAX_STRING_BYTES} characters")
+    try:
+        return _ENTRY.decode(encoded)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TensorFileError(f"the header doesn't parse: {shown(name)}: {shown(str(error))}") from None
+    except RecursionError:
+        raise TensorFileError("the header doesn't parse: it is nested too deep") from None
 
 
 def _placed(found: Mapping[str, _RawEntry], data_start: int, file_size: int) -> dict[str, TensorEntry]:
@@ -153,13 +174,16 @@ def _placed(found: Mapping[str, _RawEntry], data_start: int, file_size: int) -> 
         start, end = raw.data_offsets
         if start != position:
             kind = "overlap" if start < position else "leave a hole"
-            raise TensorFileError(f"{name}: tensors {kind}: it starts at {start}, the one before it ends at {position}")
+            message = f"tensors {kind}: it starts at {start}, the one before it ends at {position}"
+            raise TensorFileError(f"{shown(name)}: {message}")
         if end < start or any(size < 0 for size in raw.shape):
-            raise TensorFileError(f"{name}: a negative size: shape {list(raw.shape)}, bytes {start} to {end}")
+            message = f"a negative size: shape {list(raw.shape)}, bytes {start} to {end}"
+            raise TensorFileError(f"{shown(name)}: {message}")
         dtype = _FROM_FILE.get(raw.dtype, raw.dtype)
         bits = math.prod(raw.shape) * _BITS[dtype] if dtype in _BITS else None
         if bits is not None and bits != 8 * (end - start):
-            raise TensorFileError(f"{name}: {dtype} {list(raw.shape)} takes {bits / 8:g} bytes, found {end - start}")
+            needed = f"takes {bits / 8:g} bytes" if bits < 2**64 else "takes more than 2^61 bytes"
+            raise TensorFileError(f"{shown(name)}: {dtype} {list(raw.shape)} {needed}, found {end - start}")
         entries[name] = TensorEntry(dtype, raw.shape, data_start + start, data_start + end)
         position = end
     if data_start + position != file_size:

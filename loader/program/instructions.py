@@ -132,7 +132,8 @@ def call_action(label: str, instructions: Instructions, template: Frame, moves: 
     """Run `instructions` over a copy of `template` into which `moves` were made; `returns` come back out of it."""
 
     def make(dead: Registers) -> Instruction:
-        kept = tuple((local, outer) for local, outer in returns if outer not in dead)
+        unused = set(dead)
+        kept = tuple((local, outer) for local, outer in returns if outer not in unused)
 
         def run(frame: Frame) -> None:
             local = template.copy()

@@ -14,6 +14,7 @@ import numpy as np
 from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Dtype, Graph, Group
 from precast.ir.memory import caches
+from precast.ir.memory.step_inputs import STEP_INPUTS, group_inputs
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Chunk
 
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "npt.NDArray[Any]"
 Arrays = dict[str, Array]
-
-_INPUTS: dict[str, tuple[Dtype, int]] = {
-    # name: (dtype, dimensions)
-    "input_ids": ("int64", 2),
-    "positions": ("int64", 2),
-    "rope_lengths": ("int64", 2),
-    "cu_seqlens": ("int32", 1),
-    "kv_lens": ("int32", 1),
-    "logit_rows": ("int64", 1),
-}
-_GROUP_INPUTS: dict[str, Dtype] = {
-    "page_indices": "int32", "page_indptr": "int32", "page_start": "int32", "slot_mapping": "int64",
-}  # fmt: skip
 
 
 Listed: TypeAlias = "tuple[Array, Array, Array, Array]"
@@ -52,10 +40,11 @@ class BatchInputs:
         """Raises BundleError for a graph without logits, or with an input that this release can't feed."""
         if not caches.groups(graph.caches) or "logits" not in graph.outputs:
             raise BundleError("graph-invalid", "the graph has no cache or no output logits: the engine can't decode")
-        known = dict(_INPUTS)
-        for group in graph.caches.groups:
-            known |= {getattr(group.inputs, role): (dtype, 1) for role, dtype in _GROUP_INPUTS.items()}
-        known |= {states.slot_ids: ("int32", 1) for states in graph.caches.states}
+        known: dict[str, tuple[Dtype, int]] = {
+            name: (kind.dtype, len(kind.shape)) for name, kind in STEP_INPUTS.items()
+        }
+        for group in caches.groups(graph.caches):
+            known |= {name: (dtype, 1) for name, (dtype, _) in group_inputs(group).items()}
         found = {value.name: (value.type.dtype, len(value.type.shape)) for value in graph.inputs}
         unknown = [name for name, kind in found.items() if known.get(name) != kind]
         if unknown:

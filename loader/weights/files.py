@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from precast.ir.errors import WeightsError
+from precast.ir.files import open_descriptor
 
 MAX_VECTORS = 1024
 """Pieces of memory that one `preadv` fills: IOV_MAX on Linux and macOS."""
@@ -28,7 +29,7 @@ def opened(files: Iterable[Path]) -> Iterator[dict[Path, int]]:
         descriptors: dict[Path, int] = {}
         for file in files:
             try:
-                descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                descriptors[file] = open_descriptor(file)
             except OSError as error:
                 raise _unreadable(file, error) from None
             stack.callback(os.close, descriptors[file])

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Graph, Recipe, Tie
+from precast.ir.graph.schema import Graph, Param, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
@@ -28,6 +28,9 @@ from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_a
 
 PARAM_ALIGNMENT = 256
 """Where params begin, in bytes: what CUDA's own allocations guarantee, and kernels with wide loads rely on."""
+
+_LENT = 8
+"""Times the memory that is free, which a host may lend of what is swapped, shared or never touched."""
 
 ROUND_BYTES = 256 << 20
 """What is read for one round of dequantising; one matrix may be more."""
@@ -57,6 +60,7 @@ def load_weights(
     """
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
         stored = recipes.require(graph, rules, files)
+        _check_room(sum(_param_bytes(param) for param in graph.params), device)  # what is planned grows with it
         assembly = param_parts(graph.params, lambda name: stored[name].dtype)
         plan = plan_reads(assembly, stored.__getitem__)
         memory = _allocate(plan.targets, device)
@@ -126,9 +130,16 @@ def _allocate(targets: Sequence[Target], device: Device) -> list[torch.Tensor]:
     return memory
 
 
+def _param_bytes(param: Param) -> int:
+    sizes = [size for size in param.type.shape if isinstance(size, int)]
+    made = math.prod(sizes) if len(sizes) == len(param.type.shape) else 0  # without a value: `param_parts` says so
+    return 0 if isinstance(param.recipe, Tie) else made * dtypes.BY_NAME[param.type.dtype].itemsize
+
+
 def _check_room(wanted: int, device: Device) -> None:
-    """A GPU must have the memory free. A host's system decides for itself what it lends."""
-    if device.kind == "cuda" and wanted > (free := device.free_bytes()):
+    """A GPU must have the memory free. A host's system decides what it lends, but never many times what it has."""
+    lent = 1 if device.kind == "cuda" else _LENT
+    if wanted > lent * (free := device.free_bytes()):
         message = f"the params take {wanted / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
         fix = "free memory on the device, or use one with more"
         raise TargetError("device-memory", message, where=device.name, fix=fix)

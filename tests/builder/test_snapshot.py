@@ -76,7 +76,7 @@ def test_the_page_size_is_not(source: Source) -> None:
 
 
 def test_the_end_of_answers_is_in_the_key(source: Source) -> None:
-    changed = dataclasses.replace(source, files={"generation_config.json": b'{"eos_token_id": 7}'})
+    changed = dataclasses.replace(source, facts=source.facts._replace(eos_token_ids=(7,)))
 
     assert key(changed) != key(source)
 

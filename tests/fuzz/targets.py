@@ -201,16 +201,27 @@ def _facts(data: bytes, folder: Path) -> None:
 
 
 def _config(data: bytes, folder: Path) -> None:
-    from precast.builder.source.source import limit, open_source
+    from precast.builder.source.facts import limit
+    from precast.builder.source.source import open_source
 
     (folder / "config.json").write_bytes(data)
     limit(open_source(folder).config, None)
 
 
-def _generation_config(data: bytes, _: Path) -> None:
-    from precast.builder.source.source import Source
+def _generation_config(data: bytes, folder: Path) -> None:
+    """The JSON beside a config: what says how answers end, and how the checkpoint is quantised."""
+    from precast.builder.source.facts import GENERATION
+    from precast.builder.source.quantised_options import FILES
+    from precast.builder.source.source import open_source
 
-    Source("x", None, {"generation_config.json": data}).generation_config()  # type: ignore[arg-type]
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    names = (GENERATION, *FILES)
+    beside = folder / names[len(data) % len(names)]
+    beside.write_bytes(data)
+    try:
+        open_source(folder)
+    finally:
+        beside.unlink()
 
 
 def _tokenizer_settings(data: bytes, folder: Path) -> None:

@@ -24,7 +24,7 @@ NEED_TRANSFORMERS = ("config", "generation-config", "tokenizer-model", "tokenize
 """These share a process: importing transformers takes longer than their mutations."""
 REFUSED = {
     "bundle-graph": {"states": "manifest-invalid"},
-    "graph-load": {"groups": "input-mismatch", "latent": "graph-invalid", "states": "graph-invalid"},
+    "graph-load": {"latent": "graph-invalid", "states": "graph-invalid"},
 }
 """Files of the corpus that are not accepted: the readers beyond these errors are reached by others."""
 

@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from tiny import random_weights, reference_answer, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
+from precast.ir import artifact
 from precast.ir.artifact import Bundle, ops_of, write_bundle
 from precast.ir.encoding import FORMAT
 from precast.ir.errors import BundleError, PrecastError, RequestError, WeightsError
-from precast.ir.graph.schema import Graph, TensorType, Value
+from precast.ir.graph.schema import Call, Const, Graph, Node, Ref, TensorType, Value
 from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
 from precast.loader.engine.params import SamplingParams
 from precast.loader.load import collector_held, load
@@ -120,9 +121,51 @@ def test_inputs_that_nobody_feeds_are_refused_before_a_tensor_is_read(tmp_path: 
     assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
 
 
-def test_a_graph_without_logits_is_refused_before_a_tensor_is_read(tmp_path: Path, checkpoint: Path) -> None:
+def poisoned(graph: Graph, name: str) -> Graph:
+    """The graph, with 1,000,000 more in the place of an input wherever it is used."""
+    kind = next(value.type for value in graph.inputs if value.name == name)
+    more = Node("aten.add.Tensor", {"self": Ref(name), "other": Const(10**6)}, (Value("wrong", kind),))
+
+    def spoilt(step: Node | Call) -> Node | Call:
+        if isinstance(step, Call):
+            bound = {formal: "wrong" if actual == name else actual for formal, actual in step.args.items()}
+            return msgspec.structs.replace(step, args=bound)
+        args = {key: Ref("wrong") if arg == Ref(name) else arg for key, arg in step.args.items()}
+        return msgspec.structs.replace(step, args=args)
+
+    return msgspec.structs.replace(graph, main=(more, *map(spoilt, graph.main)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        *((name, "IR051") for name in ("cu_seqlens", "kv_lens", "logit_rows")),
+        *((name, "IR047") for name in ("slot_mapping_far", "page_indices_near", "page_indptr_far", "page_start_near")),
+        ("slot_ids", "IR047"),
+        ("input_ids", "IR052"),
+    ],
+)
+def test_a_poisoned_graph_is_refused_before_a_tensor_is_read(
+    name: str, rule: str, device: str, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(artifact, "check", lambda *_: None)
+        bad = write(tmp_path / "bad.bundle", poisoned(tiny_graph(state=True), name))
+    timeline = Timeline()
+    with pytest.raises(BundleError, match=rule) as error:
+        load(bad, weights=checkpoint, device=device, timeline=timeline)
+    assert error.value.code == "graph-invalid"
+    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+
+
+def test_a_graph_without_logits_is_refused_before_a_tensor_is_read(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (logits,) = GRAPH.outputs.values()
-    other = write(tmp_path / "other.bundle", msgspec.structs.replace(GRAPH, outputs={"hidden": logits}))
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(artifact, "check", lambda *_: None)
+        other = write(tmp_path / "other.bundle", msgspec.structs.replace(GRAPH, outputs={"hidden": logits}))
     timeline = Timeline()
     with pytest.raises(BundleError, match="no output logits") as error:
         load(other, weights=checkpoint, device="cpu", timeline=timeline)

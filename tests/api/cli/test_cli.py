@@ -82,6 +82,27 @@ def test_build_takes_its_options(other_bundle: Path, tmp_path: Path, command: Co
     assert any("rms_norm" in file.read_text() for file in (tmp_path / "dump").iterdir())
 
 
+def test_build_says_which_dtype_it_chose(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        config.pop(name, None)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+
+    built = run_precast("build", tmp_path / "model", "-o", tmp_path / "b", "--json")
+
+    assert built.returncode == 0
+    assert built.stderr.startswith(f"warning: {tmp_path / 'model'}: the config names no dtype; float32 was chosen")
+    assert json.loads(built.stdout)["provenance"]["notes"] == [built.stderr.strip().partition("model: ")[2]]
+
+
+def test_build_takes_a_model_type(tmp_path: Path, command: Command) -> None:
+    result = command("build", MODEL, "-o", tmp_path / "b", "--model-type", "no-such", "--json")
+
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error"]["code"] == "option-invalid"
+
+
 def test_build_with_keys_and_values_of_8_bits(bundle: Path, tmp_path: Path, command: Command) -> None:
     result = command("build", MODEL, "-o", tmp_path / "b", "--kv-dtype", "fp8_e4m3", "--page-size", "16")
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from fx_text import SmallGraph, read_graph, write_graph
+from transformers import AutoConfig
 
+from precast.builder.build import build
 from precast.builder.capture.capture import _drop_paddings
+from precast.builder.source.shrink import shrink
 from precast.ir.errors import BuildError
 
 INPUTS = """
@@ -65,3 +70,13 @@ def test_masks_that_may_mask_a_token_are_refused(body: str) -> None:
         _drop_paddings(source.graph, source.ctx, VOCAB)
 
     assert error.value.code == "feature-unsupported"
+
+
+def test_equal_constants_are_one(tmp_path: Path) -> None:
+    """Each layer of Falcon H1 has a copy of one table."""
+    config = shrink(AutoConfig.for_model("falcon_h1"))
+    assert config.num_hidden_layers > 1
+
+    bundle = build(config, tmp_path / "falcon.bundle", dtype="float32")
+
+    assert sorted(constant.name.rpartition(".")[2] for constant in bundle.graph.constants) == ["inv_freq", "mup_vector"]

@@ -145,7 +145,7 @@ def test_a_hub_id_that_is_not_there(
         (b"[]", "config.json is no JSON object"),
         (b"{}", "config.json names no model_type"),
         (b'{"model_type": 3}', "config.json names no model_type"),
-        (NESTED, "config.json is no JSON: maximum recursion depth exceeded"),
+        (NESTED, "config.json is nested more than 32 levels deep"),
         (b'{"model_type": "llama", "architectures": 6}', "architectures is 6, expected a list of names"),
         (
             b'{"model_type": "llama", "architectures": [["a"]]}',
@@ -287,7 +287,6 @@ def test_what_transformers_divides_by(name: str, model: Path, llama: dict[str, A
     [
         pytest.param("llama", {"num_key_value_heads": 3}, "q: 4 heads are no multiple of 3 kv heads", id="heads"),
         pytest.param("deepseek_v3", {"kv_lora_rank": 0}, "latent_size: expected at least 1, found 0", id="rank"),
-        pytest.param("llama", {"eos_token_id": 2**70}, "an integer beyond 63 bits", id="number"),
     ],
 )
 def test_a_config_whose_bundle_would_be_refused(family: str, entries: dict[str, Any], reason: str, model: Path) -> None:
@@ -332,7 +331,7 @@ def test_a_window_that_no_layer_has(size: int, model: Path, tmp_path: Path) -> N
 def test_a_generation_config_that_cannot_be_read(content: bytes, model: Path) -> None:
     (model / "generation_config.json").write_bytes(content)
 
-    refused(model, "config-invalid", "generation_config.json is no JSON")
+    refused(model, "config-invalid", "generation_config.json is (no JSON|nested more than 32 levels)")
 
 
 @pytest.mark.parametrize("eos", ['"</s>"', "[2, null]", "{}", "1.5"])
@@ -424,14 +423,14 @@ def test_a_dump_on_a_full_disk(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("tokenizer.json", b"{", "tokenizer.json: expected JSON"),
-        ("tokenizer.json", b"\xff\xfe", "tokenizer.json: expected JSON"),
-        ("tokenizer.json", b"[]", "tokenizer.json: expected a JSON object, found a list"),
+        ("tokenizer.json", b"{", "tokenizer.json is no JSON: "),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer.json is no JSON: "),
+        ("tokenizer.json", b"[]", "tokenizer.json is no JSON object but a list"),
         ("tokenizer.json", b'{"version": "1.0"}', "tokenizer.json: the tokenizers library [0-9.]+ can't read it"),
         ("tokenizer.json", PANICKING, "tokenizer.json: the tokenizers library [0-9.]+ can't read it: "),
-        ("tokenizer_config.json", b"x", "tokenizer_config.json: expected JSON"),
-        ("tokenizer_config.json", NESTED, "tokenizer_config.json: expected JSON: maximum recursion depth exceeded"),
-        ("special_tokens_map.json", b"3", "special_tokens_map.json: expected a JSON object, found a int"),
+        ("tokenizer_config.json", b"x", "tokenizer_config.json is no JSON: "),
+        ("tokenizer_config.json", NESTED, "tokenizer_config.json is nested more than 32 levels deep"),
+        ("special_tokens_map.json", b"3", "special_tokens_map.json is no JSON object but a int"),
     ],
     ids=lambda value: None if value is NESTED else repr(value)[:30],
 )

@@ -10,8 +10,9 @@ import families
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from precast.builder.source.facts import limit
 from precast.builder.source.model_class import model_class
-from precast.builder.source.source import Source, limit, open_source
+from precast.builder.source.source import open_source
 from precast.ir.errors import BuildError
 
 
@@ -92,15 +93,6 @@ def test_a_part_of_a_config_that_a_decoder_is_made_of_alone(model_type: str, arc
 @pytest.mark.parametrize("model_type", ["vit", "clip_text_model", "siglip_vision_model"])
 def test_a_part_of_a_model_that_is_no_decoder(model_type: str) -> None:
     assert model_class(CONFIG_MAPPING[model_type]()) is None
-
-
-def test_the_generation_config_may_be_missing() -> None:
-    config = families.make_config("llama")
-
-    assert Source("model", config, {}).generation_config() == {}
-    assert Source("model", config, {"generation_config.json": b'{"eos_token_id": 3}'}).generation_config() == {
-        "eos_token_id": 3
-    }
 
 
 # --- limits ------------------------------------------------------------------------------------------------------

@@ -82,6 +82,11 @@ def fp8(suffix: str, block: tuple[int, int] | None, shape: Callable[[torch.Tenso
     return quantise
 
 
+def but(part: str, quantise: Quantise) -> Quantise:
+    """Leaves the tensors of this part as they are."""
+    return lambda name, tensor: None if part in name else quantise(name, tensor)
+
+
 def blocks(tensor: torch.Tensor) -> tuple[int, ...]:
     return -(-tensor.shape[0] // 32), -(-tensor.shape[1] // 32)
 
@@ -105,8 +110,16 @@ def test_fp8_in_blocks(tmp_path: Path, dtype: str) -> None:
         ({"quant_method": "fp8", "weight_block_size": None}, fp8("_scale_inv", None, lambda _: ())),
         ({"quant_method": "fp8", "activation_scheme": "static"}, fp8("_scale", None, lambda _: ())),
         ({"quant_method": "fbgemm_fp8"}, fp8("_scale", (1, 1 << 20), lambda tensor: (tensor.shape[0], 1))),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.0.mlp*"]},
+            but("layers.0.mlp", fp8("_scale", None, lambda _: ())),
+        ),
+        (
+            {"quant_algo": "FP8", "ignore": ["lm_head", "model.layers.0.mlp"], "quant_method": "modelopt"},
+            but("layers.0.mlp", fp8("_scale", None, lambda _: ())),
+        ),
     ],
-    ids=["a scale a tensor", "AutoFP8", "FBGEMM"],
+    ids=["a scale a tensor", "AutoFP8", "FBGEMM", "ModelOpt", "ModelOpt in config.json"],
 )
 def test_fp8_by_tensor_or_channel(entries: dict[str, Any], quantise: Quantise, tmp_path: Path) -> None:
     check(config_of("llama"), entries, quantise, tmp_path)
@@ -237,7 +250,7 @@ def test_gptq_of_some_modules(tmp_path: Path) -> None:
     ("entries", "message"),
     [
         ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes; known are fp8, .*, gptq"),
-        ({"bits": 4}, "quantised by None"),
+        ({"bits": 4}, "quantised by a method that isn't named"),
         ({"quant_method": "awq", "bits": 3}, "bits = 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv'"),
         ({"quant_method": "gptq", "bits": 8}, "bits = 8"),
@@ -246,8 +259,8 @@ def test_gptq_of_some_modules(tmp_path: Path) -> None:
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
         ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation = 'hadamard'"),
-        ({**compressed("group"), "format": "float-quantized"}, "config_groups = "),
-        ({**compressed("channel", num_bits=4)}, "config_groups = "),
+        ({**compressed("group"), "format": "float-quantized"}, "config_groups.group_0.weights: num_bits = "),
+        ({**compressed("channel", num_bits=4)}, "config_groups.group_0.weights: num_bits = "),
         ({**compressed("channel"), "format": "pack-quantized"}, "format = 'pack-quantized'"),
         ({**compressed("channel"), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config = "),
         ({"quant_method": "mxfp4"}, "model type llama"),

@@ -324,6 +324,8 @@ DOCUMENTS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("digest of nothing", "index", at("manifests", 0, digest="sha256:" + "0" * 64), "blob-missing"),
     ("size negative", "index", at("manifests", 0, size=-1), "blob-size"),
     ("size wrong", "index", at("manifests", 0, size=1), "blob-size"),
+    ("manifests that are counted before they are read", "index",
+     lambda index: index["manifests"].extend([described(b"missing", oci.IMAGE_TYPE)] * 300), "index-invalid"),
     ("size above the limit", "index", at("manifests", 0, size=limits.MAX_JSON_BYTES + 1), "limit-exceeded"),
     ("size beyond 63 bits", "index", at("manifests", 0, size=2**63), "json-invalid"),
     ("size of 5000 digits", "index_bytes", swap(b'"schemaVersion":2', b'"schemaVersion":' + b"9" * 5000),
@@ -407,6 +409,7 @@ DOCUMENTS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("an op that the graph lacks", "manifest", at("ops", **{"precast.layer_norm": 1}), "manifest-invalid"),
     ("an op less", "manifest", lambda manifest: manifest["ops"].pop("precast.rotary"), "manifest-invalid"),
     ("empty vocabulary", "manifest", at("model", vocab_size=0), "manifest-invalid"),
+    ("a vocabulary beyond the embedding", "manifest", at("model", vocab_size=33), "graph-invalid"),
 ]  # fmt: skip
 
 
@@ -535,7 +538,8 @@ GRAPHS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("a string longer than all", swap(SYMBOL, b"\x82\xa3min\x01\xa4name\xdb\xff\xff\xff\xff"), "limit-exceeded"),
     ("an array longer than all", lambda raw: b"\xdd\xff\xff\xff\xff" + raw, "limit-exceeded"),
     ("a map longer than all", lambda raw: b"\xdf\xff\xff\xff\xff" + raw, "limit-exceeded"),
-    ("an array longer than the input", lambda raw: b"\xdd\0\x0f\xff\xff" + raw, "graph-encoding"),
+    ("an array longer than the input", lambda raw: b"\xdd\0\x06\xff\xff" + raw, "graph-encoding"),
+    ("more values than allowed", lambda raw: b"\xdd\0\x0f\xff\xff" + raw, "limit-exceeded"),
     ("a length that is cut", lambda raw: b"\xdd\0\0", "graph-encoding"),
     ("nested arrays", lambda raw: b"\x91" * 100_000 + b"\xc0", "graph-nesting"),
     ("nested maps", lambda raw: b"\x81\xa1a" * 100_000 + b"\xc0", "graph-nesting"),
@@ -591,6 +595,9 @@ CONTENTS: list[tuple[str, Callable[[Any], None], str]] = [
     ("a wrong shape", at("inputs", 0, "type", shape=[2, "T"]), "graph-invalid"),
     ("a division by zero", at("inputs", 0, "type", shape=[1, {"args": ["T", 0], "k": "e", "op": "mod"}]),
      "graph-invalid"),
+    ("logits that are a param", lambda graph: graph["outputs"].update(logits="embed"), "graph-invalid"),
+    ("logits that are an input", lambda graph: graph["outputs"].update(logits="input_ids"), "graph-invalid"),
+    ("no logits", lambda graph: graph["outputs"].update(scores=graph["outputs"].pop("logits")), "graph-invalid"),
     ("a recipe of a wrong shape", at("params", 0, "recipe", "of", shape=[1, 2]), "graph-invalid"),
     ("a size that explodes", at("inputs", 0, "type", shape=[1, {"args": [nested_size(1)] * 30, "k": "e", "op": "mul"}]),
      "graph-invalid"),

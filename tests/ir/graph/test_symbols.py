@@ -213,3 +213,14 @@ def test_normal_forms_do_not_explode() -> None:
         symbols.normal(apply("mul", *factors))
     with pytest.raises(ExprError, match=str(limits.MAX_EXPRESSION_TERMS)):
         symbols.normal(apply("add", *(f"a{i}" for i in range(limits.MAX_EXPRESSION_TERMS + 1))))
+
+
+def test_the_largest_takes_so_many_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[Expr] = [symbols.add(symbols.mul(i, "a"), symbols.mul(20 - i, "b")) for i in range(1, 20)]
+    monkeypatch.setattr(limits, "MAX_COMPARISONS", 19 * 18)
+    symbols.largest(sums)
+
+    monkeypatch.setattr(limits, "MAX_COMPARISONS", 19 * 18 - 1)
+
+    with pytest.raises(ExprError, match="comparisons to find the largest"):
+        symbols.largest(sums)

@@ -40,7 +40,8 @@ PAGED = {
     "value_size": 8,
 }  # fmt: skip
 CALLS = {"latent_attention": PACKED, "write_latent": WRITE, "paged_latent_attention": PAGED}
-HEADS = {"q": f32(1, "T", "H", 10), "weight": f32(Apply("mul", (15, "H")), 16)}
+RANKS_HEADS = Apply("floordiv", (16, "tp"))
+HEADS = {"q": f32(1, "T", RANKS_HEADS, 10), "weight": f32(Apply("mul", (15, RANKS_HEADS)), 16)}
 
 
 def infer(op: str, **changes: object) -> tuple[TensorType, ...]:
@@ -51,7 +52,7 @@ def infer(op: str, **changes: object) -> tuple[TensorType, ...]:
 
 def test_results() -> None:
     assert infer("latent_attention") == infer("paged_latent_attention", window=7) == (f32(1, "T", 4, 8),)
-    assert infer("latent_attention", **HEADS) == (f32(1, "T", "H", 8),)
+    assert infer("latent_attention", **HEADS) == (f32(1, "T", RANKS_HEADS, 8),)
     assert infer("write_latent") == ()
 
 

@@ -12,10 +12,37 @@ from typing import Any
 
 import pytest
 import torch
+from op_calls import (
+    B1,
+    EXPERTS,
+    GROUPED,
+    LATENT,
+    LATENT_HEADS,
+    LATENT_PAGES,
+    NORM,
+    OURS,
+    PACKED,
+    PAGED,
+    PAGES8,
+    ROPE,
+    ROTARY,
+    ROUTE,
+    SAMPLE,
+    SLOTS,
+    STATES,
+    STREAM,
+    T1,
+    TABLES,
+    WRITE,
+    WRITE_LATENT,
+    Args,
+    f32,
+    t,
+)
 from router_ops import ROUTER_OPS
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Apply, Dtype, Expr, TensorType
+from precast.ir.graph.schema import Apply, Dtype, TensorType
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import ShapeError
 
@@ -33,17 +60,6 @@ DTYPES: dict[Dtype, torch.dtype] = {
 }
 NAMES = {value: name for name, value in DTYPES.items()}
 COMPUTED = [name for name in DTYPES if name != "float8_e4m3fn"]
-
-T1 = Apply("add", ("T", 1))
-Args = dict[str, Any]
-
-
-def t(dtype: Dtype, *shape: Expr) -> TensorType:
-    return TensorType(dtype, shape)
-
-
-def f32(*shape: Expr) -> TensorType:
-    return TensorType("float32", shape)
 
 
 def infer(op: str, args: Args) -> tuple[TensorType, ...]:
@@ -233,126 +249,6 @@ def test_a_symbolic_result_is_torch_s_at_every_size(op: str, args: Args, size: i
 
 def at_args(args: Args, sizes: Mapping[str, int]) -> Args:
     return {name: value if name == "dtype" else at(value, sizes) for name, value in args.items()}
-
-
-Q, K, PAGES = t("bfloat16", 1, "T", 8, 16), t("bfloat16", 1, "T", 2, 16), t("bfloat16", "P", 4, 2, 16)
-PAGES8 = t("float8_e4m3fn", "P", 4, 2, 16)
-B1 = Apply("add", ("B", 1))
-PAGED: Args = {
-    "q": Q, "k_cache": PAGES, "v_cache": PAGES, "sinks": None, "cu_seqlens": t("int32", B1), "kv_lens": t("int32", "B"),
-    "page_indices": t("int32", "N"), "page_indptr": t("int32", B1), "page_start": t("int32", "B"), "window": None,
-}  # fmt: skip
-PACKED: Args = {"q": Q, "k": K, "v": K, "sinks": None, "cu_seqlens": t("int32", B1), "window": None}
-WRITE: Args = {"k": K, "v": K, "k_cache": PAGES, "v_cache": PAGES, "slot_mapping": t("int64", "T")}
-LATENT: Args = {"latent": f32(1, "T", 16), "k_rope": f32(1, "T", 3)}
-LATENT_HEADS: Args = {"q": f32(1, "T", 4, 10), "weight": f32(60, 16), "cu_seqlens": t("int32", B1), "value_size": 8}
-LATENT_PAGES: Args = {
-    **LATENT_HEADS, "cache": f32("P", 4, 19), "kv_lens": t("int32", "B"), "page_indices": t("int32", "N"),
-    "page_indptr": t("int32", B1), "page_start": t("int32", "B"),
-}  # fmt: skip
-WRITE_LATENT: Args = {**LATENT, "cache": f32("P", 4, 19), "slot_mapping": t("int64", "T")}
-SCAN_CHANNELS: Args = {
-    "x": f32(1, "T", 6), "dt": f32(1, "T", 6), "a": f32(6, 5), "b": f32(1, "T", 5), "c": f32(1, "T", 5), "d": f32(6),
-    "dt_bias": f32(6), "softplus": True,
-}  # fmt: skip
-SCAN_HEADS: Args = {
-    "x": f32(1, "T", 6, 4), "dt": f32(1, "T", 6), "a": f32(6), "b": f32(1, "T", 2, 5), "c": f32(1, "T", 2, 5),
-    "d": f32(6), "dt_bias": f32(6), "softplus": True, "dt_min": 0.0, "dt_max": float("inf"),
-}  # fmt: skip
-DELTA: Args = {
-    "q": f32(1, "T", 2, 5), "k": f32(1, "T", 2, 5), "v": f32(1, "T", 6, 4), "decay": f32(1, "T", 6),
-    "beta": f32(1, "T", 6), "scale": 1.0, "normalise": True,
-}  # fmt: skip
-# op, its arguments but for states and metadata, a sequence's state, the result
-STATES: list[tuple[str, Args, TensorType, TensorType]] = [
-    (
-        "causal_conv",
-        {"x": f32(1, "T", 6), "weight": f32(6, 4), "bias": f32(6), "activation": "silu"},
-        f32("P", 6, 3),
-        f32(1, "T", 6),
-    ),
-    ("selective_scan", SCAN_CHANNELS, f32("P", 6, 5), f32(1, "T", 6)),
-    ("state_space_scan", SCAN_HEADS, f32("P", 6, 4, 5), f32(1, "T", 6, 4)),
-    ("delta_rule", DELTA, f32("P", 6, 5, 4), f32(1, "T", 6, 4)),
-    (
-        "linear_attention",
-        {"q": f32(1, "T", 6, 5), "k": f32(1, "T", 6, 5), "v": f32(1, "T", 6, 4), "decay": f32(6), "scale": 1.0},
-        f32("P", 6, 5, 4),
-        f32(1, "T", 6, 4),
-    ),
-    ("linear_recurrence", {"x": f32(1, "T", 6), "factor": f32(1, "T", 6)}, f32("P", 6), f32(1, "T", 6)),
-    (
-        "wkv",
-        {"k": f32(1, "T", 6), "v": f32(1, "T", 6), "decay": f32(6), "first": f32(6)},
-        f32("P", 3, 6),
-        f32(1, "T", 6),
-    ),
-]
-BOUNDS: Args = {"cu_seqlens": t("int32", B1)}
-SLOTS: Args = {**BOUNDS, "slots": t("int32", "B"), "kv_lens": t("int32", "B")}
-ROUTE: Args = {"logits": f32("T", 12), "bias": f32(12), "scoring": "sigmoid", "top_k": 4, "dtype": "float16"}
-GROUPED: Args = {
-    "x": f32("T", 6), "weight": f32(3, 8, 6), "bias": f32(3, 8), "expert_ids": t("int64", "T"),
-}  # fmt: skip
-EXPERTS: Args = {
-    "x": f32("T", 6), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": f32(3, 8, 6),
-    "down": f32(3, 6, 4), "up_bias": f32(3, 8), "down_bias": f32(3, 6), "activation": "silu", "gated": True,
-}  # fmt: skip
-ROPE: Args = {"lengths": t("int64", 1, "T"), "short": f32(8), "long": f32(8), "kind": "longrope"}
-TABLES: Args = {"positions": t("int64", 1, "T"), "inv_freq": f32(8), "dtype": "bfloat16"}
-ROTARY: Args = {"x": Q, "cos": f32(1, "T", 8), "sin": f32(1, "T", 8)}
-SAMPLE: Args = {
-    "logits": f32("B", 99), "temperature": f32("B"), "top_k": t("int32", "B"), "top_p": f32("B"), "min_p": f32("B"),
-    "seeds": t("int64", "B"), "steps": t("int64", "B"),
-}  # fmt: skip
-NORM: Args = {"x": f32(1, "T", 8), "weight": f32(8)}
-STREAM: Args = {**NORM, "residual": f32(1, "T", 8)}
-
-OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
-    ("embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8)}, (f32(1, "T", 8),)),
-    ("rms_norm", NORM, (f32(1, "T", 8),)),
-    ("rms_norm", {**NORM, "weight": None}, (f32(1, "T", 8),)),
-    ("residual_rms_norm", STREAM, (f32(1, "T", 8), f32(1, "T", 8))),
-    ("layer_norm", {**NORM, "bias": f32(8)}, (f32(1, "T", 8),)),
-    ("layer_norm", {**NORM, "weight": None, "bias": None}, (f32(1, "T", 8),)),
-    ("rope_frequencies", ROPE, (f32(1, "T", 8),)),
-    ("rope_frequencies", {**ROPE, "long": None, "kind": "dynamic"}, (f32(1, "T", 8),)),
-    ("rotary_tables", TABLES, (t("bfloat16", 1, "T", 8),) * 2),
-    ("rotary_tables", {**TABLES, "inv_freq": f32(1, "T", 8)}, (t("bfloat16", 1, "T", 8),) * 2),
-    ("rotary", ROTARY, (Q,)),
-    ("rotary", {**ROTARY, "cos": f32(1, "T", 3), "sin": f32(1, "T", 3)}, (Q,)),
-    ("rotary", {**ROTARY, "cos": f32(1, "T", "D"), "sin": f32(1, "T", "D")}, (Q,)),
-    ("gated_activation", {"x": f32(1, "T", 6), "kind": "silu"}, (f32(1, "T", 3),)),
-    ("gated_activation", {"x": f32("T", Apply("mul", ("H", 2))), "kind": "gelu"}, (f32("T", "H"),)),
-    ("attention", PACKED, (Q,)),
-    ("attention", {**PACKED, "v": t("bfloat16", 1, "T", 2, 24), "window": 7}, (t("bfloat16", 1, "T", 8, 24),)),
-    ("attention", {**PACKED, "q": t("bfloat16", 1, "T", "H", 16)}, (t("bfloat16", 1, "T", "H", 16),)),
-    ("attention", {**PACKED, "slopes": f32(8), "chunk": 7}, (Q,)),
-    (
-        "attention",
-        {**PACKED, "q": t("bfloat16", 1, "T", "H", 16), "slopes": f32("H"), "window": 3},
-        (t("bfloat16", 1, "T", "H", 16),),
-    ),
-    ("write_kv", WRITE, ()),
-    ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8}, ()),
-    ("write_latent", {**WRITE_LATENT, "cache": t("float8_e4m3fn", "P", 4, 19)}, ()),
-    ("paged_attention", {**PAGED, "k_cache": PAGES8, "v_cache": PAGES8}, (Q,)),
-    ("paged_latent_attention", {**LATENT_PAGES, "cache": t("float8_e4m3fn", "P", 4, 19)}, (f32(1, "T", 4, 8),)),
-    ("paged_attention", PAGED, (Q,)),
-    ("paged_attention", {**PAGED, "sinks": f32(8), "window": 1}, (Q,)),
-    ("paged_attention", {**PAGED, "slopes": f32(8), "chunk": 1}, (Q,)),
-    ("paged_attention", {**PAGED, "v_cache": t("bfloat16", "P", 4, 2, 3)}, (t("bfloat16", 1, "T", 8, 3),)),
-    *((name, {**args, **BOUNDS}, (result,)) for name, args, _, result in STATES),
-    *((f"stateful_{name}", {**args, **SLOTS, "state": state}, (result,)) for name, args, state, result in STATES),
-    ("route", ROUTE, (t("float16", "T", 4), t("int64", "T", 4))),
-    ("grouped_linear", GROUPED, (f32("T", 8),)),
-    ("experts", EXPERTS, (f32("T", 6),)),
-    ("latent_attention", {**LATENT, **LATENT_HEADS}, (f32(1, "T", 4, 8),)),
-    ("write_latent", WRITE_LATENT, ()),
-    ("paged_latent_attention", LATENT_PAGES, (f32(1, "T", 4, 8),)),
-    ("gather_rows", {"x": f32(1, "T", 8), "rows": t("int64", "R")}, (f32(1, "R", 8),)),
-    ("sample", SAMPLE, (t("int64", "B"),)),
-]
 
 
 @pytest.mark.parametrize(("op", "args", "expected"), OURS)

@@ -21,7 +21,7 @@ symbols {
   T: 1..
 }
 inputs {
-  %bounds: int32[(1 + B)]
+  %cu_seqlens: int32[(1 + B)]
   %conv_ids: int32[B]
   %kv_lens: int32[B]
   %scan_ids: int32[B]
@@ -60,9 +60,9 @@ block conv {
   return %z
 }
 main {
-  %h: float32[1, T, 6] = call conv(x=%x, bounds=%bounds, ids=%conv_ids, lens=%kv_lens, w=%w, state=%layers.0.conv)
-  %g: float32[1, T, 6] = precast.stateful_causal_conv@1(x=%h, weight=%w, bias=none, state=%layers.1.conv, slots=%conv_ids, cu_seqlens=%bounds, kv_lens=%kv_lens)
-  %s: float32[1, T, 6, 4] = precast.stateful_state_space_scan@1(x=%y, dt=%dt, a=%a, b=%b, c=%b, d=none, dt_bias=none, state=%layers.0.state, slots=%scan_ids, cu_seqlens=%bounds, kv_lens=%kv_lens, softplus=true, dt_min=0.0, dt_max=inf)
+  %h: float32[1, T, 6] = call conv(x=%x, bounds=%cu_seqlens, ids=%conv_ids, lens=%kv_lens, w=%w, state=%layers.0.conv)
+  %g: float32[1, T, 6] = precast.stateful_causal_conv@1(x=%h, weight=%w, bias=none, state=%layers.1.conv, slots=%conv_ids, cu_seqlens=%cu_seqlens, kv_lens=%kv_lens)
+  %s: float32[1, T, 6, 4] = precast.stateful_state_space_scan@1(x=%y, dt=%dt, a=%a, b=%b, c=%b, d=none, dt_bias=none, state=%layers.0.state, slots=%scan_ids, cu_seqlens=%cu_seqlens, kv_lens=%kv_lens, softplus=true, dt_min=0.0, dt_max=inf)
   return conv=%g, scan=%s
 }
 """  # noqa: E501
@@ -132,10 +132,11 @@ ONE_POOL = (
     ("P_conv, 6, 4, 5", "P_conv, 6, 3"),
     (
         "%s: float32[1, T, 6, 4] = precast.stateful_state_space_scan@1(x=%y, dt=%dt, a=%a, b=%b, c=%b, d=none, "
-        "dt_bias=none, state=%layers.0.state, slots=%scan_ids, cu_seqlens=%bounds, kv_lens=%kv_lens, softplus=true, "
+        "dt_bias=none, state=%layers.0.state, slots=%scan_ids, cu_seqlens=%cu_seqlens, "
+        "kv_lens=%kv_lens, softplus=true, "
         "dt_min=0.0, dt_max=inf)",
         "%s: float32[1, T, 6] = precast.stateful_causal_conv@1(x=%x, weight=%w, bias=none, state=%layers.0.state, "
-        "slots=%scan_ids, cu_seqlens=%bounds, kv_lens=%kv_lens)",
+        "slots=%scan_ids, cu_seqlens=%cu_seqlens, kv_lens=%kv_lens)",
     ),
 )
 
@@ -203,7 +204,10 @@ SCAN_CALL = "slots=%scan_ids"
         ),
         Case("IR042", "counts the pages of two pools", (("pages=P_scan", "pages=P_conv"), ("[P_scan", "[P_conv"))),
         Case(
-            "IR042", "which is a size of an input", (("%scan_ids: int32[B]", "%scan_ids: int32[P_scan]"),), ("IR022",)
+            "IR042",
+            "which is a size of an input",
+            (("%scan_ids: int32[B]", "%scan_ids: int32[P_scan]"),),
+            ("IR022", "IR046"),
         ),
         Case(
             "IR043",
@@ -246,13 +250,13 @@ SCAN_CALL = "slots=%scan_ids"
         ),
         Case(
             "IR046",
-            r"group scan: %scan_ids: expected int32\[any\], found int64\[B\]",
+            r"group scan: %scan_ids: expected int32\[B\], found int64\[B\]",
             (("%scan_ids: int32[B]", "%scan_ids: int64[B]"),),
             ("IR022",),
         ),
         Case(
             "IR046",
-            r"%scan_ids: expected int32\[any\], found int32\[B, 1\]",
+            r"%scan_ids: expected int32\[B\], found int32\[B, 1\]",
             (("%scan_ids: int32[B]", "%scan_ids: int32[B, 1]"),),
             ("IR022",),
         ),
@@ -306,8 +310,8 @@ def with_pages(*steps: str) -> Graph:
     return graph(
         ("symbols {", "symbols {\n  N: 0..\n  P: 0.."),
         (
-            "inputs {\n  %bounds",
-            "inputs {\n  %i: int32[N]\n  %p: int32[(1 + B)]\n  %st: int32[B]\n  %m: int64[T]\n  %bounds",
+            "inputs {\n  %cu_seqlens",
+            "inputs {\n  %i: int32[N]\n  %p: int32[(1 + B)]\n  %st: int32[B]\n  %m: int64[T]\n  %cu_seqlens",
         ),
         ("block conv {", PAGES + "block conv {"),
         ("  %g: ", "".join(f"  {step}\n" for step in steps) + "  %g: "),
@@ -324,7 +328,7 @@ def with_pages(*steps: str) -> Graph:
         ),
         (
             "%no: float32[1, T, 6] = precast.stateful_causal_conv@1(x=%x, weight=%w, bias=none, state=%layers.2.k, "
-            "slots=%conv_ids, cu_seqlens=%bounds, kv_lens=%kv_lens)",
+            "slots=%conv_ids, cu_seqlens=%cu_seqlens, kv_lens=%kv_lens)",
             "state: expected a tensor of a state slot",
         ),
     ],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from precast.ir import limits
 from precast.ir.errors import WeightsError
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 
@@ -206,7 +209,7 @@ HEADERS: list[tuple[str, bytes, str]] = [
     ("cut in the header", file_of({"a": entry()})[:20], "the header ends at byte"),
     ("cut in the tensors", file_of({"a": entry()})[:-1], "the last tensor ends at byte"),
     ("more than the tensors", file_of({"a": entry()}) + b"\0", "the last tensor ends at byte"),
-    ("header above the limit", struct.pack("<Q", 10**12) + bytes(100), "at most 100000000"),
+    ("header above the limit", struct.pack("<Q", 10**12) + bytes(100), "at most 33554432"),
     ("not JSON", file_of(b"\x80\x02}q\x00."), "doesn't parse"),
     ("a list", file_of([]), "doesn't parse"),
     ("nested deep", file_of(b'{"a":' + b"[" * 100_000), "doesn't parse"),
@@ -216,6 +219,14 @@ HEADERS: list[tuple[str, bytes, str]] = [
     ("float in the shape", file_of({"a": entry(shape=[2.0])}), "doesn't parse"),
     ("number of 5000 digits", file_of(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}'),
      "doesn't parse"),
+    ("20 sizes of 2^62", file_of({"a": entry(shape=[2**62] * 20)}), "length <= 16"),
+    ("16 sizes of 2^62", file_of({"a": entry(shape=[2**62] * 16)}), "takes more than 2^61 bytes, found 8"),
+    ("200,000 dimensions", file_of({"a": entry(shape=[1] * 200_000)}), "length <= 16"),
+    ("size beyond 63 bits", file_of({"a": entry(shape=[2**63])}), "doesn't parse"),
+    ("bytes beyond 63 bits", file_of({"a": entry(data_offsets=[0, 2**70])}), "doesn't parse"),
+    ("long name", file_of({"n" * 10_000: entry()}), "has more than 1024 characters"),
+    ("long dtype", file_of({"a": entry(dtype="F" * 10_000)}), "length <= 32"),
+    ("many tensors", file_of(dict.fromkeys(map(str, range(limits.MAX_FILE_TENSORS + 1)), entry())), "at most 131072"),
     ("overlap", file_of({"a": entry(), "b": entry(data_offsets=[4, 12])}, 12), "overlap"),
     ("same bytes twice", file_of({"a": entry(), "b": entry()}), "overlap"),
     ("hole", file_of({"a": entry(), "b": entry(data_offsets=[12, 20])}, 20), "leave a hole"),
@@ -237,6 +248,46 @@ def test_headers(data: bytes, message: str, tmp_path: Path) -> None:
     assert error.code == "checkpoint-header"
     assert message in error.message
     assert "model.safetensors" in str(error.where)
+    assert len(str(error)) < 2000
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "x.safetensors"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_only_regular_files_are_opened(make: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    make(tmp_path / name)
+
+    assert refusal(tmp_path).code in ("checkpoint-read", "checkpoint-missing")
+
+
+def test_names_are_printed_in_one_line_and_cut(tmp_path: Path) -> None:
+    forged = "a\n  code: fine\x1b[31m" + "x" * 900
+    (tmp_path / "one.safetensors").write_bytes(safetensors({forged: A}))
+    (tmp_path / "two.safetensors").write_bytes(safetensors({forged: A}))
+
+    text = str(refusal(tmp_path))
+
+    assert r"a\n  code: fine\x1b[31m" in text
+    assert " characters)" in text
+    assert [line for line in text.splitlines() if "code:" in line and "fine" not in line] == [
+        "  code: checkpoint-duplicate"
+    ]
+    assert "\x1b" not in text
+
+
+def test_tensors_and_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.safetensors").write_bytes(safetensors({name: A}))
+    monkeypatch.setattr(limits, "MAX_CHECKPOINT_TENSORS", 2)
+    assert len(CheckpointFiles.open(tmp_path).tensors) == 2
+
+    monkeypatch.setattr(limits, "MAX_CHECKPOINT_TENSORS", 1)
+    assert "more than 1 tensors" in refusal(tmp_path).message
+    index(tmp_path, {f"t{i}": "one.safetensors" for i in range(3)})
+    assert "more than 1 tensors" in refusal(tmp_path).message
+    (tmp_path / "model.safetensors.index.json").unlink()
+
+    monkeypatch.setattr(limits, "MAX_CHECKPOINT_FILES", 1)
+    assert "more than 1 files" in refusal(tmp_path).message
 
 
 def test_path_that_the_system_refuses(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +176,9 @@ def test_bundles_of_format_1_0_have_no_facts() -> None:
         (b"[]", "expected a JSON object"),
         (b"\xff", "expected JSON"),
         (b"[" * 10**6, "expected JSON"),
+        (b'{"a": ' + b"[" * 400 + b"]" * 400 + b"}", "nested more than 32 levels deep"),
     ],
-    ids=["cut", "list", "bytes", "deep"],
+    ids=["cut", "list", "bytes", "deep", "less deep"],
 )
 def test_a_config_that_cannot_be_read(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
@@ -199,3 +202,52 @@ def test_a_config_that_is_no_file(tmp_path: Path) -> None:
 
     with pytest.raises(WeightsError, match="can't be read"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_only_a_regular_file_is_opened(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "config.json")
+
+    with pytest.raises(WeightsError) as caught:
+        read_config(tmp_path)
+
+    assert caught.value.code == "checkpoint-config"
+    assert "regular file" in caught.value.message
+
+
+@pytest.mark.parametrize("pair", [('{"a":', "}"), ("[", "]")])
+def test_nesting_ends(pair: tuple[str, str], tmp_path: Path) -> None:
+    opening, closing = pair
+
+    def config(depth: int) -> None:
+        text = '{"x":' + opening * (depth - 1) + "0" + closing * (depth - 1) + "}"
+        (tmp_path / "config.json").write_text(text)
+
+    config(limits.MAX_JSON_NESTING)
+    assert read_config(tmp_path) is not None
+    for depth in (limits.MAX_JSON_NESTING + 1, 900, 100_000):
+        config(depth)
+        with pytest.raises(WeightsError) as caught:
+            read_config(tmp_path)
+        assert caught.value.code == "checkpoint-config"
+
+
+def test_other_names_of_entries_do_not_multiply_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = ConfigFacts({"vocab_size": 1}, spellings={"a": tuple(f"t{i}" for i in range(10))})
+    config = {"a": {f"n{i}": 1 for i in range(10)}, "b": 1}
+    monkeypatch.setattr(limits, "MAX_CONFIG_ENTRIES", 200)
+    differences(facts, config)
+
+    monkeypatch.setattr(limits, "MAX_CONFIG_ENTRIES", 50)
+
+    with pytest.raises(WeightsError, match="more than 50 entries"):
+        differences(facts, config)
+
+
+def test_names_stay_in_their_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": {"a\nerror: b\x1b": 1}}))
+
+    with pytest.raises(WeightsError) as caught:
+        check(ConfigFacts({}), tmp_path)
+
+    assert r"rope_parameters.a\nerror: b\x1b" in str(caught.value)

@@ -18,11 +18,13 @@ from precast.ir.graph.schema import (
     Dtype,
     Each,
     Expr,
+    Param,
     Read,
     Recipe,
     Reshape,
     Slice,
     Stack,
+    TensorType,
     Tie,
     Transpose,
 )
@@ -369,3 +371,65 @@ def test_long_lists_are_whole_where_all_is_asked_for() -> None:
 
     lines = caught.value.message.splitlines()
     assert [line.strip().partition(":")[0] for line in lines[2:]] == [f"extra.{i}" for i in range(13)]
+
+
+class _Counted(dict[str, StoredTensor]):
+    """Tensors by name that count how often one is looked for."""
+
+    looked_for = 0
+
+    def __contains__(self, name: object) -> bool:
+        self.looked_for += 1
+        return super().__contains__(name)
+
+
+def test_no_more_problems_are_looked_for_than_anybody_reads() -> None:
+    parts = tuple(Read(f"e.*.{i}", (1,), "uint8") for i in range(100))
+    made = Cast(Each(Stack(parts, 0), 0, 8_000), "float32")
+    graph = replace(tiny_graph(), params=(Param("p", TensorType("float32", (8_000, 100, 1)), made),))
+    held = _Counted()
+
+    with pytest.raises(WeightsError, match=f"{limits.MAX_PROBLEMS} or more tensors missing") as caught:
+        recipes.check(graph, NO_RULES, CheckpointFiles(Path("/ckpt"), held))
+
+    assert held.looked_for == limits.MAX_PROBLEMS
+    assert len(caught.value.message.splitlines()) == limits.MAX_LISTED + 3
+
+
+def test_a_name_is_looked_for_once() -> None:
+    made = Cast(Each(Read("w", (1,)), 0, 1000), "float32")
+    graph = replace(tiny_graph(), params=(Param("p", TensorType("float32", (1000, 1)), made),))
+    held = _Counted(second=stored((1,)))
+
+    recipes.check(graph, Checkpoint(tied={"second": "w"}), CheckpointFiles(Path("/ckpt"), held))
+
+    assert held.looked_for < 10
+
+
+def test_reads_are_made_one_by_one() -> None:
+    reads = recipes.each_leaf(Cast(Each(Read("e.*", (1,)), 0, 2**62), "float32"))
+
+    assert [next(reads).tensor, next(reads).tensor] == ["e.0", "e.1"]
+
+
+def test_patterns_are_compared_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = fitting(**{f"extra.{i}": stored((1,)) for i in range(10)})
+    rules = Checkpoint(ignored=("extra.*", "b.*", "c.*"), unused=("d.*",))
+    monkeypatch.setattr(limits, "MAX_MATCHES", 40)
+    assert recipes.problems(tiny_graph(), rules, files) == []
+
+    monkeypatch.setattr(limits, "MAX_MATCHES", 39)
+
+    with pytest.raises(WeightsError, match="10 tensors that nothing reads, to be compared with 4 patterns"):
+        recipes.problems(tiny_graph(), rules, files)
+
+
+def test_matrices_of_one_dequantise_are_counted() -> None:
+    def made(matrices: int) -> Dequantise:
+        return Dequantise(
+            whole("q", matrices, 6, 3, 16, dtype="uint8"), whole("s", matrices, 6, 3, dtype="uint8"), "mxfp4"
+        )
+
+    assert recipes.shape(made(limits.MAX_EACH)) == (limits.MAX_EACH, 6, 96)
+    with pytest.raises(RecipeError, match="matrices, expected at most"):
+        recipes.shape(made(limits.MAX_EACH + 1))

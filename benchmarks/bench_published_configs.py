@@ -1,0 +1,69 @@
+"""Claim: configs as their publishers have them build at full size, or are refused by the code that they must be.
+
+Each is built in a fresh process, from its start to its end. What each must come to is written in
+`tests/configs/expected.json`, beside the configs. With names on the command line, only those are built, and nothing is
+written.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+
+CONFIGS = Path(__file__).parents[1] / "tests" / "configs"
+
+_BUILD = """
+import json, resource, sys, time
+started = time.perf_counter()
+import precast
+from precast.ir.errors import BuildError
+try:
+    bundle = precast.build(sys.argv[1], sys.argv[2])
+    result = {"outcome": "builds", "bundle_bytes": sum(blob.size for blob in bundle.manifest.blobs)}
+except BuildError as error:
+    result = {"outcome": error.code, "message": error.message}
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(json.dumps({**result, "seconds": round(time.perf_counter() - started, 1), "peak_gib": round(peak, 2)}))
+"""
+
+
+def _outcome(expected: dict[str, Any]) -> str:
+    """What the whole build must come to."""
+    return str(expected.get("full_build", expected["outcome"]))
+
+
+def measure(name: str, expected: str, folder: Path) -> dict[str, Any]:
+    """One build. `expected`: the outcome that it must have."""
+    try:
+        found = harness.fresh_process(_BUILD, str(CONFIGS / name), str(folder / name))
+    except subprocess.CalledProcessError as error:  # a traceback, or killed for its memory
+        found = {"outcome": f"exit {error.returncode}", "message": str(error.stderr).strip()[-500:]}
+    return {**found, "as_expected": found["outcome"] == expected}
+
+
+def main(names: list[str]) -> None:
+    """All configs, or those of these names."""
+    expected = json.loads((CONFIGS / "expected.json").read_text(encoding="utf-8"))
+    builds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names or sorted(expected):
+            builds[name] = measure(name, _outcome(expected[name]), Path(folder))
+            print(name, json.dumps(builds[name]), file=sys.stderr, flush=True)
+    if not names:
+        summary = {
+            "configs": len(builds),
+            "built": sum(each["outcome"] == "builds" for each in builds.values()),
+            "not_as_expected": [name for name, each in builds.items() if each["as_expected"] is False],
+        }
+        path = harness.RESULTS / "published_configs.json"
+        harness.write(path, "published_configs", {**summary, "builds": builds})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""How much a graph is, counted before anything is computed from it: what it holds, and what that expands to.
+
+Each count bounds work and memory of all that is done with a graph later: the rules, the views, and the plan of a load.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from precast.ir import limits
+from precast.ir.errors import BundleError
+from precast.ir.graph.schema import Apply, Call, Dim, Each, Expr, Graph, Items, Node, Read, Recipe, Value
+from precast.ir.memory import caches
+from precast.ir.weights import recipes
+
+
+def check(graph: Graph) -> None:
+    """Raise BundleError (`limit-exceeded`) for a graph of which anything is more than `precast.ir.limits` allows."""
+    for what, found, limit in counts(graph):
+        if found > limit:
+            raise BundleError("limit-exceeded", f"graph: {found} {what}; at most {limit} are allowed")
+
+
+def counts(graph: Graph) -> Iterator[tuple[str, int, int]]:
+    """(what, how many, at most), the cheap ones first: later ones take for granted that those before hold."""
+    yield "symbols", len(graph.symbols), limits.MAX_SYMBOLS
+    yield "params", len(graph.params), limits.MAX_PARAMS
+    yield "nodes and calls", len(graph.main) + sum(len(block.nodes) for block in graph.blocks), limits.MAX_STEPS
+    calls = Counter(step.block for step in graph.main if isinstance(step, Call))
+    run = [(1, step) for step in graph.main] + [
+        (calls[block.name], node) for block in graph.blocks for node in block.nodes
+    ]
+    yield "nodes over all calls", sum(times for times, step in run if isinstance(step, Node)), limits.MAX_RUN_NODES
+    yield "arguments over all calls", sum(times * _arguments(step) for times, step in run), limits.MAX_RUN_ARGUMENTS
+    yield "tensors that recipes read", sum(_reads(param.recipe) for param in graph.params), limits.MAX_READS
+    shapes = [value.type.shape for value in _values(graph)] + [param.type.shape for param in graph.params]
+    yield "dimensions of one tensor", max(map(len, shapes), default=0), 4 * limits.MAX_RANK
+    numbers = [size for shape in shapes for size in shape if isinstance(size, int)]
+    yield "elements along one dimension", max(numbers, default=0), limits.MAX_SIZE
+    yield "negative sizes", sum(size < 0 for size in numbers), limits.MAX_LISTED
+    # By their encodings, because hashes of strings are not to be foreseen, and those of structs and numbers are.
+    different = {msgspec.msgpack.encode(expr): expr for expr in _expressions(graph) if isinstance(expr, Apply)}
+    sizes = list(map(_nodes_of, different.values()))
+    yield "operations and names in one expression", max(sizes, default=0), limits.MAX_EXPRESSION_NODES
+    yield "operations and names in all different expressions", sum(sizes), limits.MAX_EXPRESSIONS
+
+
+def _arguments(step: Node | Call) -> int:
+    """Those of lists one by one."""
+    return sum(len(arg.items) if isinstance(arg, Items) else 1 for arg in step.args.values())
+
+
+def _reads(recipe: Recipe) -> int:
+    if isinstance(recipe, Read):
+        return 1
+    inside = sum(map(_reads, recipes.parts(recipe)))
+    return inside * max(recipe.count, 1) if isinstance(recipe, Each) else inside
+
+
+def _nodes_of(expr: Expr) -> int:
+    return 1 + sum(map(_nodes_of, expr.args)) if isinstance(expr, Apply) else 1
+
+
+def _expressions(graph: Graph) -> Iterator[Expr]:
+    for value in _values(graph):
+        yield from value.type.shape
+    for step in _steps(graph):
+        for arg in step.args.values() if isinstance(step, Node) else ():
+            for item in arg.items if isinstance(arg, Items) else (arg,):
+                if isinstance(item, Dim):
+                    yield item.expr
+    for param in graph.params:
+        yield from param.type.shape
+        yield from recipes.sizes(param.recipe)
+    for group in caches.groups(graph.caches):
+        yield from (size for _, size in caches.spec_sizes(group))
+
+
+def _values(graph: Graph) -> Iterator[Value]:
+    yield from (*graph.inputs, *graph.constants, *caches.tensors(graph.caches))
+    for block in graph.blocks:
+        yield from (*block.inputs, *block.params, *block.caches)
+    for step in _steps(graph):
+        yield from step.outputs
+
+
+def _steps(graph: Graph) -> Iterable[Node | Call]:
+    yield from graph.main
+    for block in graph.blocks:
+        yield from block.nodes

@@ -1,0 +1,117 @@
+"""What a graph may hold and expand to is counted before anything is computed from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hostile
+import pytest
+
+from examples import tiny_graph
+from precast.ir import limits
+from precast.ir.artifact import Bundle
+from precast.ir.errors import BundleError
+from precast.ir.graph.schema import Apply, Each, Graph, Read, Stack
+from precast.ir.manifest import Checkpoint
+from precast.ir.verify import extent
+
+
+def refusal(graph: Graph) -> str:
+    with pytest.raises(BundleError) as caught:
+        extent.check(graph)
+    assert caught.value.code == "limit-exceeded"
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("limit", "graph", "counted"),
+    [
+        ("MAX_SYMBOLS", hostile.symbols(9), "10 symbols"),
+        ("MAX_PARAMS", hostile.params(10), "10 params"),
+        ("MAX_STEPS", hostile.chain(10), "10 nodes and calls"),
+        ("MAX_STEPS", hostile.calls(7, 3), "10 nodes and calls"),
+        ("MAX_RUN_NODES", hostile.calls(5, 2), "10 nodes over all calls"),
+        ("MAX_RUN_ARGUMENTS", hostile.joined_calls(2, 4), "12 arguments over all calls"),
+        ("MAX_READS", hostile.each(5, 2), "10 tensors that recipes read"),
+        ("MAX_READS", hostile.one_read(2, 5), "10 tensors that recipes read"),
+        ("MAX_EXPRESSION_NODES", hostile.nested(2), "9 operations and names in one expression"),
+        ("MAX_EXPRESSIONS", hostile.nested(2), "9 operations and names in all different expressions"),
+    ],
+)
+def test_counts(limit: str, graph: Graph, counted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = int(counted.split()[0])
+    monkeypatch.setattr(limits, limit, number)
+    extent.check(graph)
+
+    monkeypatch.setattr(limits, limit, number - 1)
+
+    assert refusal(graph) == f"graph: {counted}; at most {number - 1} are allowed"
+
+
+def test_reads_are_counted_without_being_made() -> None:
+    parts = tuple(Read("e.*", (1,)) for _ in range(1000))
+    graph = hostile.graph(params=[hostile.param("p", (1,), Each(Stack(parts, 0), 0, 2**62))])
+
+    assert refusal(graph).startswith(f"graph: {2**62 * 1000} tensors that recipes read")
+
+
+@pytest.mark.parametrize(
+    ("shape", "counted"),
+    [
+        ((1,) * 65, "65 dimensions of one tensor; at most 64"),
+        ((2**48 + 1,), f"{2**48 + 1} elements along one dimension; at most {2**48}"),
+        ((-1,) * 21, "21 negative sizes; at most 20"),
+    ],
+)
+def test_sizes(shape: tuple[int, ...], counted: str) -> None:
+    assert refusal(hostile.graph(shape=shape)) == f"graph: {counted} are allowed"
+
+
+def test_sizes_of_one_hash_are_refused() -> None:
+    graph = hostile.one_hash(100)
+    assert len({hash(value.type.shape) for value in graph.inputs[1:]}) == 1
+
+    assert "elements along one dimension" in refusal(graph)
+
+
+def test_equal_expressions_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = Apply("add", ("T", 1))
+    monkeypatch.setattr(limits, "MAX_EXPRESSIONS", 3)
+
+    extent.check(hostile.graph(inputs=[hostile.value(f"i{i}", size) for i in range(100)]))
+
+
+def test_an_honest_graph_has_room() -> None:
+    for what, found, limit in extent.counts(tiny_graph(num_layers=126)):
+        assert 4 * found <= limit, what
+
+
+BOMBS = ["900,000 symbols", "each of 65,536 over 1,000 reads", "2^40 matrices", "10,000 calls of 5,000 nodes"]
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_do_not_open(name: str, tmp_path: Path) -> None:
+    path = hostile.BUNDLES[name](tmp_path / "x.bundle")
+
+    with pytest.raises(BundleError) as caught:
+        Bundle.open(path)
+
+    assert caught.value.code in ("limit-exceeded", "graph-invalid")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "counted"),
+    [
+        (Checkpoint(optional_prefixes=("a.",) * 33, prefixes={f"{i}.": "" for i in range(33)}), "66 prefixes"),
+        (Checkpoint(ignored=("*",) * 4000, unused=("*",) * 1000), "5000 patterns"),
+        (Checkpoint(tied={f"{i}": "w" for i in range(2000)}), "2000 tied"),
+    ],
+)
+def test_rules_of_a_checkpoint_are_few(rules: Checkpoint, counted: str, tmp_path: Path) -> None:
+    path = hostile.write(tmp_path / "x.bundle", hostile.params(1), rules)
+
+    with pytest.raises(BundleError, match=f"manifest: {counted}") as caught:
+        Bundle.open(path)
+
+    assert caught.value.code == "limit-exceeded"

@@ -1,0 +1,62 @@
+"""Ops that take integers which the verifier can't bound: whatever these are, nothing outside of their tensors is read.
+
+Each tensor lies between guards of NaN: what is read of them shows in the result, and what is written, in the guards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_samples.draw import Draw
+from op_samples.table import samples_of
+
+from precast.kernels import registry
+from precast.kernels.spec import OpSpec
+
+PASSED_OVER = [
+    (spec, name) for spec in registry.specs() for name, word in spec.definition.integers.items() if word.kind == "any"
+]
+WRONG = (-1, -(2**63), 10**6, 2**31, 2**63 - 1)
+GUARD = 4096
+
+
+def guarded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of `x` in the middle of memory of NaN, and that memory."""
+    memory = torch.full((x.numel() + 2 * GUARD,), float("nan"), dtype=x.dtype, device=x.device)
+    copy = memory[GUARD : GUARD + x.numel()].view(x.shape)
+    return copy.copy_(x), memory
+
+
+def test_the_ops_that_pass_over_wrong_integers_are_known() -> None:
+    found = sorted((spec.name, name) for spec, name in PASSED_OVER)
+    assert found == [("precast.experts", "expert_ids"), ("precast.grouped_linear", "expert_ids")]
+
+
+@pytest.mark.parametrize(("spec", "name"), PASSED_OVER, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("which", ["reference", "fast"])
+def test_an_index_of_nothing_adds_nothing(
+    spec: OpSpec, name: str, dtype: torch.dtype, which: str, device: torch.device, same: Any
+) -> None:
+    op: Any = spec.reference if which == "reference" else registry.resolve(spec.name, 1, device)
+    for sample in samples_of(spec, Draw(dtype, device)):
+        memories, given = [], dict(sample)
+        for key, x in sample.items():
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                given[key], memory = guarded(x)
+                memories.append(memory)
+        first_of_none = next(sample[key].shape[0] for key in ("up", "weight") if key in sample)
+        ids = sample[name].flatten().clone()
+        ids[::2] = torch.tensor((first_of_none, *WRONG), device=device).repeat(len(ids))[: len(ids[::2])]
+        given[name] = ids.view(sample[name].shape)
+        nothing = torch.where((given[name] < 0) | (given[name] >= first_of_none), -1, given[name])
+
+        found = op(**given)
+
+        same(spec, found, spec.reference(**{**sample, name: nothing}))
+        assert bool(found.isfinite().all())
+        for memory in memories:
+            assert bool(memory[:GUARD].isnan().all())
+            assert bool(memory[-GUARD:].isnan().all())
