@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from precast.ir.errors import TargetError as TargetError
     from precast.ir.errors import WeightsError as WeightsError
     from precast.loader.engine.engine import Engine as Engine
-    from precast.loader.engine.sampling import SamplingParams as SamplingParams
+    from precast.loader.engine.params import SamplingParams as SamplingParams
     from precast.loader.load import load as load
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ _HOMES = {
     "build": "precast.builder.build",
     "load": "precast.loader.load",
     "Engine": "precast.loader.engine.engine",
-    "SamplingParams": "precast.loader.engine.sampling",
+    "SamplingParams": "precast.loader.engine.params",
     "Bundle": "precast.ir.artifact",
     **dict.fromkeys(_ERRORS, "precast.ir.errors"),
 }

@@ -33,10 +33,10 @@ from precast.kernels.dtypes import BY_NAME
 from precast.kernels.use import LONGEST
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
-from precast.loader.engine.sampling import SamplingParams
+from precast.loader.engine.params import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
-from precast.loader.sizing import Limits
+from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size, open_device
 
@@ -181,7 +181,7 @@ class _Family:
         return found
 
     def _run(self, program: Sized, name: str, drawn: bool) -> Iterator[Step]:
-        limits = Limits(MAX_SEQS, MAX_TOKENS, MAX_SEQ_LEN)
+        limits = EngineLimits(MAX_SEQS, MAX_TOKENS, MAX_SEQ_LEN)
         runner = Runner(program, self._graph, self._memory, open_device(self._device), limits)
         engine = Engine(runner, self._model, tokenizer_files={}, timeline=Timeline(), reuses_prefixes=False)
         params = SamplingParams(max_tokens=DRAWN, temperature=float(drawn), top_k=50, seed=1, ignore_eos=True)

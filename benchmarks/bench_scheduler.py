@@ -102,20 +102,20 @@ def measure(graph: Graph, *, reuses: bool = True) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in ("schedule", "arrays", "complete", "step", "with prompts")}
     step = 0
     while step < STEPS:
-        if len(scheduler.rows) == NUM_SEQS and step % 100 == 99:
-            for request in draw.sample(scheduler.rows.requests, NUM_SEQS // 10):
+        if len(scheduler.decoding) == NUM_SEQS and step % 100 == 99:
+            for request in draw.sample(scheduler.decoding.requests, NUM_SEQS // 10):
                 scheduler.remove(request)
                 submit()
         started = time.thread_time()
         planned = scheduler.schedule()
         scheduled = time.thread_time()
-        inputs.arrays(planned.chunks, scheduler.rows)
+        inputs.arrays(planned.chunks, scheduler.decoding)
         made = time.thread_time()
         scheduler.complete(planned, [7] * len(planned.sampled))
         ended = time.thread_time()
         if planned.chunks:
             times["with prompts"].append(ended - started)
-            step += len(scheduler.rows) == NUM_SEQS
+            step += len(scheduler.decoding) == NUM_SEQS
         else:
             step += 1
             for name, seconds in zip(
@@ -139,7 +139,7 @@ def one_by_one(inputs: BatchInputs, scheduler: Scheduler) -> float:
         started = time.thread_time()
         made = inputs.arrays([Chunk(request, 1) for request in decodes])
         times.append(time.thread_time() - started)
-    ours = inputs.arrays([], scheduler.rows)
+    ours = inputs.arrays([], scheduler.decoding)
     assert all(np.array_equal(values, made[name]) for name, values in ours.items())
     return statistics.median(times)
 

@@ -13,22 +13,22 @@ from typing import Any
 
 from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
-from precast.builder.passes.cache.caches import insert_caches, insert_states
+from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, Pass
-from precast.builder.passes.match.match_attention import match_attention
-from precast.builder.passes.match.match_causal_conv import match_causal_conv
-from precast.builder.passes.match.match_latent_attention import match_latent_attention
-from precast.builder.passes.match.match_routers import match_routers
+from precast.builder.passes.match.attention import match_attention
+from precast.builder.passes.match.causal_conv import match_causal_conv
+from precast.builder.passes.match.latent_attention import match_latent_attention
 from precast.builder.passes.match.norms import fuse_residual_norm, match_norms
 from precast.builder.passes.match.params import fold_param_views, fuse_projections
 from precast.builder.passes.match.pointwise import fuse_gated_activation, match_activations, match_embedding
 from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
 from precast.builder.passes.match.rotary_tables import match_complex_rotary, match_rotary_tables
+from precast.builder.passes.match.routers import match_routers
 from precast.builder.passes.match.spelling import cancel_transposes, normalise_spelling
 from precast.builder.passes.normalise.arithmetic import normalise_arithmetic, normalise_linear
 from precast.builder.passes.normalise.canonical import merge_duplicates, order_nodes
 from precast.builder.passes.normalise.fold_constants import fold_constants
-from precast.builder.passes.normalise.match_positions import match_positions
+from precast.builder.passes.normalise.positions import match_positions
 from precast.builder.passes.normalise.views import normalise_views, remove_noops
 from precast.builder.passes.normalise.writes import assemble_copies, remove_self_copies, remove_writes
 from precast.builder.passes.plan.gather_logits import gather_logits
@@ -107,7 +107,8 @@ def run(
     eliminate_dead_code(graph, ctx)
     for each in todo:
         missing = set(each.requires) - {record.name for record in history}
-        assert not missing, f"{each.name} runs before {missing}"
+        needed = ", ".join(sorted(missing))
+        assert not missing, f"{each.name} requires {needed}: move it after them in PASSES, or correct `requires`"
         _check(each.before, graph, f"before {each.name}")
         counts, content = op_counts(graph), (_content(graph), ctx.caches)
         changed = each.run(graph, ctx)
@@ -116,8 +117,8 @@ def run(
         new = op_counts(graph)
         delta = {op: new[op] - counts[op] for op in sorted(new | counts) if new[op] != counts[op]}
         differs = (_content(graph), ctx.caches) != content
-        assert changed or not differs, f"{each.name} changed the graph and said that it didn't: {delta}"
-        assert differs or not changed, f"{each.name} said that it changed the graph, and didn't"
+        assert changed or not differs, f"{each.name} returned False and changed the graph: return True where it edits"
+        assert differs or not changed, f"{each.name} returned True and changed nothing: return True only where it edits"
         _check(each.after, graph, f"after {each.name}")
         if dump is not None:
             _write_dump(dump / f"{len(history):02d}_{each.name}.txt", graph)
@@ -130,7 +131,8 @@ def run(
 def _check(invariants: tuple[Invariant, ...], graph: FxGraph, when: str) -> None:
     for invariant in invariants:
         found = invariant(graph)
-        assert not found, f"{when}: {invariant.__doc__} But there is {', '.join(sorted(found))}"
+        cure = "rewrite these in an earlier pass, or move the pass after the one that does, or correct its decorator"
+        assert not found, f"{when}: {invariant.__doc__} But there is {', '.join(sorted(found))}: {cure}"
 
 
 def _write_dump(file: Path, graph: FxGraph) -> None:

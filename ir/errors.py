@@ -131,10 +131,10 @@ def shown(text: str, length: int = limits.MAX_SHOWN) -> str:
     return printable(cut).replace("\n", "\\n")
 
 
-def some(items: Sequence[str]) -> list[str]:
-    """The first of the items, as messages show them, and in place of the others how many they are."""
-    more = len(items) - limits.MAX_LISTED
-    return [*map(shown, items[: limits.MAX_LISTED]), *([f"and {more} more"] if more > 0 else [])]
+def some(items: Sequence[str], most: int = limits.MAX_LISTED) -> list[str]:
+    """The first `most` of the items, as messages show them, and in place of the others how many they are."""
+    more = len(items) - most
+    return [*map(shown, items[:most]), *([f"and {more} more"] if more > 0 else [])]
 
 
 def is_failure(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ from precast.loader.placement import bind_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.runner import Runner
-from precast.loader.sizing import Limits
+from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size
 from precast.loader.weights.stream import load_weights
@@ -47,7 +47,7 @@ def load(
     allow_config_mismatch: bool = False,
     timeline: Timeline | None = None,
 ) -> Engine:
-    """The engine of a bundle on `device`, with the weights of a checkpoint directory.
+    """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
 
     `device`: "cpu", "cuda", "cuda:1"; None: the GPU if there is one. At most `max_num_seqs` sequences run at once, and
     a step computes at most `max_num_tokens` tokens. `cache_bytes` for keys, values and states; None: as many as
@@ -71,7 +71,7 @@ def load(
             opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
             graph = bind_world(opened.graph, placement)
             graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-            limits = Limits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
+            limits = EngineLimits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
             sizing.check_limits(graph, limits)
             BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
             check_tokenizer(opened.files("tokenizer"))

@@ -22,8 +22,8 @@ from precast.kernels import step_memory
 from precast.kernels.registry import target_of
 from precast.loader.device import Device
 from precast.loader.run.batch import BatchInputs
+from precast.loader.run.draws import DTYPES
 from precast.loader.run.places import Capacities, places_bytes
-from precast.loader.run.sampling import DTYPES
 
 CUDA_FRACTION = 0.9
 """Of the GPU memory that is free after weights and activations; the rest is for the allocator's fragments."""
@@ -36,7 +36,7 @@ CUDA_RESERVE = 128 << 20
 code of kernels; and where `torch_device.cut_blocks_to_size` changes nothing, what blocks are larger than tensors."""
 
 
-class Limits(NamedTuple):
+class EngineLimits(NamedTuple):
     """What an engine takes: sequences at once, tokens of a step, tokens of a sequence; bytes of its cache, or None."""
 
     max_num_seqs: int
@@ -70,7 +70,7 @@ class ArenaSize(NamedTuple):
         return apart | {"bytes_reserved": self.reserve} | cache
 
 
-def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> ArenaSize:
+def size_arena(graph: Graph, limits: EngineLimits, device: Device, *, free: int) -> ArenaSize:
     """The arena of a graph with slabs, on a device with `free` bytes left by the weights.
 
     With `limits.cache_bytes`, what slabs fit into them. Without: on a GPU what is free, but no more than the longest
@@ -107,7 +107,7 @@ def size_arena(graph: Graph, limits: Limits, device: Device, *, free: int) -> Ar
     return size
 
 
-def capacities(graph: Graph, limits: Limits, num_slabs: int) -> Capacities:
+def capacities(graph: Graph, limits: EngineLimits, num_slabs: int) -> Capacities:
     """The arrays of a step, the graph's inputs and how tokens are drawn, and how long each can become."""
     num_seqs, num_pages = min(limits.max_num_seqs, limits.max_num_tokens), _list_lengths(graph, limits, num_slabs)
     arrays = BatchInputs(graph).capacities(num_seqs=num_seqs, num_tokens=limits.max_num_tokens, num_pages=num_pages)
@@ -115,7 +115,7 @@ def capacities(graph: Graph, limits: Limits, num_slabs: int) -> Capacities:
     return {**arrays, **draws}
 
 
-def _list_lengths(graph: Graph, limits: Limits, num_slabs: int) -> dict[str, int]:
+def _list_lengths(graph: Graph, limits: EngineLimits, num_slabs: int) -> dict[str, int]:
     """By group, the pages that the list of one sequence has at most."""
     pages = {pool.name: num_slabs * pool.pages_per_slab for pool in caches.with_slabs(graph.caches).pools}
     return {
@@ -124,7 +124,7 @@ def _list_lengths(graph: Graph, limits: Limits, num_slabs: int) -> dict[str, int
     }
 
 
-def step_bytes(graph: Graph, limits: Limits, device: Device) -> Callable[[int], int]:
+def step_bytes(graph: Graph, limits: EngineLimits, device: Device) -> Callable[[int], int]:
     """Bytes of activations that a step holds at most, for a cache of so many slabs; see `kernels.step_memory`."""
     plan, (max_num_seqs, max_num_tokens, max_seq_len, _) = graph.caches, limits
     peak = step_memory.step_peak(graph, target_of(torch.device(device.name)))
@@ -155,7 +155,7 @@ def step_bytes(graph: Graph, limits: Limits, device: Device) -> Callable[[int], 
     return needed
 
 
-def check_limits(graph: Graph, limits: Limits) -> None:
+def check_limits(graph: Graph, limits: EngineLimits) -> None:
     """Raise RequestError for limits that no memory makes good: beyond what the graph takes, or too few bytes."""
     most = {symbol.name: symbol.max for symbol in graph.symbols}
     for name, symbol in (("max_num_seqs", "B"), ("max_num_tokens", "T")):
@@ -168,7 +168,7 @@ def check_limits(graph: Graph, limits: Limits) -> None:
         raise _too_small(plan, limits.cache_bytes // plan.slab_bytes, "")
 
 
-def _check_fits(size: ArenaSize, limits: Limits, device: Device) -> None:
+def _check_fits(size: ArenaSize, limits: EngineLimits, device: Device) -> None:
     """On a GPU a step's activations and the reserve count too; a CPU's are lent by the system as they come."""
     besides = size.activations + size.inputs + size.reserve if device.kind == "cuda" else 0
     if limits.cache_bytes is not None and limits.cache_bytes + besides > size.free:
@@ -176,7 +176,7 @@ def _check_fits(size: ArenaSize, limits: Limits, device: Device) -> None:
             "device-memory",
             f"cache_bytes is {limits.cache_bytes}, and {size.free} bytes are free on {device.name} after the weights, "
             f"of which {_apart(size)}",
-            fix="give fewer cache_bytes, lower max_num_tokens or max_num_seqs, or free memory on the device",
+            fix="lower cache_bytes, max_num_tokens or max_num_seqs, or free memory on the device",
         )
 
 
@@ -191,6 +191,6 @@ def _too_small(plan: CachePlan, num_slabs: int, held: str) -> RequestError:
         "cache-too-small",
         f"the cache has {num_slabs} slabs of {plan.slab_bytes} bytes, and the shortest sequence needs "
         f"{len(plan.pools)}, one for each pool (a page takes {sizes}){held}",
-        fix=f"give at least {len(plan.pools) * plan.slab_bytes} cache_bytes, lower max_num_tokens or max_num_seqs, or "
-        "free memory",
+        fix=f"give cache_bytes of at least {len(plan.pools) * plan.slab_bytes}, lower max_num_tokens or max_num_seqs, "
+        "or free memory",
     )

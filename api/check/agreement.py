@@ -20,12 +20,12 @@ from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.tables import PageTables
-from precast.loader.engine.sampling import SamplingParams
+from precast.loader.engine.params import SamplingParams
 from precast.loader.load import constant_tensors, load
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
 from precast.loader.schedule.requests import Chunk, Request, Step
-from precast.loader.sizing import Limits
+from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
@@ -106,7 +106,7 @@ def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) 
         tables.grow(request.table, len(ids))
         return Chunk(request, len(ids), "all")
 
-    limits = Limits(len(prompts), sum(map(len, prompts)), longest)
+    limits = EngineLimits(len(prompts), sum(map(len, prompts)), longest)
     ticket = Runner(program, graph, memory, device, limits).launch(Step([], [chunk_of(ids) for ids in prompts]))
     return list(ticket.logits.float().split([len(ids) for ids in prompts]))
 

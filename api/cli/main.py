@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from precast import __version__
+from precast.cli.spelling import as_typed
 from precast.ir.errors import BuildError, PrecastError, RequestError, TargetError, printable
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
     from precast.loader.engine.engine import Engine
+    from precast.loader.engine.params import SamplingParams
     from precast.loader.engine.results import Event, Output
-    from precast.loader.engine.sampling import SamplingParams
 
 # What can't be read is an error of Precast's own, with a code, not one of usage.
 PATH = click.Path(path_type=Path, readable=False)
@@ -42,11 +43,15 @@ class _Verb(click.Command):
         try:
             return super().invoke(ctx)
         except PrecastError as error:
+            options = ctx.command.params
+            error.message = as_typed(error.message, options)
+            error.fix = None if error.fix is None else as_typed(error.fix, options)
             if ctx.params["as_json"]:
                 fields = {"code": error.code, "message": error.message, "where": error.where, "fix": error.fix}
                 click.echo(json.dumps({"error": fields}))
             click.echo(printable(f"error: {error}"), err=True)
-            ctx.exit(error.exit_code)
+            is_usage = error.code == "cache-too-small" and ctx.params.get("cache_bytes") is not None
+            ctx.exit(2 if is_usage else error.exit_code)
         except KeyboardInterrupt:
             click.echo("\ninterrupted", err=True)  # after the terminal's ^C
             ctx.exit(130)
@@ -98,7 +103,9 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """Build the bundle of SOURCE: a model directory, a config.json, or a hub id. Needs no GPU and no weights."""
     from precast.cli.progress import BUILD_STAGES, stages
     from precast.cli.show import summary
+    from precast.ir.artifact import check_output
 
+    check_output(out)  # before torch is imported; the build checks it again
     with stages(BUILD_STAGES, "building") as progress:
         bundle = _build(source, out, progress=progress, **options)
     _report(summary(bundle), as_json)
@@ -134,7 +141,7 @@ def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> N
 
 @main.command()
 @BUNDLE
-@click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files.")
+@click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files, or one file.")
 @AS_JSON
 def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
     """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint."""
@@ -150,7 +157,7 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
 
         files = CheckpointFiles.open(weights)
         config_facts.check(opened.manifest.config, weights)
-        recipes.check(opened.graph, opened.manifest.checkpoint, files)
+        recipes.check(opened.graph, opened.manifest.checkpoint, files, most=None)
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
     _report(Report(fields, "\n".join(lines)), as_json)
@@ -184,17 +191,21 @@ def digest(bundle: Path, as_json: bool) -> None:
 
 @main.command()
 @BUNDLE
-@click.option("--weights", required=True, type=PATH, help="Checkpoint directory with safetensors files.")
+@click.option("--weights", required=True, type=PATH, help="Checkpoint directory with safetensors files, or one file.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to go on from; may be repeated.")
 @click.option("--token-ids", multiple=True, metavar="IDS", help="Token ids in place of text: 1,15,27.")
 @click.option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="The longest answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-k", type=int, metavar="K", help="Draw from the K likeliest tokens.")
-@click.option("--top-p", type=float, metavar="P", default=1.0, help="Draw from the likeliest that reach P together.")
+@click.option("--top-k", type=int, metavar="K", help="Draw from the K likeliest tokens, with a temperature above 0.")
 @click.option(
-    "--min-p", type=float, metavar="P", default=0.0, help="Draw from those P times as likely as the likeliest."
-)
+    "--top-p", type=float, metavar="P", default=1.0,
+    help="Draw from the likeliest that reach P together, with a temperature above 0.",
+)  # fmt: skip
+@click.option(
+    "--min-p", type=float, metavar="P", default=0.0,
+    help="Draw from those P times as likely as the likeliest, with a temperature above 0.",
+)  # fmt: skip
 @click.option("--seed", type=int, help="Equal seeds give equal answers.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends the answer; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
@@ -223,8 +234,8 @@ def run(
         timeline = AnnouncedTimeline(progress)
         with timeline.phase("import"):
             from precast.ir.artifact import Bundle
+            from precast.loader.engine.params import SamplingParams
             from precast.loader.engine.prompts import check_prompts
-            from precast.loader.engine.sampling import SamplingParams
             from precast.loader.engine.tokenizer import Tokenizer
 
             params = SamplingParams(**sampling)

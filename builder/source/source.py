@@ -133,10 +133,10 @@ def _download(name: str, allow_code: bool) -> Path:
         if isinstance(error, HFValidationError):
             found, fix = "its form is not that of a model's name on the hub", f"name {_NAMES}"
         elif isinstance(error, HfHubHTTPError):
-            found = f"the hub, which was asked, doesn't give such a model: {reason(error)}"
+            found = f"the hub, which was asked, doesn't give such a model ({type(error).__name__})"
             fix = f"name {_NAMES}; where a model asks for a login, log in with `hf auth login`"
         else:
-            found = f"the hub, which was to be asked, can't be reached: {reason(error)}"
+            found = f"the hub, which was to be asked, can't be reached ({type(error).__name__})"
             fix = "name a directory with a config.json; or, if it is a model's name on the hub, connect to the network"
         raise BuildError("config-missing", f"{name} is no directory here, and {found}", fix=fix) from error
     if not (folder / "config.json").is_file():

@@ -40,7 +40,7 @@ def recite(path: Path, opening: str) -> str:
     """Load the bundle with the model's weights, print how the text goes on from its opening, and return all of it."""
     timeline = Timeline()
     with timeline.phase("import"):
-        from precast.loader.engine.sampling import SamplingParams
+        from precast.loader.engine.params import SamplingParams
         from precast.loader.load import load
 
     with load(path, weights=HERE / "model", device="cpu", timeline=timeline) as engine:

@@ -36,10 +36,10 @@ class ShapeError(Exception):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Whether an op looks from one token to another, where a dimension of its arguments counts tokens.
+    """Along which dimensions an op combines elements; none of them may count tokens unless it is told whose they are.
 
-    - `each`: never; elements are computed by themselves, or dimensions are moved as a whole;
-    - `sequences`: it does, and is told which tokens are whose, or which are meant;
+    - `each`: none; elements are computed by themselves, or dimensions are moved as a whole;
+    - `sequences`: across tokens, and it is told which tokens are whose, or which are meant;
     - `over`: along the dimensions that `dim` names, of its first argument; without a number, along all;
     - `last`: along the last dimension of the argument `arg`;
     - `cuts`: as `over`, unless it takes the whole dimension;

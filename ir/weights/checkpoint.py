@@ -87,7 +87,8 @@ def _nothing(root: Path) -> WeightsError:
         return WeightsError("checkpoint-format", message, where=str(root), fix=_CONVERT)
     held = ", ".join(map(shown, names[:5])) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
     message = f"expected {SINGLE} or {INDEX} and its shards, found {held}"
-    return WeightsError("checkpoint-missing", message, where=str(root), fix="pass the checkpoint's directory")
+    fix = f"download {SINGLE} into it, or pass the directory that has it"
+    return WeightsError("checkpoint-missing", message, where=str(root), fix=fix)
 
 
 def _indexed(root: Path) -> dict[str, StoredTensor]:

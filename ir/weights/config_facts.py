@@ -82,7 +82,7 @@ def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str]) -> None
         "\n".join([f"{count} from the config that the bundle was built from", *lines]),
         where=str(_directory(checkpoint) / CONFIG),
         fix=f"{build} a bundle from this config; or, to serve these weights with the bundle's numbers, load with "
-        "allow_config_mismatch=True, run with --allow-config-mismatch",
+        "allow_config_mismatch=True",
     )
 
 

@@ -294,8 +294,11 @@ def _sorted(found: list[Problem]) -> list[Problem]:
     return sorted(dict.fromkeys(found), key=lambda problem: list(_TITLES).index(problem.kind))
 
 
-def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> None:
-    """Raise WeightsError (`weights-mismatch`) unless there are no problems: of each kind the first, and how many."""
+def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, most: int | None = 8) -> None:
+    """Raise WeightsError (`weights-mismatch`) unless there are no problems.
+
+    It lists the first `most` of each kind and says how many there are; None: all.
+    """
     found = problems(graph, rules, files)
     if not found:
         return
@@ -305,7 +308,10 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> Non
         if listed:
             count = f"{len(listed)}{' or more' if len(listed) >= limits.MAX_PROBLEMS else ''}"
             lines.append(f"  {count} {'tensor' if len(listed) == 1 else 'tensors'} {title}:")
-            lines += [f"    {line}" for line in some(listed)]
+            first = some(listed, len(listed) if most is None else most)
+            hint = " (precast verify BUNDLE --weights DIR lists all)" if len(first) > (most or len(listed)) else ""
+            lines += [f"    {line}" for line in first]
+            lines[-1] += hint
     fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"
     raise WeightsError("weights-mismatch", "\n".join(lines), where=str(files.path), fix=fix)
 

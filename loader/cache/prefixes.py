@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from precast.ir.memory import caches
-from precast.loader.cache.sequence import Sequence
+from precast.loader.cache.sequence import CachedSequence
 from precast.loader.cache.spans import PageCopy, Point, Span
 from precast.loader.cache.tables import PageTables, SequenceTable, forgets
 
@@ -86,9 +86,9 @@ class Prefixes:
 
     # --- going on after a prefix ---------------------------------------------------------------------------------
 
-    def match(self, sequence: Sequence) -> Match:
+    def match(self, sequence: CachedSequence) -> Match:
         """What the sequence, which has no pages, could go on from; it changes nothing."""
-        spans = self._chain(sequence) if sequence.shares else []
+        spans = self._chain(sequence) if sequence.reuses_prefixes else []
         known = len(spans) * self.span_tokens
         if self._forgetting or self._states:
             while spans and spans[-1].point is None:
@@ -103,7 +103,7 @@ class Prefixes:
                 table.pages[name].extend(pages)
         return Match(spans, len(spans) * self.span_tokens, known, table)
 
-    def start(self, sequence: Sequence, match: Match) -> None:
+    def start(self, sequence: CachedSequence, match: Match) -> None:
         """Let the sequence go on from what `match` has just found for it."""
         sequence.num_computed = sequence.num_reused = match.length
         sequence.num_registered = len(match.spans)
@@ -121,11 +121,11 @@ class Prefixes:
                 sequence.restores[name] = page
             self._points[match.spans[-1].digest] = self._points.pop(match.spans[-1].digest)
 
-    def restores(self, sequence: Sequence) -> list[PageCopy]:
+    def restores(self, sequence: CachedSequence) -> list[PageCopy]:
         """The states that the sequence goes on from, to be copied before its first chunk."""
         return [PageCopy(name, page, sequence.table.pages[name][0]) for name, page in sequence.restores.items()]
 
-    def restored(self, sequence: Sequence) -> None:
+    def restored(self, sequence: CachedSequence) -> None:
         """The sequence's first chunk is computed: the states that it went on from may be dropped."""
         for name, page in sequence.restores.items():
             self._free_state(name, page)
@@ -133,14 +133,14 @@ class Prefixes:
 
     # --- what sequences leave ------------------------------------------------------------------------------------
 
-    def register(self, sequence: Sequence) -> None:
+    def register(self, sequence: CachedSequence) -> None:
         """Make known what the sequence has computed, while it has its pages. A point is made at its last whole span.
 
         Where the sequence left what was known, and its pages still show it, there is a point too; and where all of its
         tokens are whole spans, one span before, for who begins with the same ones and has to compute the last.
         """
         # With states to restore nothing is computed yet, and its states are not its own.
-        if sequence.restores or not sequence.shares or not self._reuses or self._is_withdrawn(sequence):
+        if sequence.restores or not sequence.reuses_prefixes or not self._reuses or self._is_withdrawn(sequence):
             return
         count = sequence.num_computed // self.span_tokens
         digests = self._digests(sequence, count)
@@ -154,14 +154,14 @@ class Prefixes:
             for end in {count, same, min(sequence.shared_length // self.span_tokens, count)} - {0}:
                 self._make_point(digests[end - 1], end * self.span_tokens, sequence)
 
-    def prove(self, sequence: Sequence) -> None:
+    def prove(self, sequence: CachedSequence) -> None:
         """A token was drawn from all that the sequence stands on: it stays known if others fail that go on from it."""
         sequence.is_proven = True
         proven: list[Span | Point] = [*sequence.spans, *sequence.points]
         for each in proven:
             each.is_proven = True
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: CachedSequence) -> None:
         """The sequence gives up its pages: its spans may be dropped, the last ones first."""
         self.restored(sequence)
         sequence.is_proven = False
@@ -181,14 +181,14 @@ class Prefixes:
         while len(self._unused) > MAX_SPANS:
             self.drop_one()
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def withdraw(self, sequence: CachedSequence) -> None:
         """Forget what the sequence computed, as its logits are NaN: nobody goes on from there again.
 
         What others computed goes too where no token was drawn from it yet, since the NaN may stand there; else it
         stays, without the points that the sequence made in it. Spans that continue those forgotten go with them.
         Sequences that stand on them now go on, and leave nothing.
         """
-        sequence.shares = False
+        sequence.reuses_prefixes = False
         for span in [span for span in self._points.values() if span.point in sequence.points]:
             self._drop_point(span)
         num_reused = sequence.num_reused // self.span_tokens
@@ -213,7 +213,7 @@ class Prefixes:
             else:
                 self._drop(span)
 
-    def _is_withdrawn(self, sequence: Sequence) -> bool:
+    def _is_withdrawn(self, sequence: CachedSequence) -> bool:
         """Whether a span that the sequence stands on was withdrawn: then so was the last one."""
         return bool(sequence.spans) and self._known.get(sequence.spans[-1].digest) is not sequence.spans[-1]
 
@@ -284,7 +284,7 @@ class Prefixes:
 
     # --- spans ---------------------------------------------------------------------------------------------------
 
-    def _chain(self, sequence: Sequence) -> list[Span]:
+    def _chain(self, sequence: CachedSequence) -> list[Span]:
         """The known spans that the sequence begins with, leaving one token to compute."""
         found: list[Span] = []
         most = (len(sequence.token_ids) - 1) // self.span_tokens
@@ -297,7 +297,7 @@ class Prefixes:
             found.append(span)
         return found
 
-    def _digests(self, sequence: Sequence, count: int) -> list[bytes]:
+    def _digests(self, sequence: CachedSequence, count: int) -> list[bytes]:
         """The digests of at least the first `count` spans, which have all their tokens."""
         made = sequence.digests
         while len(made) < count:
@@ -307,7 +307,7 @@ class Prefixes:
             made.append(hashlib.blake2b(before + tokens, digest_size=32).digest())
         return made
 
-    def _publish(self, span: Span | None, index: int, sequence: Sequence) -> None:
+    def _publish(self, span: Span | None, index: int, sequence: CachedSequence) -> None:
         """Make a span known that the sequence has computed.
 
         If it is known, and no point led there, the sequence's own pages are kept in place of the known ones: so its
@@ -323,7 +323,7 @@ class Prefixes:
         span.pages, span.is_proven = pages, sequence.is_proven
         self._use(span, sequence)
 
-    def _pages_of(self, index: int, sequence: Sequence) -> dict[str, array[int]]:
+    def _pages_of(self, index: int, sequence: CachedSequence) -> dict[str, array[int]]:
         """The sequence's pages of a span, with one holder more."""
         pages = {}
         for group in self._full:
@@ -332,7 +332,7 @@ class Prefixes:
             self._tables.pool_of[group.name].retain(pages[group.name])
         return pages
 
-    def _use(self, span: Span, sequence: Sequence) -> None:
+    def _use(self, span: Span, sequence: CachedSequence) -> None:
         if not span.num_users:
             del self._unused[span.digest]
             self._count(span.pages, -1)
@@ -341,7 +341,7 @@ class Prefixes:
 
     # --- points --------------------------------------------------------------------------------------------------
 
-    def _make_point(self, digest: bytes, length: int, sequence: Sequence) -> None:
+    def _make_point(self, digest: bytes, length: int, sequence: CachedSequence) -> None:
         """A point after the first `length` tokens, if the sequence's pages and states show it."""
         span, table = self._known.get(digest), sequence.table
         if span is None or span.point is not None or (self._states and length != sequence.num_computed):
@@ -365,7 +365,7 @@ class Prefixes:
         sequence.points.append(point)
         self._points[digest] = span
 
-    def _save_states(self, point: Point, span: Span, sequence: Sequence) -> bool:
+    def _save_states(self, point: Point, span: Span, sequence: CachedSequence) -> bool:
         """Take pages for copies of the sequence's states. Older spans give way to them, running sequences don't."""
         wanted = {group.name: 1 for group in self._states}
         while not self._tables.can_take(wanted):

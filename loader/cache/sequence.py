@@ -8,13 +8,13 @@ from precast.loader.cache.spans import Point, Span
 from precast.loader.cache.tables import SequenceTable
 
 
-class Sequence:
+class CachedSequence:
     """Tokens that are known, and what the caches hold of them.
 
     `num_pending` tokens at the end of `token_ids` are not computed yet. `prefill_length` is the length that the tokens
     had when their computation began, or began anew because of their length; a sequence that is computed again because
-    its pages were taken keeps it. Its `table` is empty while it waits. One that doesn't `share` goes on from nothing
-    that others left, and leaves nothing.
+    its pages were taken keeps it. Its `table` is empty while it waits. `reuses_prefixes` False: it starts from its
+    first token whatever others left, and leaves nothing.
     """
 
     def __init__(self, token_ids: array[int]) -> None:
@@ -22,7 +22,7 @@ class Sequence:
         self.token_ids = token_ids
         self.num_pending = self.prefill_length = len(token_ids)
         self.num_reused = 0  # computed tokens that another sequence computed
-        self.shares = True
+        self.reuses_prefixes = True
         self.table = SequenceTable(())
         # Of its prefix, kept by `Prefixes`: the digests of its first spans, the spans that it keeps from being dropped,
         # the points that fall if its logits turn out to be NaN, whether a token was drawn since it started, how many

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container
 
+from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import Event, Failure, FinishReason, Output
-from precast.loader.engine.sampling import SamplingParams
 from precast.loader.engine.tokenizer import AnswerText
-from precast.loader.run.sampling import Draw
+from precast.loader.run.draws import Draw
 from precast.loader.schedule.requests import NO_TOKEN, Request
 
 NOT_FINITE = Failure(

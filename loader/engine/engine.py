@@ -24,12 +24,13 @@ from precast.loader.cache.rotation import Rotations
 from precast.loader.cache.tables import PageTables
 from precast.loader.engine.answers import Answer
 from precast.loader.engine.metrics import prometheus_text
+from precast.loader.engine.params import MAX_INT64, SamplingParams, params_of
+from precast.loader.engine.prompt_logits import prompt_logits
 from precast.loader.engine.prompts import Prompt, check_params, check_prompt, prompts_of, token_ids_of, too_long
 from precast.loader.engine.results import EngineStats, Event, Output
-from precast.loader.engine.sampling import MAX_INT64, SamplingParams, params_of
 from precast.loader.engine.tokenizer import AnswerText, Tokenizer
 from precast.loader.run.runner import Runner
-from precast.loader.schedule.requests import Chunk, Request, Step
+from precast.loader.schedule.requests import Request
 from precast.loader.schedule.scheduler import Scheduler
 from precast.loader.timeline import Timeline
 
@@ -150,35 +151,7 @@ class Engine:
         ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
         if len(ids) > self._model.max_seq_len:
             raise too_long(len(ids), self._model, "")
-        found = f"the prompt's {len(ids)} tokens don't fit the cache: {self._tables.arithmetic(len(ids))}"
-        if not self._tables.can_hold(len(ids), 1):
-            raise RequestError("prompt-too-large-for-cache", found, fix="load with more cache_bytes")
-        request = Request(0, ids, len(ids) + 1)
-        table = request.table = self._tables.new_table()
-        most = self._tables.step_for(
-            len(ids), min(self._runner.limits.max_num_seqs, self._runner.limits.max_num_tokens)
-        )
-        result = torch.empty(0)
-        try:
-            while request.num_pending:
-                start, length = request.num_computed, min(request.num_pending, most)
-                while not self._scheduler.make_room(table, start + length):
-                    if length == 1:
-                        found += f", {self._tables.arena.num_free} free"
-                        raise RequestError("cache-too-small", found, fix="let the running requests end first")
-                    length //= 2
-                # States that the next step would save first: others write to their pages now.
-                self._runner.copy_pages(self._prefixes.take_saves())
-                self._prefixes.saved()
-                rows = self._runner.launch(Step([], [Chunk(request, length, "all")])).logits
-                if start == 0:
-                    result = torch.empty(len(ids), rows.shape[-1], dtype=torch.float32, device=rows.device)
-                result[start : start + length] = rows
-                request.num_pending -= length
-                self._tables.evict(table, request.num_computed)
-        finally:
-            self._tables.release(table)
-        return result
+        return prompt_logits(ids, self._runner, self._scheduler, self._tables, self._prefixes)
 
     # --- requests of a server ----------------------------------------------------------------------------------
 
@@ -312,7 +285,7 @@ class Engine:
         answers = [self._answers[request.id] for request in step.sampled]
         with ExitStack() as on_error:
             on_error.callback(self._scheduler.abandon, step)
-            ticket = self._runner.launch(step, self._scheduler.rows, [answer.draw() for answer in answers])
+            ticket = self._runner.launch(step, self._scheduler.decoding, [answer.draw() for answer in answers])
             drawn = self._runner.collect(ticket)
             on_error.pop_all()
         self._counts.update(steps=1, eager_steps=1, tokens_sampled=len(answers))

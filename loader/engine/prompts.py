@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from precast.ir.errors import RequestError
 from precast.ir.manifest import ModelInfo
-from precast.loader.engine.sampling import SamplingParams, params_of
+from precast.loader.engine.params import SamplingParams, params_of
 from precast.loader.engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]

@@ -15,8 +15,8 @@ from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Dtype, Graph, Group
 from precast.ir.memory import caches
 from precast.ir.memory.step_inputs import STEP_INPUTS, group_inputs
+from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Chunk
-from precast.loader.schedule.rows import DecodeRows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -61,7 +61,7 @@ class BatchInputs:
         self.dimensions = {name: dimensions for name, (_, dimensions) in self._kinds.items()}
         self._bounds = {"cu_seqlens", *(group.inputs.page_indptr for group in self._groups)}
 
-    def arrays(self, chunks: Sequence[Chunk], rows: DecodeRows | None = None) -> Arrays:
+    def arrays(self, chunks: Sequence[Chunk], rows: DecodeBatch | None = None) -> Arrays:
         """The host arrays of a step over the `rows` that decode and `chunks`, flat, by input name.
 
         `logit_rows` has at least one entry: where nothing wants logits it is row 0, to be ignored. The arrays hold
@@ -77,7 +77,7 @@ class BatchInputs:
             made["logit_rows"] = np.zeros(1, np.int64)
         return {name: made[name] for name in self._kinds}
 
-    def _decode_arrays(self, rows: DecodeRows) -> Arrays:
+    def _decode_arrays(self, rows: DecodeBatch) -> Arrays:
         token_ids, positions, bounds = rows.tokens()
         ends = positions + 1
         made: Arrays = {

@@ -3,7 +3,7 @@
 `launch` begins a step and `collect` gives its tokens. For now one follows the other; nothing here relies on it but
 that the inputs of a step are overwritten by the next.
 
-A step draws one token a row of logits. That is assumed in `Runner._draw`, `DecodeRows.advance`, `Scheduler.complete`
+A step draws one token a row of logits. That is assumed in `Runner._draw`, `DecodeBatch.advance`, `Scheduler.complete`
 and `Answer.take`, and nowhere else.
 """
 
@@ -23,11 +23,11 @@ from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
 from precast.loader.device import Device
 from precast.loader.run.batch import BatchInputs
+from precast.loader.run.draws import Draw, draw_arrays
 from precast.loader.run.places import Places
-from precast.loader.run.sampling import Draw, draw_arrays
+from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Step
-from precast.loader.schedule.rows import DecodeRows
-from precast.loader.sizing import Limits
+from precast.loader.sizing import EngineLimits
 
 Program = Callable[..., dict[str, torch.Tensor]]
 
@@ -48,7 +48,9 @@ class Runner:
     `graph` and `memory` are those that the program is bound to. No step goes beyond `limits`.
     """
 
-    def __init__(self, program: Program, graph: Graph, memory: CacheMemory, device: Device, limits: Limits) -> None:
+    def __init__(
+        self, program: Program, graph: Graph, memory: CacheMemory, device: Device, limits: EngineLimits
+    ) -> None:
         """Raises what `BatchInputs` raises for the graph."""
         self.graph = graph
         self.device = device
@@ -59,16 +61,16 @@ class Runner:
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         self._opened: tuple[Program, CacheMemory, Places] | None = (program, memory, places)
 
-    def launch(self, step: Step, rows: DecodeRows | None = None, draws: Sequence[Draw] = ()) -> Ticket:
+    def launch(self, step: Step, decoding: DecodeBatch | None = None, draws: Sequence[Draw] = ()) -> Ticket:
         """Begin a step: copy its pages, fill its inputs, run the program, draw.
 
-        `rows` are those of `step.decodes`. `draws`: how the token of each row of logits is drawn, in their order, for
-        all rows or, where only logits are wanted, for none.
+        `decoding` has those of `step.decodes`. `draws`: how the token of each row of logits is drawn, in their order,
+        for all rows or, where only logits are wanted, for none.
 
         Raises RequestError after `close`, and what the program raises.
         """
         program, _, places = self.opened()
-        arrays = self._inputs.arrays(step.chunks, rows)
+        arrays = self._inputs.arrays(step.chunks, decoding)
         drawing = draw_arrays(draws)
         with self.device.use(), torch.inference_mode():
             self.copy_pages([*step.saves, *step.restores])

@@ -6,19 +6,19 @@ import dataclasses
 from array import array
 from typing import Literal
 
-from precast.loader.cache.sequence import Sequence
+from precast.loader.cache.sequence import CachedSequence
 from precast.loader.cache.spans import PageCopy
 
 NO_TOKEN = -1
 """In the place of a drawn token: the row's logits were not finite, and its request has failed."""
 
 
-class Request(Sequence):
+class Request(CachedSequence):
     """A sequence that somebody waits for.
 
     `max_length` counts prompt and answer. The last token of an answer is never computed, so it needs no place in the
-    cache. `row` is its place among those that decode, -1 elsewhere. One that doesn't `share` runs alone, so that what
-    fits the empty cache is sure to fit.
+    cache. `decode_index` is its place in the `DecodeBatch`, -1 while it is not in it. One that `runs_alone` has the
+    cache to itself, so that what fits the empty cache is sure to fit.
     """
 
     def __init__(self, request_id: int, prompt: array[int], max_length: int, priority: int = 0) -> None:
@@ -30,7 +30,18 @@ class Request(Sequence):
         self.arrival = 0  # set by the scheduler
         self.prompt_length = len(prompt)
         self.max_length = max_length
-        self.row = -1
+        self.decode_index = -1
+        self.runs_alone = False
+
+    def run_alone(self) -> None:
+        """From its next start on: beside no other, and without what others left."""
+        self.runs_alone = True
+        self.reuses_prefixes = False
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it has one token a step."""
+        return self.decode_index >= 0
 
     @property
     def num_generated(self) -> int:

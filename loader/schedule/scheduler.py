@@ -22,8 +22,8 @@ from operator import attrgetter
 from precast.ir.errors import RequestError
 from precast.loader.cache.prefixes import Match, Prefixes
 from precast.loader.cache.tables import PageTables, SequenceTable
+from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import NO_TOKEN, Chunk, Request, Step
-from precast.loader.schedule.rows import DecodeRows
 
 GROWTH_TOKENS = 32
 """Tokens by which each sequence that runs should be able to grow when another is admitted; a page, if that is less."""
@@ -49,7 +49,7 @@ class Scheduler:
 
         `prefixes` of the same tables; None: nothing is reused.
         """
-        self.rows = DecodeRows(tables.plan, max_num_seqs)
+        self.decoding = DecodeBatch(tables.plan, max_num_seqs)
         self.num_preemptions = 0
         self.num_tokens_reused = 0
         self._tables = tables
@@ -59,7 +59,7 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self._arrivals = itertools.count(1)
         self._waiting: list[Request] = []  # in the order of their ranks
-        self._prefilling: dict[int, Request] = {}  # running, with more than one token to compute
+        self._chunked: dict[int, Request] = {}  # running, computed in chunks: prompts, and what restarts
         self._steps_to_wait = 0  # before the first in the queue is looked at again
         self._is_short = False  # of pages, in this step: one that runs was preempted as another grew
 
@@ -69,7 +69,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._prefilling) + len(self.rows)
+        return len(self._chunked) + len(self.decoding)
 
     def check(self, prompt_length: int, max_length: int) -> None:
         """Raise RequestError for a request that the empty cache can't hold, however small its chunks are."""
@@ -79,7 +79,7 @@ class Scheduler:
                 "prompt-too-large-for-cache",
                 f"a prompt of {prompt_length} tokens and an answer of up to {max_length - prompt_length} are "
                 f"{num_tokens} tokens to cache (the last is never cached): {self._tables.arithmetic(num_tokens)}",
-                fix="lower max_tokens, shorten the prompt, or load with more cache_bytes",
+                fix="lower max_tokens, shorten the prompt, or load with larger cache_bytes",
             )
 
     def submit(self, request: Request) -> None:
@@ -91,7 +91,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended or is cancelled, and give back its pages; its prefix stays known."""
-        if request.row >= 0 or request.id in self._prefilling:
+        if request.is_decoding or request.id in self._chunked:
             self._stop(request)
             return
         index = bisect_left(self._waiting, request.rank, key=_rank_of)
@@ -106,19 +106,19 @@ class Scheduler:
         """The next step; empty only when nothing waits or runs. Takes pages and admits, but computes nothing."""
         self._steps_to_wait = max(0, self._steps_to_wait - 1)
         self._is_short = False
-        self._grow_rows()
+        self._grow_decoding()
         chunks: list[Chunk] = []
-        for request in sorted(self._prefilling.values(), key=_rank_of):
+        for request in sorted(self._chunked.values(), key=_rank_of):
             if not self._is_short:
                 self._admit_to(chunks, above=request.priority)
             # One that goes before it may have preempted it meanwhile.
             budget = self._budget(chunks)
-            if budget and request.id in self._prefilling and (length := self._chunk(request, budget)):
+            if budget and request.id in self._chunked and (length := self._chunk_length(request, budget)):
                 chunks.append(Chunk(request, length))
         if not self.num_running or not self._is_short:
             self._admit_to(chunks)
         restores = [copy for chunk in chunks for copy in self._prefixes.restores(chunk.request)]
-        return Step(list(self.rows.requests), chunks, self._prefixes.take_saves(), restores)
+        return Step(list(self.decoding.requests), chunks, self._prefixes.take_saves(), restores)
 
     def complete(self, step: Step, token_ids: Sequence[int]) -> None:
         """The step is computed; `token_ids` are what was drawn for `step.sampled`. Nothing changed since `schedule`.
@@ -133,11 +133,11 @@ class Scheduler:
             self._prefixes.withdraw(request)
         self._prefixes.saved()
         if count:
-            self.rows.advance(token_ids[:count])
+            self.decoding.advance(token_ids[:count])
             if self._restart_length is not None:
-                for request in self.rows.of_length(self._restart_length):
-                    self.rows.remove(request)
-                    self._prefilling[request.id] = request
+                for request in self.decoding.of_length(self._restart_length):
+                    self.decoding.remove(request)
+                    self._chunked[request.id] = request
                     self._restart(request)
         drawn = iter(token_ids[count:])
         for chunk in step.chunks:
@@ -170,64 +170,61 @@ class Scheduler:
         if len(request.token_ids) == self._restart_length:
             self._restart(request)
         else:
-            del self._prefilling[request.id]
-            self.rows.add(request)
+            del self._chunked[request.id]
+            self.decoding.add(request)
 
     def _restart(self, request: Request) -> None:
         """All tokens of a running request are to be computed anew, as those of a sequence of its present length."""
-        self._give_back(request)
+        self._release(request)
         request.prefill_length = len(request.token_ids)
         request.digests.clear()
 
     # --- pages ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, table: SequenceTable, length: int) -> bool:
-        """Let a table grow to `length` tokens, for which unused prefixes are given up; False: there is no room."""
-        if not self._reclaim(self._tables.missing(table, length)):
+    def grow_or_reclaim(self, table: SequenceTable, length: int) -> bool:
+        """Take the pages for `length` tokens; unused prefixes are given up for them. False: nothing is taken."""
+        if not self._drop_prefixes_for(self._tables.missing(table, length)):
             return False
         self._tables.grow(table, length)
         return True
 
-    def _grow_rows(self) -> None:
-        """Give each sequence that decodes a place for its token. Who finds none even so is preempted."""
-        rows = self.rows
-        rows.evict(self._tables)
-        short = rows.short()
+    def _grow_decoding(self) -> None:
+        """Take a page for each sequence that decodes and has no place for its token, preempting if none is left."""
+        decoding = self.decoding
+        decoding.evict(self._tables)
+        short = decoding.short()
         if not short:
             return
-        if self._reclaim({name: len(found) for name, found in short.items()}):
-            rows.grow(self._tables, short)
+        if self._drop_prefixes_for({name: len(found) for name, found in short.items()}):
+            decoding.grow(self._tables, short)
             return
-        lacking = {rows.requests[row].id: rows.requests[row] for found in short.values() for row in found.tolist()}
+        lacking = {i: decoding.requests[i] for found in short.values() for i in found.tolist()}
         for request in sorted(lacking.values(), key=_rank_of):
             # It may have been preempted for an older one, and be preempted itself.
-            while request.row >= 0:
-                if self.make_room(request.table, len(request.token_ids)):
-                    rows.refresh(request.row)
+            while request.is_decoding:
+                if self.grow_or_reclaim(request.table, len(request.token_ids)):
+                    decoding.refresh(request.decode_index)
                     break
-                self._make_way()
+                self._preempt_last()
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        """How many tokens of a running request are computed; room is made for one at least. 0: it has to wait."""
-        while not (length := self._fit(request, budget)):
+    def _chunk_length(self, request: Request, budget: int) -> int:
+        """Take pages for a running request's next chunk, preempting others if need be; its length, 0: it waits."""
+        while not (length := self._take_pages_for(request, budget)):
             if self._last() is request and self.num_running > 1:
                 return 0
-            self._make_way()
-            if request.id not in self._prefilling:
+            self._preempt_last()
+            if request.id not in self._chunked:
                 return 0
         return length
 
-    def _fit(self, request: Request, budget: int) -> int:
-        """How many tokens of a running request fit the budget and the cache, while no other gives up pages.
-
-        The pages are taken.
-        """
+    def _take_pages_for(self, request: Request, budget: int) -> int:
+        """Take pages for as many tokens as fit the budget and the cache, preempting nobody; how many. 0: none fits."""
         length = min(request.num_pending, budget)
-        if not request.shares:
+        if request.runs_alone:
             # Nothing is given up for it: with larger chunks its windows could keep slabs that it needs later.
             length = min(length, self._tables.step_for(request.max_length - 1, self._max_num_tokens))
         length = self._aligned(request, length)
-        while length and not self.make_room(request.table, request.num_computed + length):
+        while length and not self.grow_or_reclaim(request.table, request.num_computed + length):
             length //= 2
         return length
 
@@ -245,10 +242,10 @@ class Scheduler:
                 return end - start
         return length
 
-    def _reclaim(self, pages: Mapping[str, int], keep: Match | None = None) -> bool:
-        """Give up prefixes until so many pages by group can be had; False: all are given up, and it isn't enough.
+    def _drop_prefixes_for(self, pages: Mapping[str, int], keep: Match | None = None) -> bool:
+        """Drop unused prefixes until so many pages by group are free; False: all are dropped, and it isn't enough.
 
-        What `keep` needs is not given up.
+        What `keep` needs is not dropped.
         """
         while not self._tables.can_take(pages):
             if not self._prefixes.drop_one(keep):
@@ -259,13 +256,13 @@ class Scheduler:
 
     def _budget(self, chunks: Sequence[Chunk]) -> int:
         """Tokens that the step can still compute."""
-        return self._max_num_tokens - len(self.rows) - sum(chunk.length for chunk in chunks)
+        return self._max_num_tokens - len(self.decoding) - sum(chunk.length for chunk in chunks)
 
     def _admit_to(self, chunks: list[Chunk], *, above: int | None = None) -> None:
         """Admit who waits first, while there is room: all, or those of a priority `above`."""
         while self._waiting and (above is None or self._waiting[0].priority > above):
             # Where as many decode as a step has tokens, one of them may have to give up its place.
-            if not self._budget(chunks) and len(self.rows) < self._max_num_tokens:
+            if not self._budget(chunks) and len(self.decoding) < self._max_num_tokens:
                 break
             if not self._admit(self._waiting[0], chunks):
                 break
@@ -284,8 +281,8 @@ class Scheduler:
                 return False
             match = self._alone(request)
         self._prefixes.start(request, match)
-        self._prefilling[request.id] = request
-        length = self._fit(request, self._budget(chunks))
+        self._chunked[request.id] = request
+        length = self._take_pages_for(request, self._budget(chunks))
         assert length, f"request {request.id} doesn't fit the empty cache"
         self._waiting.remove(request)
         self.num_tokens_reused += request.num_reused
@@ -299,7 +296,7 @@ class Scheduler:
         """
         while others := self._running():
             lower = [other for other in others if other.priority < request.priority]
-            if not request.shares or not others[0].shares:  # one of them is to be alone
+            if request.runs_alone or others[0].runs_alone:
                 is_enough = len(lower) == len(others)
             else:
                 has_place = len(others) < min(self._max_num_seqs, self._max_num_tokens)
@@ -309,7 +306,7 @@ class Scheduler:
                 needed = self._needed(request, match, len(others))
                 # Asked before anything is given up: at best all that no sequence uses is.
                 freed = self._tables.by_pool(self._prefixes.reclaimable(match))
-                if has_place and self._tables.can_take(needed, freed) and self._reclaim(needed, match):
+                if has_place and self._tables.can_take(needed, freed) and self._drop_prefixes_for(needed, match):
                     return match
                 is_enough = bool(lower) and self._would_fit_without(request, match, lower)
             if not is_enough:
@@ -319,10 +316,10 @@ class Scheduler:
 
     def _alone(self, request: Request) -> Match:
         """What a request can start from where no other runs. Room is made for its first token."""
-        if not request.shares:
+        if request.runs_alone:
             self._prefixes.clear()
         match = self._match(request)
-        if not self._reclaim(self._tables.missing(match.table, match.length + 1), match):
+        if not self._drop_prefixes_for(self._tables.missing(match.table, match.length + 1), match):
             # What it would share lies on too many slabs: it fits alone.
             self._prefixes.clear()
             match = self._match(request)
@@ -362,15 +359,15 @@ class Scheduler:
         return max(self._running(), key=_rank_of)
 
     def _running(self) -> list[Request]:
-        return [*self.rows.requests, *self._prefilling.values()]
+        return [*self.decoding.requests, *self._chunked.values()]
 
-    def _make_way(self) -> None:
+    def _preempt_last(self) -> None:
         """Preempt the last of those that run; the only one has its pages on too many slabs, and is to run alone."""
         self._is_short = True
         last = self._last()
         if self.num_running == 1:
-            assert last.shares, f"request {last.id} doesn't fit the empty cache"
-            last.shares = False
+            assert not last.runs_alone, f"request {last.id} doesn't fit the empty cache"
+            last.run_alone()
         self.preempt(last)
 
     def preempt(self, request: Request) -> None:
@@ -381,14 +378,15 @@ class Scheduler:
 
     def _stop(self, request: Request, *, keep: bool = True) -> None:
         """Let it run no more. `keep`: what it computed stays known."""
-        if request.row >= 0:
-            self.rows.remove(request)
+        if request.is_decoding:
+            self.decoding.remove(request)
         else:
-            del self._prefilling[request.id]
-        self._give_back(request, keep=keep)
+            del self._chunked[request.id]
+        self._release(request, keep=keep)
         self._steps_to_wait = 0
 
-    def _give_back(self, request: Request, *, keep: bool = True) -> None:
+    def _release(self, request: Request, *, keep: bool = True) -> None:
+        """Give back its pages and its prefix, which stays known if `keep`."""
         if keep:
             self._prefixes.register(request)
         self._prefixes.leave(request)

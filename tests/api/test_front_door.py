@@ -16,7 +16,7 @@ HOMES = {
     "load": "precast.loader.load",
     "Bundle": "precast.ir.artifact",
     "Engine": "precast.loader.engine.engine",
-    "SamplingParams": "precast.loader.engine.sampling",
+    "SamplingParams": "precast.loader.engine.params",
     **dict.fromkeys(
         ("PrecastError", "BuildError", "BundleError", "WeightsError", "RequestError", "TargetError"),
         "precast.ir.errors",

@@ -15,7 +15,7 @@ from precast.builder import pipeline, snapshot
 from precast.builder.build import build
 from precast.builder.graph.context import Options, tensor
 from precast.builder.lower.lower import lower
-from precast.builder.passes.cache.caches import insert_caches, insert_states
+from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.plan.plan_pages import plan_pages
 from precast.builder.source.source import open_source
 from precast.ir.errors import BuildError

@@ -88,7 +88,7 @@ def test_what_a_pass_requires_runs_before_it() -> None:
 def test_a_pass_before_what_it_requires_is_caught(small: SmallGraph) -> None:
     late = Pass("late", "match", 1, lambda graph, ctx: False, requires=("merge_duplicates", "match_norms"))
 
-    with pytest.raises(AssertionError, match=r"late runs before .*match_norms"):
+    with pytest.raises(AssertionError, match=r"late requires match_norms: move it after them in PASSES"):
         pipeline.run(small.graph, small.ctx, (merge_duplicates, late))
 
 
@@ -198,7 +198,7 @@ def test_a_pass_that_hides_a_new_op_is_caught(small: SmallGraph) -> None:
             last.replace_input_with(last.args[0], ctx.call(aten.tanh.default, last.args[0]))
         return False
 
-    with pytest.raises(AssertionError, match=r"secret changed the graph and said that it didn't: .*tanh"):
+    with pytest.raises(AssertionError, match=r"secret returned False and changed the graph: return True"):
         pipeline.run(small.graph, small.ctx, (step(secret),))
 
 
@@ -208,12 +208,12 @@ def test_a_pass_that_hides_another_argument_is_caught(small: SmallGraph) -> None
         last.args = last.args[::-1]
         return False
 
-    with pytest.raises(AssertionError, match="swapped changed the graph and said that it didn't"):
+    with pytest.raises(AssertionError, match="swapped returned False and changed the graph: return True"):
         pipeline.run(small.graph, small.ctx, (step(swapped),))
 
 
 def test_a_pass_that_boasts_is_caught(small: SmallGraph) -> None:
-    with pytest.raises(AssertionError, match="match_nothing said that it changed the graph, and didn't"):
+    with pytest.raises(AssertionError, match="match_nothing returned True and changed nothing"):
         pipeline.run(small.graph, small.ctx, (Pass("match_nothing", "match", 1, lambda graph, ctx: True),))
 
 

@@ -21,8 +21,8 @@ from precast.check.agreement import is_greedy
 from precast.ir.artifact import Bundle
 from precast.ir.memory import caches
 from precast.loader.engine.engine import Engine
+from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import EngineStats
-from precast.loader.engine.sampling import SamplingParams
 
 MODEL_TYPES = {
     # model type: whether it has windows
@@ -140,7 +140,7 @@ def preempt_youngest(engine: Engine, prompt: list[int]) -> None:
     while engine.has_work:
         tokens += [token for event in engine.step() for token in event.token_ids]
         if len(tokens) == 5 and engine.stats.preemptions == before:
-            (running,) = engine._scheduler.rows.requests
+            (running,) = engine._scheduler.decoding.requests
             assert running.id == request
             engine._scheduler.preempt(running)
     assert len(tokens) == NUM_TOKENS

@@ -25,7 +25,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.graph.schema import LatentSpec, StateSpec
 from precast.ir.memory import caches
 from precast.loader.engine.engine import Engine
-from precast.loader.engine.sampling import SamplingParams
+from precast.loader.engine.params import SamplingParams
 
 MODEL_TYPES = ("llama", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Keys and values; windows; two head sizes, layers that share; sinks; latents; pages beside states in float32."""
@@ -129,7 +129,7 @@ def preempt_youngest(engine: Engine) -> None:
     while engine.has_work:
         tokens += [token for event in engine.step() for token in event.token_ids]
         if len(tokens) == 5 and not preempted:
-            (running,) = engine._scheduler.rows.requests
+            (running,) = engine._scheduler.decoding.requests
             engine._scheduler.preempt(running)
             preempted = True
     assert len(tokens) == NUM_TOKENS

@@ -118,7 +118,7 @@ def _load(data: bytes, _: Path) -> None:
     placement = place("cpu")
     graph = bind_world(_graph(data), placement)
     graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-    limits = sizing.Limits(16, 512, 64, 1 << 20)
+    limits = sizing.EngineLimits(16, 512, 64, 1 << 20)
     sizing.check_limits(graph, limits)
     restore(graph, device=torch.device("cpu"))
     sizing.size_arena(graph, limits, placement.device, free=1 << 30)

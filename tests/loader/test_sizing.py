@@ -18,7 +18,7 @@ from precast.loader.sizing import (
     CUDA_FRACTION,
     CUDA_RESERVE,
     ArenaSize,
-    Limits,
+    EngineLimits,
     capacities,
     check_limits,
     size_arena,
@@ -34,7 +34,7 @@ SLABS_OF_64 = 64 // 4 + 64 // 8 // 2  # for a sequence of 64 tokens
 
 def sized(*, device: CpuDevice | CudaDevice = CPU, free: int = 2**34, **options: Any) -> ArenaSize:
     defaults = {"max_num_seqs": 256, "max_num_tokens": 8192, "max_seq_len": 64}
-    return size_arena(GRAPH, Limits(**{**defaults, **options}), device, free=free)
+    return size_arena(GRAPH, EngineLimits(**{**defaults, **options}), device, free=free)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_slabs_of_an_arena_on_a_cpu(options: Any, slabs: int) -> None:
 @pytest.mark.parametrize("spare", [0, 10**6, 10**9])
 def test_slabs_of_an_arena_on_a_gpu_are_arithmetic(spare: int) -> None:
     options = {"max_num_seqs": 64, "max_num_tokens": 8192, "max_seq_len": 10**6}
-    needed = step_bytes(GRAPH, Limits(**options), CUDA)
+    needed = step_bytes(GRAPH, EngineLimits(**options), CUDA)
     free = CUDA_RESERVE + needed(0) + spare + 10**7
     size = sized(device=CUDA, free=free, **options)
     found = size.num_slabs
 
     def inputs(slabs: int) -> int:
-        return places_bytes(capacities(GRAPH, Limits(**options), slabs))
+        return places_bytes(capacities(GRAPH, EngineLimits(**options), slabs))
 
     def left_for(slabs: int) -> float:
         return (free - CUDA_RESERVE - needed(slabs) - inputs(slabs)) * CUDA_FRACTION
@@ -103,11 +103,11 @@ def test_a_cache_without_room_for_the_shortest_sequence(options: Any) -> None:
     ) as error:
         sized(**options)
     assert error.value.code == "cache-too-small"
-    assert "give at least 2048 cache_bytes" in str(error.value)
+    assert "give cache_bytes of at least 2048" in str(error.value)
 
 
 def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:
-    needed = step_bytes(GRAPH, Limits(30, 256, 640), CPU)
+    needed = step_bytes(GRAPH, EngineLimits(30, 256, 640), CPU)
 
     # 30 sequences of 600 tokens that begin with the same 592: 74 pages that all have, and one of each one's own
     lists = {group.name: 30 * 75 if group.name == "far" else 30 * 3 for group in GRAPH.caches.groups}
@@ -117,13 +117,13 @@ def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:
 
 
 def test_a_step_of_as_many_sequences_as_tokens_may_be_one_prompt() -> None:
-    prompt, several = (step_bytes(GRAPH, Limits(count, 256, 10**6), CPU)(10**6) for count in (1, 256))
+    prompt, several = (step_bytes(GRAPH, EngineLimits(count, 256, 10**6), CPU)(10**6) for count in (1, 256))
 
     assert several >= prompt
 
 
 def test_no_sequence_is_longer_than_its_pool() -> None:
-    pool, model = (step_bytes(GRAPH, Limits(30, 256, length), CPU)(40) for length in (40 * 2 * 8, 10**6))
+    pool, model = (step_bytes(GRAPH, EngineLimits(30, 256, length), CPU)(40) for length in (40 * 2 * 8, 10**6))
 
     assert model == pool
 
@@ -138,7 +138,7 @@ def test_more_cache_than_memory(options: Any) -> None:
 
 
 def test_what_no_memory_makes_good_is_known_without_any() -> None:
-    check_limits(GRAPH, Limits(1, 1, 64, 2 * SLAB))
+    check_limits(GRAPH, EngineLimits(1, 1, 64, 2 * SLAB))
     with pytest.raises(RequestError, match="the cache has 1 slabs of 1024 bytes") as error:
-        check_limits(GRAPH, Limits(1, 1, 64, 2 * SLAB - 1))
+        check_limits(GRAPH, EngineLimits(1, 1, 64, 2 * SLAB - 1))
     assert error.value.code == "cache-too-small"

@@ -112,12 +112,9 @@ TENSORLESS = (
 # The same, of what counts in arrays of numpy.
 ARRAYS_ALONE = (
     *(f"precast.loader.cache.{name}" for name in ("arena", "pages", "prefixes", "rotation", "sequence", "tables")),
-    *(f"precast.loader.schedule.{name}" for name in ("requests", "rows", "scheduler")),
-    *(
-        f"precast.loader.engine.{name}"
-        for name in ("answers", "metrics", "prompts", "results", "sampling", "tokenizer")
-    ),
-    *("precast.loader.run.batch", "precast.loader.run.sampling"),
+    *(f"precast.loader.schedule.{name}" for name in ("decoding", "requests", "scheduler")),
+    *(f"precast.loader.engine.{name}" for name in ("answers", "metrics", "params", "prompts", "results", "tokenizer")),
+    *("precast.loader.run.batch", "precast.loader.run.draws"),
 )
 
 
@@ -136,7 +133,7 @@ def test_schedules_tables_and_requests_need_numpy_and_no_torch() -> None:
 
 
 def test_prompts_and_sampling_options_need_neither() -> None:
-    loaded = loaded_by("precast.loader.engine.prompts", "precast.loader.engine.sampling")
+    loaded = loaded_by("precast.loader.engine.prompts", "precast.loader.engine.params")
 
     assert tops(loaded) <= LIGHT
 

@@ -310,6 +310,7 @@ WRONG = {
     "prompt too long": (1, "prompt-too-long", *RUN, "--token-ids", ",".join(["7"] * 1025)),
     "text without tokenizer": (1, "tokenizer-missing", "run", "{bare}", *RUN[2:], "--prompt", "a"),
     **{f"{' '.join(case[-2:])}": (2, *case) for case in OPTIONS},
+    "too few bytes": (2, "cache-too-small", *RUN, "--prompt", "a", "--cache-bytes", "1"),
     "no such bundle": (3, "bundle-missing", "inspect", "{tmp}/nothing"),
     "file in place of a bundle": (3, "bundle-not-a-directory", "digest", "{tmp}/file"),
     "inspect a checkpoint": (3, "layout-missing", "inspect", str(MODEL)),
@@ -319,6 +320,38 @@ WRONG = {
     "second of a pair is bad": (3, "blob-digest", "diff", "{bundle}", "{broken}"),
     "bad bundle to run": (3, "blob-digest", "run", "{broken}", *RUN[2:], "--prompt", "a"),
 }
+
+
+@pytest.mark.parametrize(
+    ("fix", "arguments"),
+    [
+        ("give --cache-bytes of at least ", (*RUN, "--prompt", "a", "--cache-bytes", "1")),
+        ("pass the beginning-of-sequence token id: --token-ids ", (*RUN, "--prompt", "")),
+        ("download model.safetensors into it, or pass the directory", ("verify", "{bundle}", "--weights", "{tmp}")),
+    ],
+)
+def test_fixes_can_be_typed(
+    fix: str, arguments: tuple[str, ...], bundle: Path, tmp_path: Path, command: Command
+) -> None:
+    result = command(*(argument.format(bundle=bundle, tmp=tmp_path) for argument in arguments), "--json")
+
+    assert fix in json.loads(result.stdout)["error"]["fix"]
+    assert fix in result.stderr
+
+
+def test_weights_may_be_one_file(bundle: Path, command: Command) -> None:
+    assert command("verify", bundle, "--weights", MODEL / "model.safetensors").exit_code == 0
+
+
+def test_output_is_checked_before_torch_is_imported(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "precast", "build", str(MODEL), "-o", str(tmp_path / "no" / "b")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+    assert ran.returncode == 1
+    assert "write-failed" in ran.stderr
+    assert not [line for line in ran.stderr.splitlines() if line.endswith("| torch")]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fx_text import read_graph
 
 from precast.builder.lower.lower import lower
-from precast.builder.passes.cache.caches import insert_caches
+from precast.builder.passes.cache.insert_caches import insert_caches
 from precast.ir.graph.schema import Call, Graph
 from precast.ir.graph.text import format_graph
 from precast.ir.verify.verifier import verify

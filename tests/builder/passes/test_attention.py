@@ -9,7 +9,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from precast.builder import pipeline
 from precast.builder.capture.routing import routed_attention
-from precast.builder.passes.match.match_attention import match_attention
+from precast.builder.passes.match.attention import match_attention
 
 INPUTS = """
 input_ids: input(int64, 1, T)

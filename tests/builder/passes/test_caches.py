@@ -12,7 +12,7 @@ from fx_text import SmallGraph, compute, read_graph, write_graph
 from precast.builder import pipeline
 from precast.builder.graph.context import Options
 from precast.builder.lower.lower import lower
-from precast.builder.passes.cache.caches import insert_caches
+from precast.builder.passes.cache.insert_caches import insert_caches
 from precast.builder.passes.graph_pass import Pass
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import SMALL_SLAB_BYTES, choose_page_sizes, plan_pages, with_small_slabs

@@ -7,7 +7,7 @@ import torch
 from fx_text import _random_inputs, assert_leaves, compute, read_graph, write_graph
 
 from precast.builder import pipeline
-from precast.builder.passes.match.match_causal_conv import match_causal_conv
+from precast.builder.passes.match.causal_conv import match_causal_conv
 
 CONV = """
 x: input({dtype}, 1, 6, 7)

@@ -11,9 +11,9 @@ from precast.builder import pipeline
 from precast.builder.graph.context import Options
 from precast.builder.graph.nodes import eliminate_dead_code
 from precast.builder.lower.lower import lower
-from precast.builder.passes.cache.caches import insert_caches
+from precast.builder.passes.cache.insert_caches import insert_caches
 from precast.builder.passes.graph_pass import Pass
-from precast.builder.passes.match.match_latent_attention import match_latent_attention
+from precast.builder.passes.match.latent_attention import match_latent_attention
 from precast.builder.passes.match.rotary import match_paired_rotary
 from precast.builder.passes.match.rotary_tables import match_complex_rotary
 from precast.builder.passes.normalise.writes import assemble_copies

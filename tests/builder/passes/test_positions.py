@@ -7,7 +7,7 @@ from fx_text import apply, assert_leaves, assert_rewrites, read_graph
 
 from precast.builder import pipeline
 from precast.builder.lower.tokens import refuse_mixed_tokens
-from precast.builder.passes.normalise.match_positions import match_positions
+from precast.builder.passes.normalise.positions import match_positions
 from precast.ir.errors import BuildError
 
 INPUTS = """

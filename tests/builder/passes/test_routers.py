@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fx_text import apply, assert_leaves
 
-from precast.builder.passes.match.match_routers import match_routers
+from precast.builder.passes.match.routers import match_routers
 
 MODEL = """
 x: input({dtype}, T, 8)

@@ -9,7 +9,7 @@ from fx_text import SmallGraph, assert_leaves, read_graph, write_graph
 
 from precast.builder import pipeline
 from precast.builder.lower.lower import lower
-from precast.builder.passes.cache.caches import insert_caches, insert_states
+from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import Pass
 from precast.ir.graph.schema import Pool, StateSpec
 from precast.ir.verify.verifier import verify

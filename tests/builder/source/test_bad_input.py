@@ -106,9 +106,13 @@ class _Hub(BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("status", "message", "fix"),
     [
-        (None, "the hub, which was to be asked, can't be reached: ", "connect to the network"),
-        (404, "the hub, which was asked, doesn't give such a model: .*404", "or a model on the hub, such as"),
-        (403, "the hub, which was asked, doesn't give such a model: .*403", "log in with `hf auth login`"),
+        (None, r"the hub, which was to be asked, can't be reached \(\w+\)", "connect to the network"),
+        (
+            404,
+            r"doesn't give such a model \(RepositoryNotFoundError\)",
+            "or a model on the hub, such as",
+        ),
+        (403, r"doesn't give such a model \(GatedRepoError\)", "log in with `hf auth login`"),
     ],
 )
 def test_a_hub_id_that_is_not_there(

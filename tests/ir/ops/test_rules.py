@@ -443,6 +443,7 @@ PRODUCTS = [
     case for case in ACCEPTED if case[0] in ("aten.linear.default", "aten.addmm.default", "aten.matmul.default")
 ]
 STRICT = [*((f"precast.{op}", args) for op, args, _ in OURS), *PRODUCTS]
+# (op, argument): where an op takes an argument of any dtype or rank, or a cache in float8, on purpose.
 ANY_DTYPE = {("precast.gather_rows", "x")}
 MAY_BE_FLOAT8 = {
     *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "paged_attention") for name in "kv"),
@@ -460,14 +461,24 @@ ANY_RANK = {
 }
 
 
+def _refusal(op: str, args: Args) -> str:
+    """What the shape rule refuses the arguments with; empty if it takes them."""
+    try:
+        infer(op, args)
+    except ShapeError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(("op", "args"), STRICT)
 @pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn"])
 def test_every_tensor_has_a_dtype_that_is_checked(op: str, args: Args, dtype: Dtype) -> None:
     for name, value in args.items():
         is_stored = dtype == "float8_e4m3fn" and (op, name) in MAY_BE_FLOAT8
         if isinstance(value, TensorType) and (op, name) not in ANY_DTYPE and not is_stored:
-            with pytest.raises(ShapeError, match="expected dtype"):
-                infer(op, {**args, name: TensorType(dtype, value.shape)})
+            message = f"the shape rule of {op} takes {name} in {dtype}: check it with `expect_dtype`, or, if meant, "
+            message += f"add ({op!r}, {name!r}) to ANY_DTYPE, or to MAY_BE_FLOAT8 for a cache"
+            assert "expected dtype" in _refusal(op, {**args, name: TensorType(dtype, value.shape)}), message
 
 
 @pytest.mark.parametrize(("op", "args"), STRICT)
@@ -475,8 +486,9 @@ def test_every_tensor_has_a_rank_that_is_checked(op: str, args: Args) -> None:
     for name, value in args.items():
         if isinstance(value, TensorType) and (op, name) not in ANY_RANK:
             for shape in ((1, *value.shape), value.shape[1:]):
-                with pytest.raises(ShapeError):
-                    infer(op, {**args, name: TensorType(value.dtype, shape)})
+                message = f"the shape rule of {op} takes {name} {list(shape)}: check it with `expect_rank`, or, if "
+                message += f"meant, add ({op!r}, {name!r}) to ANY_RANK"
+                assert _refusal(op, {**args, name: TensorType(value.dtype, shape)}), message
 
 
 @pytest.mark.parametrize(("op", "args"), PRODUCTS)
@@ -489,8 +501,10 @@ def test_every_op_is_accepted_once_and_rejected_once() -> None:
     """But for those that routers are written in: `test_rules_experts.py` has theirs."""
     table = {name for name, _ in ops.names()} - ROUTER_OPS
     always_fits = {"aten.to.dtype"}
-    assert {op for op, _ in ACCEPTED} | {f"precast.{op}" for op, _, _ in OURS} == table
-    assert {op for op, _, _ in REJECTED} == table - always_fits
+    accepted = {op for op, _ in ACCEPTED} | {f"precast.{op}" for op, _, _ in OURS}
+    rejected = {op for op, _, _ in REJECTED}
+    assert accepted == table, "give OURS (for aten ops ACCEPTED) a call of each op"
+    assert rejected == table - always_fits, "give REJECTED a call of each op that its shape rule refuses"
 
 
 def test_argument_names_are_torch_s() -> None:

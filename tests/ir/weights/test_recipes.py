@@ -352,15 +352,25 @@ def test_everything_is_reported_at_once() -> None:
 
 
 def test_long_lists_are_cut_and_counted() -> None:
-    files = fitting(**{f"extra.{i}": stored((1,)) for i in range(limits.MAX_LISTED + 5)})
+    files = fitting(**{f"extra.{i}": stored((1,)) for i in range(13)})
 
     with pytest.raises(WeightsError) as caught:
         recipes.require(tiny_graph(), NO_RULES, files)
 
     lines = caught.value.message.splitlines()
-    assert lines[1] == f"  {limits.MAX_LISTED + 5} tensors unexpected:"
-    assert lines[-1] == "    and 5 more"
-    assert len(lines) == limits.MAX_LISTED + 3
+    assert lines[1] == "  13 tensors unexpected:"
+    assert lines[-1] == "    and 5 more (precast verify BUNDLE --weights DIR lists all)"
+    assert len(lines) == 8 + 3
+
+
+def test_long_lists_are_whole_where_all_is_asked_for() -> None:
+    files = fitting(**{f"extra.{i}": stored((1,)) for i in range(13)})
+
+    with pytest.raises(WeightsError) as caught:
+        recipes.check(tiny_graph(), NO_RULES, files, most=None)
+
+    lines = caught.value.message.splitlines()
+    assert [line.strip().partition(":")[0] for line in lines[2:]] == [f"extra.{i}" for i in range(13)]
 
 
 class _Counted(dict[str, StoredTensor]):
@@ -383,7 +393,7 @@ def test_no_more_problems_are_looked_for_than_anybody_reads() -> None:
         recipes.check(graph, NO_RULES, CheckpointFiles(Path("/ckpt"), held))
 
     assert held.looked_for == limits.MAX_PROBLEMS
-    assert len(caught.value.message.splitlines()) == limits.MAX_LISTED + 3
+    assert len(caught.value.message.splitlines()) == 8 + 3
 
 
 def test_a_name_is_looked_for_once() -> None:

@@ -330,7 +330,7 @@ def test_one_that_does_not_share_takes_nothing_and_leaves_nothing() -> None:
     tables, prefixes = made(FULL)
     leave(tables, prefixes, compute(tables, prefixes, started(tables, prefixes, *TEN)))
     alone = Request(2, array("q", [*TEN, 10, 11, 12, 13]), 20)
-    alone.shares = False
+    alone.reuses_prefixes = False
     prefixes.start(alone, prefixes.match(alone))
 
     assert alone.num_reused == 0

@@ -21,11 +21,11 @@ from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph.schema import CachePlan, Graph
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
+from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import Event, Output
-from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
-from precast.loader.sizing import Limits
+from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import open_device
 
@@ -65,7 +65,7 @@ def build(
     memory = CacheMemory(graph.caches, slabs, opened)
     memory.arena.fill_(0xFF)  # NaN: whoever reads what no token wrote is found out
     program.bind(memory.tensors)
-    runner = Runner(wrap(program), graph, memory, opened, Limits(seqs, tokens, max_seq_len))
+    runner = Runner(wrap(program), graph, memory, opened, EngineLimits(seqs, tokens, max_seq_len))
     files = {"tokenizer.json": letters(VOCAB)} if text else {}
     model = tiny_model(max_seq_len, eos)
     return Engine(runner, model, tokenizer_files=files, timeline=Timeline(), reuses_prefixes=reuses)
@@ -680,7 +680,7 @@ def test_a_graph_without_a_cache_is_refused() -> None:
 
 def runner_of(graph: Graph) -> Runner:
     device = open_device(CPU)
-    return Runner(lambda: {}, graph, CacheMemory(tiny_graph().caches, 2, device), device, Limits(1, 1, 8))
+    return Runner(lambda: {}, graph, CacheMemory(tiny_graph().caches, 2, device), device, EngineLimits(1, 1, 8))
 
 
 # --- failures, the end, counters -------------------------------------------------------------------------------

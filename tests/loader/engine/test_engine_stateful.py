@@ -33,12 +33,12 @@ from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
+from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import Event
-from precast.loader.engine.sampling import SamplingParams
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
 from precast.loader.schedule.requests import Request
-from precast.loader.sizing import Limits
+from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import CpuDevice
 
@@ -152,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
         memory.arena.fill_(0xFF)
         self.program = FailsWhenTold(self.made(memory))
         self.max_num_seqs = max_num_seqs
-        limits = Limits(max_num_seqs, max_num_tokens, MAX_LENGTH)
+        limits = EngineLimits(max_num_seqs, max_num_tokens, MAX_LENGTH)
         runner = Runner(self.program, self.graph, memory, CpuDevice(), limits)
         self.engine = Engine(
             runner, tiny_model(MAX_LENGTH), tokenizer_files={}, timeline=Timeline(), reuses_prefixes=reuses
@@ -346,7 +346,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def running(self) -> list[Request]:
         scheduler = self.engine._scheduler
-        return [*scheduler.rows.requests, *scheduler._prefilling.values()]
+        return [*scheduler.decoding.requests, *scheduler._chunked.values()]
 
     def expected(self, token_ids: list[int]) -> torch.Tensor:
         return reference_logits(self.weights, token_ids, self.groups, self.layers, state=self.state)

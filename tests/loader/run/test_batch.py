@@ -15,8 +15,8 @@ from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Graph, StateGroup, StateSpec, TensorType, Value
 from precast.loader.cache.tables import SequenceTable
 from precast.loader.run.batch import BatchInputs
+from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Chunk, Request
-from precast.loader.schedule.rows import DecodeRows
 
 GRAPH = tiny_graph()
 
@@ -84,9 +84,9 @@ def test_reserved_pages_behind_the_context_are_not_listed() -> None:
     assert found["page_indices_far"] == [8]
 
 
-def decoding(*tables: SequenceTable, lengths: list[int], graph: Graph = GRAPH) -> DecodeRows:
+def decoding(*tables: SequenceTable, lengths: list[int], graph: Graph = GRAPH) -> DecodeBatch:
     """Rows of sequences of so many tokens, the last of which is to be computed: token 70 + its index."""
-    rows = DecodeRows(graph.caches, 8)
+    rows = DecodeBatch(graph.caches, 8)
     for i, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         request = Request(i, array("q", [*range(length - 1), 70 + i]), length + 9)
         request.table = table

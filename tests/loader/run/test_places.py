@@ -20,7 +20,7 @@ from precast.loader.device import Buffer
 from precast.loader.run.batch import Arrays
 from precast.loader.run.places import ALIGNMENT, GAP_BYTES, Places, joined
 from precast.loader.run.runner import Runner
-from precast.loader.sizing import Limits, size_arena
+from precast.loader.sizing import EngineLimits, size_arena
 from precast.loader.torch_device import CpuDevice, open_device
 
 CAPACITIES: Any = {"list": ("int32", 100_001), "a": ("int32", 5), "b": ("int64", 3), "c": ("float32", 8)}
@@ -59,7 +59,7 @@ class CountingDevice(CopyingDevice):
 
 
 def test_the_places_of_a_runner_are_counted_and_are_freed_with_it() -> None:
-    graph, limits, device = tiny_graph(), Limits(5, 64, 200), CountingDevice()
+    graph, limits, device = tiny_graph(), EngineLimits(5, 64, 200), CountingDevice()
     graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
     size = size_arena(graph, limits, device, free=2**30)
     memory = CacheMemory(graph.caches, size.num_slabs, CpuDevice())

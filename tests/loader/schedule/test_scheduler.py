@@ -189,7 +189,7 @@ def test_a_higher_priority_takes_the_place_of_the_last_of_a_lower_one(limit: dic
 def test_one_that_runs_alone_gives_way_to_a_higher_priority_only() -> None:
     queue = scheduler()
     alone = request(1, prompt=4, answer=20)
-    alone.shares = False
+    alone.run_alone()
     queue.submit(alone)
     run(queue)
     queue.submit(request(2, prompt=4, answer=3))
@@ -206,7 +206,7 @@ def test_one_that_is_to_run_alone_takes_all_places_of_a_lower_priority_or_none()
         queue.submit(request(number, prompt=4, answer=3 if priority else 20, priority=priority))
     run(queue)
     alone = request(3, prompt=4, answer=3, priority=1)
-    alone.shares = False
+    alone.run_alone()
     queue.submit(alone)
     assert {number for number, _, _ in run(queue)} == {1, 2}
     run(queue)
@@ -289,9 +289,9 @@ def test_the_youngest_of_the_lowest_priority_gives_up_its_pages() -> None:
     assert len(run(queue)) == 3
     first = None
     for _ in range(60):
-        before = {each.id for each in queue.rows.requests}
+        before = {each.id for each in queue.decoding.requests}
         run(queue)
-        gone = before - {each.id for each in queue.rows.requests}
+        gone = before - {each.id for each in queue.decoding.requests}
         if queue.num_preemptions and first is None:
             first = gone
     assert first == {3}
@@ -389,12 +389,12 @@ def test_pages_on_too_many_slabs_are_computed_anew_alone() -> None:
     queue.submit(request(2, prompt=1, answer=3, first=1))
     run(queue)
     large, held = memory.pools["large"], []
-    running = queue.rows.requests[0]
+    running = queue.decoding.requests[0]
     while not queue.num_preemptions or queue.num_running > 1:
         if len(set(running.table.pages["far"])) > len(held) and large.num_room:
             held.append(large.allocate(1)[0])  # the other half of its slab, as another sequence would
         run(queue)
-    assert not running.shares
+    assert running.runs_alone
     large.free(held)
     queue.submit(request(3, prompt=1, answer=1, first=2))
     found = []
@@ -439,7 +439,7 @@ def test_one_that_runs_alone_takes_no_slabs_that_it_needs_later() -> None:
     graph = tiny_graph({"near": (6, 2, "a"), "nearer": (3, 1, "b")}, ("near", "near", "near", "nearer"))
     queue = Scheduler(PageTables(graph.caches, Arena(5)), max_num_seqs=2, max_num_tokens=64)
     alone = request(1, prompt=115, answer=23)
-    alone.shares = False
+    alone.run_alone()
     queue.check(115, 138)
     queue.submit(alone)
     assert ended(queue, 300) == [1]
@@ -584,7 +584,7 @@ def test_invariants(script: list[Any], seqs: int, tokens: int, slabs: int, reuse
 
     def step() -> None:
         preemptions = queue.num_preemptions
-        decoding = set(map(id, queue.rows.requests))
+        decoding = set(map(id, queue.decoding.requests))
         planned = queue.schedule()
         assert bool(planned.num_tokens) == bool(alive), "there is work, and the step does none"
         assert planned.num_tokens <= tokens
@@ -604,13 +604,13 @@ def test_invariants(script: list[Any], seqs: int, tokens: int, slabs: int, reuse
                 assert reuses or count == 1, f"a page of group {group} has two owners"
         ends = {chunk.request.id: chunk.end for chunk in planned.chunks}
         for each in running:
-            end = ends.get(each.id, each.num_computed + (each.row >= 0))
+            end = ends.get(each.id, each.num_computed + (each.is_decoding))
             for group, size in (("near", 4), ("far", 8)):
                 held = len(each.table.pages[group]) + each.table.first[group]
                 assert held == -(-end // size)
         # The arrays that decode keeps up are those that are made from the tables.
         decodes = [Chunk(each, 1) for each in planned.decodes]
-        kept, made = inputs.arrays(planned.chunks, queue.rows), inputs.arrays([*decodes, *planned.chunks])
+        kept, made = inputs.arrays(planned.chunks, queue.decoding), inputs.arrays([*decodes, *planned.chunks])
         assert {name: v.tolist() for name, v in kept.items()} == {name: v.tolist() for name, v in made.items()}
         assert {name: v.dtype for name, v in kept.items()} == {name: v.dtype for name, v in made.items()}
         for ended in finish(queue, planned):

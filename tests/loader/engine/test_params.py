@@ -10,7 +10,7 @@ import pickle
 import pytest
 
 from precast.ir.errors import RequestError
-from precast.loader.engine.sampling import MAX_INT64, SamplingParams
+from precast.loader.engine.params import MAX_INT64, SamplingParams
 
 
 def test_defaults_are_greedy() -> None:

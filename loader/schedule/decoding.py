@@ -2,7 +2,7 @@
 
 In decode each sequence has one token a step. Positions, last tokens, last pages and page counts are numpy arrays that
 are advanced for all at once; only a sequence that needs a page, or has one to give back, is looked at by itself. What
-they say is what the requests and their tables say, after each method: `add` makes a row from those.
+they say is what the requests and their tables say, after each method: `add` takes them from those.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Ints: TypeAlias = "npt.NDArray[np.int64]"
 NEVER = sys.maxsize
 
 
-class DecodeRows:
-    """Row `i` of each array belongs to `requests[i]`. The last row takes the place of one that leaves."""
+class DecodeBatch:
+    """Place `i` of each array belongs to `requests[i]`, whose `decode_index` it is; the last moves where one leaves."""
 
     def __init__(self, plan: CachePlan, capacity: int) -> None:
         """Room for `capacity` sequences."""
@@ -53,85 +53,85 @@ class DecodeRows:
 
     def add(self, request: Request) -> None:
         """A request with one token to compute."""
-        row = len(self.requests)
+        index = len(self.requests)
         assert request.num_pending == 1
-        self._token_ids[row] = request.token_ids[-1]
-        self._positions[row] = len(request.token_ids) - 1
+        self._token_ids[index] = request.token_ids[-1]
+        self._positions[index] = len(request.token_ids) - 1
         self.requests.append(request)
-        request.row = row
+        request.decode_index = index
         for lists, name in zip(self._pages, self._paged, strict=True):
             lists.append(request.table.pages[name])
         for i, name in enumerate(self._states):
-            self._slots[i, row] = request.table.pages[name][0]
-        self.refresh(row)
+            self._slots[i, index] = request.table.pages[name][0]
+        self.refresh(index)
 
     def remove(self, request: Request) -> None:
         """Forget a request."""
-        row, last = request.row, len(self.requests) - 1
-        request.row = -1
+        index, last = request.decode_index, len(self.requests) - 1
+        request.decode_index = -1
         moved = self.requests.pop()
-        if row != last:
-            self.requests[row] = moved
-            moved.row = row
-            self._token_ids[row], self._positions[row] = self._token_ids[last], self._positions[last]
+        if index != last:
+            self.requests[index] = moved
+            moved.decode_index = index
+            self._token_ids[index], self._positions[index] = self._token_ids[last], self._positions[last]
             for table in (self._last_pages, self._first, self._counts, self._ends, self._unseen, self._slots):
-                table[:, row] = table[:, last]
+                table[:, index] = table[:, last]
         for lists in self._pages:
             pages = lists.pop()
-            if row != last:
-                lists[row] = pages
+            if index != last:
+                lists[index] = pages
 
-    def refresh(self, row: int) -> None:
-        """Look again at the table of the row's request, which has changed."""
-        table = self.requests[row].table
+    def refresh(self, index: int) -> None:
+        """Look again at the table of the request at `index`, which has changed."""
+        table = self.requests[index].table
         for i, name in enumerate(self._paged):
             pages, first = table.pages[name], table.first[name]
-            self._first[i, row] = first
-            self._counts[i, row] = len(pages)
-            self._last_pages[i, row] = pages[-1] if pages else 0
-            self._ends[i, row] = (first + len(pages)) * int(self._sizes[i, 0])
+            self._first[i, index] = first
+            self._counts[i, index] = len(pages)
+            self._last_pages[i, index] = pages[-1] if pages else 0
+            self._ends[i, index] = (first + len(pages)) * int(self._sizes[i, 0])
         for i, spec in self._forgetting:
-            self._unseen[i, row] = unseen_from(spec, (int(self._first[i, row]) + 1) * spec.page_size)
+            self._unseen[i, index] = unseen_from(spec, (int(self._first[i, index]) + 1) * spec.page_size)
 
     def evict(self, tables: PageTables) -> None:
-        """Give back the pages that the rows' next tokens don't see."""
+        """Give back the pages that the sequences' next tokens don't see."""
         count = len(self.requests)
         for i, spec in self._forgetting:
             # More than once where a whole chunk of attention ends.
-            while len(rows := np.flatnonzero(self._positions[:count] >= self._unseen[i, :count])):
-                tables.drop_first_page(self._paged[i], self._tables_of(rows))
+            while len(indices := np.flatnonzero(self._positions[:count] >= self._unseen[i, :count])):
+                tables.drop_first_page(self._paged[i], self._tables_of(indices))
                 first = self._first[i]
-                first[rows] += 1
-                self._counts[i, rows] -= 1
-                ends = (first[rows] + 1) * spec.page_size
-                self._unseen[i, rows] = unseen_from(spec, ends)
+                first[indices] += 1
+                self._counts[i, indices] -= 1
+                ends = (first[indices] + 1) * spec.page_size
+                self._unseen[i, indices] = unseen_from(spec, ends)
 
     def short(self) -> dict[str, Ints]:
-        """By group, the rows whose next token has no place; groups where all have one are left out."""
+        """By group, the indices of those whose next token has no place; groups where all have one are left out."""
         count = len(self.requests)
         lacking = self._positions[:count] >= self._ends[:, :count]
         if not lacking.any():
             return {}
         found = {name: np.flatnonzero(lacking[i]) for i, name in enumerate(self._paged)}
-        return {name: rows for name, rows in found.items() if len(rows)}
+        return {name: indices for name, indices in found.items() if len(indices)}
 
     def grow(self, tables: PageTables, short: Mapping[str, Ints]) -> None:
-        """One page more for the rows of `short`. The caller has asked whether there are so many."""
+        """One page more for those of `short`. The caller has asked whether there are so many."""
         for i, name in enumerate(self._paged):
             if name in short:
-                rows = short[name]
-                self._last_pages[i, rows] = tables.append_page(name, self._tables_of(rows))
-                self._counts[i, rows] += 1
-                self._ends[i, rows] += self._sizes[i, 0]
+                indices = short[name]
+                self._last_pages[i, indices] = tables.append_page(name, self._tables_of(indices))
+                self._counts[i, indices] += 1
+                self._ends[i, indices] += self._sizes[i, 0]
 
-    def _tables_of(self, rows: Ints) -> list[SequenceTable]:
+    def _tables_of(self, indices: Ints) -> list[SequenceTable]:
         requests = self.requests
-        return [requests[row].table for row in rows.tolist()]
+        return [requests[index].table for index in indices.tolist()]
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Each row has been computed, and its next token is known. The rows are those of `requests`, in order.
+        """Each sequence's token has been computed, and its next one is known: in the order of `requests`.
 
-        One token a row: the one that was pending is computed, and another is pending.
+        One token each: the one that was pending is computed, and another is pending.
         """
         count = len(self.requests)
         assert len(token_ids) == count
@@ -147,17 +147,17 @@ class DecodeRows:
     # --- what a step takes -------------------------------------------------------------------------------------
 
     def tokens(self) -> tuple[Ints, Ints, npt.NDArray[np.int32]]:
-        """The rows' next tokens `[B]`, their positions `[B]`, and `cu_seqlens` `[B + 1]`: views."""
+        """The next tokens `[B]`, their positions `[B]`, and `cu_seqlens` `[B + 1]`: views."""
         count = len(self.requests)
         return self._token_ids[:count], self._positions[:count], self._bounds[: count + 1]
 
     def group_arrays(self) -> list[tuple[npt.NDArray[np.int32], Ints, Ints, Ints]]:
         """For each group with pages: indices `[N]`, counts `[B]`, starts `[B]` in tokens, slots `[B]`."""
-        rows = len(self.requests)
-        offsets = self._positions[:rows] % self._sizes
-        slots = self._last_pages[:, :rows] * self._sizes + offsets
-        starts = self._first[:, :rows] * self._sizes
-        counts = self._counts[:, :rows]
+        count = len(self.requests)
+        offsets = self._positions[:count] % self._sizes
+        slots = self._last_pages[:, :count] * self._sizes + offsets
+        starts = self._first[:, :count] * self._sizes
+        counts = self._counts[:, :count]
         return [
             (np.frombuffer(b"".join(pages), np.int32), counts[i], starts[i], slots[i])
             for i, pages in enumerate(self._pages)

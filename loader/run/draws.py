@@ -14,22 +14,22 @@ from precast.loader.run.batch import Arrays
 class Draw(NamedTuple):
     """How the token of one row of logits is drawn: the arguments of `precast.sample` for it.
 
-    `top_k` 0 keeps all tokens. `steps` counts the tokens that the row's answer has so far.
+    `top_k` 0 keeps all tokens. `num_generated` counts the tokens that the answer has so far: the noise depends on it.
     """
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
-    seeds: int
-    steps: int
+    seed: int
+    num_generated: int
 
 
 DTYPES: dict[str, Dtype] = {
     "temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32", "seeds": "int64",
     "steps": "int64",
 }  # fmt: skip
-"""Of each field of `Draw`, which is an argument of `precast.sample`."""
+"""The arguments of `precast.sample`, in the order of the fields of `Draw`."""
 
 
 def draw_arrays(draws: Sequence[Draw]) -> Arrays:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from precast.loader.run.sampling import DTYPES, Draw, draw_arrays
+from precast.loader.run.draws import DTYPES, Draw, draw_arrays
 
-GREEDY = Draw(0.0, 0, 1.0, 0.0, seeds=5, steps=0)
+GREEDY = Draw(0.0, 0, 1.0, 0.0, seed=5, num_generated=0)
 
 
 def test_arrays_have_a_row_for_each_answer() -> None:
