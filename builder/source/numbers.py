@@ -53,10 +53,10 @@ _BOUNDS = re.compile(r".*(limit|min|max|clip|clamp).*")
 def check_numbers(config: PreTrainedConfig, name: str) -> None:
     """Raise BuildError (`config-invalid`) for a number of the decoder's config that is out of range, naming it."""
     text = config.get_text_config()
-    canonical = {own: known for known, own in text.attribute_map.items()}
+    known_as = {own: known for known, own in text.attribute_map.items()}
     for entry, value in _numbers("", text.to_dict()):
         first, dot, rest = entry.partition(".")
-        names = (canonical.get(first, first) + dot + rest, entry.rpartition(".")[2])
+        names = (known_as.get(first, first) + dot + rest, entry.rpartition(".")[2])
         wanted = next((range for pattern, range in _RANGES if any(map(pattern.fullmatch, names))), None)
         if not math.isfinite(value) and (math.isnan(value) or not _BOUNDS.fullmatch(entry)):
             expected = f"a finite number{f' {wanted}' if wanted else ''}"

@@ -8,8 +8,8 @@ window that starts before the new tokens, and is given out when it ends with a w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 FILE_NAME = "tokenizer.json"
+T = TypeVar("T")
 
 _FIX = "update the tokenizers library, or build the bundle again from files that it reads"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -69,12 +70,7 @@ class Tokenizer:
             return None
         import tokenizers
 
-        try:
-            return cls(tokenizers.Tokenizer.from_str(data.decode()))
-        except BaseException as error:  # the library raises plain Exception, and nothing narrower; or it panics
-            if not is_failure(error):
-                raise
-            raise _unusable("can't read it", error) from error
+        return cls(_ask("can't read it", lambda: tokenizers.Tokenizer.from_str(data.decode())))
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text` with the special tokens that the tokenizer puts around a single text.
@@ -87,32 +83,24 @@ class Tokenizer:
             raise RequestError(
                 "prompt-invalid", f"the text has a lone surrogate at character {error.start}, expected Unicode text"
             ) from error
-        try:
-            return self._inner.encode(text, add_special_tokens=True).ids
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise _unusable("can't encode with it", error) from error
+        return _ask("can't encode with it", lambda: self._inner.encode(text, add_special_tokens=True).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, special tokens left out. Raises BundleError where the library fails."""
-        try:
-            return self._inner.decode(token_ids, skip_special_tokens=True)
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise _unusable("can't decode with it", error) from error
+        return _ask("can't decode with it", lambda: self._inner.decode(token_ids, skip_special_tokens=True))
 
 
-def _unusable(what: str, error: BaseException) -> BundleError:
-    import tokenizers
+def _ask(refusal: str, call: Callable[[], T]) -> T:
+    """What the `tokenizers` library answers. Raises BundleError, with the refusal, where it fails or panics."""
+    try:
+        return call()
+    except BaseException as error:  # it raises plain Exception, and nothing narrower; or it panics
+        if not is_failure(error):
+            raise
+        import tokenizers
 
-    return BundleError(
-        "tokenizer-invalid",
-        f"the tokenizers library {tokenizers.__version__} {what}: {error}",
-        where=FILE_NAME,
-        fix=_FIX,
-    )
+        message = f"the tokenizers library {tokenizers.__version__} {refusal}: {error}"
+        raise BundleError("tokenizer-invalid", message, where=FILE_NAME, fix=_FIX) from error
 
 
 class AnswerText:

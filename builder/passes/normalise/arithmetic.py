@@ -134,18 +134,6 @@ _SAME_OF_TRUTH_VALUES = {
     aten.minimum.default: (aten.logical_and.default, aten.__and__.Tensor, aten.bitwise_and.Tensor),
     aten.maximum.default: (aten.logical_or.default, aten.__or__.Tensor, aten.bitwise_or.Tensor),
 }
-_SAME = {
-    # ops of the table -> others that do the same with the same arguments
-    aten.mul.Tensor: (aten.mul.Scalar, aten.multiply.Tensor), aten.add.Tensor: (aten.add.Scalar,),
-    aten.sub.Tensor: (aten.sub.Scalar,), aten.div.Tensor: (aten.div.Scalar,),
-    aten.matmul.default: (aten.bmm.default, aten.mm.default), aten.gt.Scalar: (aten.greater.Scalar,),
-    aten.minimum.default: (aten.min.other,), aten.maximum.default: (aten.max.other,),
-    aten.clamp.default: (aten.clamp_min.default,),
-}  # fmt: skip
-_SAME_OF_TRUTH_VALUES = {
-    aten.minimum.default: (aten.logical_and.default, aten.__and__.Tensor, aten.bitwise_and.Tensor),
-    aten.maximum.default: (aten.logical_or.default, aten.__or__.Tensor, aten.bitwise_or.Tensor),
-}
 _SPELLINGS: dict[Any, NodeFunction] = {
     **{other: _as(op) for op, others in _SAME.items() for other in others},
     **{other: _of_truth_values(op) for op, others in _SAME_OF_TRUTH_VALUES.items() for other in others},

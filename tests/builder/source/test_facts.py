@@ -208,7 +208,9 @@ def test_an_architecture_that_is_the_decoder(architecture: str | None, tmp_path:
 
 
 def test_a_whole_model_is_a_decoder_of_its_type(tmp_path: Path) -> None:
-    opened(tmp_path, nested({}, architectures=["Gemma3ForConditionalGeneration"]))
+    whole = opened(tmp_path, nested({}, architectures=["Gemma3ForConditionalGeneration"]))
+
+    assert whole.config.model_type == "gemma3"
 
 
 def test_a_class_that_is_spelt_otherwise_needs_no_code(tmp_path: Path) -> None:
