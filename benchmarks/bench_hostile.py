@@ -62,6 +62,7 @@ def measure(command: list[str]) -> dict[str, Any]:
         "seconds": round(found["seconds"], 2),
         "processor_seconds": round(found["processor_seconds"], 2),
         "peak_mb": round(found["peak_mb"]),
+        "exit_code": found["rc"],
         "clean": clean,
     }
 
@@ -85,6 +86,8 @@ def main() -> None:
             found = {verb: measure(command) for verb, command in commands(bundle, checkpoint).items()}
             figures["cases"][name] = found
             print(name, {verb: tuple(each.values()) for verb, each in found.items()}, file=sys.stderr, flush=True)
+    refused = [verb for verb, each in figures["cases"]["honest"].items() if each["exit_code"] not in (0, 1)]
+    assert not refused, f"the honest bundle, beside which checkpoints are tried, is refused by {refused}"
     worst = [each for found in figures["cases"].values() for each in found.values()]
     figures["worst"] = {key: max(each[key] for each in worst) for key in ("seconds", "processor_seconds", "peak_mb")}
     figures["all_clean"] = all(each["clean"] for each in worst)

@@ -83,10 +83,11 @@ def graph(
     *, symbols: Iterable[Symbol] = (), inputs: Iterable[Value] = (), params: Iterable[Param] = (),
     blocks: Iterable[Block] = (), main: Iterable[Node | Call] = (), output: str = "x", shape: tuple[Expr, ...] = ("T",),
 ) -> Graph:  # fmt: skip
-    """A graph of an input `x` of this shape and what is given."""
+    """A graph of an input `x` of this shape and what is given; and logits, without which it is refused for that."""
+    inputs = (value("x", *shape), value("rows", 1, "R", 32), *inputs)
     return Graph(
-        (Symbol("T", 1), *symbols), (value("x", *shape), *inputs), tuple(params), (), tuple(blocks), tuple(main),
-        {"y": output},
+        (Symbol("T", 1), Symbol("R", 1), *symbols), inputs, tuple(params), (), tuple(blocks),
+        (*main, relu("rows", "logits", 1, "R", 32)), {"y": output, "logits": "logits"},
     )  # fmt: skip
 
 
@@ -253,8 +254,8 @@ BUNDLES: dict[str, Callable[[Path], Path]] = {
     "128 params of 8,192 reads of one tensor": lambda path: write(path, one_read(128, 8_192)),
     "2^40 matrices": lambda path: write(path, matrices(2**40)),
     "16,384 params": lambda path: write(path, params(16_384)),
-    "16,384 nodes": lambda path: write(path, chain(16_384)),
-    "128 calls of 128 nodes": lambda path: write(path, calls(128, 128)),
+    "16,384 nodes": lambda path: write(path, chain(16_383)),
+    "127 calls of 128 nodes": lambda path: write(path, calls(127, 128)),
     "8,000 calls that join 60,000 values": lambda path: write(path, joined_calls(8_000, 60_000)),
     "1,000 calls that join 100 values": lambda path: write(path, joined_calls(1_000, 100)),
     "a call of 10,000 values": lambda path: write(path, wide_call(10_000)),
