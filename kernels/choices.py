@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph import symbols
@@ -84,9 +84,13 @@ def _by_op() -> dict[str, list[Record]]:
     return found
 
 
-def fastest(op: str, version: int, target: Target) -> Record:
-    """The first record of an op that runs on a target, for whoever has no node; it may not take all types."""
-    return next(record for record in records_of(op, version) if _unfit(record, target) is None)
+def fastest(op: str, version: int, target: Target, *, control: Literal["static"] | None = None) -> Record:
+    """The first record of an op that runs on a target, of those that are static if so wanted, for whoever has no node.
+
+    It may not take all types.
+    """
+    wanted = (record for record in records_of(op, version) if control in (None, record.control))
+    return next(record for record in wanted if _unfit(record, target) is None)
 
 
 def resolve(

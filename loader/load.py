@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,6 +19,7 @@ from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
+from precast.loader.collector import collector_held
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.tokenizer import check_tokenizer
@@ -93,22 +92,6 @@ def load(
             phase.bytes, phase.counters = size.num_bytes, size.counters()
     model, tokenizer = opened.manifest.model, opened.files("tokenizer")
     return Engine(runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes)
-
-
-@contextmanager
-def collector_held() -> Iterator[None]:
-    """Let no garbage collection run in the body, which makes many objects that stay.
-
-    A collection looks through all that `import torch` has made: 0.07 s, four times what opening and restoring a bundle
-    take. The collector is afterwards as it was before.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def constant_tensors(graph: Graph, constants: Mapping[str, Tensor], device: Device) -> dict[str, torch.Tensor]:

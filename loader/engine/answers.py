@@ -52,7 +52,7 @@ class Answer:
         reason: FinishReason | None = None
         if token_id in eos_token_ids and not self.params.ignore_eos:
             reason = "stop"
-        elif len(self.request.token_ids) >= self.request.max_length:
+        elif self.request.num_known >= self.request.max_length:
             reason = "length"
         text = ""
         if self.text is not None:
@@ -71,7 +71,7 @@ class Answer:
     def output(self, text: str, last: Event) -> Output:
         """The whole answer, from the text of all its events and the last one."""
         assert last.finish_reason is not None
-        ids, prompt_length = self.request.token_ids, self.request.prompt_length
+        ids, prompt_length = self.request.token_ids[: self.request.num_known], self.request.prompt_length
         return Output(list(ids[:prompt_length]), list(ids[prompt_length:]), text, last.finish_reason, last.error)
 
     def _rest(self) -> str:

@@ -1,7 +1,8 @@
 """The engine: requests in, events out. It owns a runner, the scheduler of its requests, and what they have answered.
 
-A step is: schedule, launch, collect, hand out events. Nothing of a request changes before the step's tokens are on the
-host, so a step that fails leaves every request as it was.
+A step is: schedule, launch, collect, hand out events. The next step is scheduled and launched before the tokens of the
+one before are collected; where what is scheduled depends on these, they are waited for first. A step that can't be
+launched leaves every request as it was; if a launched one fails, its requests are computed anew.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -29,10 +29,19 @@ from precast.loader.engine.prompt_logits import prompt_logits
 from precast.loader.engine.prompts import Prompt, check_params, check_prompt, prompts_of, token_ids_of, too_long
 from precast.loader.engine.results import EngineStats, Event, Output
 from precast.loader.engine.tokenizer import AnswerText, Tokenizer
-from precast.loader.run.runner import Runner
-from precast.loader.schedule.requests import Request
+from precast.loader.run.runner import Runner, Ticket
+from precast.loader.schedule.requests import Request, Step
 from precast.loader.schedule.scheduler import Scheduler
 from precast.loader.timeline import Timeline
+
+
+class _Flight(NamedTuple):
+    """A step that was launched: whose tokens it draws, and its ticket."""
+
+    step: Step
+    answers: list[Answer]
+    ticket: Ticket
+
 
 _COUNTERS = {"cancelled": "requests_cancelled", "error": "requests_failed"}
 """Of the reasons for which an answer ends; the others count as finished."""
@@ -56,8 +65,14 @@ class Engine:
         tokenizer_files: Mapping[str, bytes],
         timeline: Timeline,
         reuses_prefixes: bool = True,
+        captures_meanwhile: bool = True,
+        runs_ahead: bool = True,
     ) -> None:
-        """`runner` is the engine's own from here on. Users call `precast.load`."""
+        """`runner` is the engine's own from here on. Users call `precast.load`.
+
+        `captures_meanwhile`: what the runner has to capture is captured between steps, once a token was drawn.
+        `runs_ahead` False: each step is collected before the next is launched.
+        """
         self.timeline = timeline
         self._runner = runner
         self._model = model
@@ -77,7 +92,11 @@ class Engine:
         self._num_requests = 0
         self._seeds = random.Random()  # seeded by the operating system
         self._counts: Counter[str] = Counter()
+        self._why_eager: Counter[str] = Counter()
         self._has_sampled = False
+        self._flights: deque[_Flight] = deque()  # launched, and not collected yet
+        self._runs_ahead = runs_ahead
+        self._captures_meanwhile = captures_meanwhile
 
     # --- whole answers -----------------------------------------------------------------------------------------
 
@@ -148,6 +167,7 @@ class Engine:
         than running requests leave, and torch.OutOfMemoryError if the result doesn't fit.
         """
         self._runner.opened()
+        self._land()
         ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
         if len(ids) > self._model.max_seq_len:
             raise too_long(len(ids), self._model, "")
@@ -166,13 +186,16 @@ class Engine:
         return answer.request.id
 
     def step(self) -> list[Event]:
-        """Compute one step, and return the news of the submitted requests since the last call, cancellations too.
+        """Launch one step, and return the news of the submitted requests since the last call, cancellations too.
 
-        Without work it returns at once.
+        The tokens are those of the step before: the next call brings this one's. Without work it captures a step if
+        any is left to capture, and else returns at once.
         """
         self._runner.opened()
-        if self._scheduler.num_waiting or self._scheduler.num_running:
+        if self._scheduler.num_waiting or self._scheduler.num_running or self._flights:
             self._advance()
+        elif self._captures_meanwhile and self._runner.captures.num_pending:
+            self._runner.capture_next()
         news = list(self._events)
         self._events.clear()
         return news
@@ -207,8 +230,18 @@ class Engine:
             slabs=self._tables.arena.num_slabs,
             slabs_free=self._tables.arena.num_free,
             pools=self._tables.usage(self._prefixes.reclaimable()),
+            eager_reasons=dict(self._why_eager),
+            graphs=self._runner.captures.num_captured,
+            graphs_pending=self._runner.captures.num_pending,
+            capture_seconds=self._runner.captures.seconds,
             **self._counts,
         )
+
+    def wait_until_captured(self) -> None:
+        """Capture now what is left to capture, of steps as CUDA graphs; requests wait meanwhile."""
+        self._runner.opened()
+        while self._runner.captures.num_pending:
+            self._runner.capture_next()
 
     def metrics(self) -> str:
         """The counters of `stats` in Prometheus' text format."""
@@ -228,6 +261,7 @@ class Engine:
         try:
             for request_id in list(self._answers):
                 self.cancel(request_id)
+            self._land()
             self._events.clear()
             self.forget_prefixes()
         finally:
@@ -279,20 +313,58 @@ class Engine:
     # --- one step ----------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """One step over whatever waits and runs; there is something."""
-        step = self._scheduler.schedule()
-        assert step.num_tokens, "requests wait, nothing runs, and the first of them can't be admitted"
+        """Launch a step over whatever waits and runs, and hand out what the step before it has drawn."""
+        step = self._scheduler.schedule_ahead()
+        if step is None or not step.num_tokens:
+            self._land()
+            if step is not None or not (self._scheduler.num_waiting or self._scheduler.num_running):
+                return
+            step = self._scheduler.schedule()
+            assert step.num_tokens, "requests wait, nothing runs, and the first of them can't be admitted"
         answers = [self._answers[request.id] for request in step.sampled]
-        with ExitStack() as on_error:
-            on_error.callback(self._scheduler.abandon, step)
+        try:
             ticket = self._runner.launch(step, self._scheduler.decoding, [answer.draw() for answer in answers])
-            drawn = self._runner.collect(ticket)
-            on_error.pop_all()
-        self._counts.update(steps=1, eager_steps=1, tokens_sampled=len(answers))
+        except BaseException:
+            self._land()
+            self._scheduler.abandon(step)
+            raise
+        self._scheduler.launched(step)
+        self._count(step, ticket)
+        self._flights.append(_Flight(step, answers, ticket))
+        if len(self._flights) > 1 or not self._runs_ahead:
+            self._land_first()
+        if self._has_sampled and self._captures_meanwhile and self._runner.captures.num_pending:
+            self._runner.capture_next()
+
+    def _count(self, step: Step, ticket: Ticket) -> None:
+        self._counts.update(steps=1, tokens_sampled=ticket.num_rows, tokens_padded=ticket.padding)
         self._counts.update(tokens_decoded=len(step.decodes), tokens_prefilled=step.num_tokens - len(step.decodes))
-        self._scheduler.complete(step, drawn)
-        for answer, token_id in zip(answers, drawn, strict=True):
-            self._hand_out(answer, token_id)
+        if ticket.ran in ("captured", "piecewise"):
+            self._counts[f"{ticket.ran}_steps"] += 1
+        else:
+            self._counts["eager_steps"] += 1
+            self._why_eager[ticket.ran] += 1
+
+    def _land(self) -> None:
+        """Wait for all that is in flight."""
+        while self._flights:
+            self._land_first()
+
+    def _land_first(self) -> None:
+        """Wait for the first step that is in flight, and hand out its tokens."""
+        flight = self._flights[0]
+        try:
+            drawn = self._runner.collect(flight.ticket)
+        except BaseException:
+            steps = [each.step for each in self._flights]
+            self._flights.clear()
+            self._scheduler.rollback(steps)
+            raise
+        self._flights.popleft()
+        self._scheduler.arrived(flight.step, drawn)
+        for answer, token_id in zip(flight.answers, drawn, strict=True):
+            if answer.request.id in self._answers:  # else it has ended meanwhile: what it drew is too much
+                self._hand_out(answer, token_id)
 
     def _hand_out(self, answer: Answer, token_id: int) -> None:
         """Append the event of a drawn token, and end the answer if the token ends it."""

@@ -21,8 +21,9 @@ from precast.ir.encoding import FORMAT
 from precast.ir.errors import BundleError, PrecastError, RequestError, WeightsError
 from precast.ir.graph.schema import Call, Const, Graph, Node, Ref, TensorType, Value
 from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
+from precast.loader.collector import collector_held
 from precast.loader.engine.params import SamplingParams
-from precast.loader.load import collector_held, load
+from precast.loader.load import load
 from precast.loader.timeline import Timeline
 
 WEIGHTS = random_weights()

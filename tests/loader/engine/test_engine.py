@@ -56,7 +56,9 @@ def build(
     wrap: Callable[[Any], Any] = lambda program: program,
     reuses: bool = True,
     weights: dict[str, torch.Tensor] = WEIGHTS,
+    runs_ahead: bool = False,
 ) -> Engine:
+    """An engine on the tiny model; its steps arrive as they are launched, unless it `runs_ahead`."""
     graph = tiny_graph() if graph is None else graph
     program = restore(graph, device=device)
     names = [*(param.name for param in graph.params), *(value.name for value in graph.constants)]
@@ -68,7 +70,9 @@ def build(
     runner = Runner(wrap(program), graph, memory, opened, EngineLimits(seqs, tokens, max_seq_len))
     files = {"tokenizer.json": letters(VOCAB)} if text else {}
     model = tiny_model(max_seq_len, eos)
-    return Engine(runner, model, tokenizer_files=files, timeline=Timeline(), reuses_prefixes=reuses)
+    return Engine(
+        runner, model, tokenizer_files=files, timeline=Timeline(), reuses_prefixes=reuses, runs_ahead=runs_ahead
+    )
 
 
 def pages_in_use(engine: Engine) -> int:
