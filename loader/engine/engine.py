@@ -240,8 +240,7 @@ class Engine:
     def wait_until_captured(self) -> None:
         """Capture now what is left to capture, of steps as CUDA graphs; requests wait meanwhile."""
         self._runner.opened()
-        while self._runner.captures.num_pending:
-            self._runner.capture_next()
+        self._runner.capture_all()
 
     def metrics(self) -> str:
         """The counters of `stats` in Prometheus' text format."""

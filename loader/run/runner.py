@@ -135,6 +135,11 @@ class Runner:
             finally:
                 self._drawn.copy_(drawn)
 
+    def capture_all(self) -> None:
+        """Capture what is left to capture."""
+        while self.captures.num_pending:
+            self.capture_next()
+
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Copy pages, in this order and in that of the device's stream."""
         _, memory, _ = self.opened()
