@@ -108,14 +108,11 @@ def size_arena(graph: Graph, limits: EngineLimits, device: Device, *, free: int)
 
 
 def capacities(graph: Graph, limits: EngineLimits, num_slabs: int) -> Capacities:
-    """The arrays of a step, the graph's inputs and how tokens are drawn, and how long each can become.
-
-    `drawn`, what a step draws, has a place among them.
-    """
+    """The arrays of a step, the graph's inputs and how tokens are drawn, and how long each can become."""
     num_seqs, num_pages = min(limits.max_num_seqs, limits.max_num_tokens), _list_lengths(graph, limits, num_slabs)
     arrays = BatchInputs(graph).capacities(num_seqs=num_seqs, num_tokens=limits.max_num_tokens, num_pages=num_pages)
     draws: Capacities = {name: (dtype, num_seqs) for name, dtype in DTYPES.items()}
-    return {**arrays, **draws, "drawn": ("int64", num_seqs)}
+    return {**arrays, **draws}
 
 
 def _list_lengths(graph: Graph, limits: EngineLimits, num_slabs: int) -> dict[str, int]:

@@ -82,7 +82,8 @@ class Runner:
         self._sample_captured = registry.resolve("precast.sample", 2, on, control="static")
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
-        self._drawn = places.tensors["drawn"]
+        # What the last step drew, for the next one; and what two steps have drawn, for the host.
+        self._drawn = tensor_of(device.alloc(8 * num_rows)).view(torch.int64)
         self._arrivals = deque(
             (tensor_of(device.alloc(8 * num_rows, pinned=True)).view(torch.int64), device.event()) for _ in range(2)
         )
