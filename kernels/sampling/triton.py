@@ -1,4 +1,4 @@
-"""precast.sample@2 in Triton: it doesn't sort, reads nothing back to the host, and launches the same for any parameters.
+"""precast.sample@2 in Triton, without sorting. It reads nothing back, and launches the same whatever rows ask for.
 
 Each row is divided among several programs, so that few rows keep a GPU busy. What a row asks for is read on the device:
 
@@ -28,7 +28,19 @@ import triton.language as tl
 from precast.kernels.calls import implements
 from precast.kernels.sampling import limits
 from precast.kernels.sampling.sample import Parameters
-from precast.kernels.sampling.triton_numbers import INFINITE, bin_of, gumbel, keys, log, magnitude, scaled, top_of
+from precast.kernels.sampling.sample import sample_2 as reference
+from precast.kernels.sampling.triton_numbers import (
+    INFINITE,
+    bin_of,
+    gumbel,
+    keys,
+    log,
+    magnitude,
+    may_reach,
+    scaled,
+    top_of,
+    uniform,
+)
 from precast.kernels.sampling.triton_search import (
     DONE,
     FIRST,
@@ -65,7 +77,7 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 _PRECISION = tl.constexpr(1 << 14)
 
 
-@triton.jit(do_not_specialize=["size", "chunk"])
+@triton.jit
 def scan_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     temperature_ptr,
@@ -96,7 +108,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     is_nan = lane < 0
     for start in range(split * chunk, end, BLOCK):
         index = start + lane
-        logits = tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=index < end, other=float("-inf"))
+        logits = tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=index < size, other=float("-inf"))
         logits = logits.to(tl.float32)
         is_nan = is_nan | (logits != logits)
         first = tl.where(logits > largest, index, first)
@@ -109,7 +121,8 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     tl.store(least_ptr + place, tl.min(least, 0))
     tl.store(broken_ptr + place, tl.max(is_nan.to(tl.int32), 0))
     if not IS_GREEDY:
-        if (tl.load(temperature_ptr + row) > 0.0) & (top_k_of(tl.load(top_k_ptr + row), size) > 0):
+        is_drawn = tl.load(temperature_ptr + row) > 0.0
+        if is_drawn & (top_k_of(tl.load(top_k_ptr + row), size) > 0):
             own: tl.constexpr = GROUPS // SPLITS
             maxima = tl.max(tl.reshape(largest, [own, BLOCK // own]), 1)
             tl.store(maxima_ptr + row * LISTED_MOST + split * own + tl.arange(0, own), maxima)
@@ -136,11 +149,11 @@ def _bound_of_top_p(top_p, size):  # type: ignore[no-untyped-def]
     The likeliest token has the weight 2^40; each may be rounded up by half of 1. The margin of 2 % is far more than
     what this formula and the comparison round.
     """
-    share = 0.98 * (1.0 - top_p) / size.to(tl.float32) - 2.0**-41
+    share = 0.98 * (1.0 - top_p) / (size * 1.0) - 2.0**-41
     return tl.where(share > 0.0, log(tl.where(share > 0.0, share, 1.0)), float("-inf"))
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def prepare_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     temperature_ptr,
@@ -210,8 +223,9 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
         tl.store(limits_ptr + SCALE, scale)
 
 
-@triton.jit(do_not_specialize=["size", "chunk"])
+@triton.jit
 def draw_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
     logits_ptr,
     temperature_ptr,
     seeds_ptr,
@@ -230,36 +244,43 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     LISTED_MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a part of a row: the best score of the candidates that are sure to pass; it lists those that may."""
+    """Of a part of a row: the best score of the candidates that are sure to pass; it lists those that may.
+
+    Only tiles in which a score may reach that of the likeliest token, which always passes and has x = 0, get noise.
+    """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     plan_ptr += row * PLAN
-    if tl.load(plan_ptr + KIND) == DONE:
+    kind = tl.load(plan_ptr + KIND)
+    if kind == DONE:
         return
     limits_ptr += row * LIMITS
     top, floor, scale = tl.load(limits_ptr + TOP), tl.load(limits_ptr + FLOOR), tl.load(limits_ptr + SCALE)
     sure, last, kth = tl.load(plan_ptr + FIRST), tl.load(plan_ptr + LAST), tl.load(plan_ptr + KTH)
     temperature = tl.load(temperature_ptr + row)
     one, two = keys(tl.load(seeds_ptr + row), tl.load(steps_ptr + row))
+    reached = gumbel(uniform(one, two, tl.load(out_ptr + row)))
     logits_ptr += row * stride_r
     end = tl.minimum(split * chunk + chunk, size)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.arange(0, BLOCK)
     for start in range(split * chunk, end, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=index < end, other=float("-inf"))
+        logits = tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=index < size, other=float("-inf"))
         x = scaled(logits, top, temperature)
         place = bin_of(x, floor, scale, BINS)
-        is_sure = (place >= 0) & (place < sure)
-        if tl.max(is_sure.to(tl.int32), 0) > 0:
-            score = tl.where(is_sure, x + gumbel(one, two, index), float("-inf"))
+        random = uniform(one, two, index)
+        may_win = (place >= 0) & (place < sure) & may_reach(random, x, reached)
+        if tl.max(may_win.to(tl.int32), 0) > 0:
+            score = tl.where(may_win, x + gumbel(random), float("-inf"))
             token = tl.where(score > best, index, token)
             best = tl.maximum(score, best)
-        is_listed = (place >= 0) & (((place >= sure) & (place <= last)) | (place == kth))
-        count = tl.sum(is_listed.to(tl.int32), 0)
-        if count > 0:
-            start_of = tl.atomic_add(plan_ptr + LISTED, count, sem="relaxed")
-            entry = start_of + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-            tl.store(tokens_ptr + row * LISTED_MOST + entry, index, mask=is_listed & (entry < LISTED_MOST))
+        if kind == SEARCHED:
+            is_listed = (place >= 0) & (((place >= sure) & (place <= last)) | (place == kth))
+            count = tl.sum(is_listed.to(tl.int32), 0)
+            if count > 0:
+                begin = tl.atomic_add(plan_ptr + LISTED, count, sem="relaxed")
+                entry = begin + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+                tl.store(tokens_ptr + row * LISTED_MOST + entry, index, mask=is_listed & (entry < LISTED_MOST))
     score, drawn = best_of(best, token, size)
     tl.store(scores_ptr + row * SPLITS + split, score)
     tl.store(drawn_ptr + row * SPLITS + split, drawn)
@@ -311,17 +332,20 @@ def num_splits(rows: int, size: int) -> int:
 
 @implements("sample", version=2)
 def sample_2(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """`precast.sample@2`, see `precast.kernels.sampling.sample`; `logits` float32, bfloat16 or float16."""
+    """`precast.sample@2`, see `precast.kernels.sampling.sample`."""
+    if logits.dtype == torch.float64:
+        # No record says so, but an engine asks for the op without a node, whatever its dtype.
+        return reference(logits, *parameters)
     return _drawn(logits, parameters)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """What `sample_2` gives for temperature 0, [R] int64, in two launches; `logits` [R, V] as there."""
+    """What `sample_2` gives for temperature 0, [R] int64, in two launches; `logits` [R, V], not float64."""
     return _drawn(logits, None)
 
 
 def _drawn(logits: torch.Tensor, parameters: Parameters | None) -> torch.Tensor:
-    rows, size = logits.shape
+    rows = logits.shape[0]
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows > 0:
         # Triton launches on the current device, whatever device the tensors are on.
@@ -360,8 +384,8 @@ def _launch(out: torch.Tensor, logits: torch.Tensor, parameters: Parameters | No
         top_k, top_p, min_p, held.plan, held.counts, held.weights, held.rests, held.sums, size, **bins, num_warps=8
     )
     draw_kernel[split](
-        logits, temperature, seeds, steps, held.plan, held.limits, held.tokens, held.scores, held.drawn, *part, **bins,
-        LISTED_MOST=listed, BLOCK=BLOCK, num_warps=8,
+        out, logits, temperature, seeds, steps, held.plan, held.limits, held.tokens, held.scores, held.drawn, *part,
+        **bins, LISTED_MOST=listed, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     finish_kernel[each](
         out, logits, *wanted, seeds, steps, held.plan, held.limits, held.tokens, held.sums, held.scores, held.drawn,

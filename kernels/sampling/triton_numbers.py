@@ -108,8 +108,23 @@ def keys(seed, step):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def gumbel(first, second, index):  # type: ignore[no-untyped-def]
-    """The noise of tokens `index` of a row with these words, float32."""
+def uniform(first, second, index):  # type: ignore[no-untyped-def]
+    """Uniform float32 above 0 and below 1, of tokens `index` of a row with these words."""
     word = _mixed(_mixed(index.to(tl.uint32) ^ first) ^ second)
-    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _BELOW_ONE)
+    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _BELOW_ONE)
+
+
+@triton.jit
+def gumbel(uniform):  # type: ignore[no-untyped-def]
+    """Gumbel noise, float32, of uniform numbers."""
     return -log(-log1p(-uniform))
+
+
+@triton.jit
+def may_reach(uniform, x, score):  # type: ignore[no-untyped-def]
+    """Whether x and the noise of a uniform number may come to `score`, without the noise: false only if they do not.
+
+    x + g >= score is -log(1 - u) <= exp(x - score), and the left side is no less than u. 1 % is far more than what the
+    fast exp2 and all roundings are off.
+    """
+    return uniform <= tl.exp2((x - score) * 1.4426950408889634) * 1.01

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.sampling.triton_numbers import INFINITE, bin_of, gumbel, keys, magnitude, scaled, weight
+from precast.kernels.sampling.triton_numbers import INFINITE, bin_of, gumbel, keys, magnitude, scaled, uniform, weight
 
 DONE, OPEN, SEARCHED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """A row's kind: its token is known; it draws from all candidates; it draws from those that pass top_k and top_p."""
@@ -50,7 +50,7 @@ def _passes(before, total, top_p):  # type: ignore[no-untyped-def]
     return (before == 0) | (before.to(tl.float64) < top_p.to(tl.float64) * total.to(tl.float64))
 
 
-@triton.jit(do_not_specialize=["size", "chunk"])
+@triton.jit
 def weigh_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     temperature_ptr,
@@ -85,7 +85,7 @@ def weigh_kernel(  # type: ignore[no-untyped-def]
     rest = tl.zeros([BLOCK], tl.int64)
     for start in range(split * chunk, end, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=index < end, other=float("-inf"))
+        logits = tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=index < size, other=float("-inf"))
         x = scaled(logits, top, temperature)
         if tl.max((x >= lower).to(tl.int32), 0) > 0:
             place = bin_of(x, floor, scale, BINS)
@@ -99,7 +99,7 @@ def weigh_kernel(  # type: ignore[no-untyped-def]
     tl.store(rests_ptr + row * SPLITS + split, tl.sum(rest, 0))
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def select_kernel(  # type: ignore[no-untyped-def]
     top_k_ptr,
     top_p_ptr,
@@ -162,7 +162,7 @@ def _edges(first, last, floor, scale):  # type: ignore[no-untyped-def]
 @triton.jit
 def _tile(line, index, mask, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
     """x and bin of tokens of a row."""
-    logits_ptr, stride_v, size, top, temperature, floor, scale = line
+    logits_ptr, stride_v, _, top, temperature, floor, scale = line
     logits = tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=mask, other=float("-inf"))
     x = scaled(logits, top, temperature)
     return x, bin_of(x, floor, scale, BINS)
@@ -202,8 +202,8 @@ def _kth(line, held, kth, rank, STREAMED: tl.constexpr, BINS: tl.constexpr, BLOC
     high += 1
     while high - low > 1:
         middle = low + (high - low) // 2
-        count, _ = _before(line, held, kth, kth, middle, 0, STREAMED, BINS, BLOCK)
-        is_reached = count < rank
+        before = _before(line, held, kth, kth, middle, 0, STREAMED, BINS, BLOCK)
+        is_reached = before[0] < rank
         low = tl.where(is_reached, middle, low)
         high = tl.where(is_reached, high, middle)
     return low
@@ -218,19 +218,19 @@ def _end_of_top_p(  # type: ignore[no-untyped-def]
     high = tl.minimum(high, cut) + 1
     while high - low > 1:
         middle = low + (high - low) // 2
-        _, before = _before(line, held, first, last, middle, 0, STREAMED, BINS, BLOCK)
-        is_kept = _passes(above + before, total, top_p)
+        before = _before(line, held, first, last, middle, 0, STREAMED, BINS, BLOCK)
+        is_kept = _passes(above + before[1], total, top_p)
         low = tl.where(is_kept, middle, low)
         high = tl.where(is_kept, high, middle)
     size = line[2]
-    num_through, _ = _before(line, held, first, last, low + 1, 0, STREAMED, BINS, BLOCK)
-    num_before, _ = _before(line, held, first, last, low, 0, STREAMED, BINS, BLOCK)
-    index = tl.where(num_through - num_before > 1, 0, size - 1)
+    before = _before(line, held, first, last, low, 0, STREAMED, BINS, BLOCK)
+    through = _before(line, held, first, last, low + 1, 0, STREAMED, BINS, BLOCK)
+    index = tl.where(through[0] - before[0] > 1, 0, size - 1)
     end = tl.zeros_like(index) + size
     while end - index > 1:
         middle = index + (end - index) // 2
-        _, before = _before(line, held, first, last, low, middle, STREAMED, BINS, BLOCK)
-        is_kept = _passes(above + before, total, top_p)
+        before = _before(line, held, first, last, low, middle, STREAMED, BINS, BLOCK)
+        is_kept = _passes(above + before[1], total, top_p)
         index = tl.where(is_kept, middle, index)
         end = tl.where(is_kept, end, middle)
     return low, index
@@ -271,8 +271,8 @@ def _decided(  # type: ignore[no-untyped-def]
     total = tl.load(sums_ptr + TOTAL)
     if kth < BINS:
         cut = _kth(line, held, kth, top_k - tl.load(plan_ptr + ABOVE), STREAMED, BINS, BLOCK)
-        _, own = _before(line, held, kth, kth, cut + 1, 0, STREAMED, BINS, BLOCK)
-        total = tl.load(sums_ptr + ABOVE_KTH) + own
+        through = _before(line, held, kth, kth, cut + 1, 0, STREAMED, BINS, BLOCK)
+        total = tl.load(sums_ptr + ABOVE_KTH) + through[1]
     end = first * 0 + size
     if top_p < 1.0:
         above = tl.load(sums_ptr + ABOVE_FIRST)
@@ -285,17 +285,17 @@ def _decided(  # type: ignore[no-untyped-def]
             index = start + tl.arange(0, BLOCK)
             x, place = _tile(line, index, index < size, BINS)
             is_kept = _is_before(x, place, index, first, last, cut, end + 1)
-            score = tl.where(is_kept, x + gumbel(words[0], words[1], index), float("-inf"))
+            score = tl.where(is_kept, x + gumbel(uniform(words[0], words[1], index)), float("-inf"))
             best_index = tl.where(score > scores, index, best_index)
             scores = tl.maximum(score, scores)
         return best_of(scores, best_index, size)
     else:
         is_kept = _is_before(x, place, index, first, last, cut, end + 1)
-        scores = tl.where(is_kept, x + gumbel(words[0], words[1], index), float("-inf"))
+        scores = tl.where(is_kept, x + gumbel(uniform(words[0], words[1], index)), float("-inf"))
         return best_of(scores, index, size)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def finish_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     logits_ptr,
