@@ -93,7 +93,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     stride_v,
     IS_GREEDY: tl.constexpr,
     SPLITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    OWN_GROUPS: tl.constexpr,
     LISTED_MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -123,9 +123,9 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     if not IS_GREEDY:
         is_drawn = tl.load(temperature_ptr + row) > 0.0
         if is_drawn & (top_k_of(tl.load(top_k_ptr + row), size) > 0):
-            own: tl.constexpr = GROUPS // SPLITS
-            maxima = tl.max(tl.reshape(largest, [own, BLOCK // own]), 1)
-            tl.store(maxima_ptr + row * LISTED_MOST + split * own + tl.arange(0, own), maxima)
+            maxima = tl.max(tl.reshape(largest, [OWN_GROUPS, BLOCK // OWN_GROUPS]), 1)
+            groups = split * OWN_GROUPS + tl.arange(0, OWN_GROUPS)
+            tl.store(maxima_ptr + row * LISTED_MOST + groups, maxima)
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def _bound_of_top_p(top_p, size):  # type: ignore[no-untyped-def]
     return tl.where(share > 0.0, log(tl.where(share > 0.0, share, 1.0)), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def prepare_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     temperature_ptr,
@@ -170,6 +170,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     counts_ptr,
     weights_ptr,
     size,
+    num_splits,
     IS_GREEDY: tl.constexpr,
     SPLITS: tl.constexpr,
     BINS: tl.constexpr,
@@ -178,10 +179,13 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
 ):
     """The token of a greedy or broken row; of others what they are, and which of their tokens are candidates."""
     row = tl.program_id(0).to(tl.int64)
-    place = row * SPLITS + tl.arange(0, SPLITS)
-    largest, token = best_of(tl.load(largest_ptr + place), tl.load(index_ptr + place), size)
-    least = tl.min(tl.load(least_ptr + place), 0)
-    is_broken = (tl.max(tl.load(broken_ptr + place), 0) > 0) | (least == float("inf"))
+    splits = tl.arange(0, SPLITS)
+    place, is_part = row * SPLITS + splits, splits < num_splits
+    largest = tl.load(largest_ptr + place, mask=is_part, other=float("-inf"))
+    largest, token = best_of(largest, tl.load(index_ptr + place), size)
+    least = tl.min(tl.load(least_ptr + place, mask=is_part, other=float("inf")), 0)
+    is_nan = tl.max(tl.load(broken_ptr + place, mask=is_part, other=0), 0) > 0
+    is_broken = is_nan | (least == float("inf"))
     tl.store(out_ptr + row, tl.where(is_broken, -1, token).to(tl.int64))
     if not IS_GREEDY:
         plan_ptr += row * PLAN
@@ -359,20 +363,23 @@ def _launch(out: torch.Tensor, logits: torch.Tensor, parameters: Parameters | No
     held = _workspace(rows, logits.device)
     splits = num_splits(rows, size)
     chunk = triton.cdiv(triton.cdiv(size, splits), BLOCK) * BLOCK
-    listed = max(limits.GROUPS, limits.CAPACITY)
     part = (size, chunk, *logits.stride())
     given = Parameters(*(x.contiguous() for x in parameters)) if parameters is not None else Parameters(*[out] * 6)
     temperature, top_k, top_p, min_p, seeds, steps = given
     wanted = (temperature, top_k, top_p, min_p)
     found = (held.largest, held.index, held.least, held.broken, held.maxima)
-    is_greedy = {"IS_GREEDY": parameters is None, "SPLITS": splits, "GROUPS": limits.GROUPS, "LISTED_MOST": listed}
-    bins = {"SPLITS": splits, "BINS": limits.BINS}
+    places = {"SPLITS": limits.MAX_SPLITS, "LISTED_MOST": max(limits.GROUPS, limits.CAPACITY)}
+    bins = {"SPLITS": limits.MAX_SPLITS, "BINS": limits.BINS}
+    is_greedy = {"IS_GREEDY": parameters is None, "num_warps": 8}
     each: Any = (rows,)
     split: Any = (rows, splits)
-    scan_kernel[split](logits, temperature, top_k, *found, *part, **is_greedy, BLOCK=BLOCK, num_warps=8)
+    scan_kernel[split](
+        logits, temperature, top_k, *found, *part, **places, **is_greedy, OWN_GROUPS=limits.GROUPS // splits,
+        BLOCK=BLOCK,
+    )  # fmt: skip
     prepare_kernel[each](
-        out, *wanted, *found, held.plan, held.limits, held.counts, held.weights, size, **is_greedy, BINS=limits.BINS,
-        num_warps=8,
+        out, *wanted, *found, held.plan, held.limits, held.counts, held.weights, size, splits, **places, **is_greedy,
+        BINS=limits.BINS, GROUPS=limits.GROUPS,
     )  # fmt: skip
     if parameters is None:
         return
@@ -381,13 +388,14 @@ def _launch(out: torch.Tensor, logits: torch.Tensor, parameters: Parameters | No
         num_warps=8,
     )  # fmt: skip
     select_kernel[each](
-        top_k, top_p, min_p, held.plan, held.counts, held.weights, held.rests, held.sums, size, **bins, num_warps=8
-    )
+        top_k, top_p, min_p, held.plan, held.counts, held.weights, held.rests, held.sums, size, splits, **bins,
+        num_warps=8,
+    )  # fmt: skip
     draw_kernel[split](
         out, logits, temperature, seeds, steps, held.plan, held.limits, held.tokens, held.scores, held.drawn, *part,
-        **bins, LISTED_MOST=listed, BLOCK=BLOCK, num_warps=8,
+        **places, BINS=limits.BINS, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     finish_kernel[each](
         out, logits, *wanted, seeds, steps, held.plan, held.limits, held.tokens, held.sums, held.scores, held.drawn,
-        size, *logits.stride(), **bins, LISTED_MOST=listed, CAPACITY=limits.CAPACITY, BLOCK=BLOCK, num_warps=8,
+        size, splits, *logits.stride(), **places, BINS=limits.BINS, CAPACITY=limits.CAPACITY, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

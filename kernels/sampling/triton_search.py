@@ -99,7 +99,7 @@ def weigh_kernel(  # type: ignore[no-untyped-def]
     tl.store(rests_ptr + row * SPLITS + split, tl.sum(rest, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def select_kernel(  # type: ignore[no-untyped-def]
     top_k_ptr,
     top_p_ptr,
@@ -110,6 +110,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     rests_ptr,
     sums_ptr,
     size,
+    num_splits,
     SPLITS: tl.constexpr,
     BINS: tl.constexpr,
 ):
@@ -127,7 +128,8 @@ def select_kernel(  # type: ignore[no-untyped-def]
     bins = tl.arange(0, BINS)
     counts = tl.load(counts_ptr + row * BINS + bins)
     weights = tl.load(weights_ptr + row * BINS + bins)
-    rest = tl.sum(tl.load(rests_ptr + row * SPLITS + tl.arange(0, SPLITS)), 0)
+    splits = tl.arange(0, SPLITS)
+    rest = tl.sum(tl.load(rests_ptr + row * SPLITS + splits, mask=splits < num_splits, other=0), 0)
 
     num_short = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0)
     kth = tl.where(top_k > 0, num_short, BINS)
@@ -295,7 +297,7 @@ def _decided(  # type: ignore[no-untyped-def]
         return best_of(scores, index, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def finish_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     logits_ptr,
@@ -312,6 +314,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     scores_ptr,
     drawn_ptr,
     size,
+    num_splits,
     stride_r,
     stride_v,
     SPLITS: tl.constexpr,
@@ -327,7 +330,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     if kind == DONE:
         return
     splits = tl.arange(0, SPLITS)
-    scores = tl.load(scores_ptr + row * SPLITS + splits)
+    scores = tl.load(scores_ptr + row * SPLITS + splits, mask=splits < num_splits, other=float("-inf"))
     best, token = best_of(scores, tl.load(drawn_ptr + row * SPLITS + splits), size)
     num_listed = tl.load(plan_ptr + LISTED)
     if num_listed > 0:
