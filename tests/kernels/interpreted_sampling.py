@@ -47,7 +47,7 @@ def small_sizes() -> Iterator[None]:
 
 
 @each_dtype
-@pytest.mark.parametrize("size", [1, 7, 128, 515])
+@pytest.mark.parametrize("size", [1, 7, 300])
 def test_tokens_are_the_definitions(size: int, dtype: torch.dtype) -> None:
     for seed, (name, logits) in enumerate(logits_of(7, size, dtype)):
         # Each kind of logits with a third of the filters, another one for each size.
@@ -94,9 +94,9 @@ def test_extremes_of_temperature() -> None:
 
 def test_the_most_of_a_list_and_one_more() -> None:
     """16 tokens fit a list: of so many equals, and of more, all but the last few pass."""
-    for equals in (15, 16, 17, 150):
+    for equals in (16, 17, 60):
         logits = torch.cat([torch.tensor([9.0, 5.0]), torch.zeros(equals), torch.tensor([-3.0, -4.0])]).expand(4, -1)
-        for filters in ({"top_k": 2 + equals}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.97}):
+        for filters in ({"top_k": 3}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.97}):
             given = arguments(logits, [{**filters, "temperature": 6.0}], seed=equals)
 
             assert triton.sample_2(**given).tolist() == sample_2(**given).tolist()
@@ -124,14 +124,14 @@ def test_uniform_numbers_are_those_of_the_noise() -> None:
     import triton.language as tl
 
     @compiler.jit
-    def kernel(out_ptr, seed, step, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        first, second = keys(seed.to(tl.int64), step.to(tl.int64))
+    def kernel(out_ptr, seed_ptr, step_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        first, second = keys(tl.load(seed_ptr), tl.load(step_ptr))
         index = tl.arange(0, SIZE)
         tl.store(out_ptr + index, uniform(first, second, index))
 
     for seed, step in ((0, 0), (42, 7), (-(2**63), 2**40), (2**63 - 1, 2**63 - 1), (-1, 2**32 - 1)):
-        out = torch.empty(256)
-        kernel[1,](out, seed, step, SIZE=256)
-        words = noise.words(torch.tensor([seed]), torch.tensor([step]), 256)[0]
+        seeds, steps, out = torch.tensor([seed]), torch.tensor([step]), torch.empty(256)
+        kernel[1,](out, seeds, steps, SIZE=256)
+        expected = ((noise.words(seeds, steps, 256)[0].float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
-        assert torch.equal(out, ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24))
+        assert out.tolist() == expected.tolist(), (seed, step)
