@@ -102,6 +102,16 @@ def test_the_most_of_a_list_and_one_more() -> None:
             assert triton.sample_2(**given).tolist() == sample_2(**given).tolist()
 
 
+def test_what_cannot_pass_still_counts_for_the_share() -> None:
+    """1 of 1 + 0.8 + 0.4 is less than half, and 1 of 1 + 0.8 more: the second token passes because of the last 98."""
+    logits = torch.tensor([1.0, 0.8, *[0.4 / 98] * 98]).log().expand(12, -1)
+    given = arguments(logits, [{"top_p": 0.5}])
+    found = triton.sample_2(**given).tolist()
+
+    assert set(found) == {0, 1}
+    assert found == sample_2(**given).tolist()
+
+
 def test_greedy_is_temperature_0() -> None:
     for name, logits in logits_of(9, 300, torch.float32):
         given = arguments(logits, [{"temperature": 0.0, "top_k": 2, "top_p": 0.5}])
