@@ -118,7 +118,7 @@ def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
     assert resolve(found["y"]).reason == f"the only one; not triton.paged_attention: {wanted}"
     assert resolve(found["write"]).reason == f"the only one; not triton.write_kv: {wanted}"
     kept = [record.min_capability for record in all_records() if record.kind == "triton"]
-    assert kept == [(8, 0)] * 3
+    assert kept == [(8, 0)] * 4
 
 
 def test_a_cache_of_8_bits_wants_a_gpu_that_converts() -> None:
