@@ -84,9 +84,14 @@ def _by_op() -> dict[str, list[Record]]:
     return found
 
 
+def runnable(op: str, version: int, target: Target) -> tuple[Record, ...]:
+    """The records of an op that run on a target, the fastest first; they may not take all types and sizes."""
+    return tuple(record for record in records_of(op, version) if _unfit(record, target) is None)
+
+
 def fastest(op: str, version: int, target: Target) -> Record:
-    """The first record of an op that runs on a target, for whoever has no node; it may not take all types."""
-    return next(record for record in records_of(op, version) if _unfit(record, target) is None)
+    """The first record of an op that runs on a target, for whoever has no node; it may not take all types and sizes."""
+    return runnable(op, version, target)[0]
 
 
 def resolve(

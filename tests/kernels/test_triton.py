@@ -19,17 +19,35 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SHARED_BYTES = 160 * 1024
 
 
-def test_kernels_are_the_references_in_the_interpreter() -> None:
-    file = Path(__file__).with_name("interpreted_triton.py")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
-        cwd=file.parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"},
+ANYWHERE = ("walked_states.py",)
+"""Files whose tests run in the interpreter and on GPUs."""
+
+
+@pytest.mark.parametrize("file", ["interpreted_triton.py", *ANYWHERE])
+def test_kernels_are_the_references_in_the_interpreter(file: str) -> None:
+    run = tests_of(file, "1")
+
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file", ANYWHERE)
+def test_kernels_are_the_references_on_a_gpu(file: str) -> None:
+    run = tests_of(file, "0")
+
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def tests_of(file: str, interpret: str) -> subprocess.CompletedProcess[str]:
+    """The tests of a file beside this one, run in a process of its own."""
+    path = Path(__file__).with_name(file)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+        cwd=path.parents[2],
+        env=os.environ | {"TRITON_INTERPRET": interpret, "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
     )
-
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def compiled(kernel: Any, constants: dict[str, Any], pointers: dict[str, str], options: dict[str, int]) -> Any:
