@@ -7,12 +7,14 @@ have states that must not be read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from op_samples.draw import Draw, Sample
+from op_samples.latent_attention import paged_latent_sample
 from op_samples.sequences import spoiled
 
-TOKENS, SEQUENCES = 14, 6
+TOKENS, SEQUENCES, PAGES = 14, 6, 90
 STEPS: Mapping[str, Sequence[tuple[int, int, int]]] = {
     # (tokens, context with them, slot) of the sequences in use
     "mixed": ((5, 5, 3), (1, 9, 0), (0, 4, 5), (4, 20, 6), (2, 2, -1)),
@@ -38,6 +40,23 @@ def stateful_step(name: str, draw: Draw, step: str, **sizes: int) -> Sample:
     unused = SEQUENCES - len(sequences)
     held = {"state": state, "slots": draw.of([slot for *_, slot in sequences] + [-1] * unused, torch.int32)}
     return made | held | _lengths(draw, sequences)
+
+
+def latent_step(draw: Draw, step: str, **more: Any) -> Sample:
+    """A call of `precast.paged_latent_attention` for a step of STEPS, with PAGES entries of page lists."""
+    sequences = [(tokens, context) for tokens, context, _ in STEPS[step]]
+    end = sum(tokens for tokens, _ in sequences)
+    made = paged_latent_sample(draw, sequences, padding=TOKENS - end, **more)
+    unused = SEQUENCES - len(sequences)
+    listed = made["page_indices"]
+    # Entries that no list has name a page that isn't there.
+    spare = listed[-1:].expand(PAGES - len(listed))
+    own = {
+        "page_indices": torch.cat((listed, spare)),
+        "page_indptr": torch.cat((made["page_indptr"], made["page_indptr"][-1:].expand(unused))),
+        "page_start": torch.cat((made["page_start"], draw.of([9, -3, 1 << 30, 0, 1, 2][:unused], torch.int32))),
+    }
+    return made | own | _lengths(draw, STEPS[step])
 
 
 def _lengths(draw: Draw, sequences: Sequence[tuple[int, int, int]]) -> Sample:
