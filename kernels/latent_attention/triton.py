@@ -22,7 +22,7 @@ from precast.kernels.latent_attention.expand import LatentScoring, sizes_of, spl
 _MANY_ROWS = 64 * 128
 """Queries times heads from which a program takes many rows: with fewer, there are too few programs for all of a GPU."""
 _LARGE = 160 << 10
-"""Bytes of shared memory from which a program has 64 rows, and loads latents ahead."""
+"""Bytes of shared memory from which a program may have many rows."""
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window"])
@@ -141,10 +141,10 @@ def blocks(num_tokens: int, heads: int, dtype: torch.dtype, cached: torch.dtype,
     With few tokens there are few rows, and each program gets as few as the tensor cores take; with many, rows enough to
     use a loaded latent often.
     """
-    is_wide, is_small = dtype.itemsize > 2, shared_bytes < _LARGE
+    is_wide = dtype.itemsize > 2
+    takes_many = num_tokens * heads >= _MANY_ROWS and shared_bytes >= _LARGE and not is_wide
     # With 64 rows, latents that are converted from 8 bits spill registers.
-    many = 32 if is_small or cached.itemsize == 1 else 64
-    m = many if not is_wide and num_tokens * heads >= _MANY_ROWS else 16
+    m = 16 if not takes_many else 32 if cached.itemsize == 1 else 64
     group = min(heads, m)
     return Blocks(
         q=m // group,
@@ -152,7 +152,7 @@ def blocks(num_tokens: int, heads: int, dtype: torch.dtype, cached: torch.dtype,
         m=m,
         n=16 if is_wide else 32,
         num_warps=8 if m > 16 else 4,
-        num_stages=1 if is_wide or is_small else 2,
+        num_stages=1 if is_wide else 2,
     )
 
 
