@@ -21,8 +21,8 @@ from precast.kernels.latent_attention.expand import LatentScoring, sizes_of, spl
 
 _MANY_ROWS = 64 * 128
 """Queries times heads from which a program takes many rows: with fewer, there are too few programs for all of a GPU."""
-_LARGE = 160 << 10
-"""Bytes of shared memory from which a program may have many rows."""
+_LARGE = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities of 160 KiB of shared memory or more, enough for programs with many rows; others have 99 KiB."""
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window"])
@@ -134,15 +134,14 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-def blocks(num_tokens: int, heads: int, dtype: torch.dtype, cached: torch.dtype, shared_bytes: int) -> Blocks:
-    """Sizes that fit the registers and shared memory of compute capability 8.0 and later, for latents of MAX_LATENT
-    elements: 147 KB where there is as much, as on 8.0 and 9.0, and 74 KB elsewhere.
+def blocks(num_tokens: int, heads: int, dtype: torch.dtype, cached: torch.dtype, capability: tuple[int, int]) -> Blocks:
+    """Sizes that fit the registers and the shared memory of a compute capability, for latents of MAX_LATENT elements.
 
     With few tokens there are few rows, and each program gets as few as the tensor cores take; with many, rows enough to
     use a loaded latent often.
     """
     is_wide = dtype.itemsize > 2
-    takes_many = num_tokens * heads >= _MANY_ROWS and shared_bytes >= _LARGE and not is_wide
+    takes_many = num_tokens * heads >= _MANY_ROWS and capability in _LARGE and not is_wide
     # With 64 rows, latents that are converted from 8 bits spill registers.
     m = 16 if not takes_many else 32 if cached.itemsize == 1 else 64
     group = min(heads, m)
@@ -189,8 +188,8 @@ def _launch(
     """`out`, `q` [H, T, C], `q_rope` [H, T, Dr], `cache` [P, S, C + Dr]; the last dimension of each is dense."""
     heads, num_tokens, latent = q.shape
     num_seqs, rope = pages.kv_lens.shape[0], q_rope.shape[2]
-    shared_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin if q.is_cuda else _LARGE
-    sizes = blocks(num_tokens, heads, q.dtype, cache.dtype, shared_bytes)
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    sizes = blocks(num_tokens, heads, q.dtype, cache.dtype, capability)
     launch: Any = latent_attention_kernel[num_tokens // sizes.q + num_seqs, triton.cdiv(heads, sizes.heads)]
     # Triton launches on the current device, whatever device the tensors are on.
     with torch.cuda.device_of(q):

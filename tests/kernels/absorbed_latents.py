@@ -66,7 +66,7 @@ def test_sizes_of_deepseek(
 def test_many_rows_a_program(same: Callable[..., None]) -> None:
     sizes = {"heads": 600, "nope": 2, "rope": 2, "latent": 16, "value": 1}
 
-    assert blocks(TOKENS, 600, torch.float16, torch.float16, 160 << 10).m == 64
+    assert blocks(TOKENS, 600, torch.float16, torch.float16, (9, 0)).m == 64
     agrees(latent_step(Draw(torch.float16, DEVICE), "decode", **sizes), same)
 
 
@@ -74,8 +74,8 @@ def test_many_rows_a_program(same: Callable[..., None]) -> None:
 def test_blocks_hold_whole_queries(heads: int) -> None:
     for tokens in (1, 8, 64, 1024):
         for dtype, cached in ((torch.float32, FLOAT8), (torch.float16, torch.float16), (torch.bfloat16, FLOAT8)):
-            for shared_bytes in (99 << 10, 227 << 10):
-                found = blocks(tokens, heads, dtype, cached, shared_bytes)
+            for capability in ((8, 9), (9, 0)):
+                found = blocks(tokens, heads, dtype, cached, capability)
 
                 assert found.q >= 1
                 assert found.q * found.heads <= found.m

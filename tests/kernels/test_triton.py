@@ -152,13 +152,18 @@ def test_write_kv_compiles_for_hopper(new: str, cache: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("num_tokens", "cache"), [(64, "bf16"), (64, "fp8e4nv"), (1, "bf16")])
-def test_latent_attention_compiles_for_hopper(num_tokens: int, cache: str) -> None:
-    """Of DeepSeek-V3's sizes."""
+@pytest.mark.parametrize(
+    ("num_tokens", "cache", "capability", "rows"),
+    [(64, "bf16", (9, 0), 64), (64, "fp8e4nv", (9, 0), 32), (64, "bf16", (8, 9), 16), (1, "bf16", (9, 0), 16)],
+)
+def test_latent_attention_compiles_for_hopper(
+    num_tokens: int, cache: str, capability: tuple[int, int], rows: int
+) -> None:
+    """Of DeepSeek-V3's sizes, with the blocks of a compute capability."""
     from precast.kernels.latent_attention import triton as kernels
 
     cached = torch.float8_e4m3fn if cache == "fp8e4nv" else torch.bfloat16
-    blocks = kernels.blocks(num_tokens, 128, torch.bfloat16, cached, SHARED_BYTES)
+    blocks = kernels.blocks(num_tokens, 128, torch.bfloat16, cached, capability)
     constants = {
         "HAS_WINDOW": True,
         "PAGE_SIZE": 16,
@@ -178,8 +183,9 @@ def test_latent_attention_compiles_for_hopper(num_tokens: int, cache: str) -> No
     pointers |= dict.fromkeys(("out_ptr", "q_ptr", "q_rope_ptr"), "*bf16") | {"cache_ptr": f"*{cache}"}
     found = compiled(kernel, constants, pointers, {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages})
 
-    # Other GPUs than those of 8.0 and 9.0 have 99 KiB, and are given few rows.
-    assert found.metadata.shared <= (SHARED_BYTES if blocks.m > 16 else 99 * 1024)
+    assert blocks.m == rows
+    # GPUs with less shared memory than those of 8.0 and 9.0 have 99 KiB.
+    assert found.metadata.shared <= (SHARED_BYTES if rows > 16 else 99 * 1024)
     assert any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
 
 
