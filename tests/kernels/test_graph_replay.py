@@ -16,6 +16,7 @@ from precast.kernels.choices import runnable
 CUDA = torch.device("cuda")
 SPECS = {spec.name: spec for spec in registry.specs()}
 CASES: dict[str, dict[str, Any]] = {
+    "stateful_causal_conv": {"channels": 300, "taps": 4},
     "stateful_state_space_scan": {"size": 64, "width": 128},
     "stateful_delta_rule": {"size": 128, "value": 96},
     "stateful_linear_attention": {"size": 72, "value": 64, "rowwise": True},

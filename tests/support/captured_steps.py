@@ -32,7 +32,8 @@ def stateful_step(name: str, draw: Draw, step: str, **sizes: int) -> Sample:
     for x in made.values():
         if isinstance(x, torch.Tensor) and x.dim() > 2 and x.shape[:2] == (1, TOKENS):
             spoiled(x, end)
-    state = draw.normal(SEQUENCES + 2, *made.pop("state_shape"), dtype=torch.float32)
+    kept = draw.dtype if name == "causal_conv" else torch.float32
+    state = draw.normal(SEQUENCES + 2, *made.pop("state_shape"), dtype=kept)
     if name == "wkv":
         state[:, 1] = state[:, 1].abs() + 0.5  # a sum of positive numbers
     going = [slot for tokens, context, slot in sequences if slot >= 0 and 0 < tokens < context]
@@ -66,6 +67,16 @@ def _lengths(draw: Draw, sequences: Sequence[tuple[int, int, int]]) -> Sample:
     return {
         "cu_seqlens": draw.of(ends + ends[-1:] * unused, torch.int32),
         "kv_lens": draw.of(lengths, torch.int32),
+    }
+
+
+def _causal_conv(draw: Draw, *, channels: int, taps: int) -> Sample:
+    return {
+        "x": draw.normal(1, TOKENS, 3 * channels)[..., channels : 2 * channels],
+        "weight": draw.normal(channels, taps),
+        "bias": draw.normal(channels),
+        "state_shape": (channels, taps - 1),
+        "activation": "silu",
     }
 
 
@@ -142,6 +153,7 @@ def _linear_recurrence(draw: Draw, *, channels: int, kind: str = "sum") -> Sampl
 
 
 _TOKENS: Mapping[str, Callable[..., Sample]] = {
+    "causal_conv": _causal_conv,
     "state_space_scan": _state_space_scan,
     "selective_scan": _selective_scan,
     "linear_attention": _linear_attention,
