@@ -66,6 +66,46 @@ def test_a_captured_step_serves_every_other(op: str, same: Callable[..., None]) 
             same(spec, given[name].cpu(), wanted[name])
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device=CUDA)
+
+
+# Calls of torch's own ops on x [6, 8], those that sort, index, multiply or fill.
+OF_TORCH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "argmax.default": lambda x: {"self": x, "dim": 1},
+    "clamp.default": lambda x: {"self": x, "min": 0.0, "max": 1.0},
+    "cumsum.default": lambda x: {"self": x, "dim": 1},
+    "full_like.default": lambda x: {"self": x, "fill_value": 2.5},
+    "gather.default": lambda x: {"self": x, "dim": 1, "index": ints(0, 3).expand(6, 2)},
+    "linear.default": lambda x: {"input": x, "weight": x},
+    "masked_fill.Scalar": lambda x: {"self": x, "mask": x > 0, "value": float("-inf")},
+    "matmul.default": lambda x: {"self": x, "other": x.T},
+    "max.dim": lambda x: {"self": x, "dim": 1},
+    "one_hot.default": lambda x: {"self": ints(0, 3, 7), "num_classes": 8},
+    "scatter.src": lambda x: {"self": x, "dim": 1, "index": ints(0, 3).expand(6, 2), "src": x},
+    "scatter.value": lambda x: {"self": x, "dim": 1, "index": ints(0, 3).expand(6, 2), "value": 1.0},
+    "softmax.int": lambda x: {"self": x, "dim": 1},
+    "sort.default": lambda x: {"self": x, "dim": 1},
+    "topk.default": lambda x: {"self": x, "k": 3},
+    "where.self": lambda x: {"condition": x > 0, "self": x, "other": x},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OF_TORCH)
+def test_ops_of_torch_are_captured(op: str) -> None:
+    function = registry.resolve(f"aten.{op}", 1, CUDA)
+    given = OF_TORCH[op](torch.randn(6, 8, device=CUDA))
+    expected = function(**given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = function(**given)
+    graph.replay()
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("op", CASES)
 def test_steps_have_one_shape(op: str) -> None:
     shapes = []
