@@ -84,13 +84,20 @@ def _by_op() -> dict[str, list[Record]]:
     return found
 
 
-def fastest(op: str, version: int, target: Target, *, control: Literal["static"] | None = None) -> Record:
-    """The first record of an op that runs on a target, of those that are static if so wanted, for whoever has no node.
+def runnable(
+    op: str, version: int, target: Target, *, control: Literal["static"] | None = None
+) -> tuple[Record, ...]:
+    """The records of an op that run on a target, the fastest first; they may not take all types and sizes.
 
-    It may not take all types.
+    `control` "static": those that can be captured.
     """
     wanted = (record for record in records_of(op, version) if control in (None, record.control))
-    return next(record for record in wanted if _unfit(record, target) is None)
+    return tuple(record for record in wanted if _unfit(record, target) is None)
+
+
+def fastest(op: str, version: int, target: Target, *, control: Literal["static"] | None = None) -> Record:
+    """The first record of an op that runs on a target, for whoever has no node; it may not take all types and sizes."""
+    return runnable(op, version, target, control=control)[0]
 
 
 def resolve(
