@@ -131,6 +131,17 @@ def shown(text: str, length: int = limits.MAX_SHOWN) -> str:
     return printable(cut).replace("\n", "\\n")
 
 
+def shown_value(value: object) -> str:
+    """A value that a user gave, as a message shows it: its `repr`, in one line, printable, and cut.
+
+    Python spells no integer of more than some thousand digits: that has its size shown, what holds one its type.
+    """
+    try:
+        return shown(repr(value))
+    except ValueError:
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
 def some(items: Sequence[str], most: int = limits.MAX_LISTED) -> list[str]:
     """The first `most` of the items, as messages show them, and in place of the others how many they are."""
     more = len(items) - most
