@@ -39,8 +39,9 @@ class Answer:
         """How its next token is drawn."""
         params = self.params
         return Draw(
-            params.temperature, params.top_k or 0, params.top_p, params.min_p, self.seed, self.request.num_generated
-        )
+            params.temperature, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0, self.seed,
+            self.request.num_generated,
+        )  # fmt: skip
 
     def take(self, token_id: int, eos_token_ids: Container[int]) -> Event:
         """The event of the token that the request has just got; it has a reason if the token ends the answer.

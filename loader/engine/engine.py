@@ -252,11 +252,11 @@ class Engine:
             if not isinstance(priority, int) or isinstance(priority, bool):
                 raise RequestError("engine-option-invalid", f"priority is {priority!r}, expected an integer")
             ids = check_prompt(prompt, params, self._model, lambda: self.tokenizer)
-            max_length = min(len(ids) + params.max_tokens, self._model.max_seq_len)
+            max_length = params.max_length(len(ids), self._model.max_seq_len)
             self._scheduler.check(len(ids), max_length)
         except RequestError as error:
             raise error.inside(where) if where else error from None
-        text = None if self.tokenizer is None else AnswerText(self.tokenizer, ids, params.stop)
+        text = None if self.tokenizer is None else AnswerText(self.tokenizer, ids, params.stop or ())
         seed = self._seeds.randint(0, MAX_INT64) if params.seed is None else params.seed
         self._num_requests += 1
         request = Request(self._num_requests, ids, max_length, priority)

@@ -389,9 +389,10 @@ def test_an_end_of_sequence_token_ends_the_answer_and_is_no_text() -> None:
     assert is_idle(engine)
 
 
-def test_an_answer_ends_at_the_models_limit() -> None:
+@pytest.mark.parametrize("max_tokens", [50, None])
+def test_an_answer_ends_at_the_models_limit(max_tokens: int | None) -> None:
     engine = build(max_seq_len=12)
-    (output,) = engine.generate([[5] * 9], greedy(50))
+    (output,) = engine.generate([[5] * 9], SamplingParams(max_tokens=max_tokens))
     assert (output.token_ids, output.finish_reason) == (expected((5,) * 9, 3), "length")
 
 
@@ -529,6 +530,13 @@ def test_seeds_matter_and_are_drawn_for_each_request() -> None:
     first, second = engine.generate([[5], [5]], hot(None, 20))
     assert first.token_ids != second.token_ids
     assert first.token_ids != build().generate([[5]], hot(None, 20))[0].token_ids
+
+
+def test_filters_that_are_off_are_off_however_that_is_spelled() -> None:
+    plain = SamplingParams(max_tokens=12, temperature=3.0, seed=3)
+    vllm = SamplingParams(max_tokens=12, temperature=3.0, seed=3, top_k=-1, top_p=None, min_p=None, stop=None)
+    (first,), (second,) = (build(text=True).generate([[5]], params) for params in (plain, vllm))
+    assert first == second
 
 
 def test_top_k_of_one_is_greedy() -> None:
