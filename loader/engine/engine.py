@@ -24,6 +24,7 @@ from precast.loader.cache.rotation import Rotations
 from precast.loader.cache.tables import PageTables
 from precast.loader.engine.answers import Answer
 from precast.loader.engine.metrics import prometheus_text
+from precast.loader.engine.owner import Owner, Stream, one_thread
 from precast.loader.engine.params import MAX_INT64, SamplingParams, params_of
 from precast.loader.engine.prompt_logits import prompt_logits
 from precast.loader.engine.prompts import Prompt, check_params, check_prompt, prompts_of, token_ids_of, too_long
@@ -41,9 +42,10 @@ _COUNTERS = {"cancelled": "requests_cancelled", "error": "requests_failed"}
 class Engine:
     """A loaded model that answers prompts, many at a time.
 
-    Not thread-safe: one thread at a time may call any of its methods. A server runs `step` in one thread and hands
-    requests and events over queues. Requests of `submit`, `stream` and `generate` share the steps: while one of them
-    waits for its tokens, the others' advance too, and their events are kept until they are fetched.
+    One thread at a time may be in any of its methods; another one gets RequestError (`engine-busy`), and changes
+    nothing. A server runs `step` in one thread and hands requests and events over queues. Requests of `submit`,
+    `stream` and `generate` share the steps: while one of them waits for its tokens, the others' advance too, and their
+    events are kept until they are fetched.
 
     `timeline` tells what the load spent its time on, up to the first token.
     """
@@ -72,6 +74,7 @@ class Engine:
             restart_length=rotations.restart_length,
             prefixes=self._prefixes,
         )
+        self._owner = Owner()
         self._answers: dict[int, Answer] = {}
         self._events: deque[Event] = deque()  # of the requests of `submit`, until `step` returns them
         self._num_requests = 0
@@ -81,6 +84,7 @@ class Engine:
 
     # --- whole answers -----------------------------------------------------------------------------------------
 
+    @one_thread
     def generate(
         self,
         prompts: str | Sequence[Prompt],
@@ -118,7 +122,8 @@ class Engine:
                 self.cancel(answer.request.id)
         return [answer.output(texts[answer.request.id], last[answer.request.id]) for answer in answers]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Event]:
+    @one_thread
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Stream[Event]:
         """The answer token by token. It starts when the first event is asked for; closing the iterator cancels it.
 
         Raises RequestError at once if the prompt can't be served.
@@ -135,10 +140,11 @@ class Engine:
                     if answer.request.id in self._answers:
                         self._advance()
             finally:
-                self.cancel(answer.request.id)
+                self._owner.later(lambda: self.cancel(answer.request.id))
 
-        return events()
+        return Stream(events(), self._owner)
 
+    @one_thread
     def logits(self, prompt: Prompt) -> torch.Tensor:
         """The logits that follow each token of the prompt: `[T, V]` float32, on the engine's device.
 
@@ -155,6 +161,7 @@ class Engine:
 
     # --- requests of a server ----------------------------------------------------------------------------------
 
+    @one_thread
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a request and return its id, which its events carry. Raises RequestError if it can't be served.
 
@@ -165,6 +172,7 @@ class Engine:
         self._queue(answer, self._events)
         return answer.request.id
 
+    @one_thread
     def step(self) -> list[Event]:
         """Compute one step, and return the news of the submitted requests since the last call, cancellations too.
 
@@ -177,6 +185,7 @@ class Engine:
         self._events.clear()
         return news
 
+    @one_thread
     def cancel(self, request_id: int) -> bool:
         """End a request and free its pages now; its last event, "cancelled", is the next that its reader gets.
 
@@ -189,6 +198,7 @@ class Engine:
         return True
 
     @property
+    @one_thread
     def has_work(self) -> bool:
         """Whether a submitted request waits, runs, or has news that `step` hasn't returned."""
         return bool(self._events) or any(answer.events is self._events for answer in self._answers.values())
@@ -196,6 +206,7 @@ class Engine:
     # --- state -------------------------------------------------------------------------------------------------
 
     @property
+    @one_thread
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""
         return EngineStats(
@@ -210,10 +221,12 @@ class Engine:
             **self._counts,
         )
 
+    @one_thread
     def metrics(self) -> str:
         """The counters of `stats` in Prometheus' text format."""
         return prometheus_text(self.stats)
 
+    @one_thread
     def forget_prefixes(self) -> None:
         """Give up what ended requests left for reuse."""
         self._prefixes.clear()
@@ -223,6 +236,7 @@ class Engine:
         """The bundle's tokenizer, read when it is first wanted; None if the bundle has none."""
         return Tokenizer.from_files(self._tokenizer_files)
 
+    @one_thread
     def close(self) -> None:
         """Drop all requests, the weights and the caches. The engine can't be used any more; closing again is fine."""
         try:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -834,6 +838,170 @@ def test_the_timeline_ends_with_the_first_token() -> None:
     engine.generate(PROMPTS, greedy(3))
     assert [phase.name for phase in engine.timeline.phases] == ["first token"]
     assert engine.timeline.phases[0].seconds is not None
+
+
+# --- threads ---------------------------------------------------------------------------------------------------
+
+
+class Waits:
+    """A program that waits in its first call until it is told to go on."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+        self.is_inside, self.may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        if not self.is_inside.is_set():
+            self.is_inside.set()
+            self.may_go_on.wait()
+        return self.program(**inputs)
+
+
+@contextmanager
+def a_thread_inside(engine: Engine, program: Waits, ask: Callable[[], Any]) -> Iterator[Future[Any]]:
+    """For the time of the body another thread is inside `ask`, which computes a step; then it goes on to its end."""
+    with ThreadPoolExecutor(1, thread_name_prefix="first") as pool:
+        answer = pool.submit(ask)
+        try:
+            program.is_inside.wait()
+            yield answer
+        finally:
+            program.may_go_on.set()
+            answer.exception()
+
+
+def build_waiting(**options: Any) -> tuple[Engine, Waits]:
+    programs: list[Waits] = []
+
+    def wrap(program: Any) -> Waits:
+        programs.append(Waits(program))
+        return programs[0]
+
+    return build(wrap=wrap, **options), programs[0]
+
+
+def test_a_thread_that_comes_while_another_is_inside_is_refused_and_changes_nothing() -> None:
+    engine, program = build_waiting(text=True)
+    submitted = engine.submit([5], greedy(4))
+    stream = engine.stream([7], greedy(3))
+    asks: dict[str, Callable[[], object]] = {
+        "generate": lambda: engine.generate([[9]], greedy(1)),
+        "stream": lambda: engine.stream([9]),
+        "next": lambda: next(stream),
+        "close of a stream": stream.close,
+        "logits": lambda: engine.logits([9]),
+        "submit": lambda: engine.submit([9]),
+        "step": engine.step,
+        "cancel": lambda: engine.cancel(submitted),
+        "has_work": lambda: engine.has_work,
+        "stats": lambda: engine.stats,
+        "metrics": engine.metrics,
+        "forget_prefixes": engine.forget_prefixes,
+        "close": engine.close,
+    }
+
+    with a_thread_inside(engine, program, lambda: engine.generate(PROMPTS, greedy(20))) as answer:
+        for ask in asks.values():
+            with pytest.raises(
+                RequestError, match="'MainThread' called the engine while thread 'first_0' was"
+            ) as error:
+                ask()
+            assert error.value.code == "engine-busy"
+            assert "queues" in (error.value.fix or "")
+
+    assert [output.token_ids for output in answer.result()] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
+    assert tokens_of(list(stream)) == expected((7,), 3)
+    (events,) = drained(engine).values()
+    assert events[0].request_id == submitted
+    assert tokens_of(events) == expected((5,), 4)
+    assert engine.stats.requests_finished == len(PROMPTS) + 2
+    assert is_idle(engine)
+
+
+def test_threads_may_come_one_after_another() -> None:
+    engine = build()
+    stream = engine.stream([7], greedy(6))
+    found = [next(stream)]
+    asks: list[Callable[[], object]] = [
+        lambda: found.append(next(stream)),
+        lambda: engine.submit([5], greedy(2)),
+        lambda: found.extend(stream),
+        lambda: engine.generate(PROMPTS, greedy(3)),
+        engine.close,
+    ]
+    for ask in asks:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(ask).result()
+    assert tokens_of(found) == expected((7,), 6)
+
+
+def test_a_thread_whose_call_failed_is_no_longer_inside() -> None:
+    engine = build(wrap=lambda program: FailsOnce(program, 1))
+    with ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(engine.generate, [[5]], greedy(2)).exception(), torch.OutOfMemoryError)
+    assert engine.generate([[5]], greedy(2))[0].token_ids == expected((5,), 2)
+
+
+def test_threads_that_run_at_once_get_right_answers_or_are_refused() -> None:
+    engine = build()
+    begin = threading.Barrier(3)
+
+    def asks() -> list[list[int] | str]:
+        begin.wait()
+        return [answered(engine, prompt) for prompt in PROMPTS * 3]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [each.result() for each in [pool.submit(asks) for _ in range(3)]]
+    for answers in found:
+        for prompt, answer in zip(PROMPTS * 3, answers, strict=True):
+            assert answer in ("engine-busy", expected(tuple(prompt), 5))
+    assert is_idle(engine)
+
+
+def answered(engine: Engine, prompt: list[int]) -> list[int] | str:
+    try:
+        return engine.generate([prompt], greedy(5))[0].token_ids
+    except RequestError as error:
+        return error.code
+
+
+def test_a_stream_that_is_dropped_while_a_thread_is_inside_is_cancelled_when_it_leaves() -> None:
+    engine, program = build_waiting()
+    program.is_inside.set()
+    stream = engine.stream([5], greedy(50))
+    next(stream)
+    program.is_inside.clear()
+
+    with a_thread_inside(engine, program, lambda: engine.generate([[7]], greedy(2))) as answer:
+        del stream
+        gc.collect()
+
+    assert answer.result()[0].token_ids == expected((7,), 2)
+    assert engine.stats.requests_cancelled == 1
+    assert is_idle(engine)
+
+
+def test_a_stream_that_is_collected_amid_a_step_is_cancelled_after_it() -> None:
+    streams: list[Any] = []
+
+    def dropping(program: Any) -> Any:
+        def run(**inputs: torch.Tensor) -> Any:
+            if len(streams) == 2:
+                streams.clear()
+            return program(**inputs)
+
+        return run
+
+    engine = build(wrap=dropping)
+    streams.append(engine.stream([5], greedy(50)))
+    next(streams[0])
+    streams.append("collect it")
+
+    (output,) = engine.generate([[7]], greedy(6))
+
+    assert output.token_ids == expected((7,), 6)
+    assert engine.stats.requests_cancelled == 1
+    assert is_idle(engine)
 
 
 # --- logits that are no numbers --------------------------------------------------------------------------------
