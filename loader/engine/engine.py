@@ -9,27 +9,36 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Self
 
 import torch
 
-from precast.ir.errors import RequestError
+from precast.ir.errors import RequestError, shown_value
 from precast.ir.manifest import ModelInfo
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.prefixes import Prefixes
 from precast.loader.cache.rotation import Rotations
 from precast.loader.cache.tables import PageTables
-from precast.loader.engine.answers import Answer
+from precast.loader.engine.answers import NOT_FINITE, Answer
 from precast.loader.engine.metrics import prometheus_text
 from precast.loader.engine.owner import Owner, Stream, one_thread
 from precast.loader.engine.params import MAX_INT64, SamplingParams, params_of
 from precast.loader.engine.prompt_logits import prompt_logits
-from precast.loader.engine.prompts import Prompt, check_params, check_prompt, prompts_of, token_ids_of, too_long
+from precast.loader.engine.prompts import (
+    Prompt,
+    check_params,
+    check_priority,
+    check_progress,
+    check_prompt,
+    prompts_of,
+    token_ids_of,
+)
 from precast.loader.engine.results import EngineStats, Event, Output
 from precast.loader.engine.tokenizer import AnswerText, Tokenizer
+from precast.loader.engine.values import as_integer
 from precast.loader.run.runner import Runner
 from precast.loader.schedule.requests import Request
 from precast.loader.schedule.scheduler import Scheduler
@@ -91,44 +100,58 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
+        add_special_tokens: bool = True,
+        progress: Callable[[int, int], object] | None = None,
     ) -> list[Output]:
         """The answers to all prompts, in their order. `params`: for all of them, or one for each; None: the defaults.
 
-        `priority` is theirs beside other requests, as in `submit`.
+        `priority` is theirs beside other requests, and `add_special_tokens` what is put around text, as in `submit`.
+        `progress` is called as answers end: with how many have, and how many there will be.
 
         Raises RequestError, before any prompt is started, if one of them or its params can't be served.
         """
+        check_progress(progress)
         listed = prompts_of(prompts)
         answers = [
-            self._prepare(prompt, each, f"prompt {i}", priority)
+            self._prepare(prompt, each, f"prompt {i}", priority=priority, add_special_tokens=add_special_tokens)
             for i, (prompt, each) in enumerate(zip(listed, params_of(params, len(listed)), strict=True))
         ]
-        texts: dict[int, str] = dict.fromkeys((answer.request.id for answer in answers), "")
+        texts: dict[int, list[str]] = {answer.request.id: [] for answer in answers}
         last: dict[int, Event] = {}
         events: deque[Event] = deque()
         try:
             for answer in answers:
                 answer.gives_text = bool(answer.params.stop)
                 self._queue(answer, events)
-            while len(last) < len(answers):
-                self._advance()
+            while (done := len(last)) < len(answers):
+                if not events:  # what `progress` calls may have computed steps
+                    self._advance()
                 while events:
                     event = events.popleft()
-                    texts[event.request_id] += event.text
+                    texts[event.request_id].append(event.text)
                     if event.finish_reason is not None:
                         last[event.request_id] = event
+                if progress is not None and len(last) > done:
+                    progress(len(last), len(answers))
         finally:
             for answer in answers:
                 self.cancel(answer.request.id)
-        return [answer.output(texts[answer.request.id], last[answer.request.id]) for answer in answers]
+        return [answer.output("".join(texts[answer.request.id]), last[answer.request.id]) for answer in answers]
 
     @one_thread
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Stream[Event]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> Stream[Event]:
         """The answer token by token. It starts when the first event is asked for; closing the iterator cancels it.
 
-        Raises RequestError at once if the prompt can't be served.
+        The options are those of `submit`. Raises RequestError at once if the prompt can't be served.
         """
-        answer = self._prepare(prompt, params, priority=priority)
+        answer = self._prepare(prompt, params, priority=priority, add_special_tokens=add_special_tokens)
 
         def events() -> Iterator[Event]:
             queue: deque[Event] = deque()
@@ -145,7 +168,7 @@ class Engine:
         return Stream(events(), self._owner)
 
     @one_thread
-    def logits(self, prompt: Prompt) -> torch.Tensor:
+    def logits(self, prompt: Prompt, *, add_special_tokens: bool = True) -> torch.Tensor:
         """The logits that follow each token of the prompt: `[T, V]` float32, on the engine's device.
 
         The result takes `4 * T * V` bytes of the device's memory, for which `precast.load` sets nothing aside. It is
@@ -154,21 +177,27 @@ class Engine:
         than running requests leave, and torch.OutOfMemoryError if the result doesn't fit.
         """
         self._runner.opened()
-        ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
-        if len(ids) > self._model.max_seq_len:
-            raise too_long(len(ids), self._model, "")
+        ids = token_ids_of(prompt, self._model, lambda: self.tokenizer, add_special_tokens=add_special_tokens)
         return prompt_logits(ids, self._runner, self._scheduler, self._tables, self._prefixes)
 
     # --- requests of a server ----------------------------------------------------------------------------------
 
     @one_thread
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> int:
         """Queue a request and return its id, which its events carry. Raises RequestError if it can't be served.
 
         Requests of a higher `priority` are computed before others; running ones of a lower priority give up their
-        places and pages for them, and are computed again later.
+        places and pages for them, and are computed again later. A prompt that is text is encoded as
+        `Tokenizer.encode` does it, with these `add_special_tokens`.
         """
-        answer = self._prepare(prompt, params, priority=priority)
+        answer = self._prepare(prompt, params, priority=priority, add_special_tokens=add_special_tokens)
         self._queue(answer, self._events)
         return answer.request.id
 
@@ -191,7 +220,11 @@ class Engine:
 
         False for a request that has ended or never was.
         """
-        answer = self._answers.get(request_id)
+        number = as_integer(request_id)
+        if number is None:
+            message = f"request_id is {shown_value(request_id)}, expected the integer that `submit` returned"
+            raise RequestError("engine-option-invalid", message)
+        answer = self._answers.get(number)
         if answer is None:
             return False
         self._end(answer, answer.cancelled())
@@ -256,21 +289,28 @@ class Engine:
     # --- one request -------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, prompt: object, params: SamplingParams | None, where: str | None = None, priority: int = 0
+        self,
+        prompt: object,
+        params: SamplingParams | None,
+        where: str | None = None,
+        *,
+        priority: int,
+        add_special_tokens: bool,
     ) -> Answer:
         """A request that is checked and not yet queued."""
         self._runner.opened()
         arrived = time.perf_counter()
         try:
             params = check_params(params)
-            if not isinstance(priority, int) or isinstance(priority, bool):
-                raise RequestError("engine-option-invalid", f"priority is {priority!r}, expected an integer")
-            ids = check_prompt(prompt, params, self._model, lambda: self.tokenizer)
+            priority = check_priority(priority)
+            ids = check_prompt(
+                prompt, params, self._model, lambda: self.tokenizer, add_special_tokens=add_special_tokens
+            )
             max_length = params.max_length(len(ids), self._model.max_seq_len)
             self._scheduler.check(len(ids), max_length)
+            text = None if self.tokenizer is None else AnswerText(self.tokenizer, ids, params.stop or ())
         except RequestError as error:
             raise error.inside(where) if where else error from None
-        text = None if self.tokenizer is None else AnswerText(self.tokenizer, ids, params.stop or ())
         seed = self._seeds.randint(0, MAX_INT64) if params.seed is None else params.seed
         self._num_requests += 1
         request = Request(self._num_requests, ids, max_length, priority)
@@ -284,7 +324,7 @@ class Engine:
         self._scheduler.submit(answer.request)
 
     def _end(self, answer: Answer, last: Event) -> None:
-        if last.finish_reason != "error":  # one that failed was removed when its step was completed
+        if last.error is not NOT_FINITE:  # one with such logits was removed when its step was completed
             self._scheduler.remove(answer.request)
         del self._answers[answer.request.id]
         self._counts[_COUNTERS.get(last.finish_reason or "", "requests_finished")] += 1
