@@ -84,9 +84,7 @@ def _by_op() -> dict[str, list[Record]]:
     return found
 
 
-def runnable(
-    op: str, version: int, target: Target, *, control: Literal["static"] | None = None
-) -> tuple[Record, ...]:
+def runnable(op: str, version: int, target: Target, *, control: Literal["static"] | None = None) -> tuple[Record, ...]:
     """The records of an op that run on a target, the fastest first; they may not take all types and sizes.
 
     `control` "static": those that can be captured.

@@ -98,11 +98,11 @@ def load(
             phase.bytes = loaded.bytes_read
             phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
         with timeline.phase("pools") as phase:
-            size = sizing.size_arena(graph, limits, target, free=target.free_bytes())
+            sizes = () if capture == "off" else captured_sizes(graph, limits)
+            size = sizing.size_arena(graph, limits, target, free=target.free_bytes(), captured_sizes=sizes)
             memory = CacheMemory(graph.caches, size.num_slabs, target)
             program.bind(memory.tensors)
             cut_blocks_to_size(torch.device(target.name))
-            sizes = () if capture == "off" else captured_sizes(graph, limits)
             runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
         if capture == "before":

@@ -54,6 +54,7 @@ class Program:
         statics = (*params, *graph.constants, *caches.tensors(graph.caches))  # what `bind` is given, in this order
         self._statics = {value.name: value for value in statics}
         self._tensors: dict[str, torch.Tensor] = {}
+        self.num_binds = 0  # whoever has captured the program asks whether its tensors are still the same
         self._static_sizes: Sizes = {}
         self._inputs = Binding(graph.inputs, graph.symbols, device)
         self._main = _Main(graph, tuple(self._statics), _Nodes(device, choose))
@@ -74,6 +75,7 @@ class Program:
         given = [self._statics[name] for name in merged if name in self._statics]
         self._static_sizes = Binding(given, self._symbols, self.device).bind(merged, {})
         self._tensors = merged
+        self.num_binds += 1
         for name, tensor in tensors.items():
             for template, register in self._main.places[name]:
                 template[register] = tensor

@@ -45,11 +45,18 @@ class Warm(NamedTuple):
     pieces: Callable[[], Iterator[HostCall]]
 
 
+class Memory(NamedTuple):
+    """What tells whether a captured step finds its tensors: where its inputs begin, and how often params were bound."""
+
+    address: int
+    num_binds: int
+
+
 class CapturedStep(NamedTuple):
-    """Graphs and calls that read the host, in the order in which they run; `address` is where its inputs begin."""
+    """Graphs and calls that read the host, in the order in which they run, and on what they were captured."""
 
     parts: tuple[CapturedGraph | HostCall, ...]
-    address: int
+    memory: Memory
 
     def replay(self) -> None:
         """Run it on what its places hold now."""
@@ -91,23 +98,25 @@ class Captures:
         fitting = [size for size in self._steps if num_tokens <= size.num_tokens <= MAX_PADDING * num_tokens]
         return min(fitting, default=None)
 
-    def replay(self, size: Size, address: int) -> None:
-        """Run the captured step of this size. `address` is where its inputs lie, which must be where they lay."""
+    def replay(self, size: Size, memory: Memory) -> None:
+        """Run the captured step of this size. `memory` must be what it was captured on."""
         step = self._steps[size]
-        if step.address != address:
-            raise RuntimeError(f"a step of {size.num_tokens} tokens was captured for inputs at {step.address:#x}, "
-                               f"and they are at {address:#x}")  # fmt: skip
+        if step.memory != memory:
+            found = f"a step of {size.num_tokens} tokens was captured for"
+            if step.memory.address != memory.address:
+                raise RuntimeError(f"{found} inputs at {step.memory.address:#x}, and they are at {memory.address:#x}")
+            raise RuntimeError(f"{found} params and caches before the program was bound to other tensors")
         step.replay()
 
-    def capture_next(self, step_of: Callable[[Size], Warm], address: int) -> None:
-        """Warm up and capture the next size; there is one.
+    def capture_next(self, step_of: Callable[[Size], Warm], memory: Memory) -> None:
+        """Warm up and capture the next size, on `memory`; there is one.
 
         If memory runs out, no more are captured, and `failure` says so. Any other error leaves the size pending.
         """
         size = self._pending[0]
         began = time.perf_counter()
         try:
-            self._steps[size] = CapturedStep(self._capture(step_of(size)), address)
+            self._steps[size] = CapturedStep(self._capture(step_of(size)), memory)
         except torch.OutOfMemoryError as error:
             self.failure = f"out of memory at {size.num_tokens} tokens: {str(error).splitlines()[0]}"
             self._pending.clear()

@@ -40,5 +40,5 @@ GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, num_genera
 def draw_arrays(draws: Sequence[Draw], num_rows: int = 0) -> Arrays:
     """The arguments of `precast.sample` by name, `[R]` each; those of `GREEDY` fill them up to `num_rows`."""
     draws = [*draws, *itertools.repeat(GREEDY, num_rows - len(draws))]
-    columns = zip(*draws, strict=True)
+    columns = zip(*draws, strict=True) if draws else itertools.repeat((), len(DTYPES))
     return {name: np.array(column, dtype) for (name, dtype), column in zip(DTYPES.items(), columns, strict=True)}

@@ -49,6 +49,11 @@ class Places:
             for name, (dtype, length) in capacities.items()
         }
 
+    @property
+    def address(self) -> int:
+        """Where the places begin on the device."""
+        return self._target.pointer
+
     def fill(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """The arrays as tensors `[len]` on the device, by name, at their places. They hold until the next call.
 

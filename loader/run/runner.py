@@ -28,7 +28,7 @@ from precast.loader.device import Device, Event
 from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import Program
 from precast.loader.run.batch import Arrays, BatchInputs
-from precast.loader.run.capture import Captures, Size, Warm
+from precast.loader.run.capture import Captures, Memory, Size, Warm
 from precast.loader.run.draws import DTYPES, Draw, draw_arrays
 from precast.loader.run.places import Places
 from precast.loader.schedule.decoding import DecodeBatch
@@ -112,7 +112,7 @@ class Runner:
             else:
                 drawing = draw_arrays(draws or (), size.num_seqs)
                 places.fill(arrays | self._inputs.padded(arrays, *size) | drawing)
-                self.captures.replay(size, self._drawn.data_ptr())
+                self.captures.replay(size, self._memory())
                 ran, padding = "captured" if self.captures.num_pieces == 1 else "piecewise", size.num_tokens
                 logits, padding = None, padding - step.num_tokens
             if num_rows:
@@ -132,7 +132,7 @@ class Runner:
         with self.device.use(), torch.inference_mode():
             drawn = self._drawn.clone()
             try:
-                self.captures.capture_next(self._step_of, self._drawn.data_ptr())
+                self.captures.capture_next(self._step_of, self._memory())
             finally:
                 self._drawn.copy_(drawn)
 
@@ -198,6 +198,10 @@ class Runner:
         yield from program.cut(outputs, **self._given(tensors))
         drawing = {name: tensors[name][: size.num_seqs] for name in DTYPES}
         self._drawn[: size.num_seqs] = self._sample_captured(logits=outputs["logits"][0], **drawing)
+
+    def _memory(self) -> Memory:
+        program, _, places = self.opened()
+        return Memory(places.address, program.num_binds)
 
     def _given(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The graph's inputs, with the dimensions that it gives them."""

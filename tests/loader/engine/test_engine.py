@@ -872,7 +872,9 @@ def test_a_closed_engine_serves_nothing() -> None:
 def test_counters() -> None:
     engine = build(tokens=7, seqs=2)
     nothing = {
-        "steps": 0, "eager_steps": 0, "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
+        "steps": 0, "captured_steps": 0, "piecewise_steps": 0, "eager_steps": 0, "eager_reasons": {},
+        "tokens_padded": 0, "graphs": 0, "graphs_pending": 0, "capture_seconds": 0.0,
+        "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
         "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0,
         "requests_failed": 0, "preemptions": 0, "tokens_reused": 0, "prefix_spans": 0, "slabs": 75, "slabs_free": 75,
     }  # fmt: skip
@@ -900,13 +902,15 @@ def test_counters() -> None:
     engine.step()  # 3 of the first, and the second
     engine.step()  # both decode
     assert before.to_dict() == {
-        **nothing, "steps": 1, "eager_steps": 1, "tokens_prefilled": 7, "requests_waiting": 2, "requests_running": 1,
+        **nothing, "steps": 1, "eager_steps": 1, "eager_reasons": {"capture is off": 1},
+        "tokens_prefilled": 7, "requests_waiting": 2, "requests_running": 1,
         "slabs_free": 72, "pools": pools((2, 2), (1, 1)),
     }  # fmt: skip
     after = engine.stats.to_dict()
     found = after.pop("pools")
     assert after == {
-        **nothing, "steps": 3, "eager_steps": 3, "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
+        **nothing, "steps": 3, "eager_steps": 3, "eager_reasons": {"capture is off": 3},
+        "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
         "requests_waiting": 1, "requests_running": 2, "prefix_spans": 1, "slabs_free": 69,
     }  # fmt: skip
     # The first has 11 tokens: its first page of 4 is behind the window, though a known block keeps it.
@@ -927,9 +931,11 @@ def test_metrics() -> None:
     assert values['precast_pool_pages_evicted_total{pool="small"}'] == str(stats.pools["small"].pages_evicted)
     assert stats.pools["small"].pages_evicted > 0
     for line in lines:
-        assert re.fullmatch(r"# (HELP \w+ \w.*\.|TYPE \w+ (counter|gauge))|\w+(\{pool=\"\w+\"\})? \d+", line), line
+        assert re.fullmatch(
+            r"# (HELP \w+ \w.*\.|TYPE \w+ (counter|gauge))|\w+(\{(pool|reason)=\"[\w ]+\"\})? [\d.]+", line
+        ), line
     # every number of the statistics is there
-    numbers = [*stats.to_dict().keys() - {"pools"}, *stats.to_dict()["pools"]["small"]]
+    numbers = [*stats.to_dict().keys() - {"pools", "eager_reasons"}, *stats.to_dict()["pools"]["small"]]
     assert len({line.split()[2] for line in lines if line.startswith("# TYPE")}) == len(numbers)
 
 

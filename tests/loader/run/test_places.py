@@ -70,7 +70,7 @@ def test_the_places_of_a_runner_are_counted_and_are_freed_with_it() -> None:
     device.kind = "cpu"  # there is no cache of CUDA's allocator to empty
     runner.close()
 
-    assert [alive() for _, alive in device.allocated] == [None] * 2
+    assert [alive() for _, alive in device.allocated] == [None] * 6
 
 
 def step(count: int) -> Arrays:
