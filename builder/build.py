@@ -88,6 +88,7 @@ def build(
     opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)
     facts = config_facts(opened)
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
+    notes = _notes(opened, dtype)
     if snapshot_after is not None and snapshots is None:
         message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
         raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
@@ -102,7 +103,6 @@ def build(
     refuse_unknown_ops(captured.graph)
     refuse_mixed_tokens(captured.graph, captured.ctx)
     graph = lower(captured.graph, captured.ctx)
-    notes = _notes(opened, dtype)
     say("pack")
     return pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
@@ -174,11 +174,13 @@ def _versions() -> dict[str, str]:
 
 
 def _notes(source: Source, dtype: str) -> dict[str, object]:
-    """What was chosen because neither the config nor the user said it, for the provenance; it is logged as well."""
-    notes = source.facts.notes if dtype == "auto" else ()
+    """What was chosen because neither the config nor the user said it, and what of the config was left out, for the
+    provenance; it is logged as well, before the build takes its time."""
+    facts = source.facts
+    notes = [*([facts.dtype_note] if facts.dtype_note and dtype == "auto" else []), *facts.notes]
     for note in notes:
         logging.getLogger("precast").warning("warning: %s: %s", source.name, note)
-    return {"notes": list(notes)} if notes else {}
+    return {"notes": notes} if notes else {}
 
 
 def _provenance(source: Source, started: float, *, from_snapshot: bool) -> dict[str, object]:

@@ -210,8 +210,8 @@ def _config(data: bytes, folder: Path) -> None:
 
 def _generation_config(data: bytes, folder: Path) -> None:
     """The JSON beside a config: what says how answers end, and how the checkpoint is quantised."""
-    from precast.builder.source.facts import GENERATION
     from precast.builder.source.quantised_options import FILES
+    from precast.builder.source.small_files import GENERATION
     from precast.builder.source.source import open_source
 
     (folder / "config.json").write_text('{"model_type": "llama"}')

@@ -40,7 +40,7 @@ def test_an_error_is_printable_and_cut() -> None:
         hostile.graph(main=[Node(FORGED, {"self": Ref("x")}, (hostile.value("y", "T"),))]),
         hostile.graph(main=[hostile.relu("x", FORGED, "T")]),
         hostile.graph(blocks=[Block(FORGED, (), (), (), (), ())], main=[Call(FORGED, {}, ())]),
-        hostile.graph(inputs=[hostile.value("i", FORGED)]),
+        hostile.graph(given=[hostile.value("i", FORGED)]),
     ],
     ids=["op", "value", "block", "symbol"],
 )

@@ -24,6 +24,7 @@ from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
 from precast.loader.collector import collector_held
 from precast.loader.engine.params import SamplingParams
 from precast.loader.load import load
+from precast.loader.run.batch import BatchInputs
 from precast.loader.timeline import Timeline
 
 WEIGHTS = random_weights()
@@ -112,14 +113,15 @@ def test_what_can_be_known_is_refused_before_a_tensor_is_read(
     assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
 
 
-def test_inputs_that_nobody_feeds_are_refused_before_a_tensor_is_read(tmp_path: Path, checkpoint: Path) -> None:
+def test_inputs_that_nobody_feeds_make_no_bundle(tmp_path: Path) -> None:
     unknown = Value("patches", TensorType("float32", (1, "T", 16)))
-    other = write(tmp_path / "other.bundle", msgspec.structs.replace(GRAPH, inputs=(*GRAPH.inputs, unknown)))
-    timeline = Timeline()
+    graph = msgspec.structs.replace(GRAPH, inputs=(*GRAPH.inputs, unknown))
+
+    with pytest.raises(BundleError, match=r"IR056 input %patches: .* no step gives it"):
+        write(tmp_path / "other.bundle", graph)
     with pytest.raises(BundleError, match="the graph takes patches") as error:
-        load(other, weights=checkpoint, device="cpu", timeline=timeline)
+        BatchInputs(graph)
     assert error.value.code == "input-mismatch"
-    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
 
 
 def poisoned(graph: Graph, name: str) -> Graph:

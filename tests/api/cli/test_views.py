@@ -73,6 +73,24 @@ def test_summary_in_words(bundle: Path, command: Command) -> None:
     assert "full: 4 layers" in text
 
 
+@pytest.mark.parametrize(
+    ("notes", "rows", "others"),
+    [
+        (["float32 was chosen", "eos_token_id 9"], ["float32 was chosen", "eos_token_id 9"], "python 3"),
+        (["a"] * 7, [*"aaaaa", "and 2 more"], "python 3"),
+        ([], [], "python 3, notes []"),
+        ("of another form", [], "python 3, notes of another form"),
+    ],
+)
+def test_what_a_build_noted_has_rows_of_its_own(notes: object, rows: list[str], others: str, bundle: Path) -> None:
+    opened = msgspec.structs.replace(Bundle.open(bundle), provenance={"python": "3", "notes": notes})
+
+    lines = [line.partition(" ") for line in show.summary(opened).text.splitlines()]
+
+    assert [text.strip() for name, _, text in lines if name == "note"] == rows
+    assert [text.strip() for name, _, text in lines if name == "provenance"] == [others]
+
+
 def test_summary_of_one_layer(tmp_path: Path, command: Command) -> None:
     config = families.make_config("llama")
     config.num_hidden_layers = 1
