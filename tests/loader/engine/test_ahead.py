@@ -178,7 +178,7 @@ def test_a_request_whose_logits_are_not_finite_ends_though_its_next_step_runs() 
 def test_nobody_is_preempted_before_what_is_in_flight_has_arrived() -> None:
     """Too few pages for two: who is preempted is computed again from tokens that are all known."""
     prompts = [[3] * 4, [11] * 4]
-    engine = engine_on(CPU, sizes=(), slabs=16)
+    engine = engine_on(CPU, sizes=(), slabs=12)
     outputs = engine.generate(prompts, greedy(50))
     assert engine.stats.preemptions > 0
     assert [output.token_ids for output in outputs] == [alone(prompt, 50) for prompt in prompts]
