@@ -340,8 +340,9 @@ def num_splits(rows: int, size: int) -> int:
 @implements("sample", version=2)
 def sample_2(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     """`precast.sample@2`, see `precast.kernels.sampling.sample`."""
-    if logits.dtype == torch.float64:
-        # No record says so, but an engine asks for the op without a node, whatever its dtype.
+    # No record says so, but an engine asks for the op without a node, whatever its dtype; and Triton 3.6 fails to
+    # compile for a vocabulary of one token.
+    if logits.dtype == torch.float64 or logits.shape[1] == 1:
         return reference(logits, *parameters)
     return _drawn(logits, parameters)
 
