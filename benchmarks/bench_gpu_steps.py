@@ -55,7 +55,7 @@ def measure(bundle: Path, checkpoint: Path) -> dict[str, Any]:
             stats = engine.stats
             found["capture"] = {
                 "sizes": stats.graphs, "seconds": round(stats.capture_seconds, 2),
-                "engine_bytes_beside_eager": memory_in_use() - before - found.pop("_eager_bytes"),
+                "bytes": memory_in_use() - before - found.pop("_eager_bytes"), "bytes_counted": counted(engine),
                 "eager_steps": stats.eager_reasons, "pieces": engine._runner.captures.num_pieces,
             }  # fmt: skip
         else:
@@ -66,6 +66,12 @@ def measure(bundle: Path, checkpoint: Path) -> dict[str, Any]:
         torch.cuda.empty_cache()
     found["greedy_tokens_equal"] = [a == b for a, b in zip(tokens["off"], tokens["before"], strict=True)]
     return found
+
+
+def counted(engine: Any) -> int:
+    """Bytes that the load set aside for graphs."""
+    phases = engine.timeline.to_dict()["phases"]
+    return next(phase["counters"]["bytes_for_graphs"] for phase in phases if phase["name"] == "pools")
 
 
 def memory_in_use() -> int:

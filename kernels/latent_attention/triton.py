@@ -45,6 +45,7 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     q_stride_h,
     q_rope_stride_t,
     q_rope_stride_h,
+    q_rope_stride_r,
     cache_stride_p,
     cache_stride_s,
     HAS_WINDOW: tl.constexpr,
@@ -75,7 +76,7 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
 
     row = tl.arange(0, BLOCK_M)
     query = first_query + row // GROUP
-    head = tl.program_id(1) * GROUP + row % GROUP
+    head = (tl.program_id(1) * GROUP + row % GROUP).to(tl.int64)
     row_mask = (row // GROUP < BLOCK_Q) & (query < num_queries) & (head < HEADS)
     token = (first_token + query).to(tl.int64)
     position = kv_len - num_queries + query
@@ -84,8 +85,8 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
     c_mask, r_mask = c < LATENT, r < ROPE
     q_offsets = token * q_stride_t + head * q_stride_h
     q = tl.load(q_ptr + q_offsets[:, None] + c[None, :], mask=row_mask[:, None] & c_mask[None, :], other=0.0)
-    q_offsets = token * q_rope_stride_t + head * q_rope_stride_h
-    q_rope = tl.load(q_rope_ptr + q_offsets[:, None] + r[None, :], mask=row_mask[:, None] & r_mask[None, :], other=0.0)
+    q_offsets = (token * q_rope_stride_t + head * q_rope_stride_h)[:, None] + r[None, :] * q_rope_stride_r
+    q_rope = tl.load(q_rope_ptr + q_offsets, mask=row_mask[:, None] & r_mask[None, :], other=0.0)
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -185,7 +186,7 @@ def paged_latent_attention(
 def _launch(
     out: torch.Tensor, q: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, pages: Pages, scoring: LatentScoring
 ) -> None:
-    """`out`, `q` [H, T, C], `q_rope` [H, T, Dr], `cache` [P, S, C + Dr]; the last dimension of each is dense."""
+    """`out`, `q` [H, T, C], `q_rope` [H, T, Dr], `cache` [P, S, C + Dr]; the rows of all but `q_rope` are dense."""
     heads, num_tokens, latent = q.shape
     num_seqs, rope = pages.kv_lens.shape[0], q_rope.shape[2]
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
@@ -203,6 +204,7 @@ def _launch(
             scoring.window or 0,
             scoring.scale,
             *(stride for x in (out, q, q_rope) for stride in (x.stride(1), x.stride(0))),
+            q_rope.stride(2),
             *cache.stride()[:2],
             HAS_WINDOW=scoring.window is not None,
             PAGE_SIZE=cache.shape[1],

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from precast.kernels.attention.triton import power_of_two
 from precast.kernels.linear_attention.step import token_decays
 from precast.kernels.stateful.forms import forms
 from precast.kernels.stateful.triton import tokens_of, zeros
@@ -87,7 +88,8 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     they are BY_COLUMN, else one for the head.
     """
     head = tl.program_id(1)
-    first, num_tokens, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, tl.program_id(2))
+    found = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, tl.program_id(2))
+    first, num_tokens, slot, continues = found  # pyright: ignore[reportGeneralTypeIssues]
     if num_tokens <= 0:
         return
 
@@ -154,8 +156,8 @@ class Blocks(NamedTuple):
 
 def blocks(size: int, value_size: int) -> Blocks:
     """About 32 numbers of the state for each thread, in as many programs as that makes."""
-    d = triton.next_power_of_2(size)
-    e = min(triton.next_power_of_2(value_size), max(8, 1024 // d))
+    d = power_of_two(size)
+    e = min(power_of_two(value_size), max(8, 1024 // d))
     return Blocks(d, e, num_warps=max(1, d * e // 2048))
 
 

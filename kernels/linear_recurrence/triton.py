@@ -38,7 +38,8 @@ def linear_recurrence_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """BLOCK channels of one sequence."""
-    first, num_tokens, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, tl.program_id(1))
+    found = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, tl.program_id(1))
+    first, num_tokens, slot, continues = found  # pyright: ignore[reportGeneralTypeIssues]
     if num_tokens <= 0:
         return
 

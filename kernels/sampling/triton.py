@@ -17,6 +17,9 @@ the ones that PyTorch calls on a GPU; on other hardware their last bit may diffe
 that bit alone.
 """
 
+# To pyright a kernel that is called by another returns nothing.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -302,7 +305,7 @@ class Workspace(NamedTuple):
     counts: torch.Tensor
     tokens: torch.Tensor
     maxima: torch.Tensor
-    index: torch.Tensor
+    place: torch.Tensor
     broken: torch.Tensor
     drawn: torch.Tensor
     plan: torch.Tensor
@@ -324,21 +327,22 @@ def _workspace(rows: int, device: torch.device) -> Workspace:
     whole = [part.view(torch.int32) for part in parts[3:9]]
     real = [part.view(torch.float32) for part in parts[9:]]
     counts, tokens, *others = whole
-    return Workspace(*wide, counts, tokens, tokens.view(torch.float32), *others, *real)
+    return Workspace._make([*wide, counts, tokens, tokens.view(torch.float32), *others, *real])
 
 
 def num_splits(rows: int, size: int) -> int:
     """Programs for each row, a power of two: enough for the whole GPU, of one tile at least."""
-    tiles = triton.cdiv(max(size, 1), BLOCK)
+    tiles = max(1, -(-size // BLOCK))
     enough = 1 << max(0, (_PROGRAMS // max(rows, 1)).bit_length() - 1)
-    return min(limits.MAX_SPLITS, enough, triton.next_power_of_2(tiles))
+    return min(limits.MAX_SPLITS, enough, 1 << (tiles - 1).bit_length())
 
 
 @implements("sample", version=2)
 def sample_2(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     """`precast.sample@2`, see `precast.kernels.sampling.sample`."""
-    if logits.dtype == torch.float64:
-        # No record says so, but an engine asks for the op without a node, whatever its dtype.
+    # No record says so, but an engine asks for the op without a node, whatever its dtype; and Triton 3.6 fails to
+    # compile for a vocabulary of one token.
+    if logits.dtype == torch.float64 or logits.shape[1] == 1:
         return reference(logits, *parameters)
     return _drawn(logits, parameters)
 
@@ -362,40 +366,44 @@ def _launch(out: torch.Tensor, logits: torch.Tensor, parameters: Parameters | No
     rows, size = logits.shape
     held = _workspace(rows, logits.device)
     splits = num_splits(rows, size)
-    chunk = triton.cdiv(triton.cdiv(size, splits), BLOCK) * BLOCK
+    chunk = -(-size // (splits * BLOCK)) * BLOCK
     part = (size, chunk, *logits.stride())
     given = Parameters(*(x.contiguous() for x in parameters)) if parameters is not None else Parameters(*[out] * 6)
     temperature, top_k, top_p, min_p, seeds, steps = given
     wanted = (temperature, top_k, top_p, min_p)
-    found = (held.largest, held.index, held.least, held.broken, held.maxima)
+    found = (held.largest, held.place, held.least, held.broken, held.maxima)
     places = {"SPLITS": limits.MAX_SPLITS, "LISTED_MOST": max(limits.GROUPS, limits.CAPACITY)}
     bins = {"SPLITS": limits.MAX_SPLITS, "BINS": limits.BINS}
     is_greedy = {"IS_GREEDY": parameters is None, "num_warps": 8}
-    each: Any = (rows,)
-    split: Any = (rows, splits)
-    scan_kernel[split](
+    scan: Any = scan_kernel[rows, splits]
+    prepare: Any = prepare_kernel[rows,]
+    scan(
         logits, temperature, top_k, *found, *part, **places, **is_greedy, OWN_GROUPS=limits.GROUPS // splits,
         BLOCK=BLOCK,
     )  # fmt: skip
-    prepare_kernel[each](
+    prepare(
         out, *wanted, *found, held.plan, held.limits, held.counts, held.weights, size, splits, **places, **is_greedy,
         BINS=limits.BINS, GROUPS=limits.GROUPS,
     )  # fmt: skip
     if parameters is None:
         return
-    weigh_kernel[split](
+    weigh: Any = weigh_kernel[rows, splits]
+    select: Any = select_kernel[rows,]
+    draw: Any = draw_kernel[rows, splits]
+    finish: Any = finish_kernel[rows,]
+    weigh(
         logits, *wanted, held.plan, held.limits, held.counts, held.weights, held.rests, *part, **bins, BLOCK=BLOCK,
         num_warps=8,
     )  # fmt: skip
-    select_kernel[each](
+    select(
         top_k, top_p, min_p, held.plan, held.counts, held.weights, held.rests, held.sums, size, splits, **bins,
         num_warps=8,
     )  # fmt: skip
-    draw_kernel[split](
+    draw(
         out, logits, temperature, seeds, steps, held.plan, held.limits, held.tokens, held.scores, held.drawn, *part,
         **places, BINS=limits.BINS, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-    finish_kernel[each](
+    finish(
         out, logits, *wanted, seeds, steps, held.plan, held.limits, held.tokens, held.sums, held.scores, held.drawn,
         size, splits, *logits.stride(), **places, BINS=limits.BINS, CAPACITY=limits.CAPACITY, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

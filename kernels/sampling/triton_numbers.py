@@ -2,6 +2,9 @@
 its noise. exp, log and log1p are those of CUDA's libdevice, as PyTorch's on a GPU are: `tl.exp` is another.
 """
 
+# To pyright libdevice's functions are other types than kernels, and triton has no knobs.
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -7,6 +7,9 @@ last x that top_p keeps, and the last index at it, with exact counts and sums of
 program can hold, which takes thousands of equals, it reads the row again for each step of the bisection.
 """
 
+# To pyright a kernel that is called by another returns nothing.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -41,7 +41,8 @@ def wkv_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """BLOCK channels of one sequence: the sums of `precast.kernels.wkv.step`, whose largest exponent is taken out."""
-    first_token, num_tokens, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, tl.program_id(1))
+    found = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, tl.program_id(1))
+    first_token, num_tokens, slot, continues = found  # pyright: ignore[reportGeneralTypeIssues]
     if num_tokens <= 0:
         return
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Self
 
@@ -172,7 +172,7 @@ class Engine:
         """
         answer = self._prepare(prompt, params, priority=priority, add_special_tokens=add_special_tokens)
 
-        def events() -> Iterator[Event]:
+        def events() -> Generator[Event]:
             queue: deque[Event] = deque()
             self._queue(answer, queue)
             try:

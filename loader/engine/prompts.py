@@ -124,7 +124,7 @@ def prompts_of(prompts: object) -> list[object]:
     if not is_iterable(prompts):
         message = f"prompts is a {type(prompts).__name__}, expected a list of prompts"
         raise RequestError("prompt-invalid", message)
-    listed = list(prompts)  # type: ignore[call-overload]
+    listed = list(prompts)
     if listed and all(as_integer(item) is not None for item in listed):
         raise RequestError(
             "prompt-invalid",

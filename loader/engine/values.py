@@ -6,6 +6,7 @@ import operator
 from array import array
 from collections.abc import Iterable
 from itertools import islice
+from typing import Any, TypeGuard
 
 from precast.ir.errors import RequestError, shown_value
 
@@ -27,7 +28,7 @@ def is_tensor(value: object) -> bool:
     return hasattr(value, "is_cuda") and hasattr(value, "tolist")
 
 
-def is_iterable(value: object) -> bool:
+def is_iterable(value: object) -> TypeGuard[Iterable[Any]]:
     """Whether it has items in an order: no mapping, no set, no bytes, no array without dimensions."""
     unordered = isinstance(value, (bytes, bytearray, dict, set, frozenset))
     return isinstance(value, Iterable) and not unordered and getattr(value, "ndim", 1) != 0

@@ -82,6 +82,14 @@ def test_blocks_hold_whole_queries(heads: int) -> None:
                 assert found.heads == heads or found.q == 1
 
 
+def test_a_query_that_is_a_view(same: Callable[..., None]) -> None:
+    sample = latent_step(Draw(torch.float32, DEVICE), "mixed", **TINY)
+    spread = torch.stack((sample["q"], torch.full_like(sample["q"], float("nan"))), dim=-1)[..., 0]
+
+    assert spread.stride(-1) == 2
+    agrees(sample | {"q": spread}, same)
+
+
 def test_results_are_written_into_what_is_given(same: Callable[..., None]) -> None:
     sample = latent_step(Draw(torch.float32, DEVICE), "mixed", **TINY)
     expected = PAGED_LATENT_ATTENTION.reference(**sample)

@@ -102,6 +102,18 @@ def test_the_most_of_a_list_and_one_more() -> None:
             assert triton.sample_2(**given).tolist() == sample_2(**given).tolist()
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.05}, {"top_k": 5, "top_p": 0.5}], ids=str)
+def test_the_edge_among_close_numbers(filters: dict[str, Any]) -> None:
+    """Three tokens pass; 14 rows draw each of them, and not one of the many that are nearly as likely."""
+    cluster = 20 - 0.001 * torch.randperm(59, generator=torch.Generator().manual_seed(5))
+    logits = torch.cat([torch.tensor([30.0]), cluster]).expand(14, -1)
+    given = arguments(logits, [{"temperature": 50.0, **filters}])
+    found = triton.sample_2(**given).tolist()
+
+    assert set(found) == set(logits[0].topk(3).indices.tolist())
+    assert found == sample_2(**given).tolist()
+
+
 def test_what_cannot_pass_still_counts_for_the_share() -> None:
     """1 of 1 + 0.8 + 0.4 is less than half, and 1 of 1 + 0.8 more: the second token passes because of the last 98."""
     logits = torch.tensor([1.0, 0.8, *[0.4 / 98] * 98]).log().expand(12, -1)

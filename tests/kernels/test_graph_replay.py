@@ -9,9 +9,11 @@ import pytest
 import torch
 from captured_steps import STEPS, latent_step, stateful_step
 from op_samples.draw import Draw, Sample
+from op_samples.table import samples_of
 
 from precast.kernels import registry
 from precast.kernels.choices import runnable
+from precast.kernels.spec import OpSpec
 
 CUDA = torch.device("cuda")
 SPECS = {spec.name: spec for spec in registry.specs()}
@@ -64,6 +66,31 @@ def test_a_captured_step_serves_every_other(op: str, same: Callable[..., None]) 
         same(spec, found.cpu(), spec.reference(**wanted))
         for name in spec.definition.mutated:
             same(spec, given[name].cpu(), wanted[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # of samples without tokens
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", registry.specs(), ids=lambda spec: f"{spec.name}@{spec.version}")
+def test_static_implementations_are_captured(
+    spec: OpSpec, dtype: torch.dtype, copied: Callable[[Sample], Sample], same: Callable[..., None]
+) -> None:
+    records = runnable(spec.name, spec.version, registry.target_of(CUDA))
+    static = [registry.function_of(record) for record in records if record.control == "static"]
+    if not static:
+        pytest.skip("reads metadata on the host")
+    for sample in samples_of(spec, Draw(dtype, CUDA)):
+        for function in static:
+            by_itself, given = copied(sample), copied(sample)
+            expected = function(**by_itself)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = function(**given)
+            graph.replay()
+
+            same(spec, found, expected)
+            for name in spec.definition.mutated:
+                same(spec, given[name].cpu(), by_itself[name].cpu())
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -177,6 +177,7 @@ def test_latent_attention_compiles_for_hopper(
         "BLOCK_C": 512,
         "BLOCK_R": 64,
         "PRECISION": "tf32",
+        "q_rope_stride_r": 1,
     }
     kernel = kernels.latent_attention_kernel
     pointers = {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}

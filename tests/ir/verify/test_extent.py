@@ -11,7 +11,7 @@ from examples import tiny_graph
 from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import Apply, Each, Graph, Read, Stack
+from precast.ir.graph.schema import Apply, Each, Graph, Read, Recipe, Stack, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.verify import extent
 
@@ -34,6 +34,7 @@ def refusal(graph: Graph) -> str:
         ("MAX_RUN_ARGUMENTS", hostile.joined_calls(2, 4), "19 arguments over all calls"),
         ("MAX_READS", hostile.each(5, 2), "10 tensors that recipes read"),
         ("MAX_READS", hostile.one_read(2, 5), "10 tensors that recipes read"),
+        ("MAX_REPEATED_READS", hostile.one_read(2, 5), "9 reads of tensors that were read before"),
         ("MAX_EXPRESSION_NODES", hostile.nested(2), "9 operations and names in one expression"),
         ("MAX_EXPRESSIONS", hostile.nested(2), "9 operations and names in all different expressions"),
     ],
@@ -53,6 +54,33 @@ def test_reads_are_counted_without_being_made() -> None:
     graph = hostile.graph(params=[hostile.param("p", (1,), Each(Stack(parts, 0), 0, 2**62))])
 
     assert refusal(graph).startswith(f"graph: {2**62 * 1000} tensors that recipes read")
+
+
+def each(pattern: str, start: int, count: int) -> Each:
+    return Each(Read(pattern, (1,)), 0, count, start)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "repeated"),
+    [
+        ([Read("a", (1,)), Read("b", (1,)), Tie("p0")], 0),
+        ([Read("a", (1,)), Stack((Read("a", (1,)), Read("b", (1,))), 0)], 1),
+        ([each("e.*", 0, 4), each("f.*", 0, 4), each("e.*", 4, 2)], 0),
+        ([each("e.*", 0, 4), each("e.*", 3, 4)], 1),
+        ([each("e.*", 5, 4), each("e.*", 0, 10), each("e.*", 2, 3)], 7),
+        ([each("e", 0, 4)], 3),
+        ([each("e.*", 0, 4), Read("e.*", (1,))], 0),  # a star that no number replaces
+        ([Each(Stack((Read("e.*", (1,)), Read("e.*", (1,)), Read("e", (1,))), 0), 0, 4)], 4 + 3),
+    ],
+)
+def test_reads_of_what_was_read_before(recipes: list[Recipe], repeated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = hostile.graph(params=[hostile.param(f"p{i}", (1,), recipe) for i, recipe in enumerate(recipes)])
+    monkeypatch.setattr(limits, "MAX_REPEATED_READS", repeated)
+    extent.check(graph)
+
+    monkeypatch.setattr(limits, "MAX_REPEATED_READS", repeated - 1)
+
+    assert refusal(graph).startswith(f"graph: {repeated} reads of tensors that were read before")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +116,10 @@ def test_an_honest_graph_has_room() -> None:
         assert 4 * found <= limit, what
 
 
-BOMBS = ["900,000 symbols", "each of 65,536 over 1,000 reads", "2^40 matrices", "10,000 calls of 5,000 nodes"]
+BOMBS = [
+    "900,000 symbols", "each of 65,536 over 1,000 reads", "128 params of 8,192 reads of one tensor", "2^40 matrices",
+    "10,000 calls of 5,000 nodes",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import queue
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 from tiny import VOCAB, Groups, random_weights, reference_answer, reference_logits, tiny_graph, tiny_model
 from tokenizers_by_hand import failing, letters, with_front
 
+import precast
 from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph.schema import CachePlan, Graph
 from precast.loader.cache.memory import CacheMemory
@@ -1088,6 +1091,24 @@ def test_text_that_the_tokenizer_fails_at_is_refused() -> None:
             ask("b")  # type: ignore[operator]
         assert error.value.code == "tokenizer-invalid"
     assert error.value.where == "prompt 1: tokenizer.json"
+
+
+def test_the_loop_of_the_documentation_outlives_what_is_wrong_with_a_request() -> None:
+    """A request is refused with a RequestError; a vocabulary that can't be read is the bundle's fault."""
+    page = (Path(__file__).parents[3] / "docs" / "python_api.md").read_text(encoding="utf-8")
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "def serve(" in code)
+    names: dict[str, Any] = {"precast": precast}
+    exec(block.partition("\ninbox:")[0], names)  # noqa: S102 - it is the repository's own
+    engine = build(text=b'{"model": {"type": "BPE"}}')
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for prompt in ([], "a", [5]):
+        inbox.put(("submit", prompt, None, replies))
+    inbox.put(("stop",))
+
+    names["serve"](engine, inbox)
+
+    assert [type(replies.get()) for _ in range(3)] == [RequestError, BundleError, BundleError]
 
 
 # --- threads ---------------------------------------------------------------------------------------------------

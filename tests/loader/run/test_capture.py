@@ -5,29 +5,22 @@ On the CPU a capture records what torch does, op by op, and what reads the host 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, random_weights, tiny_graph, tiny_model
+from tiny import VOCAB
+from tiny_engine import SIZES, engine_on
 
-from precast.ir.graph.schema import Graph
 from precast.kernels.registry import Implementation
 from precast.kernels.use import Use
-from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
-from precast.loader.program.restore import restore
 from precast.loader.run.capture import Memory, Size
-from precast.loader.run.runner import Runner
-from precast.loader.sizing import EngineLimits
-from precast.loader.timeline import Timeline
 from precast.loader.torch_device import open_device, unowned
 
-SIZES = (1, 2, 4, 8, 16, 32)
-WEIGHTS = random_weights()
 PROMPTS = [[5], [7, 7, 30, 2, 41], list(range(3, 40)), [9] * 13]
 GREEDY = SamplingParams(max_tokens=20)
 DRAWN = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, top_k=30, seed=3)
@@ -36,31 +29,6 @@ DRAWN = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, top_k=30, seed
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Device:
     return open_device(request.param)
-
-
-def engine_on(
-    device: Device,
-    *,
-    sizes: Sequence[int] = SIZES,
-    runs_ahead: bool = True,
-    graph: Graph | None = None,
-    weights: dict[str, torch.Tensor] = WEIGHTS,
-    choose: Callable[[Use], Sequence[Implementation]] | None = None,
-    fill: int = 0xFF,
-    seqs: int = 8,
-) -> Engine:
-    """The tiny model; its caches are NaN where nothing was written."""
-    graph = tiny_graph() if graph is None else graph
-    on = torch.device(device.name)
-    program = restore(graph, device=on) if choose is None else restore(graph, device=on, choose=choose)
-    program.bind({name: tensor.to(on) for name, tensor in weights.items() if name in program.unbound})
-    memory = CacheMemory(graph.caches, 90, device)
-    memory.arena.fill_(fill)
-    program.bind(memory.tensors)
-    runner = Runner(program, graph, memory, device, EngineLimits(seqs, 64, 64), captured_sizes=sizes)
-    return Engine(
-        runner, tiny_model(64), tokenizer_files={}, timeline=Timeline(), reuses_prefixes=False, runs_ahead=runs_ahead
-    )
 
 
 def answers(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
