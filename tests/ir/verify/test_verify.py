@@ -871,7 +871,7 @@ REJECTED = [
         step("%a = call look(x=%k1, cu=%cu_seqlens)"),
     ),
     bad("IR058", "capture: the size 4 stands there twice", sizes(1, 4, 2, 4)),
-    bad("IR058", "capture: expected steps of 1 to 16384 tokens, found 0", sizes(0)),
+    bad("IR058", "capture: expected steps of 1 to 16384 tokens, found 0", ("T: 1..", "T: 0.."), sizes(0)),
     bad("IR058", "expected steps of 1 to 16384 tokens, found 16385", sizes(8, limits.MAX_CAPTURED_TOKENS + 1)),
     bad("IR058", "expected steps of 2 to 8 tokens, found 1", ("T: 1..", "T: 2..8"), sizes(2, 1, 8)),
     bad("IR058", "expected steps of 2 to 8 tokens, found 9", ("T: 1..", "T: 2..8"), sizes(9)),
