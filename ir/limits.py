@@ -135,6 +135,15 @@ MAX_PAGE_BYTES = 64 * GIB
 """A page of a group in all its layers. 1024 tokens of 126 layers with 128 heads of 128 would take 8 GiB; models have
 few heads of keys and values, and states of up to 1 GiB. Slabs are searched for from the largest page on."""
 
+# --- the capture plan --------------------------------------------------------------------------------------------
+
+MAX_CAPTURED_SIZES = 128
+"""Sizes of captured steps: each costs a loader time and memory. The builder plans 20, for 256 tokens, to 32."""
+
+MAX_CAPTURED_TOKENS = 1 << 14
+"""Tokens of a captured step, whose activations are held for as long as the graphs are. The builder plans up to 2,048:
+past them a GPU's work takes longer than its launches."""
+
 # --- tensors -----------------------------------------------------------------------------------------------------
 
 MAX_CONSTANTS_BYTES = 64 * MIB

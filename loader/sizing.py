@@ -36,8 +36,8 @@ CUDA_RESERVE = 128 << 20
 code of kernels; and where `torch_device.cut_blocks_to_size` changes nothing, what blocks are larger than tensors."""
 
 GRAPH_NODE_BYTES = 16384
-"""Bytes of GPU memory of a captured graph for each node of the bundle's graph that runs. An H200 took 5 KB a kernel, and
-of experts a node launches a dozen."""
+"""Bytes of GPU memory of a captured graph for each node of the bundle's graph that runs. An H200 took 5 KB a kernel,
+and a node of experts launches a dozen."""
 
 
 class EngineLimits(NamedTuple):

@@ -118,22 +118,24 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--weights", is_flag=True, help="Each param and how it is made, and the config that was built from.")
 @click.option("--cache", is_flag=True, help="Cache groups, pools, and what sequences cost.")
 @click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
-@click.option("--target", help="Of --kernels: cpu, or a GPU's compute capability.  [default: sm_90]")
+@click.option("--capture", is_flag=True, help="Which steps are captured as CUDA graphs, and where a target cuts them.")
+@click.option("--target", help="Of --kernels and --capture: cpu, or a GPU's compute capability.  [default: sm_90]")
 @AS_JSON
 def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> None:
     """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
-    from precast.cli import kernels_view, show
+    from precast.cli import capture_view, kernels_view, show
     from precast.ir.artifact import Bundle
 
-    if target is not None and not parts["kernels"]:
-        raise click.UsageError("--target goes with --kernels")
+    if target is not None and not (parts["kernels"] or parts["capture"]):
+        raise click.UsageError("--target goes with --kernels or --capture")
     try:
-        kernels = kernels_view.view(target or "sm_90")
+        kernels, capture = (module.view(target or "sm_90") for module in (kernels_view, capture_view))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
     views: dict[str, Callable[[Bundle], Report]] = {
         "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
+        "capture": capture,
     }  # fmt: skip
     reports = [view(opened) for name, view in views.items() if parts[name]]
     _report(show.together(reports or [show.summary(opened)]), as_json)

@@ -6,6 +6,8 @@ that little is padded; they end where a step's launches hide under the GPU's wor
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from precast.ir.graph.schema import Call, CapturePlan, Graph
 from precast.ir.ops.flops import TOKENS, work
 
@@ -15,18 +17,40 @@ tokens one by one end there."""
 LEAST_TOKENS = 256
 """Captured whatever the model is: so many sequences may decode at once by default."""
 NODE_SECONDS = 46e-6
-"""Host time of a node that is run by itself, and launches three kernels; measured: 581 nodes of an 8B model in 27 ms."""
+"""Host time of a node that is run by itself, and launches three kernels; measured: 581 of an 8B model in 27 ms."""
 WORK_PER_SECOND = 600e12
 """What a GPU does in bfloat16 at these sizes. A slower one hides launches earlier."""
 
 
+class Cost(NamedTuple):
+    """What a step of a graph costs: the nodes that it runs, and the floating-point operations for each token."""
+
+    nodes: int
+    work_per_token: float
+
+    @property
+    def launch_seconds(self) -> float:
+        """Host time of a step that runs op by op."""
+        return self.nodes * NODE_SECONDS
+
+    @property
+    def hidden_from(self) -> float:
+        """From so many tokens on the GPU's work takes longer than that."""
+        return self.launch_seconds * WORK_PER_SECOND / max(self.work_per_token, 1 / TOKENS)
+
+
 def capture_plan(graph: Graph) -> CapturePlan:
     """The sizes for a graph, by how much work its nodes have for a token."""
-    blocks = {block.name: len(block.nodes) for block in graph.blocks}
-    nodes = sum(blocks[step.block] if isinstance(step, Call) else 1 for step in graph.main)
-    hidden = TOKENS * nodes * NODE_SECONDS * WORK_PER_SECOND / max(work(graph)[1], 1.0)
+    hidden = step_cost(graph).hidden_from
     most = next((size for size in spaced(MOST_TOKENS) if size >= hidden), MOST_TOKENS)
     return CapturePlan(in_order(max(most, LEAST_TOKENS)))
+
+
+def step_cost(graph: Graph) -> Cost:
+    """What the plan goes by, counted for one sequence of `TOKENS` tokens."""
+    blocks = {block.name: len(block.nodes) for block in graph.blocks}
+    nodes = sum(blocks[step.block] if isinstance(step, Call) else 1 for step in graph.main)
+    return Cost(nodes, work(graph)[1] / TOKENS)
 
 
 def in_order(most: int) -> tuple[int, ...]:

@@ -125,8 +125,8 @@ def test_views_of_the_walkthrough(view: str, folder: Path) -> None:
     assert [line for line in shown if line not in printed] == []
 
 
-@pytest.mark.parametrize("options", ["--kernels", "--kernels --target cpu"])
-def test_kernels_of_the_command_line(options: str, folder: Path) -> None:
+@pytest.mark.parametrize("options", ["--kernels", "--kernels --target cpu", "--capture --target sm_75"])
+def test_views_of_the_command_line(options: str, folder: Path) -> None:
     page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     shown = [line for line in indented(page, f"    $ precast inspect recite.bundle {options}\n") if line.strip(".")]
     printed = CliRunner().invoke(main, ["inspect", str(folder / "recite.bundle"), *options.split()]).stdout.splitlines()

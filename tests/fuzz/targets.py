@@ -97,11 +97,13 @@ def _opened() -> Bundle:
 
 def _show(data: bytes, folder: Path) -> None:
     """What `precast inspect` and `precast diff` do with a graph that the verifier accepts."""
-    from precast.cli import compare, show
+    from precast.cli import capture_view, compare, show
+    from precast.kernels.use import GPU
 
     bundle = msgspec.structs.replace(_opened(), path=folder, graph=_graph(data))
     for report in (show.summary, show.graph, show.passes, show.weights, show.cache):
         report(bundle)
+    capture_view.capture(bundle, GPU)
     compare.difference(_opened(), bundle)
 
 

@@ -23,7 +23,7 @@ from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.errors import CODES
 
 VERBS = ("build", "diff", "digest", "inspect", "run", "verify")
-VIEWS = ("--graph", "--passes", "--weights", "--cache")
+VIEWS = ("--graph", "--passes", "--weights", "--cache", "--kernels", "--capture")
 DOCUMENTED = (RECITE.parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 
 LIST_MODULES = """

@@ -130,6 +130,11 @@ def step(source: str) -> tuple[str, str]:
     return "  %q1: float32[1, T, 4, 4] =", f"  {source}\n  %q1: float32[1, T, 4, 4] ="
 
 
+def sizes(*captured: int) -> tuple[str, str]:
+    """The edit that gives the graph a capture plan."""
+    return "block layer {", f"capture(sizes={list(captured)})\nblock layer {{"
+
+
 def constant(source: str) -> tuple[str, str]:
     return "constants {", f"constants {{ {source}"
 
@@ -273,6 +278,10 @@ ACCEPTED = [
     ok("IR055", ("logits=%logits", "logits=%logits, norm=%norm")),
     ok("IR056", *NO_CACHES, ("  %kv_lens: int32[B]", "  %rope_lengths: int64[1, T]")),
     ok("IR057", *NO_CACHES, ("  %cu_seqlens: int32[(B + 1)]\n", ""), ("  %kv_lens: int32[B]\n", "")),
+    ok("IR058", sizes(1, 2, 4, 3)),
+    ok("IR058", sizes(limits.MAX_CAPTURED_TOKENS)),
+    ok("IR058", ("T: 1..", "T: 2..8"), sizes(8, 2)),
+    ok("IR058", sizes(*range(1, limits.MAX_CAPTURED_SIZES + 1))),
 ]
 
 NOT_A_NAME = "expected letters, digits, _ and ., at most 256, no digit first"
@@ -861,6 +870,12 @@ REJECTED = [
         ),
         step("%a = call look(x=%k1, cu=%cu_seqlens)"),
     ),
+    bad("IR058", "capture: the size 4 stands there twice", sizes(1, 4, 2, 4)),
+    bad("IR058", "capture: expected steps of 1 to 16384 tokens, found 0", ("T: 1..", "T: 0.."), sizes(0)),
+    bad("IR058", "expected steps of 1 to 16384 tokens, found 16385", sizes(8, limits.MAX_CAPTURED_TOKENS + 1)),
+    bad("IR058", "expected steps of 2 to 8 tokens, found 1", ("T: 1..", "T: 2..8"), sizes(2, 1, 8)),
+    bad("IR058", "expected steps of 2 to 8 tokens, found 9", ("T: 1..", "T: 2..8"), sizes(9)),
+    bad("IR058", "129 sizes; at most 128 are allowed", sizes(*range(1, limits.MAX_CAPTURED_SIZES + 2))),
 ]
 
 
