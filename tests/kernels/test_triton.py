@@ -25,7 +25,7 @@ ANYWHERE = ("walked_states.py", "absorbed_latents.py")
 
 @pytest.mark.parametrize("file", ["interpreted_triton.py", *ANYWHERE])
 def test_kernels_are_the_references_in_the_interpreter(file: str) -> None:
-    run = tests_of(file, "1")
+    run = results_of(file, "1")
 
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -33,12 +33,12 @@ def test_kernels_are_the_references_in_the_interpreter(file: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("file", ANYWHERE)
 def test_kernels_are_the_references_on_a_gpu(file: str) -> None:
-    run = tests_of(file, "0")
+    run = results_of(file, "0")
 
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def tests_of(file: str, interpret: str) -> subprocess.CompletedProcess[str]:
+def results_of(file: str, interpret: str) -> subprocess.CompletedProcess[str]:
     """The tests of a file beside this one, run in a process of its own."""
     path = Path(__file__).with_name(file)
     return subprocess.run(
