@@ -35,9 +35,9 @@ CUDA_RESERVE = 128 << 20
 """Bytes of GPU memory for what is neither cache nor activation: workspaces of libraries (cuBLAS: 32 MiB on Hopper),
 code of kernels; and where `torch_device.cut_blocks_to_size` changes nothing, what blocks are larger than tensors."""
 
-GRAPH_NODE_BYTES = 8192
-"""Bytes of GPU memory of a captured graph for each node of the bundle's graph that runs: an H200 took up to 6 KB, for
-kernels with their arguments."""
+GRAPH_NODE_BYTES = 16384
+"""Bytes of GPU memory of a captured graph for each node of the bundle's graph that runs. An H200 took 5 KB a kernel, and
+of experts a node launches a dozen."""
 
 
 class EngineLimits(NamedTuple):

@@ -26,8 +26,6 @@ from precast.kernels.sampling.triton_numbers import keys, uniform
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-
 
 @pytest.fixture(autouse=True)
 def silent_numpy() -> Iterator[None]:
@@ -46,8 +44,7 @@ def small_sizes() -> Iterator[None]:
         yield
 
 
-@each_dtype
-@pytest.mark.parametrize("size", [1, 7, 300])
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (7, torch.float16), (300, torch.float32)], ids=str)
 def test_tokens_are_the_definitions(size: int, dtype: torch.dtype) -> None:
     for seed, (name, logits) in enumerate(logits_of(7, size, dtype)):
         # Each kind of logits with a third of the filters, another one for each size.
@@ -57,14 +54,13 @@ def test_tokens_are_the_definitions(size: int, dtype: torch.dtype) -> None:
         assert triton.sample_2(**given).tolist() == sample_2(**given).tolist(), name
 
 
-@each_dtype
-def test_samples(dtype: torch.dtype) -> None:
-    for sample in samples_of(SAMPLE_2, Draw(dtype, torch.device("cpu"))):
+def test_samples() -> None:
+    for sample in samples_of(SAMPLE_2, Draw(torch.float16, torch.device("cpu"))):
         assert triton.sample_2(**sample).tolist() == sample_2(**sample).tolist()
 
 
 # Multiples of a quarter: many equals, and none nearer than roundings are.
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     quarters=st.lists(st.integers(-30, 30), min_size=1, max_size=140),
     temperature=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
