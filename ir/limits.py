@@ -138,10 +138,10 @@ few heads of keys and values, and states of up to 1 GiB. Slabs are searched for 
 # --- the capture plan --------------------------------------------------------------------------------------------
 
 MAX_CAPTURED_SIZES = 128
-"""Sizes of captured steps: each costs a loader time and memory. The builder plans 20, for 256 tokens, to 32."""
+"""Sizes of captured steps: each costs a loader time and memory. The builder plans 20, for 256 tokens, to 28."""
 
 MAX_CAPTURED_TOKENS = 1 << 14
-"""Tokens of a captured step, whose activations are held for as long as the graphs are. The builder plans up to 2,048:
+"""Tokens of a captured step, whose activations are held for as long as the graphs are. The builder plans up to 1,024:
 past them a GPU's work takes longer than its launches."""
 
 # --- tensors -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from precast.ir.artifact import Bundle
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
-from precast.ir.memory import caches
+from precast.ir.memory import caches, liveness
 from precast.ir.memory.capture import capture_plan, cut
 from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
@@ -113,6 +113,7 @@ def load(
     return Engine(runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes)
 
 
+@liveness.computed()
 def captured_sizes(graph: Graph, limits: EngineLimits) -> tuple[int, ...]:
     """The sizes of the bundle's capture plan that the limits can fill."""
     plan = graph.capture if graph.capture.sizes else capture_plan(graph)

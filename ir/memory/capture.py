@@ -17,7 +17,7 @@ tokens one by one end there."""
 LEAST_TOKENS = 256
 """Captured whatever the model is: so many sequences may decode at once by default."""
 NODE_SECONDS = 46e-6
-"""Host time of a node that is run by itself, and launches three kernels; measured: 581 of an 8B model in 27 ms."""
+"""Host time of a node that is run by itself, and launches three kernels: 581 nodes of an 8B model in 27 ms."""
 WORK_PER_SECOND = 600e12
 """What a GPU does in bfloat16 at these sizes. A slower one hides launches earlier."""
 
@@ -60,7 +60,7 @@ def in_order(most: int) -> tuple[int, ...]:
 
 
 def spaced(most: int) -> tuple[int, ...]:
-    """Four sizes to each doubling, multiples of 8 from 8 on; the last is `most` or the next above it."""
+    """Powers of two and what lies halfway, from 32 on four sizes to each doubling; the last is `most` or the next."""
     sizes = [1, 2, 4]
     while sizes[-1] < most:
         last = sizes[-1]

@@ -182,8 +182,10 @@ def _decoder(facts: Facts) -> Iterator[Fault]:
 
 def _given(facts: Facts) -> Iterator[Fault]:
     """No step could run: the rest are of types that IR046 and IR050 check."""
-    known = given_names(facts.graph.caches) if facts.model is not None else None
-    for value in facts.graph.inputs if known is not None else ():
+    if facts.model is None:
+        return
+    known = given_names(facts.graph.caches)
+    for value in facts.graph.inputs:
         if value.name not in known:
             names = ", ".join(sorted(known))
             yield f"input %{value.name}", f"{format_type(value.type)}: no step gives it; expected some of {names}"

@@ -8,7 +8,17 @@ import pytest
 from graph_text import parse_graph
 
 from precast.ir.graph.schema import CapturePlan, Graph
-from precast.ir.memory.capture import LEAST_TOKENS, MOST_TOKENS, capture_plan, cut, in_order, spaced, step_cost
+from precast.ir.memory.capture import (
+    LEAST_TOKENS,
+    MOST_TOKENS,
+    NODE_SECONDS,
+    WORK_PER_SECOND,
+    capture_plan,
+    cut,
+    in_order,
+    spaced,
+    step_cost,
+)
 
 
 def products(width: int, layers: int) -> Graph:
@@ -51,15 +61,13 @@ def test_powers_of_two_come_first() -> None:
     assert in_order(64) == (1, 2, 4, 8, 16, 32, 64, 12, 24, 40, 48, 56)
 
 
-@pytest.mark.parametrize(
-    ("graph", "most"),
-    [
-        (products(4, 2), MOST_TOKENS),  # 5 nodes, whose launches nothing hides
-        (products(11500, 1), 896),  # 3 nodes, 94.2 MFLOP a token: hidden from 879 tokens on
-        (products(150_000, 1), LEAST_TOKENS),  # hidden from 67 tokens on
-    ],
-)
-def test_sizes_end_where_the_work_hides_the_launches(graph: Graph, most: int) -> None:
+@pytest.mark.parametrize(("hidden_from", "most"), [(10, LEAST_TOKENS), (600, 640), (10 * MOST_TOKENS, MOST_TOKENS)])
+def test_sizes_end_where_the_work_hides_the_launches(hidden_from: int, most: int) -> None:
+    width = round(3 * NODE_SECONDS * WORK_PER_SECOND / (2 * 4096 * hidden_from))
+
+    graph = products(width, 1)
+
+    assert step_cost(graph).hidden_from == pytest.approx(hidden_from, rel=0.01)
     assert capture_plan(graph) == CapturePlan(in_order(most))
 
 
@@ -68,8 +76,8 @@ def test_a_step_costs_its_nodes_over_all_calls() -> None:
 
     assert cost.nodes == 11
     assert cost.work_per_token == pytest.approx(5 * 2 * 4096 * 3000, rel=0.01)
-    assert cost.launch_seconds == pytest.approx(506e-6)
-    assert cost.hidden_from == pytest.approx(506e-6 * 600e12 / cost.work_per_token)
+    assert cost.launch_seconds == pytest.approx(11 * NODE_SECONDS)
+    assert cost.hidden_from == pytest.approx(11 * NODE_SECONDS * WORK_PER_SECOND / cost.work_per_token)
 
 
 @pytest.mark.parametrize(
