@@ -1,8 +1,9 @@
-"""On a GPU: bundles of five families, built elsewhere, against transformers' float32 logits on the CPU.
+"""On a GPU: bundles of nine families, built elsewhere, against transformers' float32 logits on the CPU.
 
 Claim: dense, experts, latent attention, hybrid state space and shared kv models give, in bfloat16 on the GPU, logits
 that are as near to the float32 reference as transformers' own bfloat16 logits on the CPU are; and in float32 the
-same greedy tokens. Head sizes, state sizes and ranks are those of published models; widths and depths are small.
+same greedy tokens; and steps replayed as graphs, one ahead, give the tokens of steps run op by op, greedy and drawn,
+in one graph a step. Head sizes, state sizes and ranks are those of published models; widths and depths are small.
 
     python benchmarks/bench_gpu_families.py --prepare DIR     # where transformers is: bundles, weights, references
     python benchmarks/bench_gpu_families.py --compare DIR     # on the GPU, without transformers
@@ -53,6 +54,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 6, "head_dim": 256, "global_head_dim": 512, "sliding_window": 32,
          "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 1024,
          "layer_types": ["sliding_attention", "full_attention"] * 3},
+    ),
+    "sinks and windows": (
+        "gpt_oss",
+        {"num_hidden_layers": 2, "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "sliding_window": 32},
+    ),
+    "gated delta rule": (
+        "qwen3_next",
+        {"num_hidden_layers": 4, "head_dim": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
+    ),
+    "selective scan": ("mamba", {"num_hidden_layers": 3, "state_size": 16, "time_step_rank": 12}),
+    "linear attention": (
+        "minimax",
+        {"num_hidden_layers": 2, "head_dim": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "block_size": 64, "sliding_window": 64},
     ),
 }  # fmt: skip
 
@@ -106,6 +124,7 @@ def _compare(place: Path) -> dict[str, Any]:
             errors = [_error(a, b) for a, b in zip(found, references["float32"], strict=True)]
             params = precast.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
             outputs = engine.generate(_prompts(), params)
+        figures[f"{dtype}_captured"] = _captured(place, dtype)
         figures[f"{dtype}_logits_error"] = round(max(errors), 7)
         figures[f"{dtype}_greedy_equal"] = sum(
             list(output.token_ids) == tokens for output, tokens in zip(outputs, expected, strict=True)
@@ -114,6 +133,29 @@ def _compare(place: Path) -> dict[str, Any]:
     figures["transformers_bfloat16_logits_error"] = round(max(own), 7)
     figures["ratio_to_transformers_bfloat16"] = round(figures["bfloat16_logits_error"] / max(own), 2)
     return figures
+
+
+def _captured(place: Path, dtype: str) -> dict[str, Any]:
+    """Whether all tokens are those of an engine that captures nothing; six prompts, in mixed steps of all sizes."""
+    import precast
+
+    prompts = [*_prompts(), *(prompt[:20] for prompt in _prompts())]
+    greedy = precast.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    drawn = [
+        precast.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.8, top_p=0.95, top_k=50, seed=seed)
+        for seed in range(len(prompts))
+    ]
+    tokens, found = [], {}
+    for capture in ("off", "before"):
+        with precast.load(
+            place / f"{dtype}.bundle", weights=place / "weights", device="cuda", max_num_tokens=64, max_num_seqs=16,
+            cache_bytes=1 << 28, capture=capture, reuse_prefixes=False,
+        ) as engine:  # fmt: skip
+            answers = [*engine.generate(prompts, greedy), *engine.generate(prompts, drawn)]
+            tokens.append([list(answer.token_ids) for answer in answers])
+            stats = engine.stats
+            found = {"steps": stats.steps, "captured": stats.captured_steps, "eager": stats.eager_reasons}
+    return {"tokens_equal": sum(a == b for a, b in zip(*tokens, strict=True)), "of": len(tokens[0]), **found}
 
 
 def _prompts() -> list[list[int]]:

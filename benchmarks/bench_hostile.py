@@ -42,7 +42,7 @@ print(json.dumps({
 def commands(bundle: Path, checkpoint: Path) -> dict[str, list[str]]:
     """Every command that opens a bundle or a checkpoint."""
     precast = [sys.executable, "-m", "precast"]
-    flags = ["--graph", "--passes", "--weights", "--cache", "--kernels"]
+    flags = ["--graph", "--passes", "--weights", "--cache", "--kernels", "--capture"]
     return {
         "digest": [*precast, "digest", str(bundle)],
         "inspect": [*precast, "inspect", str(bundle)],

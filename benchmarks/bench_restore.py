@@ -30,7 +30,7 @@ RESTORE = """
 import gc, json, sys, time
 import torch
 from precast.ir.artifact import Bundle
-from precast.loader.load import collector_held
+from precast.loader.collector import collector_held
 from precast.loader.program.restore import restore
 
 pauses = []

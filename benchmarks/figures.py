@@ -24,6 +24,10 @@ SHAPES = {
     "gemma-3-27b": "Gemma 3 27B", "gemma-4-26b-a4b": "Gemma 4 26B A4B", "gpt-oss-120b": "GPT-OSS 120B",
     "qwen3-next-80b-a3b": "Qwen3-Next 80B", "nemotron-h-56b": "Nemotron-H 56B", "deepseek-v3": "DeepSeek V3",
 }  # fmt: skip
+STEPPED = {
+    "llama-3.1-8b": "Llama-3.1-8B", "gemma-3-12b": "Gemma-3-12B",
+    "qwen3-30b-a3b-half": "Qwen3-30B-A3B, half of its layers",
+}  # fmt: skip
 LONG = "gemma-3-12b, sequences of 32,768 tokens in 102.48 GiB"
 BY_SEED = "precast, useful % of allocated by seed"
 
@@ -45,7 +49,7 @@ def readme() -> str:
     gpu, weights, cached = result("gpu_llama_8b"), result("weights_cuda"), result("caches")
     small, large = build["llama-3.1-8b"], build["llama-3.1-405b"]
     start, half, long = gpu["start_bfloat16"], gpu["bfloat16"], cached[LONG]
-    decode = ", ".join(f"{ms:.1f}" for ms in half["decode_ms"].values())
+    prefill = result("gpu_steps")["llama-3.1-8b"]["captured"]["prefill_tokens_per_s"]["1 x 4096"]
     commands = sorted({f"{front['seconds'][name]:.2f}" for name in ("inspect", "verify", "digest")})
     equal = sum(gpu["float32"]["greedy_tokens_equal"])
     at_start = long["vLLM's arithmetic at start, by tokens a step"]["16384"]
@@ -74,10 +78,7 @@ def readme() -> str:
         ("bfloat16: logits, relative to transformers' in float32", f"off by {_range(half['logit_errors'], 3)}",
          f"transformers' own in bfloat16: {_range(gpu['transformers_bfloat16_logit_errors'], 3)}",
          place("gpu_llama_8b")),
-        (f"decode step of {', '.join(half['decode_ms'])} sequences, bfloat16, eager", f"{decode} ms", "",
-         place("gpu_llama_8b")),
-        ("prefill of 4,096 tokens, bfloat16, eager", f"{round(half['prefill_tokens_per_s'], -2):,.0f} tokens/s", "",
-         place("gpu_llama_8b")),
+        ("prefill of 4,096 tokens, bfloat16", f"{round(prefill, -2):,.0f} tokens/s", "", place("gpu_steps")),
         ("useful bytes among allocated cache bytes, six geometries under three workloads, simulated",
          f"{_useful_by_seed(cached)} % ([docs/caches.md](docs/caches.md#figures))",
          f"uniform pages: {_useful(cached, 'uniform pages')} %; one table for all layers: "
@@ -92,7 +93,23 @@ def readme() -> str:
         f"*CPU*: {_machine('build')}. *{place('gpu_llama_8b')}*: one {_read('gpu_llama_8b')['machine']['gpu']} and "
         f"{_machine('gpu_llama_8b')}.\n\n"
     )
-    return words + _table(("what", "figure", "beside it, in the same run", "machine"), rows)
+    return words + _table(("what", "figure", "beside it, in the same run", "machine"), rows) + _steps()
+
+
+def _steps() -> str:
+    """The table of decode steps, op by op and captured."""
+    figures = result("gpu_steps")
+    batches = [key for key in next(iter(figures.values()))["captured"] if key.isdecimal()]
+    rows = []
+    for shape, found in figures.items():
+        pairs = (f"{found['eager'][batch]['ms']:.1f} / {found['captured'][batch]['ms']:.1f}" for batch in batches)
+        once = found["capture"]
+        rows.append((STEPPED.get(shape, shape), *pairs, f"{once['sizes']} sizes, {once['seconds']:.1f} s"))
+    words = (
+        "\nA decode step as served, in milliseconds: op by op / captured as a CUDA graph. Random weights in bfloat16, "
+        f"{place('gpu_steps')}.\n\n"
+    )
+    return words + _table(("shape", *(f"{batch} seq." for batch in batches), "capturing, once a load"), rows)
 
 
 def caches_page() -> str:

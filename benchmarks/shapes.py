@@ -66,6 +66,14 @@ SHAPES |= {
         "moe_intermediate_size": 1536, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "tie_word_embeddings": False, "use_sliding_window": False, "bos_token_id": 151643, "eos_token_id": 151645,
     },
+    "qwen3-30b-a3b-half": {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16",
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "tie_word_embeddings": False, "use_sliding_window": False, "bos_token_id": 151643, "eos_token_id": 151645,
+    },
     "deepseek-v3": {
         "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "bfloat16",
         "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import transformers
 
@@ -29,12 +30,13 @@ from precast.builder.source.facts import limit
 from precast.builder.source.source import Source, open_source
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.errors import BuildError
+from precast.ir.memory.capture import capture_plan
 from precast.kernels.registry import register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from precast.ir.graph.schema import Dtype
+    from precast.ir.graph.schema import Dtype, Graph
     from precast.ir.manifest import PassRecord
 
 KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "fp8_e4m3": "float8_e4m3fn"})
@@ -88,6 +90,7 @@ def build(
     opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)
     facts = config_facts(opened)
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
+    notes = _notes(opened, dtype)
     if snapshot_after is not None and snapshots is None:
         message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
         raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
@@ -101,8 +104,7 @@ def build(
     say("lower")
     refuse_unknown_ops(captured.graph)
     refuse_mixed_tokens(captured.graph, captured.ctx)
-    graph = lower(captured.graph, captured.ctx)
-    notes = _notes(opened, dtype)
+    graph = _planned(lower(captured.graph, captured.ctx))
     say("pack")
     return pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
@@ -133,6 +135,11 @@ def _capture_and_run(
     say("caches")
     history = pipeline.run(captured.graph, captured.ctx, after, history=history, dump=dump)
     return captured, history, restored is not None
+
+
+def _planned(graph: Graph) -> Graph:
+    """The graph with the sizes in which its steps are to be captured."""
+    return msgspec.structs.replace(graph, capture=capture_plan(graph))
 
 
 def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int | None, kv_dtype: str) -> Options:
@@ -174,11 +181,13 @@ def _versions() -> dict[str, str]:
 
 
 def _notes(source: Source, dtype: str) -> dict[str, object]:
-    """What was chosen because neither the config nor the user said it, for the provenance; it is logged as well."""
-    notes = source.facts.notes if dtype == "auto" else ()
+    """What was chosen because neither the config nor the user said it, and what of the config was left out, for the
+    provenance; it is logged as well, before the build takes its time."""
+    facts = source.facts
+    notes = [*([facts.dtype_note] if facts.dtype_note and dtype == "auto" else []), *facts.notes]
     for note in notes:
         logging.getLogger("precast").warning("warning: %s: %s", source.name, note)
-    return {"notes": list(notes)} if notes else {}
+    return {"notes": notes} if notes else {}
 
 
 def _provenance(source: Source, started: float, *, from_snapshot: bool) -> dict[str, object]:

@@ -88,6 +88,7 @@ CODES: dict[str, str] = {
     "cache-too-small": "the cache cannot hold what the engine options ask for",
     "tokenizer-missing": "text was given or asked for, and the bundle has no tokenizer",
     "engine-closed": "the engine is closed",
+    "engine-busy": "a thread calls the engine while another one is inside it",
     "logits-not-finite": "the model gave logits that are NaN or all infinite",
     "input-mismatch": "inputs of a program are missing, unexpected, or of another shape or dtype",
     "symbol-unbound": "a symbol has no value, or two different ones",
@@ -129,6 +130,17 @@ def shown(text: str, length: int = limits.MAX_SHOWN) -> str:
     """Text from a file as a message shows it: in one line, printable, and cut."""
     cut = text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
     return printable(cut).replace("\n", "\\n")
+
+
+def shown_value(value: object) -> str:
+    """A value that a user gave, as a message shows it: its `repr`, in one line, printable, and cut.
+
+    Python spells no integer of more than some thousand digits: that has its size shown, what holds one its type.
+    """
+    try:
+        return shown(repr(value))
+    except ValueError:
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 def some(items: Sequence[str], most: int = limits.MAX_LISTED) -> list[str]:

@@ -109,6 +109,10 @@ MAX_READS = 1 << 20
 """Tensors that all recipes read, those of an `each` for each number. 896 experts in 93 layers, of three matrices with
 their scales, are 500,000."""
 
+MAX_REPEATED_READS = 1 << 15
+"""Reads of tensors that were read before: they cost a load 20 us each, and a checkpoint nothing. Each tensor of a known
+model is read once; ten reads of one tensor in each of 126 layers would be 1,260."""
+
 MAX_HELD = 1 << 16
 """Different sizes of values that are alive, summed over all nodes that run. Four are at a time: 10,000 in all."""
 
@@ -130,6 +134,15 @@ MAX_PAGE_TOKENS = 1 << 12
 MAX_PAGE_BYTES = 64 * GIB
 """A page of a group in all its layers. 1024 tokens of 126 layers with 128 heads of 128 would take 8 GiB; models have
 few heads of keys and values, and states of up to 1 GiB. Slabs are searched for from the largest page on."""
+
+# --- the capture plan --------------------------------------------------------------------------------------------
+
+MAX_CAPTURED_SIZES = 128
+"""Sizes of captured steps: each costs a loader time and memory. The builder plans 20, for 256 tokens, to 28."""
+
+MAX_CAPTURED_TOKENS = 1 << 14
+"""Tokens of a captured step, whose activations are held for as long as the graphs are. The builder plans up to 1,024:
+past them a GPU's work takes longer than its launches."""
 
 # --- tensors -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""Makes a function callable with the arguments of an op's signature, which is written in the op table alone."""
+"""Makes a function callable with the arguments of an op's signature, which is written in the op table alone.
+
+A function that has a parameter `out` writes its result there: it is called with `out` besides, or without it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from precast.ir.ops import table as ops
 from precast.ir.ops.op import ArgDef
 
 Result = TypeVar("Result")
+
+_OUT = ArgDef("out", "Tensor?", keyword_only=True, has_default=True)
 
 
 def implements(op: str, version: int = 1) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
@@ -45,7 +50,7 @@ def called_as(
     """
     definition = ops.lookup(f"precast.{op}", version)
     assert definition is not None, f"precast.{op}@{version} is not in the op table"
-    args = definition.args
+    args = (*definition.args, *((_OUT,) if "out" in inspect.signature(like).parameters else ()))
 
     def call(*positional: Any, **named: Any) -> Result:
         return function(bound(args, positional, named))

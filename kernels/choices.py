@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph import symbols
@@ -84,9 +84,18 @@ def _by_op() -> dict[str, list[Record]]:
     return found
 
 
-def fastest(op: str, version: int, target: Target) -> Record:
-    """The first record of an op that runs on a target, for whoever has no node; it may not take all types."""
-    return next(record for record in records_of(op, version) if _unfit(record, target) is None)
+def runnable(op: str, version: int, target: Target, *, control: Literal["static"] | None = None) -> tuple[Record, ...]:
+    """The records of an op that run on a target, the fastest first; they may not take all types and sizes.
+
+    `control` "static": those that can be captured.
+    """
+    wanted = (record for record in records_of(op, version) if control in (None, record.control))
+    return tuple(record for record in wanted if _unfit(record, target) is None)
+
+
+def fastest(op: str, version: int, target: Target, *, control: Literal["static"] | None = None) -> Record:
+    """The first record of an op that runs on a target, for whoever has no node; it may not take all types and sizes."""
+    return runnable(op, version, target, control=control)[0]
 
 
 def resolve(

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -51,11 +51,15 @@ def register() -> torch.library.Library:
 
 
 class Implementation(NamedTuple):
-    """What computes a node in steps of these sizes, of all sizes if none are named; see `Record` for `allocates`."""
+    """What computes a node in steps of these sizes, of all sizes if none are named.
+
+    It `allocates` its results, or writes them into `out`; and it `reads_host`, or can be captured (see `Record`).
+    """
 
     sizes: Ranges
     function: Callable[..., Any]
     allocates: bool
+    reads_host: bool = False
 
 
 def implementations(use: Use) -> tuple[Implementation, ...]:
@@ -68,16 +72,21 @@ def implementations(use: Use) -> tuple[Implementation, ...]:
     `implementation-missing` for a use that no record takes.
     """
     return tuple(
-        Implementation(sizes, function_of(choice.record), choice.record.allocates) for sizes, choice in cases(use)
+        Implementation(sizes, function_of(record), record.allocates, record.control == "host")
+        for sizes, (record, _) in cases(use)
     )
 
 
-def resolve(name: str, version: int, device: torch.device) -> Callable[..., Any]:
+def resolve(
+    name: str, version: int, device: torch.device, *, control: Literal["static"] | None = None
+) -> Callable[..., Any]:
     """The fastest implementation of an op on `device`, for whoever has no node: it may not take all types.
+
+    `control` "static": of those that can be captured.
 
     Raises BundleError `op-unknown` for a name or version that isn't in the op table.
     """
-    return function_of(fastest(name, version, target_of(device)))
+    return function_of(fastest(name, version, target_of(device), control=control))
 
 
 def target_of(device: torch.device) -> Target:

@@ -71,6 +71,10 @@ class Event(Protocol):
         """Return once the point is passed."""
 
 
+Pool = Any
+"""Memory that captured graphs allocate from, made by `Device.pool`. They share it, so they must not run at once."""
+
+
 class CapturedGraph(Protocol):
     """Work that was recorded once, and runs as often as it is asked to, on the same addresses."""
 
@@ -100,8 +104,16 @@ class Device(Protocol):
     ) -> None:
         """Run the kernel once for each place of the grid; the host does not wait."""
 
-    def capture(self, stream: Stream = None) -> AbstractContextManager[CapturedGraph]:
-        """Record the copies and launches of the body in place of running them."""
+    def pool(self) -> Pool:
+        """New memory for graphs."""
+        ...
+
+    def capture(self, stream: Stream = None, pool: Pool = None) -> AbstractContextManager[CapturedGraph]:
+        """Record the copies and launches of the body, and what torch does in it, to be replayed.
+
+        What the body allocates comes from `pool`, or from memory of the graph's own. The body must not wait for the
+        device. If it raises, nothing is recorded.
+        """
         ...
 
     def event(self) -> Event:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 import torch
@@ -14,13 +13,15 @@ import torch
 from precast.ir.artifact import Bundle
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
-from precast.ir.memory import caches
+from precast.ir.memory import caches, liveness
+from precast.ir.memory.capture import capture_plan, cut
 from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
+from precast.loader.collector import collector_held
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.tokenizer import check_tokenizer
@@ -34,6 +35,9 @@ from precast.loader.torch_device import cut_blocks_to_size
 from precast.loader.weights.stream import load_weights
 from precast.loader.weights.workers import PinnedBuffers
 
+Capture = Literal["background", "before", "off"]
+"""When steps are captured as CUDA graphs."""
+
 
 def load(
     bundle: str | Path | Bundle,
@@ -45,6 +49,7 @@ def load(
     cache_bytes: int | None = None,
     reuse_prefixes: bool = True,
     allow_config_mismatch: bool = False,
+    capture: Capture | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
@@ -52,6 +57,10 @@ def load(
     `device`: "cpu", "cuda", "cuda:1"; None: the GPU if there is one. At most `max_num_seqs` sequences run at once, and
     a step computes at most `max_num_tokens` tokens. `cache_bytes` for keys, values and states; None: as many as
     `precast.loader.sizing` says. `reuse_prefixes` False: every prompt is computed from its first token.
+    `capture`: steps are captured as CUDA graphs between steps once the first token is drawn (`background`), `before`
+    this function returns, or not at all (`off`); None: `background` on a GPU, and `off` on a CPU, where a captured step
+    is no faster.
+
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
 
@@ -61,11 +70,15 @@ def load(
     for a device that is missing or too small, RequestError for options outside their range; all but what the device
     has no room for before a tensor is read.
     """
+    if capture is not None and capture not in get_args(Capture):
+        found = f"capture is {capture!r}, expected one of {', '.join(get_args(Capture))}"
+        raise RequestError("engine-option-invalid", found)
     _check_options(bundle, weights, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, cache_bytes=cache_bytes)
     timeline = Timeline() if timeline is None else timeline
     with timeline.phase("context"):
         placement = place(device)
     target = placement.device
+    capture = capture or ("background" if target.kind == "cuda" else "off")
     with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
         with timeline.phase("bundle"), collector_held():
             opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
@@ -85,30 +98,26 @@ def load(
             phase.bytes = loaded.bytes_read
             phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
         with timeline.phase("pools") as phase:
-            size = sizing.size_arena(graph, limits, target, free=target.free_bytes())
+            sizes = () if capture == "off" else captured_sizes(graph, limits)
+            size = sizing.size_arena(graph, limits, target, free=target.free_bytes(), captured_sizes=sizes)
             memory = CacheMemory(graph.caches, size.num_slabs, target)
             program.bind(memory.tensors)
             cut_blocks_to_size(torch.device(target.name))
-            runner = Runner(program, graph, memory, target, limits)
+            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
+        if capture == "before":
+            with timeline.phase("captured") as phase:
+                runner.capture_all()
+                phase.counters = {"graphs": runner.captures.num_captured}
     model, tokenizer = opened.manifest.model, opened.files("tokenizer")
     return Engine(runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes)
 
 
-@contextmanager
-def collector_held() -> Iterator[None]:
-    """Let no garbage collection run in the body, which makes many objects that stay.
-
-    A collection looks through all that `import torch` has made: 0.07 s, four times what opening and restoring a bundle
-    take. The collector is afterwards as it was before.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+@liveness.computed()
+def captured_sizes(graph: Graph, limits: EngineLimits) -> tuple[int, ...]:
+    """The sizes of the bundle's capture plan that the limits can fill."""
+    plan = graph.capture if graph.capture.sizes else capture_plan(graph)
+    return cut(plan, limits.max_num_tokens)
 
 
 def constant_tensors(graph: Graph, constants: Mapping[str, Tensor], device: Device) -> dict[str, torch.Tensor]:

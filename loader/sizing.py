@@ -1,22 +1,22 @@
 """How large the cache may be: arithmetic over what is known before the first step, without a trial run.
 
-    arena = (free - activations(arena) - inputs(arena) - reserve) * fraction
+    arena = (free - activations(arena) - inputs(arena) - graphs(arena) - reserve) * fraction
 
 `free` is what the weights have left. A larger arena makes longer page lists, and with them larger inputs of a step and
-more activations.
+more activations. Captured steps have activations of their own, those of the largest, beside what graphs are made of.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import CachePlan, Graph
+from precast.ir.graph.schema import CachePlan, Call, Expr, Graph
 from precast.ir.memory import caches
 from precast.kernels import step_memory
 from precast.kernels.registry import target_of
@@ -35,6 +35,10 @@ CUDA_RESERVE = 128 << 20
 """Bytes of GPU memory for what is neither cache nor activation: workspaces of libraries (cuBLAS: 32 MiB on Hopper),
 code of kernels; and where `torch_device.cut_blocks_to_size` changes nothing, what blocks are larger than tensors."""
 
+GRAPH_NODE_BYTES = 16384
+"""Bytes of GPU memory of a captured graph for each node of the bundle's graph that runs. An H200 took 5 KB a kernel,
+and a node of experts launches a dozen."""
+
 
 class EngineLimits(NamedTuple):
     """What an engine takes: sequences at once, tokens of a step, tokens of a sequence; bytes of its cache, or None."""
@@ -48,7 +52,7 @@ class EngineLimits(NamedTuple):
 class ArenaSize(NamedTuple):
     """The slabs of the cache's arena, and the bytes that the arithmetic set apart.
 
-    `inputs` are the places of a step's inputs on the device; for a GPU as many bytes of the host are pinned beside.
+    `inputs` are the places of a step's inputs on the device; on a GPU twice as many bytes of the host are pinned.
     """
 
     num_slabs: int
@@ -56,6 +60,7 @@ class ArenaSize(NamedTuple):
     free: int
     activations: int
     inputs: int
+    graphs: int
     reserve: int
 
     @property
@@ -66,12 +71,17 @@ class ArenaSize(NamedTuple):
     def counters(self) -> dict[str, int]:
         """The arithmetic as a phase of the load reports it."""
         apart = {"bytes_free": self.free, "bytes_for_activations": self.activations, "bytes_for_inputs": self.inputs}
+        apart |= {"bytes_for_graphs": self.graphs}
         cache = {"bytes_for_cache": self.num_bytes, "slabs": self.num_slabs, "slab_bytes": self.slab_bytes}
         return apart | {"bytes_reserved": self.reserve} | cache
 
 
-def size_arena(graph: Graph, limits: EngineLimits, device: Device, *, free: int) -> ArenaSize:
+def size_arena(
+    graph: Graph, limits: EngineLimits, device: Device, *, free: int, captured_sizes: Sequence[int] = ()
+) -> ArenaSize:
     """The arena of a graph with slabs, on a device with `free` bytes left by the weights.
+
+    Steps of `captured_sizes` tokens are to be captured.
 
     With `limits.cache_bytes`, what slabs fit into them. Without: on a GPU what is free, but no more than the longest
     sequences fill; on a CPU what the default sequences fill, up to half of the memory.
@@ -81,13 +91,16 @@ def size_arena(graph: Graph, limits: EngineLimits, device: Device, *, free: int)
     plan, is_cuda = graph.caches, device.kind == "cuda"
     slab_bytes = max(plan.slab_bytes, 1)
     reserve = CUDA_RESERVE if is_cuda else 0
-    needed = step_bytes(graph, limits, device)
+    peak = step_memory.step_peak(graph, target_of(torch.device(device.name)))
+    needed = step_bytes(graph, limits, peak)
+    graphs = graph_bytes(graph, limits, peak, captured_sizes) if is_cuda else lambda num_slabs: 0
 
     def inputs(num_slabs: int) -> int:
         return places_bytes(capacities(graph, limits, num_slabs))
 
     def left_for(num_slabs: int) -> int:
-        return int((free - reserve - needed(num_slabs) - inputs(num_slabs)) * CUDA_FRACTION)
+        apart = reserve + needed(num_slabs) + inputs(num_slabs) + graphs(num_slabs)
+        return int((free - apart) * CUDA_FRACTION)
 
     def filled_by(num_seqs: int, seq_len: int) -> int:
         return caches.slabs_for(plan, num_seqs, seq_len, limits.max_num_tokens)
@@ -100,7 +113,8 @@ def size_arena(graph: Graph, limits: EngineLimits, device: Device, *, free: int)
     else:
         several = filled_by(min(limits.max_num_seqs, CPU_SEQUENCES), min(limits.max_seq_len, CPU_TOKENS))
         num_slabs = min(max(several, filled_by(1, limits.max_seq_len)), int(free * CPU_FRACTION) // slab_bytes)
-    size = ArenaSize(num_slabs, slab_bytes, free, needed(num_slabs), inputs(num_slabs), reserve)
+    apart = needed(num_slabs), inputs(num_slabs), graphs(num_slabs), reserve
+    size = ArenaSize(num_slabs, slab_bytes, free, *apart)
     _check_fits(size, limits, device)
     if num_slabs < len(plan.pools):
         raise _too_small(plan, num_slabs, f"; {free} bytes are free after the weights, of which {_apart(size)}")
@@ -124,10 +138,25 @@ def _list_lengths(graph: Graph, limits: EngineLimits, num_slabs: int) -> dict[st
     }
 
 
-def step_bytes(graph: Graph, limits: EngineLimits, device: Device) -> Callable[[int], int]:
-    """Bytes of activations that a step holds at most, for a cache of so many slabs; see `kernels.step_memory`."""
+def graph_bytes(graph: Graph, limits: EngineLimits, peak: Expr, captured_sizes: Sequence[int]) -> Callable[[int], int]:
+    """Bytes that captured steps take at most, for a cache of so many slabs: the activations of the largest, and graphs.
+
+    `peak` is that of `kernels.step_memory.step_peak`.
+    """
+    if not captured_sizes:
+        return lambda num_slabs: 0
+    blocks = {block.name: len(block.nodes) for block in graph.blocks}
+    nodes = sum(blocks[step.block] if isinstance(step, Call) else 1 for step in graph.main)
+    activations = step_bytes(graph, limits._replace(max_num_tokens=max(captured_sizes)), peak)
+    return lambda num_slabs: activations(num_slabs) + len(captured_sizes) * nodes * GRAPH_NODE_BYTES
+
+
+def step_bytes(graph: Graph, limits: EngineLimits, peak: Expr) -> Callable[[int], int]:
+    """Bytes of activations that a step holds at most, for a cache of so many slabs.
+
+    `peak` is that of `kernels.step_memory.step_peak`.
+    """
     plan, (max_num_seqs, max_num_tokens, max_seq_len, _) = graph.caches, limits
-    peak = step_memory.step_peak(graph, target_of(torch.device(device.name)))
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
     num_seqs = min(max_num_seqs, max_num_tokens)
     whole = [group for group in plan.groups if caches.first_visible(group.spec, max_seq_len) == 0]
@@ -170,7 +199,7 @@ def check_limits(graph: Graph, limits: EngineLimits) -> None:
 
 def _check_fits(size: ArenaSize, limits: EngineLimits, device: Device) -> None:
     """On a GPU a step's activations and the reserve count too; a CPU's are lent by the system as they come."""
-    besides = size.activations + size.inputs + size.reserve if device.kind == "cuda" else 0
+    besides = size.activations + size.inputs + size.graphs + size.reserve if device.kind == "cuda" else 0
     if limits.cache_bytes is not None and limits.cache_bytes + besides > size.free:
         raise TargetError(
             "device-memory",
@@ -182,7 +211,8 @@ def _check_fits(size: ArenaSize, limits: EngineLimits, device: Device) -> None:
 
 def _apart(size: ArenaSize) -> str:
     activations = f"a step's activations take up to {size.activations}"
-    return f"{activations}, its inputs {size.inputs}, and {size.reserve} are set aside"
+    graphs = f", captured graphs {size.graphs}" if size.graphs else ""
+    return f"{activations}, its inputs {size.inputs}{graphs}, and {size.reserve} are set aside"
 
 
 def _too_small(plan: CachePlan, num_slabs: int, held: str) -> RequestError:

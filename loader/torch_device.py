@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from precast.ir.errors import RequestError, TargetError
 from precast.kernels import dtypes
-from precast.loader.device import Arguments, Buffer, Device, Dim3, Event, Kernel, Stream
+from precast.loader.device import Arguments, Buffer, Device, Dim3, Event, Kernel, Pool, Stream
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """With these a user configures torch's allocator of GPU memory."""
@@ -72,6 +73,31 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
     return flat.as_strided(buffer.shape, buffer.strides, flat.storage_offset() + offset)
 
 
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which is not kept alive: for what a captured graph's pool may give to others in between.
+
+    On a CPU the tensor itself: there nothing is given to others.
+    """
+    if tensor.device.type != "cuda" or not tensor.numel():
+        return tensor
+    flat = torch.as_tensor(_Memory(tensor.data_ptr(), _extent(tensor) * tensor.element_size()), device=tensor.device)
+    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+class _Memory:
+    """Bytes on a GPU by their address, in the form that `torch.as_tensor` takes."""
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False), "shape": (num_bytes,), "typestr": "|u1", "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, those between included that are not the tensor's."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _buffer_of(flat: torch.Tensor) -> Buffer:
     return Buffer(flat.data_ptr(), "uint8", (len(flat),), (1,), flat)
 
@@ -103,13 +129,21 @@ class CpuDevice:
         """Call `kernel`, a function, as a GPU's kernels are called; the whole grid is one call."""
         self._run(partial(kernel, grid, block, _arguments(args), shared_bytes, stream))
 
+    def pool(self) -> Pool:
+        """None: what is captured keeps its memory."""
+        return None
+
     @contextmanager
-    def capture(self, stream: Stream = None) -> Iterator[_Calls]:
-        """As the interface says."""
+    def capture(self, stream: Stream = None, pool: Pool = None) -> Iterator[_Calls]:
+        """As the interface says, but what torch does is done once in the body too.
+
+        It is recorded op by op, and a replay writes where the recorded one did.
+        """
         assert self._captured is None, "a capture is open"
         self._captured = calls = _Calls()
         try:
-            yield calls
+            with _Recorder(calls):
+                yield calls
         finally:
             self._captured = None
 
@@ -178,12 +212,26 @@ class CudaDevice:
         with self.use():
             kernel(grid, block, _arguments(args), shared_bytes, stream)
 
+    def pool(self) -> Pool:
+        """As the interface says."""
+        return torch.cuda.graph_pool_handle()
+
     @contextmanager
-    def capture(self, stream: Stream = None) -> Iterator[torch.cuda.CUDAGraph]:
-        """As the interface says: a CUDA graph, of what torch does in the body too."""
+    def capture(self, stream: Stream = None, pool: Pool = None) -> Iterator[torch.cuda.CUDAGraph]:
+        """As the interface says: a CUDA graph. Other threads may go on working with the GPU.
+
+        `torch.cuda.graph` does more than that: it waits for the GPU and gives torch's free memory back to the driver.
+        """
         graph = torch.cuda.CUDAGraph()
-        with self.use(), torch.cuda.graph(graph, stream=stream):
-            yield graph
+        with self.use(self.stream() if stream is None else stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            except BaseException:
+                with suppress(RuntimeError):  # a capture that has failed says so once more as it ends
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
     def event(self) -> Event:
         """As the interface says."""
@@ -205,6 +253,50 @@ class CudaDevice:
     def synchronize(self) -> None:
         """As the interface says; the first call makes the context."""
         torch.cuda.synchronize(self._device)
+
+
+class _Recorder(TorchDispatchMode):
+    """Appends to `calls` what torch does, so that it can be done again on the same memory."""
+
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _READS_HOST.intersection(func.tags) and not _has_fixed_shape(func, args):
+            raise RuntimeError(f"{func} reads on the host what a captured graph has yet to compute")
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        self._calls.append(partial(_do_again, func, args, kwargs, made))
+        return made
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler to keep out of here, and nothing is compiled."""
+        return False
+
+
+def _has_fixed_shape(func: Any, args: tuple[Any, ...]) -> bool:
+    """Indexing has a tag for the shape of its result, which depends on the values of masks alone."""
+    indices = args[1] if func is torch.ops.aten.index.Tensor else ()
+    return bool(indices) and all(each is None or each.dtype not in (torch.bool, torch.uint8) for each in indices)
+
+
+_READS_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _do_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: object) -> None:
+    again = func(*args, **kwargs)
+    for old, new in zip(_tensors(made), _tensors(again), strict=True):
+        if old.data_ptr() != new.data_ptr():  # neither a view nor written in place
+            old.copy_(new)
+
+
+def _tensors(made: object) -> list[torch.Tensor]:
+    listed = made if isinstance(made, (tuple, list)) else (made,)
+    return [each for each in listed if isinstance(each, torch.Tensor)]
 
 
 class _Calls(list[Callable[[], object]]):

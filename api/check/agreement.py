@@ -108,6 +108,7 @@ def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) 
 
     limits = EngineLimits(len(prompts), sum(map(len, prompts)), longest)
     ticket = Runner(program, graph, memory, device, limits).launch(Step([], [chunk_of(ids) for ids in prompts]))
+    assert ticket.logits is not None, "a step that draws nothing gives its logits"
     return list(ticket.logits.float().split([len(ids) for ids in prompts]))
 
 

@@ -77,6 +77,7 @@ def _parts(graph: Graph) -> dict[str, list[str]]:
         "inputs": list(map(format_value, graph.inputs)),
         "constants": list(map(format_value, graph.constants)),
         "pools": [msgspec.json.encode(pool).decode() for pool in graph.caches.pools],
+        "capture": [", ".join(map(str, graph.capture.sizes)) or "no sizes"],
         "main": list(map(format_step, graph.main)),
         "outputs": [f"{name}={value}" for name, value in sorted(graph.outputs.items())],
     }

@@ -118,22 +118,24 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--weights", is_flag=True, help="Each param and how it is made, and the config that was built from.")
 @click.option("--cache", is_flag=True, help="Cache groups, pools, and what sequences cost.")
 @click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
-@click.option("--target", help="Of --kernels: cpu, or a GPU's compute capability.  [default: sm_90]")
+@click.option("--capture", is_flag=True, help="Which steps are captured as CUDA graphs, and where a target cuts them.")
+@click.option("--target", help="Of --kernels and --capture: cpu, or a GPU's compute capability.  [default: sm_90]")
 @AS_JSON
 def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> None:
     """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
-    from precast.cli import kernels_view, show
+    from precast.cli import capture_view, kernels_view, show
     from precast.ir.artifact import Bundle
 
-    if target is not None and not parts["kernels"]:
-        raise click.UsageError("--target goes with --kernels")
+    if target is not None and not (parts["kernels"] or parts["capture"]):
+        raise click.UsageError("--target goes with --kernels or --capture")
     try:
-        kernels = kernels_view.view(target or "sm_90")
+        kernels, capture = (module.view(target or "sm_90") for module in (kernels_view, capture_view))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--target") from error
     opened = Bundle.open(bundle)
     views: dict[str, Callable[[Bundle], Report]] = {
         "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
+        "capture": capture,
     }  # fmt: skip
     reports = [view(opened) for name, view in views.items() if parts[name]]
     _report(show.together(reports or [show.summary(opened)]), as_json)
@@ -194,6 +196,10 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option("--weights", required=True, type=PATH, help="Checkpoint directory with safetensors files, or one file.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to go on from; may be repeated.")
 @click.option("--token-ids", multiple=True, metavar="IDS", help="Token ids in place of text: 1,15,27.")
+@click.option(
+    "--no-special-tokens", "add_special_tokens", is_flag=True, flag_value=False, default=True,
+    help="Put no special token around --prompt, as for the text of a chat template that has them.",
+)  # fmt: skip
 @click.option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="The longest answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
@@ -220,8 +226,8 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
-    bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], with_timeline: bool, as_json: bool,
-    weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None,
+    bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
+    as_json: bool, weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None,
     allow_config_mismatch: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
@@ -241,7 +247,9 @@ def run(
             params = SamplingParams(**sampling)
             opened = Bundle.open(bundle)  # what is wrong with a prompt is said before torch is imported
             tokenizer = Tokenizer.from_files(opened.files("tokenizer"))
-            check_prompts(all_prompts, params, opened.manifest.model, lambda: tokenizer)
+            check_prompts(
+                all_prompts, params, opened.manifest.model, lambda: tokenizer, add_special_tokens=add_special_tokens
+            )
             from precast.loader.load import load
         engine = load(
             opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
@@ -250,13 +258,14 @@ def run(
         engine.tokenizer = tokenizer
     with engine:
         if as_json:
-            answers = [msgspec.to_builtins(output) for output in engine.generate(all_prompts, params)]
+            outputs = _outputs(engine, all_prompts, params, add_special_tokens)
+            answers = [msgspec.to_builtins(output) for output in outputs]
             found = {"outputs": answers, "stats": engine.stats.to_dict(), "timeline": json.loads(timeline.to_json())}
             _echo(json.dumps(found))
         elif len(all_prompts) == 1:
-            _stream(engine, all_prompts[0], params)
+            _stream(engine, all_prompts[0], params, add_special_tokens)
         else:
-            outputs = engine.generate(all_prompts, params)
+            outputs = _outputs(engine, all_prompts, params, add_special_tokens)
             for prompt, output in zip(all_prompts, outputs, strict=True):
                 answer = output.text if engine.tokenizer is not None else output.token_ids
                 _echo(f"{prompt!r} -> {answer!r}")
@@ -284,10 +293,20 @@ def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:
         raise BuildError("write-failed", str(error)) from error
 
 
-def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams) -> None:
+def _outputs(
+    engine: Engine, prompts: list[str | list[int]], params: SamplingParams, add_special_tokens: bool
+) -> list[Output]:
+    """All answers, with a bar while they grow."""
+    from precast.cli.progress import counted
+
+    with counted(len(prompts), "answers") as progress:
+        return engine.generate(prompts, params, add_special_tokens=add_special_tokens, progress=progress)
+
+
+def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool) -> None:
     """Print the answer's text as it grows, or its token ids where the bundle has no tokenizer."""
     has_text, space = engine.tokenizer is not None, ""
-    for event in engine.stream(prompt, params):
+    for event in engine.stream(prompt, params, add_special_tokens=add_special_tokens):
         if has_text:
             _echo(event.text, nl=False)
         elif event.token_ids:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from precast.loader.timeline import Phase, Timeline
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 Say = Callable[[str], None]
+Count = Callable[[int, int], None]
 
 BUILD_STAGES = ("import", "config", "check", "export", "passes", "caches", "lower", "pack")
 LOAD_PHASES = ("import", "context", "bundle", "weights", "pools")
@@ -20,13 +25,29 @@ def stages(names: Sequence[str], title: str) -> Iterator[Say | None]:
     if not sys.stderr.isatty():
         yield None
         return
+    with _bar(f"{title} {{task.description}}") as bar:
+        task = bar.add_task(names[0], total=len(names))
+        yield lambda name: bar.update(task, description=name, completed=names.index(name))
+
+
+@contextlib.contextmanager
+def counted(total: int, title: str) -> Iterator[Count | None]:
+    """A bar over `total` things on standard error: yields what to call with how many are done, and how many there are;
+    None where nobody looks, and for one thing alone."""
+    if total < 2 or not sys.stderr.isatty():
+        yield None
+        return
+    with _bar(f"{title} {{task.completed}} of {{task.total}}") as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bar(text: str) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn(f"{title} {{task.description}}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(names[0], total=len(names))
-        yield lambda name: bar.update(task, description=name, completed=names.index(name))
+    columns = (TextColumn(text), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 class AnnouncedTimeline(Timeline):

@@ -10,7 +10,7 @@ import msgspec
 
 from precast.ir import limits
 from precast.ir.artifact import Bundle
-from precast.ir.errors import shown
+from precast.ir.errors import shown, some
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Graph, LatentSpec, Node, PagedSpec, StateSpec
 from precast.ir.graph.text import format_graph, format_recipe, format_type
@@ -22,6 +22,7 @@ from precast.kernels.use import GPU
 
 STEPS = ((8192, 256), (256, 256))
 """The steps, as tokens and sequences, for which the summary says what activations take: prefill, and decoding."""
+_MOST_NOTES = 5
 LENGTHS = (128, 2048, 8192, 32768, 131072)
 """The lengths, in tokens, for which `cache` says what a sequence costs; and the bundle's limit."""
 
@@ -88,9 +89,17 @@ def summary(bundle: Bundle) -> Report:
         ("precast ops", f"{100 * share:.1f} % of the floating-point work"),
         ("checked", "yes: equal to transformers, made tiny" if manifest.checked else "no"),
         ("built with", _pairs(manifest.built_with)),
-        ("provenance", _pairs(bundle.provenance) or "none"),
+        *_provenance(bundle.provenance),
     ]
     return Report(fields, table(rows))
+
+
+def _provenance(record: Mapping[str, object]) -> list[tuple[str, str]]:
+    """What the builder says of the build, and in rows of their own what it wants the user to know."""
+    noted = record.get("notes")
+    notes = some(list(map(str, noted)), _MOST_NOTES) if isinstance(noted, list) else []
+    others = {name: value for name, value in record.items() if name != "notes" or not notes}
+    return [("provenance", _pairs(others) or "none"), *(("note", note) for note in notes)]
 
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:

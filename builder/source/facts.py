@@ -14,10 +14,9 @@ from transformers import PreTrainedConfig
 
 from precast.builder.limits import MAX_SEQ_LEN
 from precast.builder.source.quantised_options import quantisation_of
-from precast.ir.errors import BuildError
+from precast.builder.source.small_files import GENERATION
+from precast.ir.errors import BuildError, some
 from precast.ir.weights.config_facts import decoder_part
-
-GENERATION = "generation_config.json"
 
 
 class _Fact(NamedTuple):
@@ -33,6 +32,7 @@ _FACTS = {
     # As transformers generates: what the publisher of the whole model says goes before the decoder's first training.
     "eos": _Fact(("eos_token_id",), (GENERATION, "top", "decoder")),
     "bos": _Fact(("bos_token_id",), (GENERATION, "top", "decoder")),
+    "pad": _Fact(("pad_token_id",), ("top", "decoder")),
     "tied": _Fact(("tie_word_embeddings",), ("top", "decoder")),
     # The decoder's code reads its own: tables of positions have so many rows.
     "positions": _Fact(("max_position_embeddings",), ("decoder",)),
@@ -50,15 +50,20 @@ class Facts(NamedTuple):
     tied: bool | None
     """Whether the head shares the embedding's weight. The model's class decides; this is what the config says."""
     quantisation: dict[str, Any] | None
+    dtype_note: str | None = None
+    """What to tell whoever names no dtype either: which one was chosen in the config's stead."""
     notes: tuple[str, ...] = ()
-    """What was chosen in the config's stead, for the user to know."""
+    """What of the config is not taken as it stands there, for the user to know."""
 
 
 class Said(NamedTuple):
-    """A fact's value, None where nothing says it, and where it stands, for messages."""
+    """A fact's value, None where nothing says it, the entry's name, and where it stands, for messages."""
 
     value: Any
+    entry: str
     where: str
+    is_written: bool = True
+    """Whether the publisher says it, not the default of transformers' class."""
 
 
 def decoder_way(config: PreTrainedConfig) -> tuple[str, ...]:
@@ -78,24 +83,40 @@ def _ways(config: PreTrainedConfig, text: PreTrainedConfig) -> Iterator[tuple[st
 def read_facts(config: PreTrainedConfig, entries: Mapping[str, Any], generation: Mapping[str, Any], name: str) -> Facts:
     """The facts of a config. `entries`: its text, empty for a config object; `generation`: the generation config's.
 
-    Raises BuildError (`config-invalid`) for token ids that are none.
+    Raises BuildError (`config-invalid`) for token ids that are none, and for a padding token outside of the vocabulary.
     """
     said = _reader(config, entries, generation)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    size = vocabulary if type(vocabulary) is int else 1 << 31
     quantisation = quantisation_of(config)
-    dtype = said("dtype").value
-    notes: tuple[str, ...] = ()
+    dtype, dtype_note = said("dtype").value, None
     if dtype is None:
-        dtype = "bfloat16" if quantisation else "float32"
-        why = " as for any quantised checkpoint" if quantisation else ": name another one if the checkpoint has that"
-        notes = (f"the config names no dtype; {dtype} was chosen{why} (--dtype)",)
-    bos = _token_ids(said("bos"), "bos_token_id", name)
+        dtype, dtype_note = _chosen_dtype(quantisation)
+    eos, eos_notes = _within(_token_ids(said("eos"), name), said("eos"), size)
+    bos, bos_notes = _within(_token_ids(said("bos"), name), said("bos"), size)
+    _check_padding(said("pad"), size, name)
     return Facts(
         dtype=str(dtype).removeprefix("torch."),
-        eos_token_ids=_token_ids(said("eos"), "eos_token_id", name),
+        eos_token_ids=eos,
         bos_token_id=bos[0] if bos else None,
         tied=said("tied").value,
         quantisation=quantisation,
-        notes=notes,
+        dtype_note=dtype_note,
+        notes=(*eos_notes, *bos_notes),
+    )
+
+
+def _chosen_dtype(quantisation: object) -> tuple[str, str]:
+    """The dtype where a config names none, and what to tell the user.
+
+    Neither transformers' classes nor published configs say it of a family (`docs/capture.md`). float32 holds what any
+    checkpoint stores, and what is quantised was made from bfloat16 or float16.
+    """
+    if quantisation:
+        return "bfloat16", "the config names no dtype; bfloat16 was chosen as for any quantised checkpoint (--dtype)"
+    return "float32", (
+        "the config names no dtype; float32 was chosen, which holds what any checkpoint stores and takes twice the "
+        "memory of bfloat16: name another one if the checkpoint has that (--dtype)"
     )
 
 
@@ -114,24 +135,49 @@ def _reader(
         for place in places:
             for name in names:
                 if written[place].get(name) is not None:
-                    return Said(written[place][name], spelt[place])
+                    return Said(written[place][name], name, spelt[place])
         for place in places:
             value = getattr(read[place], names[0], None) if place in read else None
             if value is not None:
-                return Said(value, spelt[place])
-        return Said(None, spelt[places[-1]])
+                return Said(value, names[0], spelt[place], is_written=not entries)
+        return Said(None, names[0], spelt[places[-1]])
 
     return said
 
 
-def _token_ids(said: Said, entry: str, name: str) -> tuple[int, ...]:
+def _token_ids(said: Said, name: str) -> tuple[int, ...]:
     """Token ids, of which there may be one, several or none; some publishers write none as -1."""
     value = said.value
     ids = tuple(value) if isinstance(value, (list, tuple)) else () if value in (None, -1) else (value,)
     if not all(type(token_id) is int and 0 <= token_id < 1 << 31 for token_id in ids):
-        message = f"{name}: {entry} is {value!r} in {said.where}, expected token ids, whole numbers of at least 0"
-        raise BuildError("config-invalid", message, fix=f"correct {entry} in {said.where}")
+        raise _no_token(said, "token ids, whole numbers of at least 0", name)
     return ids
+
+
+def _within(ids: tuple[int, ...], said: Said, size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids that a vocabulary of this size has, and a note about the others: models are published that name some."""
+    beyond = [token_id for token_id in ids if token_id >= size]
+    if not beyond:
+        return ids, ()
+    where = said.where if said.is_written else "transformers' default"
+    listed = ", ".join(some(list(map(str, beyond)), 5))
+    note = f"{said.entry} {listed} ({where}) is left out: of a vocabulary of {size} tokens it is never drawn"
+    return tuple(token_id for token_id in ids if token_id < size), (note,)
+
+
+def _check_padding(said: Said, size: int, name: str) -> None:
+    """Refuse a padding token that the embedding has no row for. No text is padded here, but the model's code reads it.
+
+    Of transformers' defaults that code is the judge: some count other tokens along.
+    """
+    value = said.value
+    if said.is_written and value not in (None, -1) and not (type(value) is int and 0 <= value < size):
+        raise _no_token(said, f"a token of the vocabulary, 0 to {size - 1}, or -1 or null for none", name)
+
+
+def _no_token(said: Said, expected: str, name: str) -> BuildError:
+    message = f"{name}: {said.entry} is {said.value!r:.100} in {said.where}, expected {expected}"
+    return BuildError("config-invalid", message, fix=f"correct {said.entry} in {said.where}")
 
 
 def limit(config: PreTrainedConfig, wanted: int | None) -> int:

@@ -6,24 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from precast.builder.source.small_files import FIX, read_small
 from precast.ir import limits
 from precast.ir.errors import BuildError
 from precast.ir.nesting import is_too_deep
 
-_FIX = "correct the file, or download it again"
 
+def read_object(path: Path, what: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no such file.
 
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file. Raises BuildError (`config-invalid`), also for a file that can't be read."""
-    try:
-        with path.open("rb") as stream:
-            data = stream.read(limits.MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        message = f"{what} can't be read: {error.strerror}"
-        raise BuildError("config-invalid", message, fix="check the file's permissions") from error
-    if len(data) > limits.MAX_CONFIG_BYTES:
-        raise BuildError("config-invalid", f"{what} has more than {limits.MAX_CONFIG_BYTES} bytes", fix=_FIX)
-    return parse_object(data, what)
+    Raises BuildError (`config-invalid`), also for a file that can't be read.
+    """
+    data = read_small(path, what, most=limits.MAX_CONFIG_BYTES, code="config-invalid")
+    return None if data is None else parse_object(data, what)
 
 
 def parse_object(data: bytes, what: str, *, code: str = "config-invalid") -> dict[str, Any]:
@@ -33,13 +28,13 @@ def parse_object(data: bytes, what: str, *, code: str = "config-invalid") -> dic
     except RecursionError:
         raise _nested(what, code) from None
     except ValueError as error:
-        raise BuildError(code, f"{what} is no JSON: {error}", fix=_FIX) from error
+        raise BuildError(code, f"{what} is no JSON: {error}", fix=FIX) from error
     if not isinstance(found, dict):
-        raise BuildError(code, f"{what} is no JSON object but a {type(found).__name__}", fix=_FIX)
+        raise BuildError(code, f"{what} is no JSON object but a {type(found).__name__}", fix=FIX)
     if is_too_deep(found):
         raise _nested(what, code)
     return found
 
 
 def _nested(what: str, code: str) -> BuildError:
-    return BuildError(code, f"{what} is nested more than {limits.MAX_JSON_NESTING} levels deep", fix=_FIX)
+    return BuildError(code, f"{what} is nested more than {limits.MAX_JSON_NESTING} levels deep", fix=FIX)

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from precast.builder.limits import MAX_DEPTH
 from precast.builder.source import quantised_options, tokenizer_files
-from precast.builder.source.facts import GENERATION, Facts, decoder_way, read_facts
+from precast.builder.source.facts import Facts, decoder_way, read_facts
 from precast.builder.source.json_object import parse_object, read_object
 from precast.builder.source.model_class import (
     CAUSAL,
@@ -31,6 +31,7 @@ from precast.builder.source.model_class import (
     own_code,
 )  # fmt: skip
 from precast.builder.source.numbers import check_numbers
+from precast.builder.source.small_files import GENERATION
 from precast.ir.errors import BuildError
 from precast.ir.weights.config_facts import decoder_part
 
@@ -83,8 +84,8 @@ def open_source(
     folder = _folder(name, allow_code)
     entries = _read_entries(folder, name)
     config = _read_config(entries, folder, name, allow_code, model_type)
-    beside = {file: folder / file for file in quantised_options.FILES if (folder / file).is_file()}
-    said = {file: read_object(path, f"{name}: {file}") for file, path in beside.items()}
+    beside = {file: read_object(folder / file, f"{name}: {file}") for file in quantised_options.FILES}
+    said = {file: found for file, found in beside.items() if found is not None}
     quantised_options.add_quantisation(config, said, name)
     files = tokenizer_files.read_files(folder, name)
     generation = parse_object(files.get(GENERATION, b"{}"), f"{name}: {GENERATION}")
@@ -108,15 +109,13 @@ _NAMES = "a directory with a config.json, or a model on the hub, such as Qwen/Qw
 
 def _folder(name: str, allow_code: bool) -> Path:
     path = Path(name)
-    if path.is_file():
+    if path.is_dir():
+        return path
+    if path.exists():
         if path.name != "config.json":
             message = f"{name} is a file, expected a config.json or a directory with one"
             raise BuildError("config-missing", message, fix="name the model's directory")
         return path.parent
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise BuildError("config-missing", f"{name} has no config.json", fix="name a Hugging Face model directory")
-        return path
     if path.suffix == ".json":  # no name of a model on the hub: it isn't asked
         raise BuildError("config-missing", f"{name}: no such file", fix="name a directory with a config.json, or that")
     return _download(name, allow_code)
@@ -181,6 +180,11 @@ def _read_config(
 
 def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     raw = read_object(folder / "config.json", f"{name}: config.json")
+    if raw is None:
+        raise BuildError("config-missing", f"{name} has no config.json", fix="name a Hugging Face model directory")
+    if "configuration_files" in raw:
+        message = f"{name}: config.json leads to other files, by transformers' version (configuration_files)"
+        raise BuildError("config-invalid", message, fix="build from a config.json that says itself what the model is")
     if not isinstance(raw.get("model_type"), str):
         fix = "add the model_type of the model's kind, such as llama"
         raise BuildError("config-invalid", f"{name}: config.json names no model_type", fix=fix)

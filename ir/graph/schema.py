@@ -335,6 +335,18 @@ class CachePlan(Wire, frozen=True):
     slab_bytes: int = 0
 
 
+# --- steps as graphs -------------------------------------------------------------------------------------------
+
+
+class CapturePlan(Wire, frozen=True):
+    """The sizes of steps that are captured as CUDA graphs: tokens, in the order in which they are wanted.
+
+    None: the loader plans them.
+    """
+
+    sizes: tuple[int, ...] = ()
+
+
 # --- graph -----------------------------------------------------------------------------------------------------
 
 
@@ -349,3 +361,4 @@ class Graph(Wire, frozen=True):
     main: tuple[Node | Call, ...]
     outputs: dict[str, str]
     caches: CachePlan = CachePlan()
+    capture: CapturePlan = CapturePlan()

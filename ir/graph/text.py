@@ -119,6 +119,8 @@ def _graph(graph: schema.Graph) -> Iterator[str]:
         yield from _section(_group(group), map(_slot, group.slots), always=True)
     for states in graph.caches.states:
         yield from _section(_states(states), map(_slot, states.slots), always=True)
+    if graph.capture.sizes:
+        yield f"capture(sizes={list(graph.capture.sizes)})"
     for block in graph.blocks:
         yield from _section(f"block {_name(block.name)}", _block(block), always=True)
     yield from _section("main", _main(graph), always=True)

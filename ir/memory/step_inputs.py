@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import CacheGroup, Dtype, Expr, Group, TensorType
+from precast.ir.graph.schema import CacheGroup, CachePlan, Dtype, Expr, Group, TensorType
 from precast.ir.memory import caches
 
 TOKENS, SEQUENCES, LOGIT_ROWS = "T", "B", "R"
@@ -31,6 +31,11 @@ _GROUP_INPUTS: Mapping[str, tuple[Dtype, Expr | None]] = MappingProxyType({
     "page_start": ("int32", SEQUENCES),
     "slot_mapping": ("int64", TOKENS),
 })  # fmt: skip
+
+
+def given_names(plan: CachePlan) -> frozenset[str]:
+    """The names of all that a step gives to a graph with these caches."""
+    return frozenset((*STEP_INPUTS, *(name for group in caches.groups(plan) for name in group_inputs(group))))
 
 
 def group_inputs(group: CacheGroup) -> dict[str, tuple[Dtype, Expr | None]]:

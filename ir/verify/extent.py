@@ -35,7 +35,9 @@ def counts(graph: Graph) -> Iterator[tuple[str, int, int]]:
     ]
     yield "nodes over all calls", sum(times for times, step in run if isinstance(step, Node)), limits.MAX_RUN_NODES
     yield "arguments over all calls", sum(times * _arguments(step) for times, step in run), limits.MAX_RUN_ARGUMENTS
-    yield "tensors that recipes read", sum(_reads(param.recipe) for param in graph.params), limits.MAX_READS
+    reads = sum(_reads(param.recipe) for param in graph.params)
+    yield "tensors that recipes read", reads, limits.MAX_READS
+    yield "reads of tensors that were read before", reads - _different_reads(graph), limits.MAX_REPEATED_READS
     shapes = [value.type.shape for value in _values(graph)] + [param.type.shape for param in graph.params]
     yield "dimensions of one tensor", max(map(len, shapes), default=0), 4 * limits.MAX_RANK
     numbers = [size for shape in shapes for size in shape if isinstance(size, int)]
@@ -58,6 +60,35 @@ def _reads(recipe: Recipe) -> int:
         return 1
     inside = sum(map(_reads, recipes.parts(recipe)))
     return inside * max(recipe.count, 1) if isinstance(recipe, Each) else inside
+
+
+def _different_reads(graph: Graph) -> int:
+    """How many tensors recipes read, by their names as they are written: none is made."""
+    plain: set[str] = set()
+    numbered: dict[str, list[tuple[int, int]]] = {}
+    for name, each in (read for param in graph.params for read in _written(param.recipe, None)):
+        if each is None or "*" not in name:
+            plain.add(name)
+        else:
+            numbered.setdefault(name, []).append((each.start, each.start + max(each.count, 1)))
+    return len(plain) + sum(map(_covered, numbered.values()))
+
+
+def _written(recipe: Recipe, each: Each | None) -> Iterator[tuple[str, Each | None]]:
+    """The names that the recipe reads, as they are written, with the `each` that they stand in."""
+    if isinstance(recipe, Read):
+        yield recipe.tensor, each
+    for part in recipes.parts(recipe):
+        yield from _written(part, recipe if isinstance(recipe, Each) else each)
+
+
+def _covered(spans: list[tuple[int, int]]) -> int:
+    """How many integers lie in one of these, from the first up to the second."""
+    covered, reached = 0, min(spans)[0]
+    for start, end in sorted(spans):
+        covered += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
 
 
 def _nodes_of(expr: Expr) -> int:

@@ -9,7 +9,7 @@ from precast.ir import limits
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Arg, Const, Dim, Expr, Node, Ref, TensorType
 from precast.ir.graph.text import format_type
-from precast.ir.memory.step_inputs import LOGIT_ROWS, STEP_INPUTS, TOKENS
+from precast.ir.memory.step_inputs import LOGIT_ROWS, STEP_INPUTS, TOKENS, given_names
 from precast.ir.ops import table as ops
 from precast.ir.ops.checks import COMPUTED
 from precast.ir.ops.op import Integers, OpDef
@@ -180,6 +180,24 @@ def _decoder(facts: Facts) -> Iterator[Fault]:
         yield "main", f"logits: expected a number of tokens to draw from, found {symbols.text(found.shape[2])}"
 
 
+def _given(facts: Facts) -> Iterator[Fault]:
+    """No step could run: the rest are of types that IR046 and IR050 check."""
+    if facts.model is None:
+        return
+    known = given_names(facts.graph.caches)
+    for value in facts.graph.inputs:
+        if value.name not in known:
+            names = ", ".join(sorted(known))
+            yield f"input %{value.name}", f"{format_type(value.type)}: no step gives it; expected some of {names}"
+
+
+def _remembers(facts: Facts) -> Iterator[Fault]:
+    """A step has but a part of a sequence. What looks at no other tokens needs no caches: such a model has none."""
+    for _, where, _, op in _addressing(facts) if facts.model is not None else ():
+        if "cu_seqlens" in op.integers and all(word.kind != "group" for word in op.integers.values()):
+            yield where, "sees the tokens of this step alone; expected the form of the op that has a cache or a state"
+
+
 INPUT_RULES = (Rule("IR050", "inputs that a step has are of the types that it has them of", _input_types),)
 INDEX_RULES = (
     Rule("IR051", "an op's metadata are the inputs that say it of the step, whose tokens it takes", _step_inputs),
@@ -187,5 +205,7 @@ INDEX_RULES = (
     Rule("IR053", "sizes and the starts of slices are known not to be negative", _sizes),
     Rule("IR054", "no value is huge in the smallest step", _value_bytes),
     Rule("IR055", "a model's graph makes logits, one row for each that a step wants", _decoder),
+    Rule("IR056", "a model's graph takes what a step gives, and nothing else", _given),
+    Rule("IR057", "what looks at other tokens of a sequence keeps those of earlier steps in a cache", _remembers),
 )
 """They take for granted that all others hold."""

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from precast.kernels.attention.attend import check_window
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _find_sequence(cu_seqlens_ptr, num_seqs, block, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
+def find_sequence(cu_seqlens_ptr, num_seqs, block, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
     """The last sequence whose first block is at most `block`."""
     low = 0
     high = num_seqs
@@ -42,6 +42,21 @@ def _find_sequence(cu_seqlens_ptr, num_seqs, block, BLOCK_Q: tl.constexpr):  # t
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle)
     return low
+
+
+@triton.jit
+def weights_of(scores, highest, total):  # type: ignore[no-untyped-def]
+    """Exponentials of scores [M, N] in base 2, for rows that have seen others of at most `highest` [M] before.
+
+    Also the factor by which what was summed over those must be multiplied, and both with the new ones in them: the
+    highest and the `total` [M] of the exponentials.
+    """
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # A row that has seen no key yet: -inf less -inf would be NaN.
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    fade = tl.exp2(highest - reference)
+    weights = tl.exp2(scores - reference[:, None])
+    return weights, fade, new_highest, total * fade + tl.sum(weights, 1)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "chunk"])
@@ -94,7 +109,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     """A block of BLOCK_Q queries of one sequence, for one key head. Positions are local: less the page list's start."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq = _find_sequence(cu_seqlens_ptr, num_seqs, block, BLOCK_Q)
+    seq = find_sequence(cu_seqlens_ptr, num_seqs, block, BLOCK_Q)
     first_token = tl.load(cu_seqlens_ptr + seq)
     num_queries = tl.load(cu_seqlens_ptr + seq + 1) - first_token
     first_query = (block - (first_token // BLOCK_Q + seq)) * BLOCK_Q
@@ -119,7 +134,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
 
     if HAS_SINKS:
         # A sink is a key whose value is zero: the sum of weights starts with it.
-        highest = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * _LOG2_E
+        highest = tl.load(sinks_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -162,16 +177,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             visible = visible & (distance < window)
         if HAS_CHUNK:
             visible = visible & (key[None, :] >= chunk_start[:, None])
-        scores = tl.where(visible, scores * _LOG2_E, float("-inf"))
+        scores = tl.where(visible, scores * LOG2_E, float("-inf"))
 
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen no key yet: -inf less -inf would be NaN.
-        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        fade = tl.exp2(highest - reference)
-        weights = tl.exp2(scores - reference[:, None])
-        total = total * fade + tl.sum(weights, 1)
+        weights, fade, highest, total = weights_of(scores, highest, total)
         acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        highest = new_highest
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_offsets = token[:, None] * out_stride_t + head[:, None] * out_stride_h + e[None, :]

@@ -1,4 +1,4 @@
-"""What computes delta rules: chunks with a triangular system each."""
+"""What computes delta rules: Triton token by token on GPUs; else chunks with a triangular system each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, minimum, mul
 from precast.kernels.linear_attention.limits import CHUNK, ROWWISE_CHUNK
 from precast.kernels.linear_attention.workspace import has_rowwise_decay, looped
+from precast.kernels.records import nothing
 from precast.kernels.stateful.form_records import Stage, copy_bytes, form_records, padded_tokens, staged
 from precast.kernels.use import Use, wide
 
@@ -32,4 +33,4 @@ def _delta_rule(use: Use) -> Expr:
     return add(scan, mul(padded_tokens(use, tokens), add(held, given)), mul(64, tokens))
 
 
-RECORDS = form_records("delta_rule", "chunked", _delta_rule)
+RECORDS = form_records("delta_rule", "chunked", _delta_rule, walked=nothing)

@@ -6,13 +6,13 @@ import torch
 
 from precast.kernels.linear_attention.step import decayed, read, updated
 
-_EPS = 1e-6
+EPSILON = 1e-6
 
 
 def prepared(x: torch.Tensor, v: torch.Tensor, normalise: bool) -> torch.Tensor:
     """Queries or keys [..., K, D], normalised if wanted, one for each head of `v` [..., H, E]: [..., H, D]."""
     if normalise:
-        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
     return x.repeat_interleave(v.shape[-2] // x.shape[-2], dim=-2)
 
 

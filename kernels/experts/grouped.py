@@ -1,10 +1,10 @@
 """Rows sorted by their expert, and one product for each expert that has rows.
 
 On the CPU the groups' sizes are read and the products done one after the other, on the experts' weights where they
-lie: with few rows, few experts are touched. On a GPU nothing may be read back: `grouped_mm` takes the groups' ends from
-device memory; where it doesn't take the weights (its rows must be 16 byte vectors of bfloat16), each row's weight is
-gathered, some rows at a time. Where both can be had, gathering never wins: on an H200, in bfloat16, it took from 1.0
-(one token, 128 small experts) to 23 times (16 tokens, 8 large ones) as long.
+lie: with few rows, few experts are touched. On a GPU `grouped_mm` takes the groups' ends from device memory, and reads
+nothing back on compute capability 9 and 10; where it doesn't take the weights (its rows must be 16 byte vectors of
+bfloat16), each row's weight is gathered, some rows at a time. Where both can be had, gathering never wins: on an H200,
+in bfloat16, it took from 1.0 (one token, 128 small experts) to 23 times (16 tokens, 8 large ones) as long.
 """
 
 from __future__ import annotations

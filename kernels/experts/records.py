@@ -1,11 +1,15 @@
-"""What computes experts: products of rows sorted by expert, one after the other on CPUs, in one launch on GPUs."""
+"""What computes experts: products of rows sorted by expert, one after the other on CPUs, in one launch on GPUs.
+
+torch's grouped product is one launch on Hopper (9.x) and Blackwell (10.x) alone. Elsewhere torch reads the groups' ends
+on the host and multiplies them one by one.
+"""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, largest, minimum, mul
 from precast.kernels.experts.limits import GATHERED_ELEMENTS, VECTOR
-from precast.kernels.records import Record, nothing, reference_on_cpu
+from precast.kernels.records import Condition, Record, nothing, reference_on_cpu
 from precast.kernels.use import Use, copied, numbers, size, wide, width
 
 
@@ -43,18 +47,34 @@ def _grouped_linear(use: Use) -> Expr:
 def _gathered(use: Use, name: str, rows: Expr) -> Expr:
     """Weights gathered row by row, where a GPU has no grouped product for them."""
     weight = use.operands[name]
-    _, outer, inner = weight.type.shape
-    whole = all(isinstance(each, int) and each % VECTOR == 0 for each in (outer, inner))
-    if weight.type.dtype == "bfloat16" and whole:
+    if _is_grouped(use, name):
         return 0
-    one = mul(outer, inner)
+    one = mul(*weight.type.shape[1:])
     return mul(width(weight), minimum(mul(rows, one), largest((GATHERED_ELEMENTS, one))))
 
 
+def _is_grouped(use: Use, name: str) -> bool:
+    """Whether torch has a grouped product for this weight."""
+    sizes = (use.number(name, 1), use.number(name, 2))
+    is_whole = all(size is not None and size % VECTOR == 0 for size in sizes)
+    return use.operands[name].type.dtype == "bfloat16" and is_whole
+
+
+def _in_one_launch(use: Use) -> bool:
+    weights = [name for name in ("up", "down", "weight") if use.has(name)]
+    return use.target.capability[0] in (9, 10) or not any(_is_grouped(use, name) for name in weights)
+
+
+_LAUNCHED = Condition("compute capability 9 or 10 for grouped products of bfloat16", _in_one_launch)
+
 RECORDS = (
     Record(
-        name="torch.experts", op="precast.experts", devices=("cuda",), workspace=_experts,
+        name="torch.experts", op="precast.experts", devices=("cuda",), workspace=_experts, takes=(_LAUNCHED,),
         runs="precast.kernels.experts.grouped:experts",
+    ),
+    Record(
+        name="torch.experts_of_read_groups", op="precast.experts", devices=("cuda",), control="host",
+        workspace=_experts, runs="precast.kernels.experts.grouped:experts",
     ),
     Record(
         name="torch.experts_one_by_one", op="precast.experts", devices=("cpu",), control="host", workspace=nothing,
@@ -63,7 +83,11 @@ RECORDS = (
     reference_on_cpu("precast.experts", "experts.experts"),
     Record(
         name="torch.grouped_linear", op="precast.grouped_linear", devices=("cuda",), workspace=_grouped_linear,
-        runs="precast.kernels.experts.grouped:grouped_linear",
+        takes=(_LAUNCHED,), runs="precast.kernels.experts.grouped:grouped_linear",
+    ),
+    Record(
+        name="torch.grouped_linear_of_read_groups", op="precast.grouped_linear", devices=("cuda",), control="host",
+        workspace=_grouped_linear, runs="precast.kernels.experts.grouped:grouped_linear",
     ),
     Record(
         name="torch.grouped_linear_one_by_one", op="precast.grouped_linear", devices=("cpu",), control="host",

@@ -1,5 +1,5 @@
-"""What computes latent attention. On GPUs it is PyTorch too, with one of the products of
-`precast.kernels.attention.batched` inside."""
+"""What computes latent attention: over pages Triton on GPUs, for steps of few tokens; else PyTorch, with one of the
+products of `precast.kernels.attention.batched` inside."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, largest, maximum, minimum, mul
 from precast.kernels.attention.limits import TILE
 from precast.kernels.attention.workspace import Shape, batched, keys_of, product, queries_of
-from precast.kernels.latent_attention.limits import MAX_EXPANDED
-from precast.kernels.records import Record, reference, reference_on_cpu
+from precast.kernels.latent_attention.limits import MAX_ABSORBED, MAX_EXPANDED, MAX_LATENT, MAX_ROPE
+from precast.kernels.records import Condition, Record, reference, reference_on_cpu
 from precast.kernels.use import Use, numbers
 
 
@@ -96,6 +96,16 @@ def _expanded(use: Use, sizes: _Latent, queries: Expr) -> Expr:
     return add(own, mul(32, use.shape("q")[1]), mul(16, use.shape("page_indices")[0]))
 
 
+def _few_elements(use: Use) -> bool:
+    latent, both = use.number("weight", 1), use.number("cache", 2)
+    return latent is not None and both is not None and latent <= MAX_LATENT and both - latent <= MAX_ROPE
+
+
+def _in_triton(use: Use) -> Expr:
+    """Of each query and head what the latents are multiplied by, and what comes out."""
+    return mul(2 * use.width("q"), *use.shape("q")[1:3], use.shape("weight")[1])
+
+
 def _written(use: Use) -> Expr:
     """Rows of both parts, joined, rounded, and chosen from; for 8 bits with a saturated copy."""
     made, cached = use.width("latent"), use.width("cache")
@@ -104,10 +114,23 @@ def _written(use: Use) -> Expr:
     return add(mul(held, both), mul(64, use.shape("slot_mapping")[0]))
 
 
+_SAME = Condition("a weight of q's type", lambda use: use.operands["weight"].type.dtype == use.operands["q"].type.dtype)
+_FITS = Condition(f"a latent of at most {MAX_LATENT} elements, and {MAX_ROPE} that heads share", _few_elements)
+_CONVERTS = Condition(
+    "compute capability 8.9 or higher for a cache of 8 bits",
+    lambda use: use.width("cache") > 1 or use.target.capability >= (8, 9),
+)
+
 RECORDS = (
     Record(
         name="torch.latent_attention", op="precast.latent_attention", workspace=_packed, control="host",
         runs="precast.kernels.latent_attention.batched:latent_attention",
+    ),
+    Record(
+        name="triton.paged_latent_attention", op="precast.paged_latent_attention", kind="triton", devices=("cuda",),
+        min_capability=(8, 0), dtypes={"q": ("float16", "bfloat16", "float32")}, takes=(_SAME, _FITS, _CONVERTS),
+        sizes={"T": (0, MAX_ABSORBED)}, allocates=False, workspace=_in_triton,
+        runs="precast.kernels.latent_attention.triton:paged_latent_attention",
     ),
     Record(
         name="torch.paged_latent_attention", op="precast.paged_latent_attention", workspace=_paged, control="host",

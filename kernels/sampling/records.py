@@ -1,4 +1,6 @@
-"""What draws tokens: the reference on GPUs; on CPUs, where looking at the parameters is free, no more than they ask."""
+"""What draws tokens: Triton on GPUs, and the reference where that is missing; on CPUs, where looking at the parameters
+is free, no more than they ask.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from msgspec.structs import replace
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, maximum, minimum, mul, numel
 from precast.kernels.records import Record, reference
-from precast.kernels.sampling.limits import MAX_SORTED
+from precast.kernels.sampling.limits import MAX_SORTED, row_bytes
 from precast.kernels.use import Use
 
 
@@ -24,6 +26,16 @@ def _drawing(use: Use) -> Expr:
     return add(mul(42, together, size), numbered, mul(64, rows), 16 << 10)
 
 
+def _searching(use: Use) -> Expr:
+    """Bins and lists of each row, whose sizes don't depend on the vocabulary's."""
+    return mul(row_bytes(), numel(use.shape("logits")[:-1]))
+
+
+_TRITON = Record(
+    name="triton.sample_2", op="precast.sample", op_versions=(2,), kind="triton", devices=("cuda",),
+    min_capability=(8, 0), dtypes={"logits": ("float16", "bfloat16", "float32")}, workspace=_searching,
+    runs="precast.kernels.sampling.triton:sample_2",
+)  # fmt: skip
 _ON_HOST = Record(
     name="torch.sample", op="precast.sample", devices=("cpu",), control="host", workspace=_drawing,
     runs="precast.kernels.sampling.on_host:sample",
@@ -36,4 +48,4 @@ def _second(record: Record) -> Record:
     return replace(record, name=f"{record.name}_2", op_versions=(2,), runs=f"{record.runs}_2")
 
 
-RECORDS = (_ON_HOST, _REFERENCE, _second(_ON_HOST), _second(_REFERENCE))
+RECORDS = (_TRITON, _ON_HOST, _REFERENCE, _second(_ON_HOST), _second(_REFERENCE))

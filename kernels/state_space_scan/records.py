@@ -1,4 +1,4 @@
-"""What computes state space scans: linear attention in chunks."""
+"""What computes state space scans: linear attention, in Triton token by token on GPUs, else in chunks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
 from precast.kernels.linear_attention.limits import CHUNK
 from precast.kernels.linear_attention.workspace import chunks
+from precast.kernels.state_space_scan.workspace import step_sizes
 from precast.kernels.stateful.form_records import Stage, copy_bytes, form_records, padded_tokens, staged
 from precast.kernels.use import Use, wide
 
@@ -23,4 +24,4 @@ def _state_space_scan(use: Use) -> Expr:
     return add(mul(padded, heads, held), held_by_scan, given, mul(tokens, add(mul(4 * full, heads), 64)))
 
 
-RECORDS = form_records("state_space_scan", "chunked", _state_space_scan)
+RECORDS = form_records("state_space_scan", "chunked", _state_space_scan, walked=step_sizes)

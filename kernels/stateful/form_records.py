@@ -15,44 +15,63 @@ from msgspec.structs import replace
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, floordiv, largest, maximum, minimum, mul
 from precast.ir.ops import table as ops
-from precast.kernels.records import Record, reference_on_cpu
-from precast.kernels.stateful.limits import MAX_TOGETHER
+from precast.kernels.records import Record, nothing, reference_on_cpu
+from precast.kernels.stateful.limits import MAX_TOGETHER, MAX_WALKED
 from precast.kernels.use import Use, copied, wide
 
 
 def form_records(
-    name: str, module: str, workspace: Callable[[Use], Expr], *, control: Literal["static", "host"] = "host"
+    name: str,
+    module: str,
+    workspace: Callable[[Use], Expr],
+    *,
+    control: Literal["static", "host"] = "host",
+    walked: Callable[[Use], Expr] | None = None,
 ) -> tuple[Record, ...]:
     """The records of `precast.stateful_<name>` and of `precast.<name>`, the form without a cache.
 
-    `precast.kernels.<name>.<module>` has the implementation of both. The form without a cache makes new states, in the
-    type that it computes in.
+    `precast.kernels.<name>.<module>` has the implementation of both. With `walked`, its workspace, there is another one
+    in the folder's module `triton`, which reads nothing on the host and goes before it in steps of few tokens. The form
+    without a cache makes new states, in the type that it computes in.
     """
+    stateful, definition = f"precast.stateful_{name}", reference_on_cpu(f"precast.stateful_{name}", f"{name}.{name}")
+    kept = Record(
+        name=f"torch.stateful_{name}", op=stateful, workspace=workspace, control=control,
+        runs=f"precast.kernels.{name}.{module}:stateful_{name}",
+    )  # fmt: skip
+    found = (kept, definition) if walked is None else (_walk(name, walked), kept, definition)
+    return (*found, *(_fresh(record, name) for record in found))
+
+
+def _walk(name: str, workspace: Callable[[Use], Expr]) -> Record:
+    """The record of the stateful form in Triton. It computes in float32, and so takes no float64."""
+    op = ops.lookup(f"precast.stateful_{name}")
+    assert op is not None
+    tensors = [arg.name for arg in op.args if arg.kind.startswith("Tensor") and arg.name not in op.integers]
+    return Record(
+        name=f"triton.stateful_{name}", op=op.name, kind="triton", devices=("cuda",), min_capability=(8, 0),
+        dtypes=dict.fromkeys(tensors, ("float16", "bfloat16", "float32")), sizes={"T": (0, MAX_WALKED)},
+        allocates=False, workspace=workspace, runs=f"precast.kernels.{name}.triton:stateful_{name}",
+    )  # fmt: skip
+
+
+def _fresh(record: Record, name: str) -> Record:
+    """The record of the form without a cache, from that of the stateful one, which it calls with states of its own."""
     op = ops.lookup(f"precast.{name}")
     assert op is not None
     assert op.state is not None
+    assert isinstance(record.runs, str)
     shape_of = op.state.shape
 
     def beginning(use: Use) -> Expr:
         full = 8 if use.result.dtype == "float64" else 4
         state = shape_of({name: operand.type for name, operand in use.operands.items()})
-        return add(workspace(use), mul(full, sequences_of(use), *state))
+        return add(record.workspace(use), mul(full, sequences_of(use), *state))
 
-    stateful = f"stateful_{name}"
-    kept = Record(
-        name=f"torch.{stateful}", op=f"precast.{stateful}", workspace=workspace, control=control,
-        runs=f"precast.kernels.{name}.{module}:{stateful}",
+    return replace(
+        record, name=record.name.replace("stateful_", ""), op=op.name, runs=record.runs.replace(":stateful_", ":"),
+        workspace=nothing if record.name.startswith("reference.") else beginning,
     )  # fmt: skip
-    fresh = replace(
-        kept, name=f"torch.{name}", op=f"precast.{name}", workspace=beginning,
-        runs=f"precast.kernels.{name}.{module}:{name}",
-    )  # fmt: skip
-    return (
-        kept,
-        reference_on_cpu(f"precast.{stateful}", f"{name}.{name}"),
-        fresh,
-        reference_on_cpu(f"precast.{name}", f"{name}.{name}"),
-    )
 
 
 def sequences_of(use: Use) -> Expr:

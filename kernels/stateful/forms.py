@@ -21,7 +21,7 @@ Forms = tuple[Compute, Compute]
 def forms(name: str, compute: Compute, *how: Any) -> Forms:
     """`precast.<name>` and `precast.stateful_<name>`, by a function of `how` and of their arguments by name.
 
-    In the place of state and metadata it takes `held`, the `Slots`.
+    In the place of state and metadata it takes `held`, the `Slots`; and `out` besides, if it has such a parameter.
     """
     op = ops.lookup(f"precast.{name}")
     assert op is not None

@@ -142,7 +142,7 @@ class Prefixes:
         # With states to restore nothing is computed yet, and its states are not its own.
         if sequence.restores or not sequence.reuses_prefixes or not self._reuses or self._is_withdrawn(sequence):
             return
-        count = sequence.num_computed // self.span_tokens
+        count = min(sequence.num_computed, sequence.num_known) // self.span_tokens
         digests = self._digests(sequence, count)
         for index in range(sequence.num_registered, count):
             span = self._known.get(digests[index])
@@ -150,7 +150,7 @@ class Prefixes:
                 self._publish(span, index, sequence)
         sequence.num_registered = max(sequence.num_registered, count)
         if self._forgetting or self._states:
-            same = min(sequence.num_computed, len(sequence.token_ids) - 1) // self.span_tokens
+            same = min(sequence.num_computed, sequence.num_known - 1) // self.span_tokens
             for end in {count, same, min(sequence.shared_length // self.span_tokens, count)} - {0}:
                 self._make_point(digests[end - 1], end * self.span_tokens, sequence)
 

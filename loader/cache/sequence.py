@@ -11,7 +11,9 @@ from precast.loader.cache.tables import SequenceTable
 class CachedSequence:
     """Tokens that are known, and what the caches hold of them.
 
-    `num_pending` tokens at the end of `token_ids` are not computed yet. `prefill_length` is the length that the tokens
+    `num_pending` tokens at the end of `token_ids` are not computed yet. `num_unknown` at its end are drawn, or will be
+    by a step that was launched, and are not on the host yet: below 0, `-1 - row` says in which row of that step's
+    draws such a token is found. `prefill_length` is the length that the tokens
     had when their computation began, or began anew because of their length; a sequence that is computed again because
     its pages were taken keeps it. Its `table` is empty while it waits. `reuses_prefixes` False: it starts from its
     first token whatever others left, and leaves nothing.
@@ -21,6 +23,7 @@ class CachedSequence:
         """`token_ids` are int64, at least one."""
         self.token_ids = token_ids
         self.num_pending = self.prefill_length = len(token_ids)
+        self.num_unknown = 0
         self.num_reused = 0  # computed tokens that another sequence computed
         self.reuses_prefixes = True
         self.table = SequenceTable(())
@@ -35,6 +38,27 @@ class CachedSequence:
         self.num_registered = 0
         self.shared_length = 0
         self.restores: dict[str, int] = {}
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are on the host."""
+        return len(self.token_ids) - self.num_unknown
+
+    def expect(self, row: int) -> None:
+        """One token more, which the step that has just been launched draws in this row."""
+        self.token_ids.append(-1 - row)
+        self.num_unknown += 1
+
+    def learn(self, token_id: int) -> None:
+        """The first of the unknown tokens has arrived."""
+        self.token_ids[-self.num_unknown] = token_id
+        self.num_unknown -= 1
+
+    def forget_unknown(self) -> None:
+        """Cut off what hasn't arrived."""
+        if self.num_unknown:
+            del self.token_ids[-self.num_unknown :]
+            self.num_unknown = 0
 
     @property
     def num_computed(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container
 
+from precast.ir.errors import RequestError
 from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import Event, Failure, FinishReason, Output
 from precast.loader.engine.tokenizer import AnswerText
@@ -39,41 +40,45 @@ class Answer:
         """How its next token is drawn."""
         params = self.params
         return Draw(
-            params.temperature, params.top_k or 0, params.top_p, params.min_p, self.seed, self.request.num_generated
-        )
+            params.temperature, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0, self.seed,
+            self.request.num_generated,
+        )  # fmt: skip
 
     def take(self, token_id: int, eos_token_ids: Container[int]) -> Event:
         """The event of the token that the request has just got; it has a reason if the token ends the answer.
 
-        `NO_TOKEN` ends it with an error.
+        `NO_TOKEN` ends it with an error, and so does a tokenizer that fails.
         """
         if token_id == NO_TOKEN:
-            return Event(self.request.id, (), self._rest(), "error", NOT_FINITE)
+            return self._event("error", error=NOT_FINITE)
         reason: FinishReason | None = None
         if token_id in eos_token_ids and not self.params.ignore_eos:
             reason = "stop"
-        elif len(self.request.token_ids) >= self.request.max_length:
+        elif self.request.num_known >= self.request.max_length:
             reason = "length"
-        text = ""
-        if self.text is not None:
-            if reason != "stop":
-                self.text.push(token_id)
-            if reason or self.gives_text:
-                text = self.text.read(final=reason is not None)
-            if self.text.stopped:
-                reason = "stop"
-        return Event(self.request.id, (token_id,), text, reason)
+        if self.text is not None and reason != "stop":
+            self.text.push(token_id)
+        return self._event(reason, token_id)
 
     def cancelled(self) -> Event:
         """The last event of an answer that is not to go on, with the text that was held back."""
-        return Event(self.request.id, (), self._rest(), "cancelled")
+        return self._event("cancelled")
 
     def output(self, text: str, last: Event) -> Output:
         """The whole answer, from the text of all its events and the last one."""
         assert last.finish_reason is not None
-        ids, prompt_length = self.request.token_ids, self.request.prompt_length
+        ids, prompt_length = self.request.token_ids[: self.request.num_known], self.request.prompt_length
         return Output(list(ids[:prompt_length]), list(ids[prompt_length:]), text, last.finish_reason, last.error)
 
-    def _rest(self) -> str:
-        """The text that was held back, as nothing comes after it."""
-        return "" if self.text is None else self.text.read(final=True)
+    def _event(self, reason: FinishReason | None, *token_ids: int, error: Failure | None = None) -> Event:
+        """An event with the text that can be given out: if it has a reason, all that is left."""
+        text = ""
+        if self.text is not None and (reason or self.gives_text):
+            try:
+                text = self.text.read(final=reason is not None)
+            except RequestError as failed:
+                text, reason = self.text.held, "error"
+                error = error or Failure(failed.code, f"{failed.where}: {failed.message}")
+            if self.text.stopped and reason in (None, "length"):
+                reason = "stop"
+        return Event(self.request.id, token_ids, text, reason, error)

@@ -1,7 +1,8 @@
 """The engine: requests in, events out. It owns a runner, the scheduler of its requests, and what they have answered.
 
-A step is: schedule, launch, collect, hand out events. Nothing of a request changes before the step's tokens are on the
-host, so a step that fails leaves every request as it was.
+A step is: schedule, launch, collect, hand out events. The next step is scheduled and launched before the tokens of the
+one before are collected; where what is scheduled depends on these, they are waited for first. A step that can't be
+launched leaves every request as it was; if a launched one fails, its requests are computed anew.
 """
 
 from __future__ import annotations
@@ -9,30 +10,48 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
-from precast.ir.errors import RequestError
+from precast.ir.errors import RequestError, shown_value
 from precast.ir.manifest import ModelInfo
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.prefixes import Prefixes
 from precast.loader.cache.rotation import Rotations
 from precast.loader.cache.tables import PageTables
-from precast.loader.engine.answers import Answer
+from precast.loader.engine.answers import NOT_FINITE, Answer
 from precast.loader.engine.metrics import prometheus_text
+from precast.loader.engine.owner import Owner, Stream, one_thread
 from precast.loader.engine.params import MAX_INT64, SamplingParams, params_of
 from precast.loader.engine.prompt_logits import prompt_logits
-from precast.loader.engine.prompts import Prompt, check_params, check_prompt, prompts_of, token_ids_of, too_long
+from precast.loader.engine.prompts import (
+    Prompt,
+    check_params,
+    check_priority,
+    check_progress,
+    check_prompt,
+    prompts_of,
+    token_ids_of,
+)
 from precast.loader.engine.results import EngineStats, Event, Output
 from precast.loader.engine.tokenizer import AnswerText, Tokenizer
-from precast.loader.run.runner import Runner
-from precast.loader.schedule.requests import Request
+from precast.loader.engine.values import as_integer
+from precast.loader.run.runner import Runner, Ticket
+from precast.loader.schedule.requests import Request, Step
 from precast.loader.schedule.scheduler import Scheduler
 from precast.loader.timeline import Timeline
+
+
+class _Flight(NamedTuple):
+    """A step that was launched: whose tokens it draws, and its ticket."""
+
+    step: Step
+    answers: list[Answer]
+    ticket: Ticket
+
 
 _COUNTERS = {"cancelled": "requests_cancelled", "error": "requests_failed"}
 """Of the reasons for which an answer ends; the others count as finished."""
@@ -41,9 +60,10 @@ _COUNTERS = {"cancelled": "requests_cancelled", "error": "requests_failed"}
 class Engine:
     """A loaded model that answers prompts, many at a time.
 
-    Not thread-safe: one thread at a time may call any of its methods. A server runs `step` in one thread and hands
-    requests and events over queues. Requests of `submit`, `stream` and `generate` share the steps: while one of them
-    waits for its tokens, the others' advance too, and their events are kept until they are fetched.
+    One thread at a time may be in any of its methods; another one gets RequestError (`engine-busy`), and changes
+    nothing. A server runs `step` in one thread and hands requests and events over queues. Requests of `submit`,
+    `stream` and `generate` share the steps: while one of them waits for its tokens, the others' advance too, and their
+    events are kept until they are fetched.
 
     `timeline` tells what the load spent its time on, up to the first token.
     """
@@ -56,8 +76,14 @@ class Engine:
         tokenizer_files: Mapping[str, bytes],
         timeline: Timeline,
         reuses_prefixes: bool = True,
+        captures_meanwhile: bool = True,
+        runs_ahead: bool = True,
     ) -> None:
-        """`runner` is the engine's own from here on. Users call `precast.load`."""
+        """`runner` is the engine's own from here on. Users call `precast.load`.
+
+        `captures_meanwhile`: what the runner has to capture is captured between steps, once a token was drawn.
+        `runs_ahead` False: each step is collected before the next is launched.
+        """
         self.timeline = timeline
         self._runner = runner
         self._model = model
@@ -72,60 +98,81 @@ class Engine:
             restart_length=rotations.restart_length,
             prefixes=self._prefixes,
         )
+        self._owner = Owner()
         self._answers: dict[int, Answer] = {}
         self._events: deque[Event] = deque()  # of the requests of `submit`, until `step` returns them
         self._num_requests = 0
         self._seeds = random.Random()  # seeded by the operating system
         self._counts: Counter[str] = Counter()
+        self._why_eager: Counter[str] = Counter()
         self._has_sampled = False
+        self._flights: deque[_Flight] = deque()  # launched, and not collected yet
+        self._runs_ahead = runs_ahead
+        self._captures_meanwhile = captures_meanwhile
 
     # --- whole answers -----------------------------------------------------------------------------------------
 
+    @one_thread
     def generate(
         self,
         prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
+        add_special_tokens: bool = True,
+        progress: Callable[[int, int], object] | None = None,
     ) -> list[Output]:
         """The answers to all prompts, in their order. `params`: for all of them, or one for each; None: the defaults.
 
-        `priority` is theirs beside other requests, as in `submit`.
+        `priority` is theirs beside other requests, and `add_special_tokens` what is put around text, as in `submit`.
+        `progress` is called as answers end: with how many have, and how many there will be.
 
         Raises RequestError, before any prompt is started, if one of them or its params can't be served.
         """
+        check_progress(progress)
         listed = prompts_of(prompts)
         answers = [
-            self._prepare(prompt, each, f"prompt {i}", priority)
+            self._prepare(prompt, each, f"prompt {i}", priority=priority, add_special_tokens=add_special_tokens)
             for i, (prompt, each) in enumerate(zip(listed, params_of(params, len(listed)), strict=True))
         ]
-        texts: dict[int, str] = dict.fromkeys((answer.request.id for answer in answers), "")
+        texts: dict[int, list[str]] = {answer.request.id: [] for answer in answers}
         last: dict[int, Event] = {}
         events: deque[Event] = deque()
         try:
             for answer in answers:
                 answer.gives_text = bool(answer.params.stop)
                 self._queue(answer, events)
-            while len(last) < len(answers):
-                self._advance()
+            while (done := len(last)) < len(answers):
+                if not events:  # what `progress` calls may have computed steps
+                    self._advance()
                 while events:
                     event = events.popleft()
-                    texts[event.request_id] += event.text
+                    texts[event.request_id].append(event.text)
                     if event.finish_reason is not None:
                         last[event.request_id] = event
+                if progress is not None and len(last) > done:
+                    progress(len(last), len(answers))
         finally:
             for answer in answers:
                 self.cancel(answer.request.id)
-        return [answer.output(texts[answer.request.id], last[answer.request.id]) for answer in answers]
+        return [answer.output("".join(texts[answer.request.id]), last[answer.request.id]) for answer in answers]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[Event]:
+    @one_thread
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> Stream[Event]:
         """The answer token by token. It starts when the first event is asked for; closing the iterator cancels it.
 
-        Raises RequestError at once if the prompt can't be served.
+        The options are those of `submit`. Raises RequestError at once if the prompt can't be served.
         """
-        answer = self._prepare(prompt, params, priority=priority)
+        answer = self._prepare(prompt, params, priority=priority, add_special_tokens=add_special_tokens)
 
-        def events() -> Iterator[Event]:
+        def events() -> Generator[Event]:
             queue: deque[Event] = deque()
             self._queue(answer, queue)
             try:
@@ -135,11 +182,12 @@ class Engine:
                     if answer.request.id in self._answers:
                         self._advance()
             finally:
-                self.cancel(answer.request.id)
+                self._owner.later(lambda: self.cancel(answer.request.id))
 
-        return events()
+        return Stream(events(), self._owner)
 
-    def logits(self, prompt: Prompt) -> torch.Tensor:
+    @one_thread
+    def logits(self, prompt: Prompt, *, add_special_tokens: bool = True) -> torch.Tensor:
         """The logits that follow each token of the prompt: `[T, V]` float32, on the engine's device.
 
         The result takes `4 * T * V` bytes of the device's memory, for which `precast.load` sets nothing aside. It is
@@ -148,47 +196,65 @@ class Engine:
         than running requests leave, and torch.OutOfMemoryError if the result doesn't fit.
         """
         self._runner.opened()
-        ids = token_ids_of(prompt, tokenizer=lambda: self.tokenizer, vocab_size=self._model.vocab_size)
-        if len(ids) > self._model.max_seq_len:
-            raise too_long(len(ids), self._model, "")
+        self._land()
+        ids = token_ids_of(prompt, self._model, lambda: self.tokenizer, add_special_tokens=add_special_tokens)
         return prompt_logits(ids, self._runner, self._scheduler, self._tables, self._prefixes)
 
     # --- requests of a server ----------------------------------------------------------------------------------
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
+    @one_thread
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> int:
         """Queue a request and return its id, which its events carry. Raises RequestError if it can't be served.
 
         Requests of a higher `priority` are computed before others; running ones of a lower priority give up their
-        places and pages for them, and are computed again later.
+        places and pages for them, and are computed again later. A prompt that is text is encoded as
+        `Tokenizer.encode` does it, with these `add_special_tokens`.
         """
-        answer = self._prepare(prompt, params, priority=priority)
+        answer = self._prepare(prompt, params, priority=priority, add_special_tokens=add_special_tokens)
         self._queue(answer, self._events)
         return answer.request.id
 
+    @one_thread
     def step(self) -> list[Event]:
-        """Compute one step, and return the news of the submitted requests since the last call, cancellations too.
+        """Launch one step, and return the news of the submitted requests since the last call, cancellations too.
 
-        Without work it returns at once.
+        The tokens are those of the step before: the next call brings this one's. Without work it captures a step if
+        any is left to capture, and else returns at once.
         """
         self._runner.opened()
-        if self._scheduler.num_waiting or self._scheduler.num_running:
+        if self._scheduler.num_waiting or self._scheduler.num_running or self._flights:
             self._advance()
+        elif self._captures_meanwhile and self._runner.captures.num_pending:
+            self._runner.capture_next()
         news = list(self._events)
         self._events.clear()
         return news
 
+    @one_thread
     def cancel(self, request_id: int) -> bool:
         """End a request and free its pages now; its last event, "cancelled", is the next that its reader gets.
 
         False for a request that has ended or never was.
         """
-        answer = self._answers.get(request_id)
+        number = as_integer(request_id)
+        if number is None:
+            message = f"request_id is {shown_value(request_id)}, expected the integer that `submit` returned"
+            raise RequestError("engine-option-invalid", message)
+        answer = self._answers.get(number)
         if answer is None:
             return False
         self._end(answer, answer.cancelled())
         return True
 
     @property
+    @one_thread
     def has_work(self) -> bool:
         """Whether a submitted request waits, runs, or has news that `step` hasn't returned."""
         return bool(self._events) or any(answer.events is self._events for answer in self._answers.values())
@@ -196,6 +262,7 @@ class Engine:
     # --- state -------------------------------------------------------------------------------------------------
 
     @property
+    @one_thread
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""
         return EngineStats(
@@ -207,13 +274,25 @@ class Engine:
             slabs=self._tables.arena.num_slabs,
             slabs_free=self._tables.arena.num_free,
             pools=self._tables.usage(self._prefixes.reclaimable()),
+            eager_reasons=dict(self._why_eager),
+            graphs=self._runner.captures.num_captured,
+            graphs_pending=self._runner.captures.num_pending,
+            capture_seconds=self._runner.captures.seconds,
             **self._counts,
         )
 
+    @one_thread
+    def wait_until_captured(self) -> None:
+        """Capture now what is left to capture, of steps as CUDA graphs; requests wait meanwhile."""
+        self._runner.opened()
+        self._runner.capture_all()
+
+    @one_thread
     def metrics(self) -> str:
         """The counters of `stats` in Prometheus' text format."""
         return prometheus_text(self.stats)
 
+    @one_thread
     def forget_prefixes(self) -> None:
         """Give up what ended requests left for reuse."""
         self._prefixes.clear()
@@ -223,11 +302,13 @@ class Engine:
         """The bundle's tokenizer, read when it is first wanted; None if the bundle has none."""
         return Tokenizer.from_files(self._tokenizer_files)
 
+    @one_thread
     def close(self) -> None:
         """Drop all requests, the weights and the caches. The engine can't be used any more; closing again is fine."""
         try:
             for request_id in list(self._answers):
                 self.cancel(request_id)
+            self._land()
             self._events.clear()
             self.forget_prefixes()
         finally:
@@ -242,21 +323,28 @@ class Engine:
     # --- one request -------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, prompt: object, params: SamplingParams | None, where: str | None = None, priority: int = 0
+        self,
+        prompt: object,
+        params: SamplingParams | None,
+        where: str | None = None,
+        *,
+        priority: int,
+        add_special_tokens: bool,
     ) -> Answer:
         """A request that is checked and not yet queued."""
         self._runner.opened()
         arrived = time.perf_counter()
         try:
             params = check_params(params)
-            if not isinstance(priority, int) or isinstance(priority, bool):
-                raise RequestError("engine-option-invalid", f"priority is {priority!r}, expected an integer")
-            ids = check_prompt(prompt, params, self._model, lambda: self.tokenizer)
-            max_length = min(len(ids) + params.max_tokens, self._model.max_seq_len)
+            priority = check_priority(priority)
+            ids = check_prompt(
+                prompt, params, self._model, lambda: self.tokenizer, add_special_tokens=add_special_tokens
+            )
+            max_length = params.max_length(len(ids), self._model.max_seq_len)
             self._scheduler.check(len(ids), max_length)
+            text = None if self.tokenizer is None else AnswerText(self.tokenizer, ids, params.stop or ())
         except RequestError as error:
             raise error.inside(where) if where else error from None
-        text = None if self.tokenizer is None else AnswerText(self.tokenizer, ids, params.stop)
         seed = self._seeds.randint(0, MAX_INT64) if params.seed is None else params.seed
         self._num_requests += 1
         request = Request(self._num_requests, ids, max_length, priority)
@@ -270,7 +358,7 @@ class Engine:
         self._scheduler.submit(answer.request)
 
     def _end(self, answer: Answer, last: Event) -> None:
-        if last.finish_reason != "error":  # one that failed was removed when its step was completed
+        if last.error is not NOT_FINITE:  # one with such logits was removed when its step was completed
             self._scheduler.remove(answer.request)
         del self._answers[answer.request.id]
         self._counts[_COUNTERS.get(last.finish_reason or "", "requests_finished")] += 1
@@ -279,20 +367,58 @@ class Engine:
     # --- one step ----------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """One step over whatever waits and runs; there is something."""
-        step = self._scheduler.schedule()
-        assert step.num_tokens, "requests wait, nothing runs, and the first of them can't be admitted"
+        """Launch a step over whatever waits and runs, and hand out what the step before it has drawn."""
+        step = self._scheduler.schedule_ahead()
+        if step is None or not step.num_tokens:
+            self._land()
+            if step is not None or not (self._scheduler.num_waiting or self._scheduler.num_running):
+                return
+            step = self._scheduler.schedule()
+            assert step.num_tokens, "requests wait, nothing runs, and the first of them can't be admitted"
         answers = [self._answers[request.id] for request in step.sampled]
-        with ExitStack() as on_error:
-            on_error.callback(self._scheduler.abandon, step)
+        try:
             ticket = self._runner.launch(step, self._scheduler.decoding, [answer.draw() for answer in answers])
-            drawn = self._runner.collect(ticket)
-            on_error.pop_all()
-        self._counts.update(steps=1, eager_steps=1, tokens_sampled=len(answers))
+        except BaseException:
+            self._land()
+            self._scheduler.abandon(step)
+            raise
+        self._scheduler.launched(step)
+        self._count(step, ticket)
+        self._flights.append(_Flight(step, answers, ticket))
+        if len(self._flights) > 1 or not self._runs_ahead:
+            self._land_first()
+        if self._has_sampled and self._captures_meanwhile and self._runner.captures.num_pending:
+            self._runner.capture_next()
+
+    def _count(self, step: Step, ticket: Ticket) -> None:
+        self._counts.update(steps=1, tokens_sampled=ticket.num_rows, tokens_padded=ticket.padding)
         self._counts.update(tokens_decoded=len(step.decodes), tokens_prefilled=step.num_tokens - len(step.decodes))
-        self._scheduler.complete(step, drawn)
-        for answer, token_id in zip(answers, drawn, strict=True):
-            self._hand_out(answer, token_id)
+        if ticket.ran in ("captured", "piecewise"):
+            self._counts[f"{ticket.ran}_steps"] += 1
+        else:
+            self._counts["eager_steps"] += 1
+            self._why_eager[ticket.ran] += 1
+
+    def _land(self) -> None:
+        """Wait for all that is in flight."""
+        while self._flights:
+            self._land_first()
+
+    def _land_first(self) -> None:
+        """Wait for the first step that is in flight, and hand out its tokens."""
+        flight = self._flights[0]
+        try:
+            drawn = self._runner.collect(flight.ticket)
+        except BaseException:
+            steps = [each.step for each in self._flights]
+            self._flights.clear()
+            self._scheduler.rollback(steps)
+            raise
+        self._flights.popleft()
+        self._scheduler.arrived(flight.step, drawn)
+        for answer, token_id in zip(flight.answers, drawn, strict=True):
+            if answer.request.id in self._answers:  # else it has ended meanwhile: what it drew is too much
+                self._hand_out(answer, token_id)
 
     def _hand_out(self, answer: Answer, token_id: int) -> None:
         """Append the event of a drawn token, and end the answer if the token ends it."""

@@ -9,7 +9,12 @@ from precast.loader.engine.results import EngineStats
 _METRICS = {
     # counter of `EngineStats`: what it counts
     "steps": "Steps computed.",
-    "eager_steps": "Steps computed op by op.",
+    "captured_steps": "Steps replayed as one graph.",
+    "piecewise_steps": "Steps replayed as several graphs, with calls that read the host between them.",
+    "tokens_padded": "Tokens computed since a captured step has a fixed size.",
+    "graphs": "Sizes of steps that are captured.",
+    "graphs_pending": "Sizes of steps that are still to be captured.",
+    "capture_seconds": "Seconds spent on capturing.",
     "tokens_prefilled": "Tokens of prompts, and of preempted requests, computed.",
     "tokens_decoded": "Tokens of answers fed back.",
     "tokens_sampled": "Tokens drawn.",
@@ -32,7 +37,10 @@ _POOL_METRICS = {
     "pages_evicted": "Pages given back as windows left them.",
     "waste_bytes": "Bytes of the pool's slabs that belong to no page in use.",
 }
-_COUNTERS = set(_METRICS) - {"requests_waiting", "requests_running", "prefix_spans", "slabs", "slabs_free"}
+_GAUGES = {
+    "requests_waiting", "requests_running", "prefix_spans", "slabs", "slabs_free", "graphs", "graphs_pending",
+}  # fmt: skip
+_COUNTERS = {*_METRICS, "eager_steps"} - _GAUGES
 
 
 def prometheus_text(stats: EngineStats) -> str:
@@ -41,6 +49,8 @@ def prometheus_text(stats: EngineStats) -> str:
     for field, what in _METRICS.items():
         name = f"cache_{field}" if field.startswith("slabs") else field
         lines += _metric(field, name, what, {"": getattr(stats, field)})
+    reasons = {f'{{reason="{_escaped(why)}"}}': count for why, count in stats.eager_reasons.items()}
+    lines += _metric("eager_steps", "eager_steps", "Steps computed op by op, and why.", reasons or {"": 0})
     for field, what in _POOL_METRICS.items():
         values = {f'{{pool="{_escaped(name)}"}}': getattr(usage, field) for name, usage in stats.pools.items()}
         lines += _metric(field, f"pool_{field}", what, values)

@@ -40,6 +40,7 @@ def prompt_logits(
             runner.copy_pages(prefixes.take_saves())
             prefixes.saved()
             rows = runner.launch(Step([], [Chunk(request, length, "all")])).logits
+            assert rows is not None, "a step that draws nothing gives its logits"
             if start == 0:
                 result = torch.empty(len(ids), rows.shape[-1], dtype=torch.float32, device=rows.device)
             result[start : start + length] = rows

@@ -54,12 +54,24 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     `tokens_prefilled` and `tokens_decoded` are computed tokens: of prompts, and of answers as they are fed back; what
     is computed again after a preemption counts as prefilled. `tokens_reused` were not computed when a request began or
-    was resumed, since pages and states that were kept hold them. `prefix_spans` are known for reuse. `eager_steps` ran
-    op by op and not from a captured graph. `pools` share `slabs` of memory.
+    was resumed, since pages and states that were kept hold them. `prefix_spans` are known for reuse.
+
+    `captured_steps` were replayed as one graph each, `piecewise_steps` as several with calls between them that read the
+    host, and `eager_steps` ran op by op, for `eager_reasons`. `tokens_padded` were computed since a graph has a fixed
+    size. `graphs` sizes are captured, which took `capture_seconds`, and `graphs_pending` are still to be.
+
+    `pools` share `slabs` of memory.
     """
 
     steps: int = 0
+    captured_steps: int = 0
+    piecewise_steps: int = 0
     eager_steps: int = 0
+    eager_reasons: dict[str, int] = {}
+    tokens_padded: int = 0
+    graphs: int = 0
+    graphs_pending: int = 0
+    capture_seconds: float = 0.0
     tokens_prefilled: int = 0
     tokens_decoded: int = 0
     tokens_sampled: int = 0

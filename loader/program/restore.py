@@ -11,7 +11,7 @@ Nothing is traced, generated or evaluated from text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from precast.kernels.registry import Implementation, implementations, target_of
 from precast.kernels.use import Use, types_in, use_of
 from precast.loader.program import instructions
 from precast.loader.program.binding import Binding, Sizes
-from precast.loader.program.instructions import Action, Frame, Instructions, Out
+from precast.loader.program.instructions import Action, Frame, HostCall, Instructions, Out
 
 Choose = Callable[[Use], Sequence[Implementation]]
 
@@ -54,6 +54,7 @@ class Program:
         statics = (*params, *graph.constants, *caches.tensors(graph.caches))  # what `bind` is given, in this order
         self._statics = {value.name: value for value in statics}
         self._tensors: dict[str, torch.Tensor] = {}
+        self.num_binds = 0  # whoever has captured the program asks whether its tensors are still the same
         self._static_sizes: Sizes = {}
         self._inputs = Binding(graph.inputs, graph.symbols, device)
         self._main = _Main(graph, tuple(self._statics), _Nodes(device, choose))
@@ -74,6 +75,7 @@ class Program:
         given = [self._statics[name] for name in merged if name in self._statics]
         self._static_sizes = Binding(given, self._symbols, self.device).bind(merged, {})
         self._tensors = merged
+        self.num_binds += 1
         for name, tensor in tensors.items():
             for template, register in self._main.places[name]:
                 template[register] = tensor
@@ -88,7 +90,19 @@ class Program:
             raise RequestError("input-mismatch", f"called before these were bound: {', '.join(self.unbound)}")
         sizes = self._inputs.bind(inputs, self._static_sizes)
         with torch.inference_mode():
-            return self._main.run(inputs, sizes)
+            frame = self._main.frame(inputs, sizes)
+            self._main.instructions.run(frame)
+            return self._main.outputs(frame)
+
+    def cut(self, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor) -> Iterator[HostCall]:
+        """The same step in pieces: it stops in front of each call that reads the host, and leaves it to the caller.
+
+        `outputs` are filled in the end. Meant for capture: a call may be left out, and be made whenever the pieces
+        are replayed. The caller is in inference mode.
+        """
+        frame = self._main.frame(inputs, self._inputs.bind(inputs, self._static_sizes))
+        yield from self._main.instructions.cut(frame)
+        outputs |= self._main.outputs(frame)
 
     def _check_symbols(self) -> None:
         statics = Binding(tuple(self._statics.values()), self._symbols, self.device)
@@ -169,18 +183,22 @@ class _Main:
         self._integers = tuple((register, _evaluator(arg)) for arg, register in layout.integers.items())
         self.expressions = [expr for arg in layout.integers for expr in _expressions(arg)]  # that a run evaluates
         outputs = (register for _, register in self._outputs)
-        self._instructions = Instructions(actions, {*range(len(statics)), *layout.integers.values(), *outputs})
+        self.instructions = Instructions(actions, {*range(len(statics)), *layout.integers.values(), *outputs})
         self._template: Frame = [None] * layout.size
         for name in statics:
             self.places[name].append((self._template, layout[name]))
 
-    def run(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
+    def frame(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> Frame:
+        """The frame with which a run begins."""
         frame = self._template.copy()
         for name, register in self._inputs:
             frame[register] = inputs[name]
         for register, value in self._integers:
             frame[register] = value(sizes)
-        self._instructions.run(frame)
+        return frame
+
+    def outputs(self, frame: Frame) -> dict[str, torch.Tensor]:
+        """What a run has left in its frame."""
         return {name: frame[register] for name, register in self._outputs}
 
     def _call_action(self, call: ir.Call, block: _Block, layout: _Layout) -> Action:
@@ -224,11 +242,21 @@ class _Nodes:
             else:
                 constants[name] = _constant(arg)
         chosen = self._choose(use_of(node, types, self._target))
-        out = () if all(each.allocates for each in chosen) else self._out(node, layout)
+        fills = any(each.reads_host or not each.allocates for each in chosen)
+        out = self._out(node, layout) if fills else ()
         writes = tuple(layout.define(value.name) for value in node.outputs)
         label = f"{node.op} that makes {_names(node.outputs)}"
         made = [
-            instructions.op_action(label, each.function, constants, tuple(reads), writes, () if each.allocates else out)
+            instructions.op_action(
+                label,
+                each.function,
+                constants,
+                tuple(reads),
+                writes,
+                out,
+                allocates=each.allocates,
+                reads_host=each.reads_host,
+            )
             for each in chosen
         ]
         if len(made) == 1:

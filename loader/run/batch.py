@@ -60,6 +60,10 @@ class BatchInputs:
         self._kinds = {name: known[name] for name in found}
         self.dimensions = {name: dimensions for name, (_, dimensions) in self._kinds.items()}
         self._bounds = {"cu_seqlens", *(group.inputs.page_indptr for group in self._groups)}
+        self._page_lists = {group.inputs.page_indices for group in self._groups}
+        slot_mappings = {group.inputs.slot_mapping for group in self._groups}
+        self._of_tokens = {"input_ids", "positions", "rope_lengths", *slot_mappings}
+        self._nowhere = slot_mappings | {states.slot_ids for states in self._states}
 
     def arrays(self, chunks: Sequence[Chunk], rows: DecodeBatch | None = None) -> Arrays:
         """The host arrays of a step over the `rows` that decode and `chunks`, flat, by input name.
@@ -76,6 +80,21 @@ class BatchInputs:
         if not len(made["logit_rows"]):
             made["logit_rows"] = np.zeros(1, np.int64)
         return {name: made[name] for name in self._kinds}
+
+    def padded(self, arrays: Arrays, num_tokens: int, num_seqs: int) -> Arrays:
+        """The arrays of a step made as long as those of `num_tokens` tokens in `num_seqs` slots, page lists left out.
+
+        Slots without a sequence have no tokens and no state. Tokens of no sequence are written nowhere, and whatever is
+        computed of them is looked at by nobody.
+        """
+        made = {}
+        for name, values in arrays.items():
+            if name in self._page_lists:
+                continue
+            length = num_tokens if name in self._of_tokens else num_seqs + (name in self._bounds)
+            fill = values[-1] if name in self._bounds else -1 if name in self._nowhere else 0
+            made[name] = np.concatenate((values, np.full(length - len(values), fill, values.dtype)))
+        return made
 
     def _decode_arrays(self, rows: DecodeBatch) -> Arrays:
         token_ids, positions, bounds = rows.tokens()
@@ -140,9 +159,7 @@ class BatchInputs:
         A step has at most `num_tokens` tokens of `num_seqs` sequences, each with at most `num_pages` pages of a group.
         """
         lists = {group.inputs.page_indices: num_seqs * num_pages[group.name] for group in self._groups}
-        of_tokens = {"input_ids", "positions", "rope_lengths", "logit_rows"}
-        of_tokens |= {group.inputs.slot_mapping for group in self._groups}
-        lengths = lists | dict.fromkeys(of_tokens, num_tokens)
+        lengths = lists | dict.fromkeys({"logit_rows", *self._of_tokens}, num_tokens)
         return {name: (dtype, lengths.get(name, num_seqs + 1)) for name, (dtype, _) in self._kinds.items()}
 
 

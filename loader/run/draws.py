@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,9 +33,12 @@ DTYPES: dict[str, Dtype] = {
 """The arguments of `precast.sample`, in the order of the fields of `Draw`."""
 
 
-def draw_arrays(draws: Sequence[Draw]) -> Arrays:
-    """The arguments of `precast.sample` by name, `[R]` each; no arrays where all rows take their likeliest token."""
-    if all(draw.temperature == 0 for draw in draws):
-        return {}
-    columns = zip(*draws, strict=True)
+GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, num_generated=0)
+"""The likeliest token."""
+
+
+def draw_arrays(draws: Sequence[Draw], num_rows: int = 0) -> Arrays:
+    """The arguments of `precast.sample` by name, `[R]` each; those of `GREEDY` fill them up to `num_rows`."""
+    draws = [*draws, *itertools.repeat(GREEDY, num_rows - len(draws))]
+    columns = zip(*draws, strict=True) if draws else itertools.repeat((), len(DTYPES))
     return {name: np.array(column, dtype) for (name, dtype), column in zip(DTYPES.items(), columns, strict=True)}

@@ -1,7 +1,8 @@
 """Fixed memory for the inputs of a step: each has a place on the device, with the same address in every step.
 
 The places lie one after the other, the shortest first, each as long as the engine's limits let its array become. Pinned
-memory of the host is laid out in the same way. A step's arrays are written there, each from the beginning of its place,
+memory of the host is laid out in the same way, twice: one is filled while the other's copies may still be under way. A
+step's arrays are written there, each from the beginning of its place,
 and what they fill is copied to the device. Filled ranges less than `GAP_BYTES` apart are copied together, so all short
 inputs take one copy; of a page list, which can be megabytes long, only what the step filled is copied. On a CPU the
 host's memory is the device's, and nothing is copied.
@@ -10,13 +11,14 @@ host's memory is the device's, and nothing is copied.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 
 from precast.ir.graph.schema import Dtype
-from precast.loader.device import Device, aligned, host_bytes
+from precast.loader.device import Buffer, Device, Event, aligned, host_bytes
 from precast.loader.run.batch import Array, Arrays
 from precast.loader.torch_device import tensor_of
 
@@ -29,38 +31,58 @@ GAP_BYTES = 1 << 16
 
 
 class Places:
-    """Memory for arrays by name, on the device and on the host."""
+    """Memory for arrays by name, on the device and on the host. `tensors` are the whole places, `[length]` each."""
 
     def __init__(self, capacities: Capacities, device: Device) -> None:
         self._device = device
         order = sorted(capacities, key=lambda name: _num_bytes(*capacities[name]))
         sizes = (_num_bytes(*capacities[name]) for name in order)
         self._starts = starts = dict(zip(order, itertools.accumulate(sizes, initial=0), strict=False))
-        self._target = device.alloc(places_bytes(capacities))
-        self._source = self._target if device.kind == "cpu" else device.alloc(places_bytes(capacities), pinned=True)
-        self._copied = device.event()
-        host = host_bytes(self._source)
-        self._arrays: dict[str, Array] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name, (dtype, length) in capacities.items():
-            self._arrays[name] = np.frombuffer(host, dtype, length, starts[name])
-            self._tensors[name] = tensor_of(self._target.view(starts[name], (length,), dtype=dtype))
+        num_bytes = places_bytes(capacities)
+        self._target = device.alloc(num_bytes)
+        on_host = [self._target] if device.kind == "cpu" else [device.alloc(num_bytes, pinned=True) for _ in range(2)]
+        self._hosts = deque(_Host(source, capacities, starts, device.event()) for source in on_host)
+        # Whoever looks at a whole place finds numbers there that the host has written, zeros at first.
+        tensor_of(self._target).zero_()
+        self.tensors = {
+            name: tensor_of(self._target.view(starts[name], (length,), dtype=dtype))
+            for name, (dtype, length) in capacities.items()
+        }
+
+    @property
+    def address(self) -> int:
+        """Where the places begin on the device."""
+        return self._target.pointer
 
     def fill(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """The arrays as tensors `[len]` on the device, by name, at their places. They hold until the next call.
 
         Copies are made in the order of the device's current stream.
         """
-        self._copied.synchronize()  # copies of the step before may still read the host's side
+        self._hosts.rotate()
+        host = self._hosts[0]
+        host.copied.synchronize()  # copies of the step before the last may still read it
         for name, values in arrays.items():
-            self._arrays[name][: len(values)] = values
-        if self._source is not self._target:
+            host.arrays[name][: len(values)] = values
+        if host.source is not self._target:
             used = sorted((self._starts[name], self._starts[name] + values.nbytes) for name, values in arrays.items())
             for start, end in joined(used):
                 size = (end - start,)
-                self._device.copy(self._target.view(start, size), self._source.view(start, size))
-            self._copied.record()
-        return {name: self._tensors[name][: len(values)] for name, values in arrays.items()}
+                self._device.copy(self._target.view(start, size), host.source.view(start, size))
+            host.copied.record()
+        return {name: self.tensors[name][: len(values)] for name, values in arrays.items()}
+
+
+class _Host:
+    """Memory of the host in the layout of the places: `copied` is passed when the device has what was written there."""
+
+    def __init__(self, source: Buffer, capacities: Capacities, starts: Mapping[str, int], copied: Event) -> None:
+        memory = host_bytes(source)
+        self.source = source
+        self.copied = copied
+        self.arrays: dict[str, Array] = {
+            name: np.frombuffer(memory, dtype, length, starts[name]) for name, (dtype, length) in capacities.items()
+        }
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -75,7 +97,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def places_bytes(capacities: Capacities) -> int:
-    """What `Places` take for these arrays: on the device, and on a GPU as much pinned memory of the host."""
+    """What `Places` take for these arrays: on the device, and on a GPU twice as much pinned memory of the host."""
     return sum(itertools.starmap(_num_bytes, capacities.values()))
 
 

@@ -1,15 +1,18 @@
 """Steps to tokens: fills the inputs of a step, runs the program on them, and draws.
 
-`launch` begins a step and `collect` gives its tokens. For now one follows the other; nothing here relies on it but
-that the inputs of a step are overwritten by the next.
+`launch` begins a step and `collect` gives its tokens. Another step may be launched before the tokens of the last one
+are collected: what it was to draw is on the device by then, and an input token below 0 stands for it
+(`precast.loader.cache.sequence`). A step that fits a captured size is replayed, any other one runs op by op.
 
-A step draws one token a row of logits. That is assumed in `Runner._draw`, `DecodeBatch.advance`, `Scheduler.complete`
+A step draws one token a row of logits. That is assumed in `Runner._draw`, `DecodeBatch.advance`, `Scheduler.launched`
 and `Answer.take`, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,25 +24,32 @@ from precast.kernels.sampling.sample import greedy
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
-from precast.loader.device import Device
-from precast.loader.run.batch import BatchInputs
-from precast.loader.run.draws import Draw, draw_arrays
+from precast.loader.device import Device, Event
+from precast.loader.program.instructions import HostCall
+from precast.loader.program.restore import Program
+from precast.loader.run.batch import Arrays, BatchInputs
+from precast.loader.run.capture import Captures, Memory, Size, Warm
+from precast.loader.run.draws import DTYPES, Draw, draw_arrays
 from precast.loader.run.places import Places
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Step
 from precast.loader.sizing import EngineLimits
-
-Program = Callable[..., dict[str, torch.Tensor]]
+from precast.loader.torch_device import tensor_of
 
 
 class Ticket(NamedTuple):
-    """A step that was launched. `logits` are `[R, V]`, `drawn` a token id for each of the rows that draw, `[R]`.
+    """A step that was launched. It draws `num_rows` tokens, which `arrived` says are in `token_ids` on the host.
 
-    Both are on the device, and may not be computed yet.
+    `logits` are `[R, V]` on the device, of a step whose logits are wanted. `ran` says how it ran: "captured",
+    "piecewise", or why it ran op by op.
     """
 
-    logits: torch.Tensor
-    drawn: torch.Tensor | None
+    ran: str
+    padding: int
+    logits: torch.Tensor | None
+    num_rows: int
+    token_ids: torch.Tensor
+    arrived: Event
 
 
 class Runner:
@@ -49,44 +59,87 @@ class Runner:
     """
 
     def __init__(
-        self, program: Program, graph: Graph, memory: CacheMemory, device: Device, limits: EngineLimits
+        self,
+        program: Program,
+        graph: Graph,
+        memory: CacheMemory,
+        device: Device,
+        limits: EngineLimits,
+        *,
+        captured_sizes: Sequence[int] = (),
     ) -> None:
-        """Raises what `BatchInputs` raises for the graph."""
+        """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called.
+
+        Raises what `BatchInputs` raises for the graph.
+        """
         self.graph = graph
         self.device = device
         self.num_slabs = memory.num_slabs
         self.limits = limits
         self._inputs = BatchInputs(graph)
-        self._sample = registry.resolve("precast.sample", 2, torch.device(device.name))
+        on = torch.device(device.name)
+        self._sample = registry.resolve("precast.sample", 2, on)
+        self._sample_captured = registry.resolve("precast.sample", 2, on, control="static")
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
+        num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
+        # What the last step drew, for the next one; and what two steps have drawn, for the host.
+        self._drawn = tensor_of(device.alloc(8 * num_rows)).view(torch.int64)
+        self._arrivals = deque(
+            (tensor_of(device.alloc(8 * num_rows, pinned=True)).view(torch.int64), device.event()) for _ in range(2)
+        )
+        self.captures = Captures(device, [Size(n, min(n, num_rows)) for n in captured_sizes])
+        self._largest = max(captured_sizes, default=0)
         self._opened: tuple[Program, CacheMemory, Places] | None = (program, memory, places)
 
-    def launch(self, step: Step, decoding: DecodeBatch | None = None, draws: Sequence[Draw] = ()) -> Ticket:
+    def launch(self, step: Step, decoding: DecodeBatch | None = None, draws: Sequence[Draw] | None = None) -> Ticket:
         """Begin a step: copy its pages, fill its inputs, run the program, draw.
 
-        `decoding` has those of `step.decodes`. `draws`: how the token of each row of logits is drawn, in their order,
-        for all rows or, where only logits are wanted, for none.
+        `decoding` has those of `step.decodes`. `draws`: how the token of each row of logits is drawn, in their order;
+        None: the logits are wanted, and nothing is drawn.
 
-        Raises RequestError after `close`, and what the program raises.
+        At most two steps may be launched whose tokens are not collected. Raises RequestError after `close`, and what
+        the program raises.
         """
-        program, _, places = self.opened()
+        _, _, places = self.opened()
         arrays = self._inputs.arrays(step.chunks, decoding)
-        drawing = draw_arrays(draws)
+        size = None if draws is None else self.captures.size_for(step.num_tokens)
+        num_rows = len(draws or ())
         with self.device.use(), torch.inference_mode():
             self.copy_pages([*step.saves, *step.restores])
-            tensors = places.fill(arrays | drawing)
-            given = {name: tensors[name].view(1, -1) if dimensions == 2 else tensors[name]
-                     for name, dimensions in self._inputs.dimensions.items()}  # fmt: skip
-            logits = program(**given)["logits"][0]
-            drawn = self._draw(logits, {name: tensors[name] for name in drawing}) if draws else None
-        return Ticket(logits, drawn)
+            if size is None:
+                logits = self._run_eagerly(arrays, draws or ())
+                ran, padding = self._why_eager(step.num_tokens, draws), 0
+            else:
+                drawing = draw_arrays(draws or (), size.num_seqs)
+                places.fill(arrays | self._inputs.padded(arrays, *size) | drawing)
+                self.captures.replay(size, self._memory())
+                ran, padding = "captured" if self.captures.num_pieces == 1 else "piecewise", size.num_tokens
+                logits, padding = None, padding - step.num_tokens
+            if num_rows:
+                self._send(num_rows)
+        return Ticket(ran, padding, logits if draws is None else None, num_rows, *self._arrivals[0])
 
     def collect(self, ticket: Ticket) -> list[int]:
         """Wait for a step: the token id of each row that draws, -1 (`NO_TOKEN`) where its logits are not finite."""
-        if ticket.drawn is None:
+        if not ticket.num_rows:
             return []
-        token_ids: list[int] = ticket.drawn.tolist()
+        ticket.arrived.synchronize()
+        token_ids: list[int] = ticket.token_ids[: ticket.num_rows].tolist()
         return token_ids
+
+    def capture_next(self) -> None:
+        """Capture the next size; there is one. What was drawn last stays."""
+        with self.device.use(), torch.inference_mode():
+            drawn = self._drawn.clone()
+            try:
+                self.captures.capture_next(self._step_of, self._memory())
+            finally:
+                self._drawn.copy_(drawn)
+
+    def capture_all(self) -> None:
+        """Capture what is left to capture."""
+        while self.captures.num_pending:
+            self.capture_next()
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Copy pages, in this order and in that of the device's stream."""
@@ -101,16 +154,79 @@ class Runner:
         return self._opened
 
     def close(self) -> None:
-        """Drop the program with its weights, the caches, and the places of its inputs."""
+        """Drop the program with its weights, the caches, the places of its inputs, and what is captured."""
+        self.captures.drop()
         self._opened = None
         if self.device.kind == "cuda":
             torch.cuda.empty_cache()
             if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.12 and newer
                 torch.accelerator.empty_host_cache()
 
-    def _draw(self, logits: torch.Tensor, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
-        """One token a row. Without arguments all rows are greedy: what `precast.sample` gives, without its sort."""
-        if not arguments:
-            return greedy(logits)
-        drawn: torch.Tensor = self._sample(logits=logits, **arguments)
-        return drawn
+    def _run_eagerly(self, arrays: Arrays, draws: Sequence[Draw]) -> torch.Tensor:
+        """The logits `[R, V]`; where rows draw, what they drew is in `_drawn`."""
+        program, _, places = self.opened()
+        # Where all take their likeliest token, that is what `precast.sample` gives, and it need not be told.
+        drawing = draw_arrays(draws) if any(draw.temperature for draw in draws) else {}
+        tensors = places.fill(arrays | drawing)
+        if (arrays["input_ids"] < 0).any():
+            tensors["input_ids"] = self._known(tensors["input_ids"])
+        logits = program(**self._given(tensors))["logits"][0]
+        if draws:
+            arguments = {name: tensors[name] for name in drawing}
+            drawn = self._sample(logits=logits, **arguments) if drawing else greedy(logits)
+            self._drawn[: len(draws)] = drawn
+        return logits
+
+    def _step_of(self, size: Size) -> Warm:
+        """What `Captures` runs to warm up and to capture a size: a step with nothing but empty slots."""
+
+        def prepare() -> None:
+            _, _, places = self.opened()
+            nothing = self._inputs.arrays([])
+            places.fill(nothing | self._inputs.padded(nothing, *size) | draw_arrays((), size.num_seqs))
+
+        return Warm(prepare, partial(self._pieces, size))
+
+    def _pieces(self, size: Size) -> Iterator[HostCall]:
+        """A step of this size over whatever its places hold, cut in front of the calls that read the host."""
+        program, _, places = self.opened()
+        nothing = self._inputs.arrays([])
+        lengths = {name: len(values) for name, values in self._inputs.padded(nothing, *size).items()}
+        tensors = {name: tensor[: lengths.get(name)] for name, tensor in places.tensors.items()}
+        tensors["input_ids"] = self._known(tensors["input_ids"])
+        outputs: dict[str, torch.Tensor] = {}
+        yield from program.cut(outputs, **self._given(tensors))
+        drawing = {name: tensors[name][: size.num_seqs] for name in DTYPES}
+        self._drawn[: size.num_seqs] = self._sample_captured(logits=outputs["logits"][0], **drawing)
+
+    def _memory(self) -> Memory:
+        program, _, places = self.opened()
+        return Memory(places.address, program.num_binds)
+
+    def _given(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The graph's inputs, with the dimensions that it gives them."""
+        return {name: tensors[name].view(1, -1) if dimensions == 2 else tensors[name]
+                for name, dimensions in self._inputs.dimensions.items()}  # fmt: skip
+
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
+        """`ids` `[T]` with what was drawn last in the place of `-1 - row`, and 0 where that is no token."""
+        drawn = self._drawn[(-1 - ids).clamp_(min=0)]
+        return torch.where(ids < 0, drawn, ids).clamp_(min=0)
+
+    def _send(self, num_rows: int) -> None:
+        """Copy what was drawn to the host; nobody waits for it here."""
+        self._arrivals.rotate()
+        token_ids, arrived = self._arrivals[0]
+        token_ids[:num_rows].copy_(self._drawn[:num_rows], non_blocking=True)
+        arrived.record()
+
+    def _why_eager(self, num_tokens: int, draws: Sequence[Draw] | None) -> str:
+        if draws is None:
+            return "logits are wanted"
+        if not self._largest:
+            return "capture is off"
+        if num_tokens > self._largest:
+            return "more tokens than any captured size"
+        if self.captures.failure:
+            return "memory ran out for graphs"
+        return "not captured yet" if self.captures.num_pending else "no captured size is near enough"

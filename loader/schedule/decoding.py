@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -37,6 +37,7 @@ class DecodeBatch:
         self._sizes: Ints = np.array(sizes, np.int64).reshape(-1, 1)
         self._token_ids: Ints = np.zeros(capacity, np.int64)
         self._positions: Ints = np.zeros(capacity, np.int64)  # of the tokens that the next step computes
+        self._last_positions: Ints = np.zeros(capacity, np.int64)  # of the last tokens that are ever computed
         self._last_pages: Ints = np.zeros((len(sizes), capacity), np.int64)
         self._first: Ints = np.zeros((len(sizes), capacity), np.int64)  # pages evicted
         self._counts: Ints = np.zeros((len(sizes), capacity), np.int64)  # pages held
@@ -47,6 +48,7 @@ class DecodeBatch:
         self._slots = np.zeros((len(self._states), capacity), np.int32)
         self._pages: list[list[array[int]]] = [[] for _ in sizes]
         self._bounds = np.arange(capacity + 1, dtype=np.int32)
+        self._references: Ints = -1 - np.arange(capacity, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -57,6 +59,7 @@ class DecodeBatch:
         assert request.num_pending == 1
         self._token_ids[index] = request.token_ids[-1]
         self._positions[index] = len(request.token_ids) - 1
+        self._last_positions[index] = request.max_length - 2
         self.requests.append(request)
         request.decode_index = index
         for lists, name in zip(self._pages, self._paged, strict=True):
@@ -73,7 +76,8 @@ class DecodeBatch:
         if index != last:
             self.requests[index] = moved
             moved.decode_index = index
-            self._token_ids[index], self._positions[index] = self._token_ids[last], self._positions[last]
+            for column in (self._token_ids, self._positions, self._last_positions):
+                column[index] = column[last]
             for table in (self._last_pages, self._first, self._counts, self._ends, self._unseen, self._slots):
                 table[:, index] = table[:, last]
         for lists in self._pages:
@@ -128,17 +132,27 @@ class DecodeBatch:
         requests = self.requests
         return [requests[index].table for index in indices.tolist()]
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Each sequence's token has been computed, and its next one is known: in the order of `requests`.
+    def advance(self) -> None:
+        """Each sequence's token is computed by a step that was launched, which draws the next one in the same row.
 
-        One token each: the one that was pending is computed, and another is pending.
+        One token each: the one that was pending is computed, and another is pending, unknown as yet.
         """
         count = len(self.requests)
-        assert len(token_ids) == count
-        self._token_ids[:count] = token_ids
+        self._token_ids[:count] = self._references[:count]
         self._positions[:count] += 1
-        for request, token_id in zip(self.requests, token_ids, strict=True):
-            request.token_ids.append(token_id)
+        for row, request in enumerate(self.requests):
+            request.expect(row)
+
+    def learn(self, requests: Iterable[Request]) -> None:
+        """Tokens of these requests have arrived; some of the requests may not be here."""
+        for request in requests:
+            if request.decode_index >= 0 and not request.num_unknown:
+                self._token_ids[request.decode_index] = request.token_ids[-1]
+
+    def full(self) -> list[Request]:
+        """The requests of which no more tokens are computed: with the one that is pending they have all."""
+        count = len(self.requests)
+        return [self.requests[i] for i in np.flatnonzero(self._positions[:count] > self._last_positions[:count])]
 
     def of_length(self, length: int) -> list[Request]:
         """The requests that have `length` tokens, the one to compute included."""
@@ -147,7 +161,10 @@ class DecodeBatch:
     # --- what a step takes -------------------------------------------------------------------------------------
 
     def tokens(self) -> tuple[Ints, Ints, npt.NDArray[np.int32]]:
-        """The next tokens `[B]`, their positions `[B]`, and `cu_seqlens` `[B + 1]`: views."""
+        """The next tokens `[B]`, their positions `[B]`, and `cu_seqlens` `[B + 1]`: views.
+
+        A token below 0 is not known yet: `CachedSequence`.
+        """
         count = len(self.requests)
         return self._token_ids[:count], self._positions[:count], self._bounds[: count + 1]
 

@@ -45,6 +45,7 @@ class Request(CachedSequence):
 
     @property
     def num_generated(self) -> int:
+        """Tokens of its answer, those included that are not known yet."""
         return len(self.token_ids) - self.prompt_length
 
     @property
@@ -96,6 +97,10 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.decodes, *(chunk.request for chunk in self.chunks)]
 
     @property
     def sampled(self) -> list[Request]:

@@ -10,13 +10,16 @@ are given up, and then running requests are preempted: the lowest priority first
 the head of their priority and are computed again. A request that waits takes places and pages too, but only from
 those of a strictly lower priority, so nobody is preempted by those that it was preempted for. The oldest request of the
 highest priority is never preempted for others, and what `check` let through fits the cache alone, so it always goes on.
+
+A step can be scheduled before the tokens of those launched before it are known (`launched`, `arrived`): a sequence then
+has unknown tokens at its end. Nobody is preempted meanwhile, and nobody is computed anew.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from precast.ir.errors import RequestError
@@ -31,6 +34,10 @@ RETRY_STEPS = 16
 """A request that found no room is looked at again when another ends, or after so many steps."""
 
 _rank_of = attrgetter("rank")
+
+
+class _Unsettled(Exception):
+    """What is to be scheduled depends on what is in flight."""
 
 
 class Scheduler:
@@ -61,6 +68,8 @@ class Scheduler:
         self._waiting: list[Request] = []  # in the order of their ranks
         self._chunked: dict[int, Request] = {}  # running, computed in chunks: prompts, and what restarts
         self._steps_to_wait = 0  # before the first in the queue is looked at again
+        self._held: dict[int, Request] = {}  # their last token is in flight: to end, or to be computed anew
+        self._in_flight = 0  # steps that were launched and have not arrived
         self._is_short = False  # of pages, in this step: one that runs was preempted as another grew
 
     @property
@@ -69,7 +78,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._chunked) + len(self.decoding)
+        return len(self._chunked) + len(self.decoding) + len(self._held)
 
     def check(self, prompt_length: int, max_length: int) -> None:
         """Raise RequestError for a request that the empty cache can't hold, however small its chunks are."""
@@ -91,7 +100,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended or is cancelled, and give back its pages; its prefix stays known."""
-        if request.is_decoding or request.id in self._chunked:
+        if self._runs(request):
             self._stop(request)
             return
         index = bisect_left(self._waiting, request.rank, key=_rank_of)
@@ -102,8 +111,21 @@ class Scheduler:
 
     # --- a step --------------------------------------------------------------------------------------------------
 
+    def schedule_ahead(self) -> Step | None:
+        """The next step while others are in flight. None: these must arrive first.
+
+        That is where somebody has to give up pages or a place: what is in flight may end, and free them.
+        """
+        try:
+            return self.schedule()
+        except _Unsettled:
+            return None
+
     def schedule(self) -> Step:
-        """The next step; empty only when nothing waits or runs. Takes pages and admits, but computes nothing."""
+        """The next step; empty only when nothing waits or runs but what ends with a step in flight.
+
+        Takes pages and admits, but computes nothing. With steps in flight: `schedule_ahead`.
+        """
         self._steps_to_wait = max(0, self._steps_to_wait - 1)
         self._is_short = False
         self._grow_decoding()
@@ -120,57 +142,101 @@ class Scheduler:
         restores = [copy for chunk in chunks for copy in self._prefixes.restores(chunk.request)]
         return Step(list(self.decoding.requests), chunks, self._prefixes.take_saves(), restores)
 
-    def complete(self, step: Step, token_ids: Sequence[int]) -> None:
-        """The step is computed; `token_ids` are what was drawn for `step.sampled`. Nothing changed since `schedule`.
+    def launched(self, step: Step) -> None:
+        """The step will be computed: its requests go on as if it were. Nothing changed since `schedule`.
 
-        A request that got `NO_TOKEN` is removed: its caches may hold what is no number, so nothing of it is reused.
+        Each of `step.sampled` has one token more, unknown until `arrived`. Steps arrive in the order of their launch.
         """
-        count = len(step.decodes)
-        failed = []
-        if NO_TOKEN in token_ids:
-            failed = [request for request, token in zip(step.sampled, token_ids, strict=True) if token == NO_TOKEN]
-        for request in failed:  # before anything of it becomes known
-            self._prefixes.withdraw(request)
+        self._in_flight += 1
         self._prefixes.saved()
-        if count:
-            self.decoding.advance(token_ids[:count])
+        if step.decodes:
+            self.decoding.advance()
+            for request in self.decoding.full():
+                self.decoding.remove(request)
+                self._held[request.id] = request
             if self._restart_length is not None:
                 for request in self.decoding.of_length(self._restart_length):
                     self.decoding.remove(request)
-                    self._chunked[request.id] = request
-                    self._restart(request)
-        drawn = iter(token_ids[count:])
+                    self._held[request.id] = request
+        rows = itertools.count(len(step.decodes))
         for chunk in step.chunks:
-            self._complete_chunk(chunk, next(drawn) if chunk.samples else None)
-        assert next(drawn, None) is None, "more tokens than sequences that sample"
+            self._launched_chunk(chunk, next(rows) if chunk.samples else None)
+
+    def arrived(self, step: Step, token_ids: Sequence[int]) -> None:
+        """What the first of the launched steps has drawn: `token_ids` for `step.sampled`.
+
+        A request that got `NO_TOKEN` is removed: its caches may hold what is no number, so nothing of it is reused.
+        """
+        self._in_flight -= 1
+        sampled = step.sampled
+        for request, token_id in zip(sampled, token_ids, strict=True):
+            if request.num_unknown:
+                request.learn(token_id)
+        failed = []
+        if NO_TOKEN in token_ids:
+            failed = [request for request, token in zip(sampled, token_ids, strict=True) if token == NO_TOKEN]
+        for request in failed:  # before anything of it becomes known
+            self._prefixes.withdraw(request)
         for request in failed:
-            self.remove(request)
-            request.token_ids.pop()
+            if self._runs(request):
+                self.remove(request)
+                request.forget_unknown()
+                request.token_ids.pop()
+        self.decoding.learn(sampled)
+        for chunk in step.chunks:
+            if chunk.samples and self._runs(chunk.request):
+                self._prefixes.prove(chunk.request)
+        for request in [request for request in self._held.values() if self._is_to_restart(request)]:
+            del self._held[request.id]
+            self._chunked[request.id] = request
+            self._restart(request)
+
+    def complete(self, step: Step, token_ids: Sequence[int]) -> None:
+        """The step is launched and has arrived: for whoever looks at one step at a time."""
+        self.launched(step)
+        self.arrived(step, token_ids)
 
     def abandon(self, step: Step) -> None:
-        """The step failed. Pages are written again as they were, but states may have been changed: they start anew."""
+        """The step was not launched. Pages are written again as they were, but states may have been changed: they
+        start anew. What was launched before has arrived.
+        """
+        assert not self._in_flight
         if not self._tables.plan.states:
             return
         self._prefixes.drop_points()
-        for request in [*step.decodes, *(chunk.request for chunk in step.chunks)]:
-            self._stop(request, keep=False)
-            self._enqueue(request)
+        self._start_anew([*step.decodes, *(chunk.request for chunk in step.chunks)])
 
-    def _complete_chunk(self, chunk: Chunk, token_id: int | None) -> None:
+    def rollback(self, steps: Sequence[Step]) -> None:
+        """Launched steps that will not arrive: their requests go back to what is known, and are computed anew."""
+        self._in_flight = 0
+        self._prefixes.drop_points()
+        self._start_anew([request for step in steps for request in step.requests])
+
+    def _start_anew(self, requests: Iterable[Request]) -> None:
+        for request in dict.fromkeys(requests):
+            if self._runs(request):
+                self._stop(request, keep=False)
+                request.forget_unknown()
+                request.num_computed = 0
+                self._enqueue(request)
+
+    def _is_to_restart(self, request: Request) -> bool:
+        return request.num_known == len(request.token_ids) == self._restart_length
+
+    def _launched_chunk(self, chunk: Chunk, row: int | None) -> None:
         request = chunk.request
         request.num_pending -= chunk.length
         self._prefixes.restored(request)
         self._prefixes.register(request)
         self._tables.evict(request.table, request.num_computed)
-        if token_id is None:
+        if row is None:
             return
-        self._prefixes.prove(request)
-        request.token_ids.append(token_id)
+        request.expect(row)
         request.num_pending += 1
-        if len(request.token_ids) == self._restart_length:
-            self._restart(request)
+        del self._chunked[request.id]
+        if len(request.token_ids) in (self._restart_length, request.max_length):
+            self._held[request.id] = request
         else:
-            del self._chunked[request.id]
             self.decoding.add(request)
 
     def _restart(self, request: Request) -> None:
@@ -299,7 +365,7 @@ class Scheduler:
             if request.runs_alone or others[0].runs_alone:
                 is_enough = len(lower) == len(others)
             else:
-                has_place = len(others) < min(self._max_num_seqs, self._max_num_tokens)
+                has_place = self.num_running < min(self._max_num_seqs, self._max_num_tokens)
                 if not has_place and not lower:
                     return None
                 match = self._match(request)
@@ -358,11 +424,16 @@ class Scheduler:
         """The running request that is preempted first."""
         return max(self._running(), key=_rank_of)
 
+    def _runs(self, request: Request) -> bool:
+        return request.is_decoding or request.id in self._chunked or request.id in self._held
+
     def _running(self) -> list[Request]:
         return [*self.decoding.requests, *self._chunked.values()]
 
     def _preempt_last(self) -> None:
         """Preempt the last of those that run; the only one has its pages on too many slabs, and is to run alone."""
+        if self._in_flight:
+            raise _Unsettled
         self._is_short = True
         last = self._last()
         if self.num_running == 1:
@@ -372,6 +443,8 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages; it waits to be computed again."""
+        if self._in_flight:
+            raise _Unsettled
         self.num_preemptions += 1
         self._stop(request)
         self._enqueue(request)
@@ -381,7 +454,7 @@ class Scheduler:
         if request.is_decoding:
             self.decoding.remove(request)
         else:
-            del self._chunked[request.id]
+            del (self._chunked if request.id in self._chunked else self._held)[request.id]
         self._release(request, keep=keep)
         self._steps_to_wait = 0
 

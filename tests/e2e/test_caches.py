@@ -142,6 +142,7 @@ def preempt_youngest(engine: Engine, prompt: list[int]) -> None:
         if len(tokens) == 5 and engine.stats.preemptions == before:
             (running,) = engine._scheduler.decoding.requests
             assert running.id == request
+            engine._land()  # nobody is preempted with a step in flight
             engine._scheduler.preempt(running)
     assert len(tokens) == NUM_TOKENS
 

@@ -14,6 +14,7 @@ from recitation import MODEL, RECITE, run_precast
 
 import precast
 from precast.cli.main import main
+from precast.ir.errors import CODES
 from precast.loader.cache.tables import PoolUsage
 from precast.loader.engine.results import EngineStats
 
@@ -124,8 +125,8 @@ def test_views_of_the_walkthrough(view: str, folder: Path) -> None:
     assert [line for line in shown if line not in printed] == []
 
 
-@pytest.mark.parametrize("options", ["--kernels", "--kernels --target cpu"])
-def test_kernels_of_the_command_line(options: str, folder: Path) -> None:
+@pytest.mark.parametrize("options", ["--kernels", "--kernels --target cpu", "--capture --target sm_75"])
+def test_views_of_the_command_line(options: str, folder: Path) -> None:
     page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     shown = [line for line in indented(page, f"    $ precast inspect recite.bundle {options}\n") if line.strip(".")]
     printed = CliRunner().invoke(main, ["inspect", str(folder / "recite.bundle"), *options.split()]).stdout.splitlines()
@@ -201,6 +202,25 @@ def test_tables_of_the_python_api_are_whole(public: Callable[..., object], headi
     rows = re.findall(r"^\| `\.?(\w+)`", section, flags=re.MULTILINE)
 
     assert [name for name in options if name not in rows] == []
+
+
+def test_table_of_refused_requests_is_whole() -> None:
+    """The codes that the loader's sources raise as RequestError, but for that of a program that is called by hand."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "loader").rglob("*.py")]
+    raised = {code for source in sources for code in re.findall(r'RequestError\(\s*"([\w-]+)"', source)}
+    table = PYTHON_API.partition("\nWhat a request, or a call of the engine, can be refused for.")[2]
+
+    rows = re.findall(r"^\| `([\w-]+)` \|", table, flags=re.MULTILINE)
+
+    assert sorted(rows) == sorted(raised - {"input-mismatch"} | {"tokenizer-invalid"})
+
+
+def test_codes_of_the_python_api_exist() -> None:
+    rows = re.findall(r"^\| (`[\w-]+-[\w-]+`(?:, `[\w-]+`)*) \|", PYTHON_API, flags=re.MULTILINE)
+    codes = [code.strip("`") for row in rows for code in row.split(", ")]
+
+    assert len(codes) > 20
+    assert [code for code in codes if code not in CODES] == []
 
 
 def test_refusal_of_capture_is_what_the_build_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,7 @@ def preempt_youngest(engine: Engine) -> None:
         tokens += [token for event in engine.step() for token in event.token_ids]
         if len(tokens) == 5 and not preempted:
             (running,) = engine._scheduler.decoding.requests
+            engine._land()  # nobody is preempted with a step in flight
             engine._scheduler.preempt(running)
             preempted = True
     assert len(tokens) == NUM_TOKENS

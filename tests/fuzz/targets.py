@@ -97,11 +97,13 @@ def _opened() -> Bundle:
 
 def _show(data: bytes, folder: Path) -> None:
     """What `precast inspect` and `precast diff` do with a graph that the verifier accepts."""
-    from precast.cli import compare, show
+    from precast.cli import capture_view, compare, show
+    from precast.kernels.use import GPU
 
     bundle = msgspec.structs.replace(_opened(), path=folder, graph=_graph(data))
     for report in (show.summary, show.graph, show.passes, show.weights, show.cache):
         report(bundle)
+    capture_view.capture(bundle, GPU)
     compare.difference(_opened(), bundle)
 
 
@@ -210,8 +212,8 @@ def _config(data: bytes, folder: Path) -> None:
 
 def _generation_config(data: bytes, folder: Path) -> None:
     """The JSON beside a config: what says how answers end, and how the checkpoint is quantised."""
-    from precast.builder.source.facts import GENERATION
     from precast.builder.source.quantised_options import FILES
+    from precast.builder.source.small_files import GENERATION
     from precast.builder.source.source import open_source
 
     (folder / "config.json").write_text('{"model_type": "llama"}')

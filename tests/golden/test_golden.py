@@ -41,3 +41,17 @@ def test_it_loads_and_gives_the_tokens_that_it_gave(version: str) -> None:
     with precast.load(HERE / version / "recite.bundle", weights=CHECKPOINT, device="cpu") as engine:
         (output,) = engine.generate([expected["prompt"]], params)
     assert list(output.token_ids) == expected["tokens"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_its_steps_are_captured_as_it_says_or_else_as_the_loader_plans(version: str) -> None:
+    expected = json.loads((HERE / version / "expected.json").read_text())
+    bundle = Bundle.open(HERE / version / "recite.bundle")
+    assert bundle.graph.capture.sizes == tuple(expected.get("captured_sizes", ()))
+
+    params = precast.SamplingParams(max_tokens=len(expected["tokens"]))
+    with precast.load(bundle, weights=CHECKPOINT, device="cpu", capture="before", max_num_tokens=4) as engine:
+        (output,) = engine.generate([expected["prompt"]], params)
+        assert (engine.stats.graphs, engine.stats.eager_steps) == (3, 0)
+
+    assert list(output.token_ids) == expected["tokens"]

@@ -9,7 +9,7 @@ import pytest
 
 from precast.ir import limits
 from precast.ir.artifact import Bundle
-from precast.ir.errors import BundleError, PrecastError, printable, shown, some
+from precast.ir.errors import BundleError, PrecastError, printable, shown, shown_value, some
 from precast.ir.graph.schema import Block, Call, Node, Ref
 
 FORGED = "a\n  code: fine\x1b[2J"
@@ -21,6 +21,14 @@ def test_what_is_shown_of_a_name() -> None:
     assert shown("\u202ex\u2028") == r"\u202ex\u2028"
     assert shown("x" * 1000) == "x" * limits.MAX_SHOWN + "... (1000 characters)"
     assert some([FORGED]) == [r"a\n  code: fine\x1b[2J"]
+
+
+def test_what_is_shown_of_a_value() -> None:
+    assert shown_value(FORGED) == r"'a\n  code: fine\x1b[2J'"
+    assert shown_value([1.5, None]) == "[1.5, None]"
+    assert shown_value("x" * 1000) == "'" + "x" * (limits.MAX_SHOWN - 1) + "... (1002 characters)"
+    assert shown_value(10**5000) == "an integer of 16610 bits"
+    assert shown_value([10**5000]) == "a list"
 
 
 def test_lines_of_a_message_stay() -> None:
@@ -40,7 +48,7 @@ def test_an_error_is_printable_and_cut() -> None:
         hostile.graph(main=[Node(FORGED, {"self": Ref("x")}, (hostile.value("y", "T"),))]),
         hostile.graph(main=[hostile.relu("x", FORGED, "T")]),
         hostile.graph(blocks=[Block(FORGED, (), (), (), (), ())], main=[Call(FORGED, {}, ())]),
-        hostile.graph(inputs=[hostile.value("i", FORGED)]),
+        hostile.graph(given=[hostile.value("i", FORGED)]),
     ],
     ids=["op", "value", "block", "symbol"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -63,8 +64,9 @@ def no_waiting() -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
     def context() -> Iterator[None]:
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it doesn't see every wait
+                torch.cuda.set_sync_debug_mode("error")
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")

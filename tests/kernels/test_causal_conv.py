@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from op_samples.draw import Draw
+from captured_steps import STEPS, stateful_step
+from op_samples.draw import Draw, Sample
 from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, causal_conv1d_update
 
 from precast.kernels.causal_conv import gathered
-from precast.kernels.causal_conv.causal_conv import causal_conv, stateful_causal_conv
+from precast.kernels.causal_conv.causal_conv import STATEFUL_CAUSAL_CONV, causal_conv, stateful_causal_conv
 
 each_form = pytest.mark.parametrize("conv", [causal_conv, gathered.causal_conv], ids=["reference", "implementation"])
 each_stateful = pytest.mark.parametrize(
@@ -52,6 +53,17 @@ def test_states_are_copies_of_tokens(conv: Callable[..., torch.Tensor], draw: Dr
 
     assert torch.equal(state[1], x[0, 4:7].T)
     assert torch.equal(state[0], torch.cat((before[0, :, 2:], x[0, 7:9].T), 1))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_with_unused_sequences(
+    step: str, draw: Draw, copied: Callable[[Sample], Sample], same: Callable[..., None]
+) -> None:
+    sample = stateful_step("causal_conv", draw, step, channels=5, taps=4)
+    expected = copied(sample)
+
+    same(STATEFUL_CAUSAL_CONV, gathered.stateful_causal_conv(**sample), stateful_causal_conv(**expected))
+    same(STATEFUL_CAUSAL_CONV, sample["state"], expected["state"])
 
 
 @each_stateful

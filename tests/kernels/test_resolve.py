@@ -11,11 +11,14 @@ from msgspec.structs import replace
 
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph.schema import Dtype, Node, Ref, TensorType, Value
+from precast.ir.graph.symbols import add
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.kernels.choices import Case, Measured, all_records, cases, records_of, resolve
+from precast.kernels.latent_attention.limits import MAX_ABSORBED
 from precast.kernels.records import Condition, Record, nothing
 from precast.kernels.sources import digest, sources
+from precast.kernels.stateful.limits import MAX_WALKED
 from precast.kernels.use import GPU, Target, Use, types_in, use_of
 
 CPU = Target("cpu")
@@ -118,7 +121,7 @@ def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
     assert resolve(found["y"]).reason == f"the only one; not triton.paged_attention: {wanted}"
     assert resolve(found["write"]).reason == f"the only one; not triton.write_kv: {wanted}"
     kept = [record.min_capability for record in all_records() if record.kind == "triton"]
-    assert kept == [(8, 0)] * 3
+    assert set(kept) == {(8, 0)}
 
 
 def test_a_cache_of_8_bits_wants_a_gpu_that_converts() -> None:
@@ -257,6 +260,101 @@ def test_what_was_measured_comes_first() -> None:
     assert resolve(use, {"T": 64}, measured=measured) == (resolve(uses(CPU)["y"]).record, "measured")
     assert resolve(use, {"T": 65}, measured=measured).record.name == "triton.paged_attention"
     assert [case.sizes for case in cases(use, measured=measured)] == [{"T": (0, 64)}, {"T": (65, None)}]
+
+
+def recurrence(dtype: Dtype) -> Use:
+    """A recurrence of steps of T tokens and B sequences."""
+    tokens, ints = TensorType(dtype, (1, "T", 8)), TensorType("int32", ("B",))
+    types = {
+        "x": tokens, "factor": tokens, "state": TensorType("float32", ("P", 8)), "slots": ints, "kv_lens": ints,
+        "cu_seqlens": TensorType("int32", (add("B", 1),)),
+    }  # fmt: skip
+    node = Node("precast.stateful_linear_recurrence", {name: Ref(name) for name in types}, (Value("y", tokens),))
+    return use_of(node, types, GPU)
+
+
+def test_steps_of_many_tokens_are_not_walked_one_by_one() -> None:
+    few, many = cases(recurrence("bfloat16"))
+
+    assert (few.sizes, many.sizes) == ({"T": (0, MAX_WALKED)}, {"T": (MAX_WALKED + 1, None)})
+    assert few.choice == (records_of("precast.stateful_linear_recurrence", 1)[0], "the fastest of 2")
+    assert (few.choice.record.kind, few.choice.record.control) == ("triton", "static")
+    assert not few.choice.record.allocates
+    assert many.choice.record.name == "torch.stateful_linear_recurrence"
+    assert many.choice.record.control == "host"
+
+
+def test_walks_compute_in_float32() -> None:
+    (case,) = cases(recurrence("float64"))
+
+    assert case.choice.record.name == "torch.stateful_linear_recurrence"
+    assert case.choice.reason.endswith("x is float64, it takes float16, bfloat16, float32")
+
+
+def latents(latent: int, cached: Dtype) -> Use:
+    """Latent attention over a cache of this type, with a rope part of 64."""
+    q, ints = TensorType("bfloat16", (1, "T", 16, 192)), TensorType("int32", ("B",))
+    types = {
+        "q": q, "cache": TensorType(cached, ("P", 16, latent + 64)), "kv_lens": ints, "page_start": ints,
+        "weight": TensorType("bfloat16", (16 * 256, latent)), "page_indices": TensorType("int32", ("N",)),
+        **dict.fromkeys(("cu_seqlens", "page_indptr"), TensorType("int32", (add("B", 1),))),
+    }  # fmt: skip
+    result = Value("y", TensorType("bfloat16", (1, "T", 16, 128)))
+    node = Node("precast.paged_latent_attention", {name: Ref(name) for name in types}, (result,))
+    return use_of(node, types, GPU)
+
+
+def test_latents_are_absorbed_on_the_device_in_steps_of_few_tokens() -> None:
+    few, many = cases(latents(512, "float8_e4m3fn"))
+
+    assert (few.sizes, many.sizes) == ({"T": (0, MAX_ABSORBED)}, {"T": (MAX_ABSORBED + 1, None)})
+    assert few.choice.record.name == "triton.paged_latent_attention"
+    assert few.choice.record.control == "static"
+    assert many.choice.record.name == "torch.paged_latent_attention"
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (latents(513, "bfloat16"), "it wants a latent of at most 512 elements, and 64 that heads share"),
+        (latents(512, "float8_e4m3fn")._replace(target=OLD), "it wants compute capability 8.9 or higher for a cache"),
+    ],
+    ids=["large", "float8"],
+)
+def test_latents_that_triton_does_not_take(use: Use, reason: str) -> None:
+    (case,) = cases(use)
+
+    assert case.choice.record.name == "torch.paged_latent_attention"
+    assert reason in case.choice.reason
+
+
+def grouped_products(dtype: Dtype, outer: int) -> Use:
+    """Products of tokens with the weights of 8 experts."""
+    rows, weight = TensorType(dtype, ("T", 64)), TensorType(dtype, (8, outer, 64))
+    types = {"x": rows, "weight": weight, "expert_ids": TensorType("int64", ("T",))}
+    result = Value("y", TensorType(dtype, ("T", outer)))
+    return use_of(Node("precast.grouped_linear", {name: Ref(name) for name in types}, (result,)), types, GPU)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "outer", "capability", "control"),
+    [
+        ("bfloat16", 32, (9, 0), "static"),
+        ("bfloat16", 32, (10, 0), "static"),
+        ("bfloat16", 32, (8, 0), "host"),
+        ("bfloat16", 32, (12, 0), "host"),
+        ("bfloat16", 30, (8, 0), "static"),
+        ("float16", 32, (8, 0), "static"),
+    ],
+)
+def test_grouped_products_read_the_host_where_torch_has_no_kernel(
+    dtype: Dtype, outer: int, capability: tuple[int, int], control: str
+) -> None:
+    use = grouped_products(dtype, outer)
+
+    (case,) = cases(use._replace(target=Target("cuda", capability)))
+
+    assert case.choice.record.control == control
 
 
 # --- the records themselves --------------------------------------------------------------------------------------

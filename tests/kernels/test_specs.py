@@ -18,7 +18,7 @@ from op_samples.table import SAMPLES, samples_of
 from precast.ir.graph.schema import TensorType
 from precast.ir.ops import table as ops
 from precast.kernels import dtypes, registry
-from precast.kernels.choices import fastest
+from precast.kernels.choices import runnable
 from precast.kernels.fakes import fake_of
 from precast.kernels.spec import OpSpec
 
@@ -58,6 +58,13 @@ def types_of(sample: Mapping[str, Any]) -> dict[str, Any]:
             value = TensorType(dtypes.NAMES[value.dtype], tuple(value.shape))
         found[name] = dtypes.NAMES[value] if isinstance(value, torch.dtype) else value
     return found
+
+
+def implementations_on(spec: OpSpec, device: torch.device) -> list[Callable[..., Any]]:
+    """All that computes the op on a device, but for the reference where there is more."""
+    records = runnable(spec.name, spec.version, registry.target_of(device))
+    others = [record for record in records if not record.name.startswith("reference.")]
+    return [registry.function_of(record) for record in others or records]
 
 
 def keyword_only_of(spec: OpSpec) -> set[str]:
@@ -133,14 +140,14 @@ def test_samples_have_the_axes_and_dtypes_of_the_spec(
 def test_real_fake_and_shape_rule_agree(
     spec: OpSpec, dtype: torch.dtype, device: torch.device, results: Callable[[Any], tuple[torch.Tensor, ...]]
 ) -> None:
-    implementation = registry.resolve(spec.name, spec.version, device)
+    implementations = implementations_on(spec, device)
     for sample in samples_of(spec, Draw(dtype, device)):
         meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
         expected = spec.definition.shape_rule(types_of(sample))
         fake = results(fake_of(spec.definition)(**meta))
-        real = results(implementation(**sample))
+        real = [results(implementation(**sample)) for implementation in implementations]
 
-        for found in (fake, real):
+        for found in (fake, *real):
             assert [(dtypes.NAMES[x.dtype], tuple(x.shape)) for x in found] == [(t.dtype, t.shape) for t in expected]
             assert all(x.is_contiguous() for x in found)
 
@@ -154,17 +161,19 @@ def test_implementation_agrees_with_the_reference(
     same: Callable[..., None],
     copied: Callable[[Sample], Sample],
 ) -> None:
-    implementation = registry.resolve(spec.name, spec.version, device)
+    implementations = implementations_on(spec, device)
     for sample in samples_of(spec, Draw(dtype, device)):
         # The reference on the host: what a GPU computes is compared with something that doesn't run on it.
         at_home = {name: x.cpu().clone() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
         expected = spec.reference(**at_home)
-        found = implementation(**sample)
+        for implementation in implementations:
+            given = copied(sample)
+            found = implementation(**given)
 
-        moved = found if device.type == "cpu" else _to_cpu(found)
-        same(spec, moved, expected)
-        for name in spec.definition.mutated:
-            same(spec, sample[name].cpu(), at_home[name])
+            moved = found if device.type == "cpu" else _to_cpu(found)
+            same(spec, moved, expected)
+            for name in spec.definition.mutated:
+                same(spec, given[name].cpu(), at_home[name])
 
 
 def _to_cpu(result: Any) -> Any:
@@ -178,7 +187,7 @@ def _to_cpu(result: Any) -> Any:
 def test_only_declared_arguments_are_written(
     spec: OpSpec, dtype: torch.dtype, device: torch.device, copied: Callable[[Sample], Sample]
 ) -> None:
-    for function in (spec.reference, registry.resolve(spec.name, spec.version, device)):
+    for function in (spec.reference, *implementations_on(spec, device)):
         for sample in samples_of(spec, Draw(dtype, device)):
             before = copied(sample)
             function(**sample)
@@ -206,14 +215,15 @@ def test_results_are_new_memory(
 def test_cuda_implementation_does_not_wait_for_the_device(
     spec: OpSpec, dtype: torch.dtype, no_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    chosen = fastest(spec.name, spec.version, registry.target_of(torch.device("cuda")))
-    if chosen.control == "host":
+    records = runnable(spec.name, spec.version, registry.target_of(torch.device("cuda")))
+    static = [registry.function_of(record) for record in records if record.control == "static"]
+    if not static:
         pytest.skip("reads metadata on the host")
-    implementation = registry.function_of(chosen)
     for sample in samples_of(spec, Draw(dtype, torch.device("cuda"))):
-        implementation(**sample)  # compiles
-        with no_waiting():
-            implementation(**sample)
+        for implementation in static:
+            implementation(**sample)  # compiles
+            with no_waiting():
+                implementation(**sample)
 
 
 @each_op

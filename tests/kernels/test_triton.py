@@ -19,17 +19,35 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SHARED_BYTES = 160 * 1024
 
 
-def test_kernels_are_the_references_in_the_interpreter() -> None:
-    file = Path(__file__).with_name("interpreted_triton.py")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
-        cwd=file.parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"},
+ANYWHERE = ("walked_states.py", "absorbed_latents.py")
+"""Files whose tests run in the interpreter and on GPUs."""
+
+
+@pytest.mark.parametrize("file", ["interpreted_triton.py", *ANYWHERE])
+def test_kernels_are_the_references_in_the_interpreter(file: str) -> None:
+    run = results_of(file, "1")
+
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file", ANYWHERE)
+def test_kernels_are_the_references_on_a_gpu(file: str) -> None:
+    run = results_of(file, "0")
+
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def results_of(file: str, interpret: str) -> subprocess.CompletedProcess[str]:
+    """The tests of a file beside this one, run in a process of its own."""
+    path = Path(__file__).with_name(file)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+        cwd=path.parents[2],
+        env=os.environ | {"TRITON_INTERPRET": interpret, "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
     )
-
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def compiled(kernel: Any, constants: dict[str, Any], pointers: dict[str, str], options: dict[str, int]) -> Any:
@@ -39,7 +57,7 @@ def compiled(kernel: Any, constants: dict[str, Any], pointers: dict[str, str], o
 
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        default = "fp32" if name in ("scale", "soft_cap") else "i32"
+        default = "fp32" if name in ("scale", "soft_cap", "epsilon") else "i32"
         signature[name] = "constexpr" if name in constants else pointers.get(name, default)
         if name in pointers or ("stride" in name and name not in constants):
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -131,6 +149,81 @@ def test_write_kv_compiles_for_hopper(new: str, cache: str) -> None:
     # One conversion to float8, by the hardware, which rounds to nearest even; numbers were limited before.
     assert ("cvt.rn.satfinite.e4m3x2.f32" in found["ptx"]) == (cache == "fp8e4nv")
     assert ("min.NaN" in found["ptx"]) == (cache == "fp8e4nv")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("num_tokens", "cache", "capability", "rows"),
+    [(64, "bf16", (9, 0), 64), (64, "fp8e4nv", (9, 0), 32), (64, "bf16", (8, 9), 16), (1, "bf16", (9, 0), 16)],
+)
+def test_latent_attention_compiles_for_hopper(
+    num_tokens: int, cache: str, capability: tuple[int, int], rows: int
+) -> None:
+    """Of DeepSeek-V3's sizes, with the blocks of a compute capability."""
+    from precast.kernels.latent_attention import triton as kernels
+
+    cached = torch.float8_e4m3fn if cache == "fp8e4nv" else torch.bfloat16
+    blocks = kernels.blocks(num_tokens, 128, torch.bfloat16, cached, capability)
+    constants = {
+        "HAS_WINDOW": True,
+        "PAGE_SIZE": 16,
+        "HEADS": 128,
+        "GROUP": blocks.heads,
+        "LATENT": 512,
+        "ROPE": 64,
+        "BLOCK_Q": blocks.q,
+        "BLOCK_M": blocks.m,
+        "BLOCK_N": blocks.n,
+        "BLOCK_C": 512,
+        "BLOCK_R": 64,
+        "PRECISION": "tf32",
+        "q_rope_stride_r": 1,
+    }
+    kernel = kernels.latent_attention_kernel
+    pointers = {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
+    pointers |= dict.fromkeys(("out_ptr", "q_ptr", "q_rope_ptr"), "*bf16") | {"cache_ptr": f"*{cache}"}
+    found = compiled(kernel, constants, pointers, {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages})
+
+    assert blocks.m == rows
+    # GPUs with less shared memory than those of 8.0 and 9.0 have 99 KiB.
+    assert found.metadata.shared <= (SHARED_BYTES if rows > 16 else 99 * 1024)
+    assert any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("size", "value", "more"),
+    [
+        (128, 64, {"HAS_STEPS": True, "HAS_SKIP": True}),
+        (128, 128, {"HAS_BETA": True, "NORMALISES": True}),
+        (16, 5120, {"HAS_STEPS": True, "BY_ROW": True, "BY_COLUMN": True}),
+    ],
+    ids=["state space scan", "delta rule", "selective scan"],
+)
+def test_scans_compile_for_hopper(size: int, value: int, more: dict[str, bool]) -> None:
+    from precast.kernels.linear_attention import triton as kernels
+
+    blocks = kernels.blocks(size, value)
+    rule = ("HAS_STEPS", "HAS_BETA", "HAS_SKIP", "NORMALISES", "BY_ROW", "BY_COLUMN")
+    constants = {
+        **dict.fromkeys(rule, False),
+        **more,
+        "HAS_DECAY": True,
+        "GROUP": 2,
+        "SIZE": size,
+        "VALUE_SIZE": value,
+        "BLOCK_D": blocks.d,
+        "BLOCK_E": blocks.e,
+        "state_stride_d": 1,
+    }
+    kernel = kernels.scan_kernel
+    pointers = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
+    pointers |= dict.fromkeys(("state_ptr", "decay_ptr", "steps_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("slots_ptr", "cu_seqlens_ptr", "kv_lens_ptr"), "*i32")
+    found = compiled(kernel, constants, pointers, {"num_warps": blocks.num_warps})
+
+    assert len(found.asm["cubin"]) > 0
+    assert found.metadata.shared <= 4096
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=str)

@@ -19,10 +19,12 @@ from precast.ir import artifact
 from precast.ir.artifact import Bundle, ops_of, write_bundle
 from precast.ir.encoding import FORMAT
 from precast.ir.errors import BundleError, PrecastError, RequestError, WeightsError
-from precast.ir.graph.schema import Call, Const, Graph, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Call, CapturePlan, Const, Graph, Node, Ref, TensorType, Value
 from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
+from precast.loader.collector import collector_held
 from precast.loader.engine.params import SamplingParams
-from precast.loader.load import collector_held, load
+from precast.loader.load import load
+from precast.loader.run.batch import BatchInputs
 from precast.loader.timeline import Timeline
 
 WEIGHTS = random_weights()
@@ -56,6 +58,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     save_file({name: tensor for name, tensor in WEIGHTS.items() if name != "inv_freq"}, path / "model.safetensors")
     return path
+
+
+@pytest.mark.parametrize(("planned", "captured"), [((4, 1, 2), [1, 2, 4]), ((6, 16, 3), [3, 6, 7]), ((), [1, 2, 4, 7])])
+def test_the_bundle_s_capture_plan_counts_and_else_the_loader_s(
+    planned: tuple[int, ...], captured: list[int], checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of the sizes above the 7 tokens of a step the first is one of 7 tokens."""
+    bundle = write(tmp_path / "b", msgspec.structs.replace(GRAPH, capture=CapturePlan(planned)))
+
+    with load(bundle, weights=checkpoint, device="cpu", max_num_tokens=7, capture="before") as engine:
+        paddings = []
+        for length in range(1, 8):
+            before = engine.stats
+            engine.generate([[5] * length], SamplingParams(max_tokens=1))
+            padded = engine.stats.tokens_padded - before.tokens_padded
+            paddings.append(None if engine.stats.eager_steps > before.eager_steps else length + padded)
+            engine.forget_prefixes()
+
+    assert sorted({size for size in paddings if size is not None}) == captured
 
 
 def test_a_bundle_and_a_checkpoint_become_tokens(bundle: Path, checkpoint: Path) -> None:
@@ -111,14 +132,15 @@ def test_what_can_be_known_is_refused_before_a_tensor_is_read(
     assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
 
 
-def test_inputs_that_nobody_feeds_are_refused_before_a_tensor_is_read(tmp_path: Path, checkpoint: Path) -> None:
+def test_inputs_that_nobody_feeds_make_no_bundle(tmp_path: Path) -> None:
     unknown = Value("patches", TensorType("float32", (1, "T", 16)))
-    other = write(tmp_path / "other.bundle", msgspec.structs.replace(GRAPH, inputs=(*GRAPH.inputs, unknown)))
-    timeline = Timeline()
+    graph = msgspec.structs.replace(GRAPH, inputs=(*GRAPH.inputs, unknown))
+
+    with pytest.raises(BundleError, match=r"IR056 input %patches: .* no step gives it"):
+        write(tmp_path / "other.bundle", graph)
     with pytest.raises(BundleError, match="the graph takes patches") as error:
-        load(other, weights=checkpoint, device="cpu", timeline=timeline)
+        BatchInputs(graph)
     assert error.value.code == "input-mismatch"
-    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
 
 
 def poisoned(graph: Graph, name: str) -> Graph:

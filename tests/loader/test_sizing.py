@@ -6,17 +6,21 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from tiny import tiny_graph
 
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
+from precast.ir.graph.schema import Expr
 from precast.ir.memory import caches
 from precast.kernels import step_memory
+from precast.kernels.registry import target_of
 from precast.kernels.use import Target
 from precast.loader.run.places import places_bytes
 from precast.loader.sizing import (
     CUDA_FRACTION,
     CUDA_RESERVE,
+    GRAPH_NODE_BYTES,
     ArenaSize,
     EngineLimits,
     capacities,
@@ -35,6 +39,11 @@ SLABS_OF_64 = 64 // 4 + 64 // 8 // 2  # for a sequence of 64 tokens
 def sized(*, device: CpuDevice | CudaDevice = CPU, free: int = 2**34, **options: Any) -> ArenaSize:
     defaults = {"max_num_seqs": 256, "max_num_tokens": 8192, "max_seq_len": 64}
     return size_arena(GRAPH, EngineLimits(**{**defaults, **options}), device, free=free)
+
+
+def peak(device: CpuDevice | CudaDevice) -> Expr:
+    """Of a step's activations."""
+    return step_memory.step_peak(GRAPH, target_of(torch.device(device.name)))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +70,7 @@ def test_slabs_of_an_arena_on_a_cpu(options: Any, slabs: int) -> None:
 @pytest.mark.parametrize("spare", [0, 10**6, 10**9])
 def test_slabs_of_an_arena_on_a_gpu_are_arithmetic(spare: int) -> None:
     options = {"max_num_seqs": 64, "max_num_tokens": 8192, "max_seq_len": 10**6}
-    needed = step_bytes(GRAPH, EngineLimits(**options), CUDA)
+    needed = step_bytes(GRAPH, EngineLimits(**options), peak(CUDA))
     free = CUDA_RESERVE + needed(0) + spare + 10**7
     size = sized(device=CUDA, free=free, **options)
     found = size.num_slabs
@@ -107,7 +116,7 @@ def test_a_cache_without_room_for_the_shortest_sequence(options: Any) -> None:
 
 
 def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:
-    needed = step_bytes(GRAPH, EngineLimits(30, 256, 640), CPU)
+    needed = step_bytes(GRAPH, EngineLimits(30, 256, 640), peak(CPU))
 
     # 30 sequences of 600 tokens that begin with the same 592: 74 pages that all have, and one of each one's own
     lists = {group.name: 30 * 75 if group.name == "far" else 30 * 3 for group in GRAPH.caches.groups}
@@ -117,13 +126,15 @@ def test_shared_pages_stand_in_the_list_of_each_that_shares_them() -> None:
 
 
 def test_a_step_of_as_many_sequences_as_tokens_may_be_one_prompt() -> None:
-    prompt, several = (step_bytes(GRAPH, EngineLimits(count, 256, 10**6), CPU)(10**6) for count in (1, 256))
+    limits = [EngineLimits(count, 256, 10**6) for count in (1, 256)]
+    prompt, several = (step_bytes(GRAPH, each, peak(CPU))(10**6) for each in limits)
 
     assert several >= prompt
 
 
 def test_no_sequence_is_longer_than_its_pool() -> None:
-    pool, model = (step_bytes(GRAPH, EngineLimits(30, 256, length), CPU)(40) for length in (40 * 2 * 8, 10**6))
+    limits = [EngineLimits(30, 256, length) for length in (40 * 2 * 8, 10**6)]
+    pool, model = (step_bytes(GRAPH, each, peak(CPU))(40) for each in limits)
 
     assert model == pool
 
@@ -142,3 +153,15 @@ def test_what_no_memory_makes_good_is_known_without_any() -> None:
     with pytest.raises(RequestError, match="the cache has 1 slabs of 1024 bytes") as error:
         check_limits(GRAPH, EngineLimits(1, 1, 64, 2 * SLAB - 1))
     assert error.value.code == "cache-too-small"
+
+
+def test_captured_steps_have_activations_and_graphs_of_their_own() -> None:
+    limits = EngineLimits(64, 8192, 10**6)
+    none, some = (size_arena(GRAPH, limits, CUDA, free=2**31, captured_sizes=sizes) for sizes in ((), (1, 64, 8)))
+
+    activations = step_bytes(GRAPH, limits._replace(max_num_tokens=64), peak(CUDA))(some.num_slabs)
+    nodes = 4 + 3 * 14  # of main, and of the block that it calls once a layer
+    assert none.graphs == 0
+    assert some.graphs == activations + 3 * nodes * GRAPH_NODE_BYTES
+    assert some.num_slabs < none.num_slabs
+    assert some.counters()["bytes_for_graphs"] == some.graphs

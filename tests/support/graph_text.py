@@ -18,6 +18,7 @@ from precast.ir.graph.schema import (
     Block,
     CachePlan,
     Call,
+    CapturePlan,
     Cast,
     Concat,
     Const,
@@ -81,6 +82,7 @@ class _GraphParser:
         self._groups: list[Group] = []
         self._states: list[StateGroup] = []
         self._cached: list[Value] = []
+        self._sizes: tuple[int, ...] = ()
         self._blocks: list[Block] = []
         self._main: tuple[Node | Call, ...] = ()
         self._outputs: dict[str, str] = {}
@@ -94,6 +96,7 @@ class _GraphParser:
             "slabs": self._read_slabs,
             "pool": self._read_pool,
             "group": self._read_group,
+            "capture": self._read_capture,
             "block": self._read_block,
             "main": self._read_main,
         }
@@ -115,6 +118,7 @@ class _GraphParser:
             main=self._main,
             outputs=self._outputs,
             caches=CachePlan(tuple(self._pools), tuple(self._groups), tuple(self._states), self._slab_bytes),
+            capture=CapturePlan(self._sizes),
         )
 
     def _read_symbols(self) -> None:
@@ -182,6 +186,12 @@ class _GraphParser:
         slot_ids = self._in.ref()
         self._in.expect(")")
         self._states.append(StateGroup(name, pool, spec, slot_ids, self._in.many(self._slot)))
+
+    def _read_capture(self) -> None:
+        self._in.expect("(")
+        self._in.key("sizes", first=True)
+        self._sizes = self._in.list("[", self._in.int, "]")
+        self._in.expect(")")
 
     def _slot(self) -> Slot:
         self._in.expect("slot")

@@ -23,7 +23,7 @@ from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.errors import CODES
 
 VERBS = ("build", "diff", "digest", "inspect", "run", "verify")
-VIEWS = ("--graph", "--passes", "--weights", "--cache")
+VIEWS = ("--graph", "--passes", "--weights", "--cache", "--kernels", "--capture")
 DOCUMENTED = (RECITE.parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 
 LIST_MODULES = """
@@ -257,6 +257,19 @@ def test_run_prints_several_answers_beside_their_prompts(bundle: Path, command: 
     )
 
     assert result.stdout == "'Now we are engaged in a great civil' -> ''\n[1] -> 'Four score and '\n"
+
+
+def test_run_puts_special_tokens_around_a_prompt_once_or_not_at_all(bundle: Path, command: Command) -> None:
+    ask = (*RUN, "--prompt", OPENING, "--prompt", f"<|bos|>{OPENING}", "--max-tokens", "1", "--json")
+    arguments = [argument.format(bundle=bundle) for argument in ask]
+
+    (plain, begun), (bare, written) = (
+        [output["prompt_token_ids"] for output in json.loads(command(*arguments, *more).stdout)["outputs"]]
+        for more in ((), ("--no-special-tokens",))
+    )
+
+    assert plain == begun == written
+    assert plain[1:] == bare
 
 
 def test_run_without_a_tokenizer_prints_token_ids(bare_bundle: Path, command: Command) -> None:

@@ -7,10 +7,12 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from recitation import MODEL
 
-from precast.cli.progress import AnnouncedTimeline, stages
+from precast.cli.progress import AnnouncedTimeline, counted, stages
 
 TWO_STAGES = """
 from precast.cli.progress import stages
@@ -22,20 +24,55 @@ print("done")
 """
 
 
-def test_terminal_shows_the_stages() -> None:
+THREE_ANSWERS = """
+from precast.cli.progress import counted
+with counted(3, "answers") as tell:
+    tell(2, 3)
+print("done")
+"""
+
+
+def on_a_terminal(*command: str | Path) -> tuple[int, str, str]:
+    """The command's exit code, its standard output, and what it shows on standard error, a terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-c", TWO_STAGES], stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
-    ) as process:
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=theirs, text=True,
+        env={**os.environ, "TERM": "xterm"},
+    ) as process:  # fmt: skip
         os.close(theirs)
         shown = b"".join(iter(lambda: read(ours), b"")).decode()
         assert process.stdout is not None
         printed = process.stdout.read()
     os.close(ours)
+    return process.returncode, printed, shown
 
-    assert process.returncode == 0
-    assert "working second" in shown
-    assert printed == b"done\n"
+
+@pytest.mark.parametrize(("program", "bar"), [(TWO_STAGES, "working second"), (THREE_ANSWERS, "answers 2 of 3")])
+def test_terminal_shows_the_bar(program: str, bar: str) -> None:
+    code, printed, shown = on_a_terminal("-c", program)
+
+    assert (code, printed) == (0, "done\n")
+    assert bar in shown
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
+def test_run_counts_its_answers(more: tuple[str, ...], bundle: Path) -> None:
+    prompts = ("--token-ids", "1", "--token-ids", "1", "--max-tokens", "2", "--device", "cpu")
+
+    code, printed, shown = on_a_terminal("-m", "precast", "run", bundle, "--weights", MODEL, *prompts, *more)
+
+    assert code == 0
+    assert "answers 2 of 2" in shown
+    assert "answers" not in printed
+
+
+def test_run_with_one_answer_has_no_bar_over_it(bundle: Path) -> None:
+    prompt = ("--token-ids", "1", "--max-tokens", "2", "--device", "cpu")
+
+    code, _, shown = on_a_terminal("-m", "precast", "run", bundle, "--weights", MODEL, *prompt)
+
+    assert code == 0
+    assert "answers" not in shown
 
 
 def read(terminal: int) -> bytes:
@@ -53,8 +90,8 @@ def test_no_terminal_shows_nothing() -> None:
 
 
 def test_no_terminal_gets_nothing_to_call(capfd: pytest.CaptureFixture[str]) -> None:
-    with stages(("only",), "working") as say:
-        assert say is None
+    with stages(("only",), "working") as say, counted(3, "answers") as tell:
+        assert (say, tell) == (None, None)
 
 
 @pytest.mark.parametrize("listens", [True, False])

@@ -14,10 +14,14 @@ from graph_text import parse_graph
 from recitation import Command
 
 from precast.cli import show
+from precast.cli.capture_view import capture
+from precast.cli.compare import difference
 from precast.cli.kernels_view import kernels
 from precast.ir.artifact import Bundle
 from precast.ir.encoding import FORMAT
-from precast.ir.graph.schema import CachePlan, Graph, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import CachePlan, CapturePlan, Graph, Node, Ref, TensorType, Value
+from precast.ir.memory.capture import NODE_SECONDS, WORK_PER_SECOND, capture_plan
+from precast.kernels.latent_attention.limits import MAX_ABSORBED
 from precast.kernels.use import Target
 
 
@@ -71,6 +75,24 @@ def test_summary_in_words(bundle: Path, command: Command) -> None:
     assert "LlamaForCausalLM, 4 layers, 656,512 parameters, float32" in text
     assert "1,024 tokens a sequence, vocabulary 512" in text
     assert "full: 4 layers" in text
+
+
+@pytest.mark.parametrize(
+    ("notes", "rows", "others"),
+    [
+        (["float32 was chosen", "eos_token_id 9"], ["float32 was chosen", "eos_token_id 9"], "python 3"),
+        (["a"] * 7, [*"aaaaa", "and 2 more"], "python 3"),
+        ([], [], "python 3, notes []"),
+        ("of another form", [], "python 3, notes of another form"),
+    ],
+)
+def test_what_a_build_noted_has_rows_of_its_own(notes: object, rows: list[str], others: str, bundle: Path) -> None:
+    opened = msgspec.structs.replace(Bundle.open(bundle), provenance={"python": "3", "notes": notes})
+
+    lines = [line.partition(" ") for line in show.summary(opened).text.splitlines()]
+
+    assert [text.strip() for name, _, text in lines if name == "note"] == rows
+    assert [text.strip() for name, _, text in lines if name == "provenance"] == [others]
 
 
 def test_summary_of_one_layer(tmp_path: Path, command: Command) -> None:
@@ -247,7 +269,18 @@ def test_bundles_that_differ(bundle: Path, other_bundle: Path, command: Command)
     (line,) = [line for line in lines if line.startswith("block layer1: ")]
     assert re.match(r"block layer1: \d+ lines differ: %\S+: float32\[.* -> %\S+: bfloat16\[", line)
     assert {line.split()[1] for line in lines if line.startswith("file ")} == {"graph:"}
+    assert [line for line in lines if line.startswith("graph capture")] == []
     assert command("diff", bundle, other_bundle).stdout.splitlines() == lines
+
+
+def test_capture_plans_that_differ(bundle: Path) -> None:
+    first = Bundle.open(bundle)
+    graph = msgspec.structs.replace(first.graph, capture=CapturePlan((1, 2)))
+    second = msgspec.structs.replace(first, graph=graph, digest="another")
+
+    (line,) = difference(first, second).fields["differences"]
+
+    assert re.fullmatch(r"graph capture: 1 line differs: 1, 2, 4, 8, .* -> 1, 2", line)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -318,10 +351,115 @@ def test_an_op_that_nothing_computes_is_shown_as_such(bundle: Path) -> None:
     assert "self is float8_e4m3fn, it takes float16, bfloat16, float32, float64" in row["reason"]
 
 
+# --- captured steps ----------------------------------------------------------------------------------------------
+
+
+def test_captured_sizes_are_the_bundle_s_with_their_reasons(bundle: Path, command: Command) -> None:
+    fields = fields_of(command, "inspect", bundle, "--capture")
+
+    sizes = list(Bundle.open(bundle).graph.capture.sizes)
+    assert len(sizes) > 20
+    assert fields["target"] == "sm_90"
+    found = fields["capture"]
+    assert (found["sizes"], found["planned_by"]) == (sizes, "builder")
+    assert (found["nodes"], found["launch_seconds"]) == (77, round(77 * NODE_SECONDS, 6))
+    assert found["hidden_from_tokens"] == pytest.approx(
+        77 * NODE_SECONDS * WORK_PER_SECOND / found["flop_per_token"], abs=1
+    )
+    # The model's products, once for each parameter but the embedding, which the head reads as well; attention beside.
+    assert 2 * 656_512 < found["flop_per_token"] < 4 * 656_512
+    assert found["pieces"] == {str(size): 1 for size in sizes}
+    assert found["reads_host"] == []
+
+
+def test_captured_sizes_in_words(bundle: Path, command: Command) -> None:
+    text = command("inspect", bundle, "--capture").stdout
+
+    assert "sizes     1, 2, 4, 8, 16, 32, 64, 128, 256, " in text
+    assert f"77 nodes run, which takes a host {77_000 * NODE_SECONDS:.1f} ms op by op" in text
+    assert text.endswith("pieces    1: steps are captured whole\n")
+
+
+def test_a_target_whose_attention_reads_the_host_cuts_steps_in_front_of_it(bundle: Path, command: Command) -> None:
+    options = ("--capture", "--target", "sm_75")
+    found = fields_of(command, "inspect", bundle, *options)["capture"]
+
+    assert set(found["pieces"].values()) == {5}  # 4 layers
+    (row,) = found["reads_host"]
+    assert (row["op"], row["implementation"], row["nodes"]) == (
+        "precast.paged_attention@1", "torch.paged_attention", 4,
+    )  # fmt: skip
+    assert row["sizes"] == found["sizes"]
+    text = command("inspect", bundle, *options).stdout
+    assert "pieces    5\n" in text
+    assert re.search(r"^precast.paged_attention@1  4      torch.paged_attention  all    the only one; not", text, re.M)
+
+
+LATENT = """
+    symbols { T: 1.. B: 1.. N: 0.. P: 0.. }
+    inputs {
+      %q: float32[1, T, 4, 10] %cu: int32[(B + 1)] %kv: int32[B] %i: int32[N] %p: int32[(B + 1)] %s: int32[B]
+      %cache: float32[P, 4, 19] %w: float32[60, 16]
+    }
+    capture(sizes=SIZES)
+    block layer {
+      inputs { %q: float32[1, T, 4, 10] %cu: int32[(B + 1)] %kv: int32[B] %i: int32[N] %p: int32[(B + 1)] %s: int32[B] }
+      params { %w: float32[60, 16] }
+      caches { %cache: float32[P, 4, 19] }
+      %o = precast.paged_latent_attention(q=%q, cache=%cache, weight=%w, cu_seqlens=%cu, kv_lens=%kv,
+        page_indices=%i, page_indptr=%p, page_start=%s, scale=1.0, value_size=8)
+      return %o
+    }
+    main {
+      %a = call layer(q=%q, cu=%cu, kv=%kv, i=%i, p=%p, s=%s, w=%w, cache=%cache)
+      %b = call layer(q=%q, cu=%cu, kv=%kv, i=%i, p=%p, s=%s, w=%w, cache=%cache)
+      return a=%a, b=%b
+    }
+"""
+
+
+def test_an_implementation_for_few_tokens_cuts_the_larger_steps_alone(bundle: Path) -> None:
+    """The one for many reads the host, in each layer of the two."""
+    opened = Bundle.open(bundle)
+    graph = parse_graph(LATENT.replace("SIZES", f"[64, {MAX_ABSORBED + 1}, {MAX_ABSORBED}, 1]"))
+
+    report = capture(msgspec.structs.replace(opened, graph=graph), Target.parse("sm_90"))
+
+    found = report.fields["capture"]
+    assert found["pieces"] == {64: 1, MAX_ABSORBED + 1: 3, MAX_ABSORBED: 1, 1: 1}
+    assert [row["sizes"] for row in found["reads_host"]] == [(MAX_ABSORBED + 1,)]
+    more = f"{MAX_ABSORBED + 1} to {MAX_ABSORBED + 1}"
+    assert f"1: steps are captured whole (sizes 1 to {MAX_ABSORBED}); 3 (sizes {more})" in report.text
+
+
+def test_a_bundle_without_a_plan_says_that_the_loader_makes_it(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    graph = msgspec.structs.replace(opened.graph, capture=CapturePlan())
+
+    report = capture(msgspec.structs.replace(opened, graph=graph), Target.parse("sm_90"))
+
+    assert report.fields["capture"]["planned_by"] == "loader"
+    assert report.fields["capture"]["sizes"] == capture_plan(graph).sizes
+    assert "the bundle has no plan, the loader makes this one" in report.text
+
+
+def test_an_op_that_nothing_computes_is_shown_beside_the_pieces(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    given = Value("x", TensorType("float8_e4m3fn", (2, 2)))
+    node = Node("aten.matmul.default", {"self": Ref("x"), "other": Ref("x")}, (Value("y", given.type),))
+    graph = Graph((), (given,), (), (), (), (node,), {"y": "y"})
+
+    report = capture(msgspec.structs.replace(opened, graph=graph), Target.parse("sm_90"))
+
+    (row,) = report.fields["capture"]["reads_host"]
+    assert (row["implementation"], row["nodes"]) == ("none", 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--target", "cpu"], "--target goes with --kernels"),
+        (["--target", "cpu"], "--target goes with --kernels or --capture"),
+        (["--capture", "--target", "h100"], "'h100' is no target"),
         (["--kernels", "--target", "h100"], "'h100' is no target: expected cpu, or a compute capability such as sm_90"),
         (["--kernels", "--target", "sm_9"], "'sm_9' is no target"),
     ],

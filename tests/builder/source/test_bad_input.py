@@ -160,12 +160,6 @@ def test_a_config_that_cannot_be_read(content: bytes, message: str, model: Path)
     refused(model, "config-invalid", message)
 
 
-def test_a_config_that_is_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "model" / "config.json").mkdir(parents=True)
-
-    refused(tmp_path / "model", "config-missing", "has no config.json")
-
-
 def test_an_unknown_model_type(model: Path, llama: dict[str, Any]) -> None:
     write(model, {**llama, "model_type": "llama17"})
 

@@ -54,7 +54,7 @@ def nested(decoder: dict[str, Any], **top: Any) -> dict[str, Any]:
 def test_the_dtype_of_a_nested_config(name: str, tmp_path: Path) -> None:
     facts = opened(tmp_path, nested({name: "bfloat16"})).facts
 
-    assert (facts.dtype, facts.notes) == ("bfloat16", ())
+    assert (facts.dtype, facts.dtype_note) == ("bfloat16", None)
 
 
 def test_the_decoders_own_dtype_counts(tmp_path: Path) -> None:
@@ -69,19 +69,24 @@ def test_a_quantised_checkpoint_without_a_dtype(tmp_path: Path) -> None:
     facts = opened(tmp_path, entries).facts
 
     assert facts.dtype == "bfloat16"
-    assert facts.notes == ("the config names no dtype; bfloat16 was chosen as for any quantised checkpoint (--dtype)",)
+    note = "the config names no dtype; bfloat16 was chosen as for any quantised checkpoint (--dtype)"
+    assert facts.dtype_note == note
 
 
 def test_a_build_says_which_dtype_it_chose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = opened(tmp_path, entries_of("llama", dtype=None))
+    told_by: list[tuple[str, int]] = []
 
-    chosen = build(source.config, tmp_path / "chosen")
+    chosen = build(
+        source.config, tmp_path / "chosen", progress=lambda stage: told_by.append((stage, len(caplog.records)))
+    )
     told = [record.getMessage() for record in caplog.records if record.name == "precast"]
     build(source.config, tmp_path / "named", dtype="float32")
 
     (note,) = chosen.provenance["notes"]
     assert note.startswith("the config names no dtype; float32 was chosen")
     assert told == [f"warning: LlamaConfig: {note}"]
+    assert dict(told_by)["export"] == 1  # before the build takes its time
     assert "notes" not in Bundle.open(tmp_path / "named").provenance
     assert len([record for record in caplog.records if record.name == "precast"]) == 1
 
@@ -119,8 +124,75 @@ def test_a_token_that_is_none(name: str, value: Any, tmp_path: Path) -> None:
     assert error.fix == f"correct {name} in the config"
 
 
-def test_a_padding_token_outside_of_the_vocabulary(tmp_path: Path) -> None:
-    source = opened(tmp_path, entries_of("llama", pad_token_id=9999))
+TINY_VOCABULARY = {"model_type": "gpt2", "vocab_size": 50}  # of whose class the default is 50256
+
+
+@pytest.mark.parametrize(
+    ("entries", "generation", "ends", "begin", "left_out"),
+    [
+        (nested({}, eos_token_id=[299, 300]), {}, (299,), 2, ["eos_token_id 300 (the config)"]),
+        (nested({"eos_token_id": 300}), {}, (), 2, ["eos_token_id 300 (the config's text_config)"]),
+        (nested({}), {"eos_token_id": [1, 300, 2**30]}, (1,), 2,
+         ["eos_token_id 300, 1073741824 (generation_config.json)"]),
+        (nested({}, bos_token_id=300), {}, (1,), None, ["bos_token_id 300 (the config)"]),
+        (nested({}, bos_token_id=299, eos_token_id=0), {}, (0,), 299, []),
+        (TINY_VOCABULARY, {}, (), None,
+         ["eos_token_id 50256 (transformers' default)", "bos_token_id 50256 (transformers' default)"]),
+    ],
+)  # fmt: skip
+def test_tokens_beyond_the_vocabulary_are_left_out(
+    entries: dict[str, Any],
+    generation: dict[str, Any],
+    ends: tuple[int, ...],
+    begin: int | None,
+    left_out: list[str],
+    tmp_path: Path,
+) -> None:
+    """Models are published that name some: they work, and end where they are told to."""
+    facts = opened(tmp_path, entries, generation_config=generation).facts
+
+    size = entries.get("vocab_size", 300)
+    assert (facts.eos_token_ids, facts.bos_token_id) == (ends, begin)
+    assert list(facts.notes) == [
+        f"{each} is left out: of a vocabulary of {size} tokens it is never drawn" for each in left_out
+    ]
+
+
+def test_a_build_says_which_tokens_it_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = opened(tmp_path, entries_of("llama", eos_token_id=[2, 131], dtype="float32"))
+
+    bundle = build(source.config, tmp_path / "bundle", dtype="bfloat16")
+
+    (note,) = bundle.provenance["notes"]
+    assert note.startswith("eos_token_id 131 (the config) is left out")
+    assert f"warning: LlamaConfig: {note}" in [record.getMessage() for record in caplog.records]
+    assert bundle.manifest.model.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("value", [300, -2, 2**70])
+def test_a_padding_token_outside_of_the_vocabulary(value: int, tmp_path: Path) -> None:
+    """The one of the top level counts, as for the other tokens."""
+    error = refused(
+        tmp_path, nested({"pad_token_id": 0}, pad_token_id=value), "config-invalid",
+        f"pad_token_id is {value} in the config, expected a token of the vocabulary, 0 to 299, or -1 or null for none",
+    )  # fmt: skip
+
+    assert error.fix == "correct pad_token_id in the config"
+    refused(tmp_path, nested({"pad_token_id": value}), "config-invalid", "in the config's text_config, expected a tok")
+
+
+@pytest.mark.parametrize("value", [0, 130, -1, None])
+def test_a_padding_token_changes_nothing(value: int | None, tmp_path: Path) -> None:
+    """Some publishers write none as -1, which torch takes for the last row of the embedding."""
+    without = build(opened(tmp_path, entries_of("llama", pad_token_id=None)).config, tmp_path / "without")
+
+    found = build(opened(tmp_path, entries_of("llama", pad_token_id=value)).config, tmp_path / "with")
+
+    assert found.graph == without.graph
+
+
+def test_of_a_default_padding_token_the_models_code_is_the_judge(tmp_path: Path) -> None:
+    source = opened(tmp_path, {"model_type": "phi3", "vocab_size": 50})  # 32000 is the default of its class
 
     with pytest.raises(BuildError, match="adding_idx") as error:
         make_module(source.config, "float32")

@@ -57,3 +57,14 @@ def test_each_config_has_its_expectation_and_its_source() -> None:
 
     assert sorted(EXPECTED) == NAMES
     assert [name for name in NAMES if f"| `{name}` |" not in readme] == []
+
+
+def test_whoever_names_no_dtype_is_quantised_or_of_float32() -> None:
+    """If others come, what such a config is built in (`docs/capture.md`) has to be thought over."""
+    texts = {name: json.loads((CONFIGS / name / "config.json").read_text(encoding="utf-8")) for name in NAMES}
+    named = {name: json.dumps(text) for name, text in texts.items()}
+    silent = [name for name, text in named.items() if '"dtype"' not in text and '"torch_dtype"' not in text]
+
+    unquantised = [texts[name]["model_type"] for name in silent if EXPECTED[name]["quantisation"] is None]
+
+    assert sorted(unquantised) == ["gpt2", "gpt_neo"]

@@ -79,6 +79,17 @@ def test_a_vocabulary_with_merges_is_converted(folder: Path) -> None:
     assert found.decode(found.encode(TEXT).ids) == TEXT
 
 
+def test_the_conversion_reads_no_other_files(folder: Path) -> None:
+    """transformers would: nobody checked what they are."""
+    write_gpt2(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_bytes(b"\xff")
+    with pytest.raises(UnicodeDecodeError):
+        AutoTokenizer.from_pretrained(folder)
+
+    assert sorted(read_files(folder, "model")) == ["tokenizer.json"]
+
+
 def test_the_conversion_gives_the_same_bytes_each_time(folder: Path) -> None:
     write_gpt2(folder)
 

@@ -20,6 +20,7 @@ from precast.ir.graph.schema import (
     Block,
     CachePlan,
     Call,
+    CapturePlan,
     Cast,
     Concat,
     Const,
@@ -74,6 +75,7 @@ pool main(pages=P)
 group local(pool=main, spec=paged(num_kv_heads=floordiv(8, tp), head_size=4, value_size=6, dtype=float16, page_size=16, window=32), page_indices=%a, page_indptr=%b, page_start=%c, slot_mapping=%d) {
   slot layers.0(%layers.0.k: float16[P, 16, floordiv(8, tp), 4], %layers.0.v: float16[P, 16, floordiv(8, tp), 6])
 }
+capture(sizes=[1, 2, 8, 6])
 block layer {
   inputs {
     %x: float32[1, T, 16]
@@ -112,6 +114,8 @@ def test_empty_sections_are_left_out() -> None:
 
 def encoded(graph: Graph) -> bytes:
     """Equality that tells 1, 1.0 and True apart."""
+    # A plan of no sizes is written like any other: msgspec leaves out the very default, and no equal one.
+    graph = msgspec.structs.replace(graph, capture=CapturePlan(graph.capture.sizes))
     return msgspec.msgpack.encode(graph, order="sorted")
 
 
@@ -278,6 +282,7 @@ GRAPHS = st.builds(
     main=tuples(st.one_of(NODES, CALLS), 3),
     outputs=st.dictionaries(NAMES, NAMES, max_size=2),
     caches=st.builds(CachePlan, tuples(st.builds(Pool, NAMES, NAMES)), tuples(GROUPS), tuples(STATES)),
+    capture=st.builds(CapturePlan, tuples(INTS, 4)),
 )
 
 
@@ -383,6 +388,9 @@ REFUSED = [
     Bad("params { %w: float32[] }", 1, 24, "expected '=', found '}'"),
     Bad("slabs(1024)", 1, 7, "expected 'bytes', found '1024'"),
     Bad("slabs(bytes=1)\nslabs(bytes=1)", 2, 1, "a second section 'slabs'"),
+    Bad("capture([1])", 1, 9, r"expected 'sizes', found '\['"),
+    Bad("capture(sizes=1)", 1, 15, r"expected '\[', found '1'"),
+    Bad("capture(sizes=[1])\ncapture(sizes=[1])", 2, 1, "a second section 'capture'"),
     Bad("pool main(pages=P, slab=2)", 1, 20, "expected 'pages_per_slab'"),
     Bad("pool main(P)", 1, 11, "expected 'pages', found 'P'"),
     Bad("group g(pool=main, spec=dense())", 1, 25, "expected 'paged' or 'latent' or 'state' or 'conv', found 'dense'"),

@@ -28,7 +28,7 @@ def test_sizes_of_what_is_alive_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_division_by_zero_is_an_error_of_the_graph() -> None:
     size = Apply("floordiv", (10, Apply("add", ("T", -1))))
-    graph = hostile.graph(inputs=[hostile.value("i", size)], main=[hostile.relu("i", "y", size)])
+    graph = hostile.graph(given=[hostile.value("i", size)], main=[hostile.relu("i", "y", size)])
 
     with pytest.raises(BundleError, match="can't be computed") as caught, liveness.computed():
         liveness.runs(graph, lambda node, operands: 0)

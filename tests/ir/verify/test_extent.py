@@ -11,7 +11,7 @@ from examples import tiny_graph
 from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import Apply, Each, Graph, Read, Stack
+from precast.ir.graph.schema import Apply, Each, Graph, Read, Recipe, Stack, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.verify import extent
 
@@ -28,12 +28,13 @@ def refusal(graph: Graph) -> str:
     [
         ("MAX_SYMBOLS", hostile.symbols(8), "10 symbols"),
         ("MAX_PARAMS", hostile.params(10), "10 params"),
-        ("MAX_STEPS", hostile.chain(9), "10 nodes and calls"),
-        ("MAX_STEPS", hostile.calls(6, 3), "10 nodes and calls"),
-        ("MAX_RUN_NODES", hostile.calls(3, 3), "10 nodes over all calls"),
-        ("MAX_RUN_ARGUMENTS", hostile.joined_calls(2, 4), "13 arguments over all calls"),
+        ("MAX_STEPS", hostile.chain(8), "10 nodes and calls"),
+        ("MAX_STEPS", hostile.calls(5, 3), "10 nodes and calls"),
+        ("MAX_RUN_NODES", hostile.calls(3, 3), "11 nodes over all calls"),
+        ("MAX_RUN_ARGUMENTS", hostile.joined_calls(2, 4), "19 arguments over all calls"),
         ("MAX_READS", hostile.each(5, 2), "10 tensors that recipes read"),
         ("MAX_READS", hostile.one_read(2, 5), "10 tensors that recipes read"),
+        ("MAX_REPEATED_READS", hostile.one_read(2, 5), "9 reads of tensors that were read before"),
         ("MAX_EXPRESSION_NODES", hostile.nested(2), "9 operations and names in one expression"),
         ("MAX_EXPRESSIONS", hostile.nested(2), "9 operations and names in all different expressions"),
     ],
@@ -55,6 +56,33 @@ def test_reads_are_counted_without_being_made() -> None:
     assert refusal(graph).startswith(f"graph: {2**62 * 1000} tensors that recipes read")
 
 
+def each(pattern: str, start: int, count: int) -> Each:
+    return Each(Read(pattern, (1,)), 0, count, start)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "repeated"),
+    [
+        ([Read("a", (1,)), Read("b", (1,)), Tie("p0")], 0),
+        ([Read("a", (1,)), Stack((Read("a", (1,)), Read("b", (1,))), 0)], 1),
+        ([each("e.*", 0, 4), each("f.*", 0, 4), each("e.*", 4, 2)], 0),
+        ([each("e.*", 0, 4), each("e.*", 3, 4)], 1),
+        ([each("e.*", 5, 4), each("e.*", 0, 10), each("e.*", 2, 3)], 7),
+        ([each("e", 0, 4)], 3),
+        ([each("e.*", 0, 4), Read("e.*", (1,))], 0),  # a star that no number replaces
+        ([Each(Stack((Read("e.*", (1,)), Read("e.*", (1,)), Read("e", (1,))), 0), 0, 4)], 4 + 3),
+    ],
+)
+def test_reads_of_what_was_read_before(recipes: list[Recipe], repeated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = hostile.graph(params=[hostile.param(f"p{i}", (1,), recipe) for i, recipe in enumerate(recipes)])
+    monkeypatch.setattr(limits, "MAX_REPEATED_READS", repeated)
+    extent.check(graph)
+
+    monkeypatch.setattr(limits, "MAX_REPEATED_READS", repeated - 1)
+
+    assert refusal(graph).startswith(f"graph: {repeated} reads of tensors that were read before")
+
+
 @pytest.mark.parametrize(
     ("shape", "counted"),
     [
@@ -69,7 +97,9 @@ def test_sizes(shape: tuple[int, ...], counted: str) -> None:
 
 def test_sizes_of_one_hash_are_refused() -> None:
     graph = hostile.one_hash(100)
-    assert len({hash(value.type.shape) for value in graph.inputs[2:]}) == 1
+    made = [value for step in graph.main for value in step.outputs if value.name.startswith("i")]
+    assert len(made) == 100
+    assert len({hash(value.type.shape) for value in made}) == 1
 
     assert "elements along one dimension" in refusal(graph)
 
@@ -78,7 +108,7 @@ def test_equal_expressions_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     size = Apply("add", ("T", 1))
     monkeypatch.setattr(limits, "MAX_EXPRESSIONS", 3)
 
-    extent.check(hostile.graph(inputs=[hostile.value(f"i{i}", size) for i in range(100)]))
+    extent.check(hostile.graph(given=[hostile.value(f"i{i}", size) for i in range(100)]))
 
 
 def test_an_honest_graph_has_room() -> None:
@@ -86,7 +116,10 @@ def test_an_honest_graph_has_room() -> None:
         assert 4 * found <= limit, what
 
 
-BOMBS = ["900,000 symbols", "each of 65,536 over 1,000 reads", "2^40 matrices", "10,000 calls of 5,000 nodes"]
+BOMBS = [
+    "900,000 symbols", "each of 65,536 over 1,000 reads", "128 params of 8,192 reads of one tensor", "2^40 matrices",
+    "10,000 calls of 5,000 nodes",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -130,6 +130,11 @@ def step(source: str) -> tuple[str, str]:
     return "  %q1: float32[1, T, 4, 4] =", f"  {source}\n  %q1: float32[1, T, 4, 4] ="
 
 
+def sizes(*captured: int) -> tuple[str, str]:
+    """The edit that gives the graph a capture plan."""
+    return "block layer {", f"capture(sizes={list(captured)})\nblock layer {{"
+
+
 def constant(source: str) -> tuple[str, str]:
     return "constants {", f"constants {{ {source}"
 
@@ -155,7 +160,9 @@ CHUNKS = (
 )
 WRITE = "precast.write_kv(k=%k1, v=%v1, k_cache=%layers.1.k, v_cache=%layers.1.v, slot_mapping=%slots_full)"
 LONG = "a" * 256
+SIGHT = "%seen = precast.attention(q=%{0}, k=%{0}, v=%{0}, sinks=none, cu_seqlens=%{1}, scale=0.5)"
 NO_CACHES = (
+    (BASE[BASE.index("  %indices_local") : BASE.index("}\nparams")], ""),
     (BASE[BASE.index("pool small") : BASE.index("block layer")], ""),
     (BASE[BASE.index("block layer") : BASE.index("main {")], ""),
     (BASE[BASE.index("  %h1: float32") : BASE.index("  %last")], ""),
@@ -269,6 +276,12 @@ ACCEPTED = [
     ok("IR054", step("%c = aten.one_hot.default(self=%input_ids, num_classes=1000000)")),
     ok("IR055", *NO_CACHES),
     ok("IR055", ("logits=%logits", "logits=%logits, norm=%norm")),
+    ok("IR056", *NO_CACHES, ("  %kv_lens: int32[B]", "  %rope_lengths: int64[1, T]")),
+    ok("IR057", *NO_CACHES, ("  %cu_seqlens: int32[(B + 1)]\n", ""), ("  %kv_lens: int32[B]\n", "")),
+    ok("IR058", sizes(1, 2, 4, 3)),
+    ok("IR058", sizes(limits.MAX_CAPTURED_TOKENS)),
+    ok("IR058", ("T: 1..", "T: 2..8"), sizes(8, 2)),
+    ok("IR058", sizes(*range(1, limits.MAX_CAPTURED_SIZES + 1))),
 ]
 
 NOT_A_NAME = "expected letters, digits, _ and ., at most 256, no digit first"
@@ -833,6 +846,36 @@ REJECTED = [
     ),
     bad("IR055", "found no output logits", ("logits=%logits", "scores=%logits")),
     bad("IR055", r"logits: expected \[1, R, V\] .*, found float32\[1, T, 16\]", ("logits=%logits", "logits=%h2")),
+    bad(
+        "IR056",
+        r"input %mask: bool\[1, T\]: no step gives it; expected some of cu_seqlens, indices_full, .*, start_local$",
+        ("  %logit_rows: int64[R]", "  %logit_rows: int64[R] %mask: bool[1, T]"),
+    ),
+    bad(
+        "IR056",
+        r"input %indices_local: .*; expected some of cu_seqlens, input_ids, kv_lens, logit_rows, positions, rope_len",
+        *NO_CACHES[1:],
+    ),
+    bad(
+        "IR057",
+        r"main\[3\] precast.attention: sees the tokens of this step alone",
+        step(SIGHT.format("k1", "cu_seqlens")),
+    ),
+    bad(
+        "IR057",
+        r"block look\[0\] precast.attention: sees",
+        block(
+            "look { inputs { %x: float32[1, T, 2, 4] %cu: int32[(B + 1)] } "
+            f"{SIGHT.format('x', 'cu')} return %seen }}"
+        ),
+        step("%a = call look(x=%k1, cu=%cu_seqlens)"),
+    ),
+    bad("IR058", "capture: the size 4 stands there twice", sizes(1, 4, 2, 4)),
+    bad("IR058", "capture: expected steps of 1 to 16384 tokens, found 0", ("T: 1..", "T: 0.."), sizes(0)),
+    bad("IR058", "expected steps of 1 to 16384 tokens, found 16385", sizes(8, limits.MAX_CAPTURED_TOKENS + 1)),
+    bad("IR058", "expected steps of 2 to 8 tokens, found 1", ("T: 1..", "T: 2..8"), sizes(2, 1, 8)),
+    bad("IR058", "expected steps of 2 to 8 tokens, found 9", ("T: 1..", "T: 2..8"), sizes(9)),
+    bad("IR058", "129 sizes; at most 128 are allowed", sizes(*range(1, limits.MAX_CAPTURED_SIZES + 2))),
 ]
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import queue
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,8 +22,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import VOCAB, Groups, random_weights, reference_answer, reference_logits, tiny_graph, tiny_model
-from tokenizers_by_hand import letters
+from tokenizers_by_hand import failing, letters, with_front
 
+import precast
 from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph.schema import CachePlan, Graph
 from precast.loader.cache.memory import CacheMemory
@@ -50,13 +58,15 @@ def build(
     tokens: int = 64,
     max_seq_len: int = 64,
     eos: tuple[int, ...] = (),
-    text: bool = False,
+    text: bool | bytes = False,
     graph: Graph | None = None,
     device: torch.device = CPU,
     wrap: Callable[[Any], Any] = lambda program: program,
     reuses: bool = True,
     weights: dict[str, torch.Tensor] = WEIGHTS,
+    runs_ahead: bool = False,
 ) -> Engine:
+    """An engine on the tiny model; its steps arrive as they are launched, unless it `runs_ahead`."""
     graph = tiny_graph() if graph is None else graph
     program = restore(graph, device=device)
     names = [*(param.name for param in graph.params), *(value.name for value in graph.constants)]
@@ -66,9 +76,11 @@ def build(
     memory.arena.fill_(0xFF)  # NaN: whoever reads what no token wrote is found out
     program.bind(memory.tensors)
     runner = Runner(wrap(program), graph, memory, opened, EngineLimits(seqs, tokens, max_seq_len))
-    files = {"tokenizer.json": letters(VOCAB)} if text else {}
+    files = {"tokenizer.json": letters(VOCAB) if text is True else text} if text else {}
     model = tiny_model(max_seq_len, eos)
-    return Engine(runner, model, tokenizer_files=files, timeline=Timeline(), reuses_prefixes=reuses)
+    return Engine(
+        runner, model, tokenizer_files=files, timeline=Timeline(), reuses_prefixes=reuses, runs_ahead=runs_ahead
+    )
 
 
 def pages_in_use(engine: Engine) -> int:
@@ -389,9 +401,10 @@ def test_an_end_of_sequence_token_ends_the_answer_and_is_no_text() -> None:
     assert is_idle(engine)
 
 
-def test_an_answer_ends_at_the_models_limit() -> None:
+@pytest.mark.parametrize("max_tokens", [50, None])
+def test_an_answer_ends_at_the_models_limit(max_tokens: int | None) -> None:
     engine = build(max_seq_len=12)
-    (output,) = engine.generate([[5] * 9], greedy(50))
+    (output,) = engine.generate([[5] * 9], SamplingParams(max_tokens=max_tokens))
     assert (output.token_ids, output.finish_reason) == (expected((5,) * 9, 3), "length")
 
 
@@ -426,6 +439,43 @@ def test_a_text_prompt_is_its_token_ids() -> None:
     assert from_text == from_ids
     assert from_text.text == engine.tokenizer.decode(from_text.token_ids)  # type: ignore[union-attr]
     assert torch.equal(engine.logits("hello"), engine.logits(engine.tokenizer.encode("hello")))  # type: ignore[union-attr]
+
+
+def asked_with(engine: Engine, text: str, **options: Any) -> list[list[int]]:
+    """The prompt's ids as each way of asking takes them."""
+    (output,) = engine.generate([text], greedy(1), **options)
+    before = engine.stats.tokens_prefilled
+    list(engine.stream(text, greedy(1), **options))
+    engine.submit(text, greedy(1), **options)
+    drained(engine)
+    lengths = [len(engine.logits(text, **options)), (engine.stats.tokens_prefilled - before) // 2]
+    return [output.prompt_token_ids, lengths]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "ids"),
+    [
+        ("ab", {}, [0, 3, 4]),
+        ("<s>ab", {}, [0, 3, 4]),
+        ("<s>ab", {"add_special_tokens": True}, [0, 3, 4]),
+        ("<s><s>ab", {}, [0, 0, 3, 4]),
+        ("ab", {"add_special_tokens": False}, [3, 4]),
+        ("<s>ab", {"add_special_tokens": False}, [0, 3, 4]),
+    ],
+)
+def test_special_tokens_are_put_around_text_once_or_not_at_all(text: str, options: Any, ids: list[int]) -> None:
+    engine = build(text=with_front(letters(VOCAB), "<s>"), reuses=False)
+    assert asked_with(engine, text, **options) == [ids, [len(ids)] * 2]
+
+
+def test_whether_special_tokens_are_put_around_text_is_yes_or_no() -> None:
+    engine = build(text=True)
+    asks = (engine.generate, engine.stream, engine.submit, engine.logits)
+    for ask in asks:
+        with pytest.raises(RequestError, match="add_special_tokens is 'no', expected True or False") as error:
+            ask("ab", add_special_tokens="no")  # type: ignore[operator]
+        assert error.value.code == "engine-option-invalid"
+    assert is_idle(engine)
 
 
 def test_without_a_tokenizer_there_are_tokens_and_no_text() -> None:
@@ -531,6 +581,13 @@ def test_seeds_matter_and_are_drawn_for_each_request() -> None:
     assert first.token_ids != build().generate([[5]], hot(None, 20))[0].token_ids
 
 
+def test_filters_that_are_off_are_off_however_that_is_spelled() -> None:
+    plain = SamplingParams(max_tokens=12, temperature=3.0, seed=3)
+    vllm = SamplingParams(max_tokens=12, temperature=3.0, seed=3, top_k=-1, top_p=None, min_p=None, stop=None)
+    (first,), (second,) = (build(text=True).generate([[5]], params) for params in (plain, vllm))
+    assert first == second
+
+
 def test_top_k_of_one_is_greedy() -> None:
     (output,) = build().generate([[5]], SamplingParams(max_tokens=12, temperature=3.0, top_k=1))
     assert output.token_ids == expected((5,), 12)
@@ -550,7 +607,18 @@ def test_top_k_of_one_is_greedy() -> None:
         ([5, -1], "token-out-of-range", r"token 1 of the prompt is -1, expected 0 to 47 \(vocab_size 48\)"),
         ([48], "token-out-of-range", "token 0 of the prompt is 48"),
         ([2**70], "token-out-of-range", "token 0 of the prompt is 1180591620717411303424"),
+        ([5, 10**5000], "token-out-of-range", "token 1 of the prompt is an integer of 16610 bits, no 64-bit id"),
+        ([5, -(2**63)], "token-out-of-range", "token 1 of the prompt is -9223372036854775808, expected 0 to 47"),
+        ([np.uint64(2**63)], "token-out-of-range", "token 0 of the prompt is 9223372036854775808, no 64-bit id"),
+        (np.array([5, 48]), "token-out-of-range", "token 1 of the prompt is 48"),
         ([5, True], "prompt-invalid", r"token 1 of the prompt is True \(bool\), expected an integer"),
+        ([5, np.True_], "prompt-invalid", r"token 1 of the prompt is np.True_ \(bool\), expected an integer"),
+        (torch.tensor([True]), "prompt-invalid", r"token 0 of the prompt is True \(bool\)"),
+        ([np.float32(5)], "prompt-invalid", r"token 0 of the prompt is np.float32\(5.0\) \(float32\)"),
+        ([np.array(5.0)], "prompt-invalid", r"token 0 of the prompt is array\(5.\) \(ndarray\)"),
+        ([[10**5000]], "prompt-invalid", r"token 0 of the prompt is a list \(list\)"),
+        (np.array([]), "prompt-empty", "the prompt has no tokens"),
+        (np.array(5), "prompt-invalid", "the prompt is a int, expected text or a list of token ids"),
         ([5.0], "prompt-invalid", r"token 0 of the prompt is 5.0 \(float\)"),
         (["5"], "prompt-invalid", r"token 0 of the prompt is '5' \(str\)"),
         ([[5]], "prompt-invalid", r"token 0 of the prompt is \[5\] \(list\)"),
@@ -561,6 +629,8 @@ def test_top_k_of_one_is_greedy() -> None:
         (5, "prompt-invalid", "the prompt is a int"),
         (b"ab", "prompt-invalid", "the prompt is a bytes"),
         ({5: 6}, "prompt-invalid", "the prompt is a dict"),
+        ({5, 6}, "prompt-invalid", "the prompt is a set"),
+        (frozenset((5, 6)), "prompt-invalid", "the prompt is a frozenset"),
         ("a\ud800", "prompt-invalid", "a lone surrogate at character 1"),
     ],
 )
@@ -587,6 +657,50 @@ def test_the_longest_prompts() -> None:
     assert error.value.code == "prompt-too-long"
 
 
+@pytest.mark.parametrize("prompt", [range(10**12), range(10**30)], ids=["long", "longer"])
+def test_prompts_are_read_as_far_as_the_models_limit(prompt: Any) -> None:
+    engine = build(max_seq_len=32)
+    for serve in (engine.submit, engine.logits):
+        with pytest.raises(RequestError, match=r"the prompt has (1000000000000|more than 3[12]) tokens") as error:
+            serve(prompt)
+        assert error.value.code == "prompt-too-long"
+    with pytest.raises(RequestError, match="the prompt has more than 31 tokens"):
+        engine.submit(count())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([[5, 6], [7, 48]]), np.array([[5, 6], [7, 48]])], ids=["torch", "numpy"])
+def test_a_row_with_a_token_out_of_range_is_named(rows: Any) -> None:
+    with pytest.raises(RequestError, match=r"prompt 1: token 1 of the prompt is 48, expected 0 to 47") as error:
+        build().generate(rows)
+    assert error.value.code == "token-out-of-range"
+
+
+@pytest.mark.parametrize("prompts", [torch.tensor([1, 2]), np.array([1, 2])], ids=["torch", "numpy"])
+def test_one_row_is_no_list_of_prompts(prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompts is a list of integers, expected a list of prompts"):
+        build().generate(prompts)
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, "1", None, [1], [10**5000]])
+def test_request_ids_and_priorities_are_integers(wrong: Any) -> None:
+    engine = build()
+    request = engine.submit([5], greedy(3))
+    asks: list[Callable[[], object]] = [lambda: engine.cancel(wrong), lambda: engine.submit([5], priority=wrong)]
+    for name, ask in zip(("request_id", "priority"), asks, strict=True):
+        with pytest.raises(RequestError, match=rf"{name} is .*, expected (an|the) integer") as error:
+            ask()
+        assert error.value.code == "engine-option-invalid"
+    assert tokens_of(drained(engine)[request]) == expected((5,), 3)
+
+
+def test_request_ids_and_priorities_may_be_of_other_libraries() -> None:
+    engine = build(seqs=1)
+    low, high = engine.submit([5], greedy(2)), engine.submit([7], greedy(2), priority=np.int64(3))  # type: ignore[arg-type]
+    assert [event.request_id for event in engine.step()] == [high]
+    assert engine.cancel(np.int32(low))  # type: ignore[arg-type]
+    assert not engine.cancel(10**5000)
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
@@ -595,6 +709,8 @@ def test_the_longest_prompts() -> None:
         (None, "prompts is a NoneType"),
         (b"ab", "prompts is a bytes"),
         ({"a": 1}, "prompts is a dict"),
+        ({"a", "b"}, "prompts is a set"),
+        (np.array("a"), "prompts is a ndarray"),
         ([np.array([[5, 6]])], "prompt 0: token 0 of the prompt is array.* expected an integer token id"),
     ],
 )
@@ -759,7 +875,9 @@ def test_a_closed_engine_serves_nothing() -> None:
 def test_counters() -> None:
     engine = build(tokens=7, seqs=2)
     nothing = {
-        "steps": 0, "eager_steps": 0, "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
+        "steps": 0, "captured_steps": 0, "piecewise_steps": 0, "eager_steps": 0, "eager_reasons": {},
+        "tokens_padded": 0, "graphs": 0, "graphs_pending": 0, "capture_seconds": 0.0,
+        "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
         "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0,
         "requests_failed": 0, "preemptions": 0, "tokens_reused": 0, "prefix_spans": 0, "slabs": 75, "slabs_free": 75,
     }  # fmt: skip
@@ -787,13 +905,15 @@ def test_counters() -> None:
     engine.step()  # 3 of the first, and the second
     engine.step()  # both decode
     assert before.to_dict() == {
-        **nothing, "steps": 1, "eager_steps": 1, "tokens_prefilled": 7, "requests_waiting": 2, "requests_running": 1,
+        **nothing, "steps": 1, "eager_steps": 1, "eager_reasons": {"capture is off": 1},
+        "tokens_prefilled": 7, "requests_waiting": 2, "requests_running": 1,
         "slabs_free": 72, "pools": pools((2, 2), (1, 1)),
     }  # fmt: skip
     after = engine.stats.to_dict()
     found = after.pop("pools")
     assert after == {
-        **nothing, "steps": 3, "eager_steps": 3, "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
+        **nothing, "steps": 3, "eager_steps": 3, "eager_reasons": {"capture is off": 3},
+        "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
         "requests_waiting": 1, "requests_running": 2, "prefix_spans": 1, "slabs_free": 69,
     }  # fmt: skip
     # The first has 11 tokens: its first page of 4 is behind the window, though a known block keeps it.
@@ -814,9 +934,11 @@ def test_metrics() -> None:
     assert values['precast_pool_pages_evicted_total{pool="small"}'] == str(stats.pools["small"].pages_evicted)
     assert stats.pools["small"].pages_evicted > 0
     for line in lines:
-        assert re.fullmatch(r"# (HELP \w+ \w.*\.|TYPE \w+ (counter|gauge))|\w+(\{pool=\"\w+\"\})? \d+", line), line
+        assert re.fullmatch(
+            r"# (HELP \w+ \w.*\.|TYPE \w+ (counter|gauge))|\w+(\{(pool|reason)=\"[\w ]+\"\})? [\d.]+", line
+        ), line
     # every number of the statistics is there
-    numbers = [*stats.to_dict().keys() - {"pools"}, *stats.to_dict()["pools"]["small"]]
+    numbers = [*stats.to_dict().keys() - {"pools", "eager_reasons"}, *stats.to_dict()["pools"]["small"]]
     assert len({line.split()[2] for line in lines if line.startswith("# TYPE")}) == len(numbers)
 
 
@@ -826,6 +948,331 @@ def test_the_timeline_ends_with_the_first_token() -> None:
     engine.generate(PROMPTS, greedy(3))
     assert [phase.name for phase in engine.timeline.phases] == ["first token"]
     assert engine.timeline.phases[0].seconds is not None
+
+
+# --- progress --------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_told_as_answers_end() -> None:
+    told: list[tuple[int, int]] = []
+    params = [greedy(length) for length in (2, 5, 2, 9)]
+    build().generate([[5], [6], [7], [8]], params, progress=lambda *numbers: told.append(numbers))
+    assert told == [(2, 4), (3, 4), (4, 4)]
+
+
+def test_progress_may_ask_the_engine() -> None:
+    engine = build()
+    inner: list[Output] = []
+
+    def ask(done: int, total: int) -> None:
+        if done == 1:  # which computes all that the others lack
+            inner.extend(engine.generate([[7]], greedy(20)))
+
+    outer = engine.generate([[5], [6], [8]], [greedy(2), greedy(9), greedy(9)], progress=ask)
+
+    found = [output.token_ids for output in (*outer, *inner)]
+    assert found == [expected((5,), 2), expected((6,), 9), expected((8,), 9), expected((7,), 20)]
+    assert is_idle(engine)
+
+
+def test_progress_may_end_it_all() -> None:
+    engine = build()
+    first, second = engine.generate([[5], [6]], [greedy(2), greedy(9)], progress=lambda *_: engine.close())
+    assert (first.finish_reason, second.finish_reason) == ("length", "cancelled")
+    assert second.token_ids == expected((6,), 2)
+
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    engine = build()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[5], [6]], [greedy(3), greedy(30)], progress=interrupted)
+    assert is_idle(engine)
+
+
+def test_progress_is_a_function() -> None:
+    with pytest.raises(RequestError, match="progress is True, expected a function of two numbers") as error:
+        build().generate([[5]], progress=True)  # type: ignore[arg-type]
+    assert error.value.code == "engine-option-invalid"
+
+
+# --- a tokenizer that fails ------------------------------------------------------------------------------------
+
+
+def with_failing(prompt: tuple[int, ...], place: int, **options: Any) -> tuple[Engine, list[int]]:
+    """An engine whose tokenizer panics at the token at this place of the greedy answer to `prompt`; the answer."""
+    answer = expected(prompt, 20)
+    assert answer[place] not in answer[:place]
+    return build(text=failing(VOCAB, answer[place]), **options), answer
+
+
+def without(token: int, max_tokens: int) -> list[int]:
+    """A prompt with this token neither in it nor in its greedy answer."""
+    tokens = (prompt for prompt in range(3, VOCAB) if token not in (prompt, *expected((prompt,), max_tokens)))
+    return [next(tokens)]
+
+
+FAILS_AT = 3
+
+
+@pytest.mark.parametrize("stop", [(), ("no such text",)])
+def test_an_answer_that_cannot_be_decoded_ends_with_an_error_and_others_go_on(stop: tuple[str, ...]) -> None:
+    engine, answer = with_failing((5,), FAILS_AT)
+    good = without(answer[FAILS_AT], 20)
+    params = greedy(20, stop=stop)
+
+    before, bad, after = engine.generate([good, [5], good], params)
+
+    assert before == after
+    assert (before.token_ids, before.finish_reason) == (expected(tuple(good), 20), "length")
+    assert len(before.text) == 20
+    assert (bad.finish_reason, bad.error is not None) == ("error", True)
+    assert bad.error is not None
+    assert bad.error.code == "tokenizer-invalid"
+    assert re.match(r"tokenizer\.json: the tokenizers library \S+ can't decode with it", bad.error.message)
+    assert bad.token_ids == (answer[: FAILS_AT + 1] if stop else answer)
+    stats = engine.stats
+    assert (stats.requests_failed, stats.requests_finished, stats.requests_cancelled) == (1, 2, 0)
+    assert is_idle(engine)
+
+
+def test_a_stream_that_cannot_be_decoded_gives_what_it_can() -> None:
+    engine, answer = with_failing((5,), FAILS_AT)
+    request = engine.submit(without(answer[FAILS_AT], 20), greedy(20))
+
+    events = list(engine.stream([5], greedy(20)))
+
+    assert [event.token_ids for event in events] == [(token,) for token in answer[: FAILS_AT + 1]]
+    assert [event.finish_reason for event in events] == [None] * FAILS_AT + ["error"]
+    assert [len(event.text) for event in events] == [1] * FAILS_AT + [0]
+    (events,) = drained(engine).values()
+    assert (events[0].request_id, events[-1].finish_reason) == (request, "length")
+    assert sum(len(event.text) for event in events) == 20
+
+
+def test_text_that_was_held_back_comes_with_the_error() -> None:
+    engine, answer = with_failing((5,), FAILS_AT)
+    text = engine.tokenizer.decode(answer[:FAILS_AT])  # type: ignore[union-attr]
+    *_, last = engine.stream([5], greedy(20, stop=f"{text}?"))
+    assert (last.text, last.finish_reason) == (text, "error")
+
+
+def test_what_cannot_be_decoded_is_cancelled_all_the_same() -> None:
+    """The text of whole answers is made at their end, so that here the cancellation is the first to meet the token."""
+    engine, answer = with_failing((5,), FAILS_AT)
+    good = without(answer[FAILS_AT], 20)
+
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[5], good, good], [greedy(20), greedy(20), greedy(FAILS_AT + 2)], progress=interrupted)
+    assert (engine.stats.requests_failed, engine.stats.requests_cancelled) == (1, 1)
+    assert is_idle(engine)
+
+
+def test_prompts_that_the_tokenizer_fails_at_are_refused() -> None:
+    engine, answer = with_failing((5,), FAILS_AT)
+    for ask in (engine.submit, engine.stream, lambda prompt: engine.generate([[5], prompt])):
+        with pytest.raises(RequestError, match="can't decode with it") as error:
+            ask([7, answer[FAILS_AT]])  # type: ignore[operator]
+        assert error.value.code == "tokenizer-invalid"
+    assert error.value.where == "prompt 1: tokenizer.json"
+    assert is_idle(engine)
+
+
+def test_text_that_the_tokenizer_fails_at_is_refused() -> None:
+    content = json.loads(letters(VOCAB))
+    content["model"] = {"type": "WordLevel", "vocab": {"a": 5}, "unk_token": "none"}
+    engine = build(text=json.dumps(content).encode())
+    engine.generate(["a"], greedy(1))
+    for ask in (engine.submit, engine.stream, engine.logits, lambda prompt: engine.generate(["a", prompt])):
+        with pytest.raises(RequestError, match="can't encode with it") as error:
+            ask("b")  # type: ignore[operator]
+        assert error.value.code == "tokenizer-invalid"
+    assert error.value.where == "prompt 1: tokenizer.json"
+
+
+def test_the_loop_of_the_documentation_outlives_what_is_wrong_with_a_request() -> None:
+    """A request is refused with a RequestError; a vocabulary that can't be read is the bundle's fault."""
+    page = (Path(__file__).parents[3] / "docs" / "python_api.md").read_text(encoding="utf-8")
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "def serve(" in code)
+    names: dict[str, Any] = {"precast": precast}
+    exec(block.partition("\ninbox:")[0], names)  # noqa: S102 - it is the repository's own
+    engine = build(text=b'{"model": {"type": "BPE"}}')
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for prompt in ([], "a", [5]):
+        inbox.put(("submit", prompt, None, replies))
+    inbox.put(("stop",))
+
+    names["serve"](engine, inbox)
+
+    assert [type(replies.get()) for _ in range(3)] == [RequestError, BundleError, BundleError]
+
+
+# --- threads ---------------------------------------------------------------------------------------------------
+
+
+class Waits:
+    """A program that waits in its first call until it is told to go on."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+        self.is_inside, self.may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        if not self.is_inside.is_set():
+            self.is_inside.set()
+            self.may_go_on.wait()
+        return self.program(**inputs)
+
+
+@contextmanager
+def a_thread_inside(engine: Engine, program: Waits, ask: Callable[[], Any]) -> Iterator[Future[Any]]:
+    """For the time of the body another thread is inside `ask`, which computes a step; then it goes on to its end."""
+    with ThreadPoolExecutor(1, thread_name_prefix="first") as pool:
+        answer = pool.submit(ask)
+        try:
+            program.is_inside.wait()
+            yield answer
+        finally:
+            program.may_go_on.set()
+            answer.exception()
+
+
+def build_waiting(**options: Any) -> tuple[Engine, Waits]:
+    programs: list[Waits] = []
+
+    def wrap(program: Any) -> Waits:
+        programs.append(Waits(program))
+        return programs[0]
+
+    return build(wrap=wrap, **options), programs[0]
+
+
+def test_a_thread_that_comes_while_another_is_inside_is_refused_and_changes_nothing() -> None:
+    engine, program = build_waiting(text=True)
+    submitted = engine.submit([5], greedy(4))
+    stream = engine.stream([7], greedy(3))
+    asks: dict[str, Callable[[], object]] = {
+        "generate": lambda: engine.generate([[9]], greedy(1)),
+        "stream": lambda: engine.stream([9]),
+        "next": lambda: next(stream),
+        "close of a stream": stream.close,
+        "logits": lambda: engine.logits([9]),
+        "submit": lambda: engine.submit([9]),
+        "step": engine.step,
+        "cancel": lambda: engine.cancel(submitted),
+        "has_work": lambda: engine.has_work,
+        "stats": lambda: engine.stats,
+        "metrics": engine.metrics,
+        "forget_prefixes": engine.forget_prefixes,
+        "close": engine.close,
+    }
+
+    with a_thread_inside(engine, program, lambda: engine.generate(PROMPTS, greedy(20))) as answer:
+        for ask in asks.values():
+            with pytest.raises(
+                RequestError, match="'MainThread' called the engine while thread 'first_0' was"
+            ) as error:
+                ask()
+            assert error.value.code == "engine-busy"
+            assert "queues" in (error.value.fix or "")
+
+    assert [output.token_ids for output in answer.result()] == [expected(tuple(prompt), 20) for prompt in PROMPTS]
+    assert tokens_of(list(stream)) == expected((7,), 3)
+    (events,) = drained(engine).values()
+    assert events[0].request_id == submitted
+    assert tokens_of(events) == expected((5,), 4)
+    assert engine.stats.requests_finished == len(PROMPTS) + 2
+    assert is_idle(engine)
+
+
+def test_threads_may_come_one_after_another() -> None:
+    engine = build()
+    stream = engine.stream([7], greedy(6))
+    found = [next(stream)]
+    asks: list[Callable[[], object]] = [
+        lambda: found.append(next(stream)),
+        lambda: engine.submit([5], greedy(2)),
+        lambda: found.extend(stream),
+        lambda: engine.generate(PROMPTS, greedy(3)),
+        engine.close,
+    ]
+    for ask in asks:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(ask).result()
+    assert tokens_of(found) == expected((7,), 6)
+
+
+def test_a_thread_whose_call_failed_is_no_longer_inside() -> None:
+    engine = build(wrap=lambda program: FailsOnce(program, 1))
+    with ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(engine.generate, [[5]], greedy(2)).exception(), torch.OutOfMemoryError)
+    assert engine.generate([[5]], greedy(2))[0].token_ids == expected((5,), 2)
+
+
+def test_threads_that_run_at_once_get_right_answers_or_are_refused() -> None:
+    engine = build()
+    begin = threading.Barrier(3)
+
+    def asks() -> list[list[int] | str]:
+        begin.wait()
+        return [answered(engine, prompt) for prompt in PROMPTS * 3]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [each.result() for each in [pool.submit(asks) for _ in range(3)]]
+    for answers in found:
+        for prompt, answer in zip(PROMPTS * 3, answers, strict=True):
+            assert answer in ("engine-busy", expected(tuple(prompt), 5))
+    assert is_idle(engine)
+
+
+def answered(engine: Engine, prompt: list[int]) -> list[int] | str:
+    try:
+        return engine.generate([prompt], greedy(5))[0].token_ids
+    except RequestError as error:
+        return error.code
+
+
+def test_a_stream_that_is_dropped_while_a_thread_is_inside_is_cancelled_when_it_leaves() -> None:
+    engine, program = build_waiting()
+    program.is_inside.set()
+    stream = engine.stream([5], greedy(50))
+    next(stream)
+    program.is_inside.clear()
+
+    with a_thread_inside(engine, program, lambda: engine.generate([[7]], greedy(2))) as answer:
+        del stream
+        gc.collect()
+
+    assert answer.result()[0].token_ids == expected((7,), 2)
+    assert engine.stats.requests_cancelled == 1
+    assert is_idle(engine)
+
+
+def test_a_stream_that_is_collected_amid_a_step_is_cancelled_after_it() -> None:
+    streams: list[Any] = []
+
+    def dropping(program: Any) -> Any:
+        def run(**inputs: torch.Tensor) -> Any:
+            if len(streams) == 2:
+                streams.clear()
+            return program(**inputs)
+
+        return run
+
+    engine = build(wrap=dropping)
+    streams.append(engine.stream([5], greedy(50)))
+    next(streams[0])
+    streams.append("collect it")
+
+    (output,) = engine.generate([[7]], greedy(6))
+
+    assert output.token_ids == expected((7,), 6)
+    assert engine.stats.requests_cancelled == 1
+    assert is_idle(engine)
 
 
 # --- logits that are no numbers --------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from collections import Counter
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from hashing import HashingProgram, Rope, reference_tokens, with_rope
 from hypothesis import HealthCheck, settings
@@ -128,6 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
         reuses=st.integers(0, 9).map(bool),
         hashes=st.booleans(),
         rope=st.sampled_from((None, *ROPES)),
+        runs_ahead=st.booleans(),
     )
     def load(
         self,
@@ -138,6 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
         reuses: bool,
         hashes: bool,
         rope: Rope | None,
+        runs_ahead: bool,
     ) -> None:
         self.graph, self.weights = model_of(number)
         self.rope = rope if hashes else None
@@ -152,11 +153,13 @@ class EngineMachine(RuleBasedStateMachine):
         memory.arena.fill_(0xFF)
         self.program = FailsWhenTold(self.made(memory))
         self.max_num_seqs = max_num_seqs
+        self.runs_ahead = runs_ahead
         limits = EngineLimits(max_num_seqs, max_num_tokens, MAX_LENGTH)
         runner = Runner(self.program, self.graph, memory, CpuDevice(), limits)
         self.engine = Engine(
-            runner, tiny_model(MAX_LENGTH), tokenizer_files={}, timeline=Timeline(), reuses_prefixes=reuses
-        )
+            runner, tiny_model(MAX_LENGTH), tokenizer_files={}, timeline=Timeline(), reuses_prefixes=reuses,
+            runs_ahead=runs_ahead,
+        )  # fmt: skip
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.answers: dict[int, list[int]] = {}
         self.whole: list[list[int]] = []  # prompts with their answers, to fork from
@@ -199,7 +202,10 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(which=anyone)
     def cancel(self, which: int) -> None:
-        number = sorted(self.asked)[which % len(self.asked)]
+        running = sorted(self.engine._answers)  # of those asked, one may have news that nobody has read
+        if not running:
+            return
+        number = running[which % len(running)]
         assert self.engine.cancel(number)
         self.every_page_has_its_holders()
         self.read(self.engine.step())
@@ -208,15 +214,23 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running())
     @rule(which=anyone)
     def preempt(self, which: int) -> None:
+        self.engine._land()
         running = sorted(self.running(), key=lambda request: request.id)
+        if not running:
+            return
         self.engine._scheduler.preempt(running[which % len(running)])
 
     @precondition(lambda self: self.asked)
     @rule()
     def fail(self) -> None:
         self.program.fails = True
-        with pytest.raises(torch.OutOfMemoryError):
-            self.engine.step()
+        try:
+            self.read(self.engine.step())
+        except torch.OutOfMemoryError:
+            return
+        # It only waited for what is in flight.
+        assert self.runs_ahead
+        self.program.fails = False
 
     @precondition(lambda self: self.asked)
     @rule()
@@ -327,7 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
     def no_more_run_than_may(self) -> None:
         scheduler = self.engine._scheduler
         assert scheduler.num_running <= self.max_num_seqs
-        assert scheduler.num_running + scheduler.num_waiting == len(self.asked)
+        assert scheduler.num_running + scheduler.num_waiting == len(self.engine._answers)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -346,7 +360,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def running(self) -> list[Request]:
         scheduler = self.engine._scheduler
-        return [*scheduler.decoding.requests, *scheduler._chunked.values()]
+        return [*scheduler.decoding.requests, *scheduler._chunked.values(), *scheduler._held.values()]
 
     def expected(self, token_ids: list[int]) -> torch.Tensor:
         return reference_logits(self.weights, token_ids, self.groups, self.layers, state=self.state)
@@ -443,6 +457,7 @@ def run(actions: int, seed: int, script: int = 300) -> Counter[str]:
             "reuses": draw.random() < 0.9,
             "hashes": draw.random() < 0.9,
             "rope": draw.choice((None, None, *ROPES)),
+            "runs_ahead": draw.random() < 0.7,
         }
         try:
             machine.load(**options)

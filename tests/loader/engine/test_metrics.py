@@ -10,15 +10,17 @@ from precast.loader.cache.tables import PoolUsage
 from precast.loader.engine.metrics import prometheus_text
 from precast.loader.engine.results import EngineStats
 
-SAMPLE = re.compile(r'([a-z_]+)(?:\{pool="((?:[^"\\\n]|\\["\\n])*)"\})? (\d+)')
+SAMPLE = re.compile(r'([a-z_]+)(?:\{(?:pool|reason)="((?:[^"\\\n]|\\["\\n])*)"\})? ([\d.]+)')
 USAGE = PoolUsage(40, 30, 6, 5, 123, 17)
-STATS = EngineStats(steps=7, preemptions=2, slabs=9, pools={"near": USAGE, "far": PoolUsage(8, 1), 'a"\\\nb': USAGE})
+POOLS = {"near": USAGE, "far": PoolUsage(8, 1), 'a"\\\nb': USAGE}
+WHY = {"capture is off": 3, "logits are wanted": 2}
+STATS = EngineStats(steps=7, eager_steps=5, eager_reasons=WHY, capture_seconds=1.5, preemptions=2, slabs=9, pools=POOLS)
 
 
-def parsed(text: str) -> dict[str, tuple[str, dict[str | None, int]]]:
-    """By metric: its type, and its samples by pool. Each metric is a help line, a type line, and its samples."""
+def parsed(text: str) -> dict[str, tuple[str, dict[str | None, float]]]:
+    """By metric: its type, and its samples by pool or reason. Each metric is a help line, a type line, and samples."""
     assert text.endswith("\n")
-    found: dict[str, tuple[str, dict[str | None, int]]] = {}
+    found: dict[str, tuple[str, dict[str | None, float]]] = {}
     lines = text.splitlines()
     while lines:
         told = re.fullmatch(r"# HELP ([a-z_]+) \S.*", lines.pop(0))
@@ -26,13 +28,13 @@ def parsed(text: str) -> dict[str, tuple[str, dict[str | None, int]]]:
         kind = re.fullmatch(rf"# TYPE {told[1]} (counter|gauge)", lines.pop(0))
         assert kind is not None
         assert told[1] not in found
-        samples: dict[str | None, int] = {}
+        samples: dict[str | None, float] = {}
         while lines and not lines[0].startswith("#"):
             sample = SAMPLE.fullmatch(lines.pop(0))
             assert sample is not None
             assert sample[1] == told[1]
             assert sample[2] not in samples
-            samples[sample[2]] = int(sample[3])
+            samples[sample[2]] = float(sample[3])
         found[told[1]] = kind[1], samples
     return found
 
@@ -43,7 +45,10 @@ def test_every_counter_is_a_metric_with_its_value() -> None:
     assert found["precast_steps_total"] == ("counter", {None: 7})
     assert found["precast_preemptions_total"] == ("counter", {None: 2})
     assert found["precast_cache_slabs"] == ("gauge", {None: 9})
-    assert len(found) == len(msgspec.structs.fields(EngineStats)) - 1 + len(msgspec.structs.fields(PoolUsage))
+    assert found["precast_capture_seconds_total"] == ("counter", {None: 1.5})
+    assert found["precast_eager_steps_total"] == ("counter", WHY)
+    # The pools are no metric, but what they have; reasons are labels.
+    assert len(found) == len(msgspec.structs.fields(EngineStats)) - 2 + len(msgspec.structs.fields(PoolUsage))
     assert all(name.endswith("_total") == (kind == "counter") for name, (kind, _) in found.items())
 
 

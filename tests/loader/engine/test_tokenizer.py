@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+from array import array
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers_by_hand import byte_level, letters, sentencepiece, with_padding_and_truncation
+from tokenizers_by_hand import (
+    byte_level,
+    byte_pairs,
+    letters,
+    sentencepiece,
+    with_front,
+    with_padding_and_truncation,
+    without_text,
+)
 
 from precast.ir.errors import BundleError, RequestError
 from precast.loader.engine.tokenizer import AnswerText, Tokenizer, check_tokenizer
@@ -21,6 +34,7 @@ def tokenizer(data: bytes) -> Tokenizer:
 
 
 BYTES, PIECES, LETTERS = tokenizer(byte_level()), tokenizer(sentencepiece()), tokenizer(letters(48))
+MUTE = tokenizer(without_text(letters(48), "a"))
 BYTE_IDS = [i for i in range(262) if i > 2]
 
 
@@ -73,7 +87,7 @@ def test_text_that_the_library_cannot_encode_is_the_tokenizers_fault() -> None:
     made = odd({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}, None)
 
     assert made.encode("a") == [0]
-    with pytest.raises(BundleError, match=r"tokenizer\.json: the tokenizers library .* can't encode with it") as error:
+    with pytest.raises(RequestError, match=r"tokenizer\.json: the tokenizers library .* can't encode with it") as error:
         made.encode("b")
     assert error.value.code == "tokenizer-invalid"
 
@@ -82,9 +96,82 @@ def test_a_panic_of_the_library_is_an_error_as_any_other() -> None:
     strip = {"type": "Strip", "content": " ", "start": 0, "stop": 2}  # of a token that is shorter
     made = odd({"type": "BPE", "vocab": {" ": 0}, "merges": []}, strip)
 
-    with pytest.raises(BundleError, match=r"tokenizer\.json: the tokenizers library .* can't decode with it") as error:
+    with pytest.raises(RequestError, match=r"tokenizer\.json: the tokenizers library .* can't decode with it") as error:
         made.decode([0])
     assert error.value.code == "tokenizer-invalid"
+
+
+@pytest.mark.parametrize("text", [5, None, b"a", ["a"]])
+def test_what_is_no_text_is_not_encoded(text: Any) -> None:
+    with pytest.raises(RequestError, match=f"the text is a {type(text).__name__}, expected a string") as error:
+        BYTES.encode(text)
+    assert error.value.code == "prompt-invalid"
+    with pytest.raises(RequestError, match="add_special_tokens is 0, expected True or False"):
+        BYTES.encode("a", add_special_tokens=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ids", "code", "message"),
+    [
+        ([3, -1], "token-out-of-range", "token 1 of what is decoded is -1, expected 0 to 4294967295"),
+        (array("q", [2**32]), "token-out-of-range", "token 0 of what is decoded is 4294967296"),
+        ([10**5000], "token-out-of-range", "token 0 of what is decoded is an integer of 16610 bits, no 64-bit id"),
+        ([3.0], "prompt-invalid", r"token 0 of what is decoded is 3.0 \(float\), expected an integer token id"),
+        ([True], "prompt-invalid", r"token 0 of what is decoded is True \(bool\)"),
+        ("ab", "prompt-invalid", "what is decoded is a str, expected a list of token ids"),
+        (3, "prompt-invalid", "what is decoded is a int"),
+        (None, "prompt-invalid", "what is decoded is a NoneType"),
+    ],
+)
+def test_what_are_no_token_ids_is_not_decoded(ids: Any, code: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        BYTES.decode(ids)
+    assert error.value.code == code
+
+
+def test_token_ids_of_other_libraries_are_decoded() -> None:
+    ids = BYTES.encode("hello")
+    for given_ids in (tuple(ids), np.array(ids), torch.tensor(ids), array("q", ids), [*ids, 2**31]):
+        assert BYTES.decode(given_ids) == "hello"  # type: ignore[arg-type]
+
+
+# --- special tokens --------------------------------------------------------------------------------------------
+
+BOS, PAD, EOS = 0, 1, 2
+FRONTS = [
+    # in front, behind, text, the ids of "hello" put for `...`
+    ("<s>", "", "hello", [BOS, ...]),
+    ("<s>", "", "<s>hello", [BOS, ...]),
+    ("<s>", "", "<s><s>hello", [BOS, BOS, ...]),
+    ("<s>", "", "</s>hello", [BOS, EOS, ...]),
+    ("<s>", "", "<s>", [BOS]),
+    ("<s>", "</s>", "<s>hello</s>", [BOS, ..., EOS, EOS]),
+    ("<s> <pad>", "", "<s><pad>hello", [BOS, PAD, ...]),
+    ("<s> <pad>", "", "<s>hello", [BOS, PAD, BOS, ...]),
+    ("<s> </s>", "</s>", "<s>", [BOS, EOS, BOS, EOS]),
+    ("", "</s>", "<s>hello", [BOS, ..., EOS]),
+    ("", "", "<s>hello", [BOS, ...]),
+]
+
+
+@pytest.mark.parametrize(("front", "back", "text", "expected"), FRONTS)
+def test_what_begins_as_its_tokenizer_would_begin_it_is_not_begun_twice(
+    front: str, back: str, text: str, expected: list[Any]
+) -> None:
+    made = tokenizer(with_front(byte_level(), front, back))
+    hello = BYTES.encode("hello")[1:]
+    assert made.encode(text) == [each for part in expected for each in (hello if part is ... else [part])]
+
+
+@pytest.mark.parametrize("text", ["hello", "<s>hello", "<s><s>hello</s>"])
+def test_nothing_is_put_around_a_text_that_is_whole(text: str) -> None:
+    made = tokenizer(with_front(byte_level(), "<s>", "</s>"))
+    ids = made.encode(text, add_special_tokens=False)
+    assert (ids.count(BOS), ids.count(EOS)) == (text.count("<s>"), text.count("</s>"))
+    assert made.decode(ids) == "hello"
+
+
+# --- files -----------------------------------------------------------------------------------------------------
 
 
 def test_no_tokenizer_file_is_no_tokenizer() -> None:
@@ -120,6 +207,12 @@ def test_a_special_token_is_no_text_and_loses_no_space() -> None:
     assert grown(PIECES, [], [he, 2, said])[0] == ["he", "", " said", ""]
 
 
+def test_tokens_without_text_lose_none() -> None:
+    for between in (1, 7, 8, 30):
+        given_out, _ = grown(MUTE, [], MUTE.encode("b" + "a" * between + "cd"))
+        assert given_out == ["b", *[""] * between, "c", "d", ""]
+
+
 def test_bytes_of_a_fallback_come_out_as_a_character() -> None:
     ids = [byte + 3 for byte in "€".encode()]
     assert grown(PIECES, [], [*ids, PIECES._inner.token_to_id("o")])[0] == ["", "", "€", "o", ""]
@@ -148,6 +241,90 @@ def test_when_text_is_read_makes_no_difference(ids: list[int], reads: set[int]) 
         text.push(token)
         joined += text.read() if place in reads else ""
     assert joined + text.read(final=True) == BYTES.decode(ids)
+
+
+JUNK = (
+    b"\x80\xe2", b"\xe2\x82", b"\xac\xe2", b"\xef\xbf", b"\xbd\xef", b"\xbd\xef\xbf", b"\xef\xbf\xbd", b"\xf0\x9f",
+    b"\x98\x80", b"\x80\x80", b"\xff\xff", b" a\xe2",
+)  # fmt: skip
+PAIRS = tokenizer(byte_pairs(JUNK))
+JUNK_IDS = [*range(259, 259 + len(JUNK)), *(byte + 3 for byte in b"\x80\x82\xac\xbd\xbf\xe2\xef\xf0\xff a"), 0, 2, 5000]
+"""Bytes of which any may or may not go on to a character, special tokens, and an id that the tokenizer doesn't know."""
+
+runs = st.lists(st.tuples(st.lists(st.sampled_from(JUNK_IDS), min_size=1, max_size=3), st.integers(1, 12)), max_size=5)
+places = st.sets(st.integers(0, 60)) | st.none()
+"""After which tokens the text is read; None: after each."""
+
+
+def read_at(made: Tokenizer, ids: Sequence[int], reads: set[int] | None) -> str:
+    text, joined = AnswerText(made, [], ()), ""
+    for place, token in enumerate(ids):
+        text.push(token)
+        joined += text.read() if reads is None or place in reads else ""
+    return joined + text.read(final=True)
+
+
+@given(runs, places)
+@example([([259], 30)], None)
+@example([([261, 260], 20)], None)
+@example([([0xE2 + 3], 1), ([2], 12), ([0x82 + 3, 0xAC + 3], 1)], None)
+def test_long_runs_of_any_bytes_joined_are_the_text_of_all_tokens(
+    runs: list[tuple[list[int], int]], reads: set[int] | None
+) -> None:
+    ids = [token for some, times in runs for token in some * times]
+    assert read_at(PAIRS, ids, reads) == PAIRS.decode(ids)
+
+
+characters = st.sampled_from(["\ufffd", "€", "😀", "\n", "é", "o"])
+
+
+@given(st.lists(st.tuples(characters, st.integers(1, 8)), max_size=6), places)
+@example([("\ufffd", 12)], None)
+@example([("\n", 12), ("€", 1)], {13})
+def test_characters_of_a_fallback_to_bytes_come_out_whole(runs: list[tuple[str, int]], reads: set[int] | None) -> None:
+    """One byte of no character would spoil all that stand beside it."""
+    text = "".join(letter * times for letter, times in runs)
+    ids = [byte + 3 for byte in text.encode()]
+    assert read_at(PIECES, ids, reads) == text
+
+
+class Counting(Tokenizer):
+    """Counts the ids that it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.num_decoded += len(token_ids)
+        return super().decode(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("made", "run"),
+    [
+        (BYTES, [0x80 + 3]),
+        (PAIRS, [259]),
+        (PAIRS, [261]),
+        (PAIRS, [265]),
+        (PAIRS, [0xEF + 3, 0xBF + 3, 0xBD + 3]),
+        (PAIRS, [2]),
+        (PAIRS, [5000]),
+        (PIECES, [0x80 + 3]),
+        (PIECES, [0xEF + 3, 0xBF + 3, 0xBD + 3]),
+        (PIECES, [2]),
+        (MUTE, [3]),
+    ],
+)
+@pytest.mark.parametrize("stop", [(), ("a stop string",)])
+def test_work_is_in_proportion_to_the_answer(made: Tokenizer, run: list[int], stop: tuple[str, ...]) -> None:
+    counting = Counting(made._inner)
+    ids = (run * 3000)[:3000]
+
+    given_out, _ = grown(counting, [], ids, stop)
+
+    assert counting.num_decoded < 30 * len(ids)
+    assert "".join(given_out) == made.decode(ids)
+    silences = [len(list(tokens)) for text, tokens in groupby(given_out) if text == ""]
+    assert max(silences) < 20 or made.decode(ids) == "", "what is no character was kept back"
 
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:

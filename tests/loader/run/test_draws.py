@@ -21,5 +21,15 @@ def test_arrays_have_a_row_for_each_answer() -> None:
     assert {name: values.dtype for name, values in arrays.items()} == DTYPES
 
 
-def test_greedy_rows_alone_need_no_arrays() -> None:
-    assert draw_arrays([GREEDY, GREEDY]) == draw_arrays([]) == {}
+def test_rows_without_an_answer_are_greedy() -> None:
+    arrays = draw_arrays([Draw(0.5, 7, 0.25, 0.125, 3, 2)], 3)
+
+    assert {name: values.tolist() for name, values in arrays.items()} == {
+        "temperature": [0.5, 0.0, 0.0],
+        "top_k": [7, 0, 0],
+        "top_p": [0.25, 1.0, 1.0],
+        "min_p": [0.125, 0.0, 0.0],
+        "seeds": [3, 0, 0],
+        "steps": [2, 0, 0],
+    }
+    assert {name: values.dtype for name, values in arrays.items()} == DTYPES

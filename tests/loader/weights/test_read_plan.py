@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 
+import hostile
 import msgspec
 import pytest
 import torch
@@ -13,7 +16,9 @@ from recipe_cases import Tensors, evaluate, params_graph, read, recipe_sets
 
 from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Apply, Cast, Concat, Recipe, Reshape, Slice, Stack, Tie, Transpose
-from precast.ir.weights.checkpoint import StoredTensor
+from precast.ir.manifest import Checkpoint
+from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
+from precast.ir.weights.recipes import require
 from precast.kernels import dtypes
 from precast.loader.placement import Placement, bind_world
 from precast.loader.torch_device import CpuDevice
@@ -414,3 +419,31 @@ def test_exactly_the_needed_bytes_are_read_once_and_in_order(case: tuple[dict[st
     if not made.moves:
         assert set(covered) == needed_bytes(recipes, tensors)
         assert made.bytes_needed == len(covered)
+
+
+def plan_calls(count: int) -> int:
+    """The calls of Python functions in which a param of so many reads of one tensor is planned."""
+    stored = StoredTensor(FIRST, "float32", (1,), 8, 4)
+    graph = hostile.one_read(1, count)
+    files = CheckpointFiles(FIRST, {"w": stored})
+    calls = 0
+
+    def counted(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(counted)
+    try:
+        found = require(graph, Checkpoint(), files)
+        plan_reads(param_parts(graph.params, lambda name: found[name].dtype), found.__getitem__)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_planning_takes_work_in_proportion_to_the_reads() -> None:
+    """A bundle may read one tensor `MAX_REPEATED_READS` times; whatever else it reads is in the checkpoint."""
+    few, many = plan_calls(200), plan_calls(2000)
+
+    assert many <= 10 * few
+    assert many <= 150 * 2000

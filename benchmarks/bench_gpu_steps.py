@@ -1,0 +1,197 @@
+"""On a GPU: steps replayed as graphs, one launched ahead, against the same engine op by op.
+
+Claims: a decode step as served takes hardly longer than its graph alone; all sizes are captured in seconds; greedy
+tokens are those of the eager engine. Shapes are published ones with random weights.
+
+    python benchmarks/bench_gpu_steps.py --build DIR [SHAPE ...]
+    python benchmarks/bench_gpu_steps.py --bundles DIR --checkpoints DIR [SHAPE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import random_checkpoints
+import shapes
+import torch
+
+import precast
+from precast.ir.artifact import Bundle
+
+SHAPES = ("llama-3.1-8b", "gemma-3-12b", "qwen3-30b-a3b-half")
+BATCHES = (1, 8, 64, 256)
+PROMPT_TOKENS, STEPS = 128, 48
+
+
+def build(folder: Path, names: list[str]) -> None:
+    """The bundles in bfloat16, on any machine."""
+    for name in names:
+        source = shapes.write_config(name, folder / f"{name}.config")
+        precast.build(source, folder / f"{name}.bundle", dtype="bfloat16", max_seq_len=8192)
+
+
+def measure(bundle: Path, checkpoint: Path) -> dict[str, Any]:
+    """Both engines, one after the other."""
+    found: dict[str, Any] = {}
+    tokens = {}
+    for capture in ("off", "before"):
+        before = memory_in_use()
+        engine = precast.load(bundle, weights=checkpoint, max_num_seqs=256, max_num_tokens=8192, capture=capture,
+                              cache_bytes=24 << 30)  # fmt: skip
+        tokens[capture] = greedy_tokens(engine)
+        name = "eager" if capture == "off" else "captured"
+        found[name] = {str(count): decode(engine, count) for count in BATCHES}
+        found[name]["prefill_tokens_per_s"] = {f"{n} x {length}": prefill(engine, n, length)
+                                               for n, length in ((1, 512), (1, 4096), (4, 2000))}  # fmt: skip
+        if capture == "before":
+            stats = engine.stats
+            found["capture"] = {
+                "sizes": stats.graphs, "seconds": round(stats.capture_seconds, 2),
+                "bytes": memory_in_use() - before - found.pop("_eager_bytes"), "bytes_counted": counted(engine),
+                "eager_steps": stats.eager_reasons, "pieces": engine._runner.captures.num_pieces,
+            }  # fmt: skip
+        else:
+            found["_eager_bytes"] = memory_in_use() - before
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+    found["greedy_tokens_equal"] = [a == b for a, b in zip(tokens["off"], tokens["before"], strict=True)]
+    return found
+
+
+def counted(engine: Any) -> int:
+    """Bytes that the load set aside for graphs."""
+    phases = engine.timeline.to_dict()["phases"]
+    return next(phase["counters"]["bytes_for_graphs"] for phase in phases if phase["name"] == "pools")
+
+
+def memory_in_use() -> int:
+    """Bytes of the GPU that are taken, by whomever."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    """Token ids, the same in every run."""
+    draw = random.Random(count)
+    return [[draw.randrange(5, 100_000) for _ in range(length)] for _ in range(count)]
+
+
+def greedy_tokens(engine: Any) -> list[list[int]]:
+    """Answers to prompts of unequal length that run together."""
+    asked = [prompt[: 5 + 31 * i] for i, prompt in enumerate(prompts(8, 300))]
+    params = precast.SamplingParams(max_tokens=24, ignore_eos=True)
+    return [output.token_ids for output in engine.generate(asked, params)]
+
+
+def decode(engine: Any, count: int) -> dict[str, float]:
+    """Milliseconds a step of `count` sequences that decode: as served, and of these the host's own."""
+    params = precast.SamplingParams(max_tokens=STEPS + 24, ignore_eos=True)
+    for prompt in prompts(count, PROMPT_TOKENS):
+        engine.submit(prompt, params)
+    while engine.stats.tokens_decoded == 0 or engine._scheduler._chunked or engine._scheduler.num_waiting:
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    waited = 0.0
+    collect = engine._runner.collect
+
+    def timed(ticket: Any) -> list[int]:
+        nonlocal waited
+        started = time.perf_counter()
+        ticket.arrived.synchronize()
+        waited += time.perf_counter() - started
+        return collect(ticket)
+
+    engine._runner.collect = timed
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(STEPS // 12):
+        started = time.perf_counter()
+        for _ in range(8):
+            engine.step()
+        times.append((time.perf_counter() - started) / 8)
+    del engine._runner.collect
+    spent = waited / (8 * len(times))
+    alone = replay_ms(engine, count)  # over the inputs of the last step: it writes again what that wrote
+    while engine.has_work:
+        engine.step()
+    served = statistics.median(times)
+    found = {"ms": round(1000 * served, 3), "host_ms": round(1000 * (statistics.mean(times) - spent), 3)}
+    return found if alone is None else found | {"graph_alone_ms": alone, "ratio": round(1000 * served / alone, 3)}
+
+
+def replay_ms(engine: Any, count: int) -> float | None:
+    """Milliseconds of the graph alone, with its last inputs; None if none is captured."""
+    size = engine._runner.captures.size_for(count)
+    if size is None:
+        return None
+    step = engine._runner.captures._steps[size]
+    step.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(5):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(8):
+            step.replay()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 8)
+    return round(statistics.median(times), 3)
+
+
+def prefill(engine: Any, count: int, length: int, runs: int = 3) -> float:
+    """Tokens a second, of `count` prompts that are computed together."""
+    rates = []
+    for run in range(runs):
+        engine.forget_prefixes()
+        for prompt in prompts(count + 100 * run, length)[:count]:
+            engine.submit(prompt, precast.SamplingParams(max_tokens=1))
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        rates.append(count * length / (time.perf_counter() - started))
+    return round(statistics.median(rates), 1)
+
+
+def main() -> None:
+    """Build, or measure and write `results/gpu_steps.json`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--build", type=Path)
+    parser.add_argument("--bundles", type=Path)
+    parser.add_argument("--checkpoints", type=Path)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_steps.json")
+    parser.add_argument("shapes", nargs="*", default=SHAPES)
+    arguments = parser.parse_args()
+    if arguments.build:
+        build(arguments.build, list(arguments.shapes))
+        return
+    if not torch.cuda.is_available() or arguments.bundles is None:
+        print("needs a CUDA GPU, --bundles and --checkpoints: nothing measured")
+        return
+    found = {}
+    for name in arguments.shapes:
+        bundle, checkpoint = arguments.bundles / f"{name}.bundle", arguments.checkpoints / name
+        if not (checkpoint / "model.safetensors.index.json").exists():
+            random_checkpoints.write(Bundle.open(bundle), checkpoint)
+            torch.cuda.empty_cache()
+        found[name] = measure(bundle, checkpoint)
+        shutil.rmtree(checkpoint)  # the next one needs the room
+        harness.write(arguments.out, "gpu_steps", found)
+
+
+if __name__ == "__main__":
+    main()

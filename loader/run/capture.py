@@ -1,0 +1,159 @@
+"""Steps captured as graphs: which sizes, each recorded once, and what a replay needs.
+
+A captured step has a fixed number of tokens and of slots for sequences. It serves every step that fits: slots without a
+sequence are empty sequences, and tokens without one are written nowhere. It is one graph where nothing reads the host.
+Else it is cut in front of each call that does: graphs and calls then take turns, and a call's results lie in memory of
+the graph in front of it.
+
+Each size goes through three phases. *Warm-up* runs it once, so that kernels are compiled and libraries have their
+workspaces. *Capture* records it. *Replay* is what steps do from then on. Both of the first run with empty slots: no
+cache is written, and of what they make nothing is kept but the graph. Every step fills all of its inputs, so there is
+none to restore.
+
+All graphs are captured on one stream and share one pool of memory, the largest first: they never run at once, and no
+result is read from a graph's memory after its step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from precast.loader.collector import collector_held
+from precast.loader.device import CapturedGraph, Device
+from precast.loader.program.instructions import HostCall
+from precast.loader.torch_device import unowned
+
+MAX_PADDING = 2
+"""A step takes a captured size of at most so many times its own tokens, while nearer ones are yet to be captured."""
+
+
+class Size(NamedTuple):
+    """Tokens of a captured step, and slots for sequences; it has as many rows of logits as slots."""
+
+    num_tokens: int
+    num_seqs: int
+
+
+class Warm(NamedTuple):
+    """What runs a step of one size, again and again, over the places of its inputs: see `Runner`."""
+
+    prepare: Callable[[], None]
+    pieces: Callable[[], Iterator[HostCall]]
+
+
+class Memory(NamedTuple):
+    """What tells whether a captured step finds its tensors: where its inputs begin, and how often params were bound."""
+
+    address: int
+    num_binds: int
+
+
+class CapturedStep(NamedTuple):
+    """Graphs and calls that read the host, in the order in which they run, and on what they were captured."""
+
+    parts: tuple[CapturedGraph | HostCall, ...]
+    memory: Memory
+
+    def replay(self) -> None:
+        """Run it on what its places hold now."""
+        for part in self.parts:
+            part.replay()
+
+
+class Captures:
+    """The captured steps of one runner: those made so far, and the sizes that are still to be captured."""
+
+    def __init__(self, device: Device, sizes: Sequence[Size]) -> None:
+        """`sizes` in the order in which they are wanted."""
+        self._device = device
+        self._stream = device.stream()
+        self._pool = device.pool()
+        largest = max(sizes, default=None)
+        self._pending = [] if largest is None else [largest, *(size for size in sizes if size != largest)]
+        self._steps: dict[Size, CapturedStep] = {}
+        self.seconds = 0.0
+        self.failure = ""
+
+    @property
+    def num_captured(self) -> int:
+        """Sizes that are replayed."""
+        return len(self._steps)
+
+    @property
+    def num_pending(self) -> int:
+        """Sizes that are still to be captured."""
+        return len(self._pending)
+
+    @property
+    def num_pieces(self) -> int:
+        """The most graphs that one step consists of."""
+        return max((len(step.parts) // 2 + 1 for step in self._steps.values()), default=0)
+
+    def size_for(self, num_tokens: int) -> Size | None:
+        """The least captured size with so many tokens; None if there is none, or none near enough."""
+        fitting = [size for size in self._steps if num_tokens <= size.num_tokens <= MAX_PADDING * num_tokens]
+        return min(fitting, default=None)
+
+    def replay(self, size: Size, memory: Memory) -> None:
+        """Run the captured step of this size. `memory` must be what it was captured on."""
+        step = self._steps[size]
+        if step.memory != memory:
+            found = f"a step of {size.num_tokens} tokens was captured for"
+            if step.memory.address != memory.address:
+                raise RuntimeError(f"{found} inputs at {step.memory.address:#x}, and they are at {memory.address:#x}")
+            raise RuntimeError(f"{found} params and caches before the program was bound to other tensors")
+        step.replay()
+
+    def capture_next(self, step_of: Callable[[Size], Warm], memory: Memory) -> None:
+        """Warm up and capture the next size, on `memory`; there is one.
+
+        If memory runs out, no more are captured, and `failure` says so. Any other error leaves the size pending.
+        """
+        size = self._pending[0]
+        began = time.perf_counter()
+        try:
+            self._steps[size] = CapturedStep(self._capture(step_of(size)), memory)
+        except torch.OutOfMemoryError as error:
+            self.failure = f"out of memory at {size.num_tokens} tokens: {str(error).splitlines()[0]}"
+            self._pending.clear()
+        else:
+            self._pending.remove(size)
+        self.seconds += time.perf_counter() - began
+
+    def drop(self) -> None:
+        """Give up all captured steps, and capture no more."""
+        self._steps.clear()
+        self._pending.clear()
+
+    def _capture(self, step: Warm) -> tuple[CapturedGraph | HostCall, ...]:
+        parts: list[CapturedGraph | HostCall] = []
+        with collector_held(), torch.inference_mode():
+            step.prepare()
+            for call in step.pieces():
+                call.replay()
+            self._device.synchronize()
+            pieces = step.pieces()
+            while True:
+                with self._device.capture(self._stream, self._pool) as graph:
+                    call_or_end = next(pieces, None)
+                parts.append(graph)
+                if call_or_end is None:
+                    return tuple(parts)
+                parts.append(_without_owners(call_or_end))
+
+
+def _without_owners(call: HostCall) -> HostCall:
+    """The same call; memory of the graphs' pool that it names is given to other values where the run lets it go."""
+    arguments = {
+        name: tuple(map(_unowned, value)) if isinstance(value, (tuple, list)) else _unowned(value)
+        for name, value in call.arguments.items()
+    }
+    return call._replace(arguments=arguments, results=tuple(map(unowned, call.results)))
+
+
+def _unowned(value: object) -> object:
+    return unowned(value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,155 @@
+"""sample@2 in Triton against the definition, for Triton's interpreter: `test_triton_sampling.py` runs this file in a
+process of its own, because Triton reads TRITON_INTERPRET when a kernel is defined.
+
+With few bins, tiles of 128 tokens and lists of 16, so that short rows have several parts, and lists overflow. The
+interpreter takes exp and log from numpy, of which the last bit may differ from PyTorch's; it decides next to never.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_samples.draw import Draw
+from op_samples.table import samples_of
+from sampling_cases import FILTERS, arguments, logits_of
+
+from precast.kernels.sampling import limits, noise, triton
+from precast.kernels.sampling.sample import SAMPLE_2, greedy, sample_2
+from precast.kernels.sampling.triton_numbers import keys, uniform
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(autouse=True)
+def silent_numpy() -> Iterator[None]:
+    """Infinities are meant; numpy warns of them, GPUs don't."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_sizes() -> Iterator[None]:
+    """Sizes under which a few hundred tokens are many."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in {"MAX_SPLITS": 4, "BINS": 32, "GROUPS": 128, "CAPACITY": 16}.items():
+            patch.setattr(limits, name, size)
+        patch.setattr(triton, "BLOCK", 128)
+        yield
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (7, torch.float16), (300, torch.float32)], ids=str)
+def test_tokens_are_the_definitions(size: int, dtype: torch.dtype) -> None:
+    for seed, (name, logits) in enumerate(logits_of(7, size, dtype)):
+        # Each kind of logits with a third of the filters, another one for each size.
+        first = 7 * (seed + size)
+        given = arguments(logits, [FILTERS[(first + row) % len(FILTERS)] for row in range(7)], seed=seed)
+
+        assert triton.sample_2(**given).tolist() == sample_2(**given).tolist(), name
+
+
+def test_samples() -> None:
+    for sample in samples_of(SAMPLE_2, Draw(torch.float16, torch.device("cpu"))):
+        assert triton.sample_2(**sample).tolist() == sample_2(**sample).tolist()
+
+
+# Multiples of a quarter: many equals, and none nearer than roundings are.
+@settings(max_examples=12)
+@given(
+    quarters=st.lists(st.integers(-30, 30), min_size=1, max_size=140),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
+    top_k=st.integers(0, 150),
+    top_p=st.sampled_from([1.0, 0.9713, 0.8713, 0.5137, 0.0931]),
+    min_p=st.sampled_from([0.0, 0.0471, 0.3319, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_sets_are_the_definitions(quarters: list[int], seed: int, **filters: Any) -> None:
+    """Three seeds draw from one set."""
+    logits = torch.tensor(quarters).div(4).expand(3, -1)
+    given = arguments(logits, [filters], seed=seed)
+    with np.errstate(all="ignore"):
+        found = triton.sample_2(**given)
+
+    assert found.tolist() == sample_2(**given).tolist()
+
+
+def test_extremes_of_temperature() -> None:
+    for name, logits in logits_of(4, 40, torch.float32):
+        for temperature in (1e-38, 1e30):
+            rows = [{**row, "temperature": temperature} for row in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5})]
+            given = arguments(logits, rows)
+
+            assert triton.sample_2(**given).tolist() == sample_2(**given).tolist(), name
+
+
+def test_the_most_of_a_list_and_one_more() -> None:
+    """16 tokens fit a list: of so many equals, and of more, all but the last few pass."""
+    for equals in (16, 17, 60):
+        logits = torch.cat([torch.tensor([9.0, 5.0]), torch.zeros(equals), torch.tensor([-3.0, -4.0])]).expand(4, -1)
+        for filters in ({"top_k": 3}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.97}):
+            given = arguments(logits, [{**filters, "temperature": 6.0}], seed=equals)
+
+            assert triton.sample_2(**given).tolist() == sample_2(**given).tolist()
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.05}, {"top_k": 5, "top_p": 0.5}], ids=str)
+def test_the_edge_among_close_numbers(filters: dict[str, Any]) -> None:
+    """Three tokens pass; 14 rows draw each of them, and not one of the many that are nearly as likely."""
+    cluster = 20 - 0.001 * torch.randperm(59, generator=torch.Generator().manual_seed(5))
+    logits = torch.cat([torch.tensor([30.0]), cluster]).expand(14, -1)
+    given = arguments(logits, [{"temperature": 50.0, **filters}])
+    found = triton.sample_2(**given).tolist()
+
+    assert set(found) == set(logits[0].topk(3).indices.tolist())
+    assert found == sample_2(**given).tolist()
+
+
+def test_what_cannot_pass_still_counts_for_the_share() -> None:
+    """1 of 1 + 0.8 + 0.4 is less than half, and 1 of 1 + 0.8 more: the second token passes because of the last 98."""
+    logits = torch.tensor([1.0, 0.8, *[0.4 / 98] * 98]).log().expand(12, -1)
+    given = arguments(logits, [{"top_p": 0.5}])
+    found = triton.sample_2(**given).tolist()
+
+    assert set(found) == {0, 1}
+    assert found == sample_2(**given).tolist()
+
+
+def test_greedy_is_temperature_0() -> None:
+    for name, logits in logits_of(9, 300, torch.float32):
+        given = arguments(logits, [{"temperature": 0.0, "top_k": 2, "top_p": 0.5}])
+
+        assert triton.greedy(logits).tolist() == greedy(logits).tolist() == triton.sample_2(**given).tolist(), name
+
+
+def test_a_row_is_drawn_alone() -> None:
+    logits = dict(logits_of(len(FILTERS), 200, torch.float32))["normal"]
+    given = arguments(logits, FILTERS)
+    together = triton.sample_2(**given).tolist()
+
+    for row in range(1, len(FILTERS), 4):
+        alone = {name: value[row : row + 1] for name, value in given.items()}
+        assert triton.sample_2(**alone).tolist() == together[row : row + 1]
+
+
+def test_uniform_numbers_are_those_of_the_noise() -> None:
+    import triton as compiler
+    import triton.language as tl
+
+    @compiler.jit
+    def kernel(out_ptr, seed_ptr, step_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        first, second = keys(tl.load(seed_ptr), tl.load(step_ptr))
+        index = tl.arange(0, SIZE)
+        tl.store(out_ptr + index, uniform(first, second, index))
+
+    for seed, step in ((0, 0), (42, 7), (-(2**63), 2**40), (2**63 - 1, 2**63 - 1), (-1, 2**32 - 1)):
+        seeds, steps, out = torch.tensor([seed]), torch.tensor([step]), torch.empty(256)
+        kernel[1,](out, seeds, steps, SIZE=256)
+        expected = ((noise.words(seeds, steps, 256)[0].float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+        assert out.tolist() == expected.tolist(), (seed, step)

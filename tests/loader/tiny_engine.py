@@ -1,0 +1,56 @@
+"""Engines on the tiny model of `tiny.py`, with captured sizes of steps and tokens in flight, for tests of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tiny import random_weights, tiny_graph, tiny_model
+
+from precast.ir.graph.schema import Graph
+from precast.kernels.registry import Implementation
+from precast.kernels.use import Use
+from precast.loader.cache.memory import CacheMemory
+from precast.loader.device import Device
+from precast.loader.engine.engine import Engine
+from precast.loader.program.restore import restore
+from precast.loader.run.runner import Runner
+from precast.loader.sizing import EngineLimits
+from precast.loader.timeline import Timeline
+
+SIZES = (1, 2, 4, 8, 16, 32)
+WEIGHTS = random_weights()
+
+
+def engine_on(
+    device: Device,
+    *,
+    sizes: Sequence[int] = SIZES,
+    runs_ahead: bool = True,
+    graph: Graph | None = None,
+    weights: dict[str, torch.Tensor] = WEIGHTS,
+    choose: Callable[[Use], Sequence[Implementation]] | None = None,
+    wrap: Callable[[Any], Any] = lambda program: program,
+    seqs: int = 8,
+    slabs: int = 90,
+    eos: tuple[int, ...] = (),
+    reuses: bool = False,
+) -> Engine:
+    """The tiny model; its caches are NaN where nothing was written."""
+    graph = tiny_graph() if graph is None else graph
+    on = torch.device(device.name)
+    program = restore(graph, device=on) if choose is None else restore(graph, device=on, choose=choose)
+    program.bind({name: tensor.to(on) for name, tensor in weights.items() if name in program.unbound})
+    memory = CacheMemory(graph.caches, slabs, device)
+    memory.arena.fill_(0xFF)
+    program.bind(memory.tensors)
+    runner = Runner(wrap(program), graph, memory, device, EngineLimits(seqs, 64, 64), captured_sizes=sizes)
+    return Engine(
+        runner,
+        tiny_model(64, eos),
+        tokenizer_files={},
+        timeline=Timeline(),
+        reuses_prefixes=reuses,
+        runs_ahead=runs_ahead,
+    )
