@@ -115,7 +115,7 @@ class Captures:
         return step.num_graphs
 
     def capture_next(self, step_of: Callable[[Size], SizedStep], memory: Memory) -> None:
-        """SizedStep up and capture the next size, on `memory`; there is one.
+        """Warm up and capture the next size, on `memory`; there is one.
 
         If memory runs out, no more are captured, and `failure` says so. Any other error leaves the size pending.
         """
