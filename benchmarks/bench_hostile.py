@@ -19,12 +19,12 @@ GOALS = {"seconds": 1.0, "peak_mb": 200}
 _LOAD = (
     "import sys; from precast.ir.artifact import Bundle; from precast.ir.weights import config_facts, recipes; "
     "from precast.ir.weights.checkpoint import CheckpointFiles; from precast.loader.weights.parts import param_parts; "
-    "from precast.ir.errors import PrecastError\n"
+    "from precast.loader.weights.read_plan import plan_reads; from precast.ir.errors import PrecastError\n"
     "try:\n"
     "    bundle = Bundle.open(sys.argv[1]); files = CheckpointFiles.open(sys.argv[2])\n"
     "    config_facts.check(bundle.manifest.config, sys.argv[2])\n"
     "    stored = recipes.require(bundle.graph, bundle.manifest.checkpoint, files)\n"
-    "    param_parts(bundle.graph.params, lambda name: stored[name].dtype)\n"
+    "    plan_reads(param_parts(bundle.graph.params, lambda name: stored[name].dtype), stored.__getitem__)\n"
     "except PrecastError as error: sys.exit(str(error))"
 )
 _RUN = """
@@ -75,12 +75,14 @@ def main() -> None:
         honest = hostile.write(root / "honest", hostile.params(100))
         tensors = {f"p{i}": {"dtype": "F32", "shape": [4], "data_offsets": [16 * i, 16 * i + 16]} for i in range(100)}
         fitting = hostile.safetensors(root / "fitting", tensors, bytes(1600))
+        one = hostile.one_tensor(root / "one")
         cases = {"honest": (honest, fitting)}
         for index, (name, make) in enumerate([*hostile.BUNDLES.items(), *hostile.CHECKPOINTS.items()]):
             if chosen and name not in chosen:
                 continue
             made = make(root / f"case{index}")
-            cases[name] = (made, fitting) if name in hostile.BUNDLES else (honest, made)
+            beside = one if name in hostile.ONE_TENSOR else fitting
+            cases[name] = (made, beside) if name in hostile.BUNDLES else (honest, made)
         figures: dict[str, Any] = {"goals": GOALS, "cases": {}}
         for name, (bundle, checkpoint) in cases.items():
             found = {verb: measure(command) for verb, command in commands(bundle, checkpoint).items()}

@@ -265,6 +265,7 @@ BUNDLES: dict[str, Callable[[Path], Path]] = {
     "each of 65,536 over 1,000 reads": lambda path: write(path, each(65_536, 1_000)),
     "each of 8,192 over 128 reads": lambda path: write(path, each(8_192, 128)),
     "128 params of 8,192 reads of one tensor": lambda path: write(path, one_read(128, 8_192)),
+    "4 params of 8,192 reads of one tensor": lambda path: write(path, one_read(4, 8_192)),
     "2^40 matrices": lambda path: write(path, matrices(2**40)),
     "16,384 params": lambda path: write(path, params(16_384)),
     "16,384 nodes": lambda path: write(path, chain(16_382)),
@@ -283,6 +284,15 @@ BUNDLES: dict[str, Callable[[Path], Path]] = {
     "4,000,000 values": lambda path: write(path, graph(), raw=objects(4_000_000)),
 }
 """By name, what writes each bundle to a path."""
+
+ONE_TENSOR = ("128 params of 8,192 reads of one tensor", "4 params of 8,192 reads of one tensor")
+"""The bundles that are tried with `one_tensor`, which has all that they read."""
+
+
+def one_tensor(path: Path) -> Path:
+    """A checkpoint of the tensor that `one_read` reads."""
+    return safetensors(path, {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(4))
+
 
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "a shape of 20 times 2^62": lambda path: shaped(path, [2**62] * 20),

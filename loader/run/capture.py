@@ -8,7 +8,7 @@ the graph in front of it.
 Each size goes through three phases. *Warm-up* runs it once, so that kernels are compiled and libraries have their
 workspaces. *Capture* records it. *Replay* is what steps do from then on. Both of the first run with empty slots: no
 cache is written, and of what they make nothing is kept but the graph. Every step fills all of its inputs, so there is
-none to restore.
+none to restore; what was drawn last, which the next step may take as its tokens, the runner saves and puts back.
 
 All graphs are captured on one stream and share one pool of memory, the largest first: they never run at once, and no
 result is read from a graph's memory after its step.
@@ -38,7 +38,7 @@ class Size(NamedTuple):
     num_seqs: int
 
 
-class Warm(NamedTuple):
+class SizedStep(NamedTuple):
     """What runs a step of one size, again and again, over the places of its inputs: see `Runner`."""
 
     prepare: Callable[[], None]
@@ -57,6 +57,11 @@ class CapturedStep(NamedTuple):
 
     parts: tuple[CapturedGraph | HostCall, ...]
     memory: Memory
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs and calls take turns, and graphs begin and end."""
+        return len(self.parts) // 2 + 1
 
     def replay(self) -> None:
         """Run it on what its places hold now."""
@@ -91,15 +96,15 @@ class Captures:
     @property
     def num_pieces(self) -> int:
         """The most graphs that one step consists of."""
-        return max((len(step.parts) // 2 + 1 for step in self._steps.values()), default=0)
+        return max((step.num_graphs for step in self._steps.values()), default=0)
 
     def size_for(self, num_tokens: int) -> Size | None:
         """The least captured size with so many tokens; None if there is none, or none near enough."""
         fitting = [size for size in self._steps if num_tokens <= size.num_tokens <= MAX_PADDING * num_tokens]
         return min(fitting, default=None)
 
-    def replay(self, size: Size, memory: Memory) -> None:
-        """Run the captured step of this size. `memory` must be what it was captured on."""
+    def replay(self, size: Size, memory: Memory) -> int:
+        """Run the captured step of this size: so many graphs. `memory` must be what it was captured on."""
         step = self._steps[size]
         if step.memory != memory:
             found = f"a step of {size.num_tokens} tokens was captured for"
@@ -107,8 +112,9 @@ class Captures:
                 raise RuntimeError(f"{found} inputs at {step.memory.address:#x}, and they are at {memory.address:#x}")
             raise RuntimeError(f"{found} params and caches before the program was bound to other tensors")
         step.replay()
+        return step.num_graphs
 
-    def capture_next(self, step_of: Callable[[Size], Warm], memory: Memory) -> None:
+    def capture_next(self, step_of: Callable[[Size], SizedStep], memory: Memory) -> None:
         """Warm up and capture the next size, on `memory`; there is one.
 
         If memory runs out, no more are captured, and `failure` says so. Any other error leaves the size pending.
@@ -129,7 +135,7 @@ class Captures:
         self._steps.clear()
         self._pending.clear()
 
-    def _capture(self, step: Warm) -> tuple[CapturedGraph | HostCall, ...]:
+    def _capture(self, step: SizedStep) -> tuple[CapturedGraph | HostCall, ...]:
         parts: list[CapturedGraph | HostCall] = []
         with collector_held(), torch.inference_mode():
             step.prepare()

@@ -4,8 +4,8 @@
 are collected: what it was to draw is on the device by then, and an input token below 0 stands for it
 (`precast.loader.cache.sequence`). A step that fits a captured size is replayed, any other one runs op by op.
 
-A step draws one token a row of logits. That is assumed in `Runner._draw`, `DecodeBatch.advance`, `Scheduler.launched`
-and `Answer.take`, and nowhere else.
+A step draws one token a row of logits. That is assumed in `Runner._run_eagerly` and `_pieces`, `DecodeBatch.advance`,
+`Scheduler.launched` and `Answer.take`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from precast.loader.device import Device, Event
 from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import Program
 from precast.loader.run.batch import Arrays, BatchInputs
-from precast.loader.run.capture import Captures, Memory, Size, Warm
+from precast.loader.run.capture import Captures, Memory, Size, SizedStep
 from precast.loader.run.draws import DTYPES, Draw, draw_arrays
 from precast.loader.run.places import Places
 from precast.loader.schedule.decoding import DecodeBatch
@@ -106,15 +106,15 @@ class Runner:
         num_rows = len(draws or ())
         with self.device.use(), torch.inference_mode():
             self.copy_pages([*step.saves, *step.restores])
+            logits, padding = None, 0
             if size is None:
                 logits = self._run_eagerly(arrays, draws or ())
-                ran, padding = self._why_eager(step.num_tokens, draws), 0
+                ran = self._why_eager(step.num_tokens, draws)
             else:
                 drawing = draw_arrays(draws or (), size.num_seqs)
                 places.fill(arrays | self._inputs.padded(arrays, *size) | drawing)
-                self.captures.replay(size, self._memory())
-                ran, padding = "captured" if self.captures.num_pieces == 1 else "piecewise", size.num_tokens
-                logits, padding = None, padding - step.num_tokens
+                num_graphs = self.captures.replay(size, self._memory())
+                ran, padding = "captured" if num_graphs == 1 else "piecewise", size.num_tokens - step.num_tokens
             if num_rows:
                 self._send(num_rows)
         return Ticket(ran, padding, logits if draws is None else None, num_rows, *self._arrivals[0])
@@ -177,7 +177,7 @@ class Runner:
             self._drawn[: len(draws)] = drawn
         return logits
 
-    def _step_of(self, size: Size) -> Warm:
+    def _step_of(self, size: Size) -> SizedStep:
         """What `Captures` runs to warm up and to capture a size: a step with nothing but empty slots."""
 
         def prepare() -> None:
@@ -185,7 +185,7 @@ class Runner:
             nothing = self._inputs.arrays([])
             places.fill(nothing | self._inputs.padded(nothing, *size) | draw_arrays((), size.num_seqs))
 
-        return Warm(prepare, partial(self._pieces, size))
+        return SizedStep(prepare, partial(self._pieces, size))
 
     def _pieces(self, size: Size) -> Iterator[HostCall]:
         """A step of this size over whatever its places hold, cut in front of the calls that read the host."""

@@ -100,6 +100,7 @@ def test_a_build_says_which_dtype_it_chose(tmp_path: Path, caplog: pytest.LogCap
         (nested({"eos_token_id": 7}, eos_token_id=[1, 106]), {}, (1, 106)),
         (nested({"eos_token_id": 7}, eos_token_id=None), {}, (7,)),
         (nested({"eos_token_id": 7}), {"eos_token_id": 9}, (9,)),
+        (nested({"eos_token_id": 7}, eos_token_id=8), {"eos_token_id": 9}, (9,)),
         (nested({"eos_token_id": 7}), {"eos_token_id": None}, (7,)),
         (nested({}), {}, (1,)),  # the default of transformers' class
         (nested({"eos_token_id": -1}), {}, ()),  # as some write that there is none
@@ -230,6 +231,12 @@ def test_a_bound_may_be_infinite(tmp_path: Path) -> None:
     source = opened(tmp_path, {**entries_of("mamba2"), "time_step_limit": [0.0, limits]})
 
     assert list(source.config.time_step_limit) == [0.0, float("inf")]
+
+
+def test_a_bound_is_a_number(tmp_path: Path) -> None:
+    entries = {**entries_of("mamba2"), "time_step_limit": [0.0, {"__float__": "NaN"}]}
+
+    refused(tmp_path, entries, "config-invalid", r"time_step_limit\.1 is nan, expected a finite number")
 
 
 # --- files -------------------------------------------------------------------------------------------------------

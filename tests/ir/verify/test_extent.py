@@ -11,7 +11,31 @@ from examples import tiny_graph
 from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import Apply, Each, Graph, Read, Recipe, Stack, Tie
+from precast.ir.graph.schema import (
+    Apply,
+    Block,
+    CachePlan,
+    Const,
+    Dim,
+    Each,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Param,
+    Pool,
+    Read,
+    Recipe,
+    Ref,
+    Slice,
+    Slot,
+    Stack,
+    StateGroup,
+    StateSpec,
+    Symbol,
+    Tie,
+    Value,
+)
 from precast.ir.manifest import Checkpoint
 from precast.ir.verify import extent
 
@@ -102,6 +126,63 @@ def test_sizes_of_one_hash_are_refused() -> None:
     assert len({hash(value.type.shape) for value in made}) == 1
 
     assert "elements along one dimension" in refusal(graph)
+
+
+def with_size(place: str, size: Expr) -> Graph:
+    """A graph in which this size stands in one place."""
+    made, plain = hostile.value("v", size), hostile.value("v", "T")
+    inputs, params, constants, blocks, main, plan = [], [], [], [], [], CachePlan()
+    if place == "an input":
+        inputs = [made]
+    elif place == "a constant":
+        constants = [made]
+    elif place == "a param":
+        params = [Param("v", made.type, Read("v", (1,)))]
+    elif place == "a cut of a recipe":
+        params = [Param("v", plain.type, Slice(Read("v", (1,)), 0, 0, size))]
+    elif place == "a result":
+        main = [Node("aten.relu.default", {"self": Ref("x")}, (made,))]
+    elif place == "an argument":
+        main = [Node("aten.slice.Tensor", {"self": Ref("x"), "dim": Const(0), "end": Dim(size)}, (plain,))]
+    elif place == "an argument's list":
+        main = [Node("aten.expand.default", {"self": Ref("x"), "size": Items((Const(1), Dim(size)))}, (plain,))]
+    elif place.startswith("a block's"):
+        given = [(made,) if place.endswith(kind) else () for kind in ("input", "param", "cache")]
+        node = Node("aten.relu.default", {"self": Ref("x")}, (made if place.endswith("result") else plain,))
+        blocks = [Block("block", *given, (node,), ())]
+    elif place == "a cache":
+        plan = plan_of(StateSpec("state", (1,), "float32"), made)
+    elif place == "a group":
+        plan = plan_of(StateSpec("state", (size,), "float32"), plain)
+    return Graph((Symbol("T"),), tuple(inputs), tuple(params), tuple(constants), tuple(blocks), tuple(main), {}, plan)
+
+
+def plan_of(spec: StateSpec, tensor: Value) -> CachePlan:
+    return CachePlan((Pool("p", "P"),), states=(StateGroup("g", "p", spec, "slots", (Slot("s", (tensor,)),)),))
+
+
+TYPES = [
+    "an input", "a constant", "a param", "a result", "a block's input", "a block's param", "a block's cache",
+    "a block's result", "a cache",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [*TYPES, "a cut of a recipe", "an argument", "an argument's list", "a group"])
+def test_expressions_count_wherever_they_stand(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = with_size(place, Apply("add", ("T", 1)))
+    monkeypatch.setattr(limits, "MAX_EXPRESSIONS", 3)
+    extent.check(graph)
+
+    monkeypatch.setattr(limits, "MAX_EXPRESSIONS", 2)
+
+    assert refusal(graph) == "graph: 3 operations and names in all different expressions; at most 2 are allowed"
+
+
+@pytest.mark.parametrize("place", TYPES)
+def test_sizes_count_wherever_they_stand(place: str) -> None:
+    extent.check(with_size(place, 2**48))
+
+    assert "elements along one dimension" in refusal(with_size(place, 2**48 + 1))
 
 
 def test_equal_expressions_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

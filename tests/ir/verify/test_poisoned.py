@@ -1,12 +1,13 @@
-"""Every integer by which an op addresses memory, made wrong: the verifier refuses it, in `main` and behind a call.
+"""Every integer by which an op addresses memory, made wrong: the verifier refuses it, in `main`, in what a call hands
+to a block, and in the block itself.
 
 The graph of an op has nothing but the op: its metadata are a step's inputs, its indices are clamped to 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import pytest
 from op_calls import OURS, Args, f32, t
@@ -89,8 +90,14 @@ def group_of(op: OpDef, args: Args) -> CachePlan:
     return CachePlan(pools, (Group("group", "pool", spec, names, slots),))
 
 
-def graph_of(op: OpDef, poison: str = "", *, called: bool = False) -> Graph:
-    """The op's graph, where the argument `poison` is what it should be, and 1,000,000 more."""
+Place = Literal["main", "call", "block"]
+
+
+def graph_of(op: OpDef, poison: str = "", *, place: Place = "main") -> Graph:
+    """The op's graph, where the argument `poison` is what it should be, and 1,000,000 more.
+
+    `place`: the op and what makes it wrong stand in `main`; the op alone in a block; both of them there.
+    """
     given = {arg.name: FILLED.get(arg.kind) for arg in op.args if not arg.has_default} | CALLS[op.name]
     plan, nodes, inputs, args = group_of(op, given), list[Node](), dict(STEP_INPUTS), dict[str, Arg]()
     for group in caches.groups(plan):
@@ -120,38 +127,43 @@ def graph_of(op: OpDef, poison: str = "", *, called: bool = False) -> Graph:
         elif arg.name in given:
             args[arg.name] = Dim(kind) if isinstance(kind, str) and arg.kind == "int" else Const(kind)
     results = op.shape_rule({arg.name: given.get(arg.name, arg.default) for arg in op.args})
-    outputs = tuple(Value(f"out{place}", kind) for place, kind in enumerate(results))
+    outputs = tuple(Value(f"out{number}", kind) for number, kind in enumerate(results))
     node = Node(op.name, args, outputs, op.version)
     types = inputs | cached | {value.name: value.type for step in nodes for value in step.outputs}
-    blocks: tuple[Block, ...] = ()
-    main: list[Node | Call] = [*nodes, node]
-    if called:
-        names = list(dict.fromkeys(arg.name for arg in args.values() if isinstance(arg, Ref)))
-        inside = {name: Ref(f"its_{name}") for name in names}
-        own = {name: inside[arg.name] if isinstance(arg, Ref) else arg for name, arg in args.items()}
-        formals = {name: Value(f"its_{name}", types[name]) for name in names}
-        blocks = (
-            Block(
-                "block",
-                tuple(value for name, value in formals.items() if name not in cached),
-                (),
-                tuple(value for name, value in formals.items() if name in cached),
-                (Node(op.name, own, outputs, op.version),),
-                tuple(value.name for value in outputs),
-            ),
-        )
-        main[-1] = Call("block", {value.name: name for name, value in formals.items()}, outputs)
     values = tuple(Value(name, kind) for name, kind in inputs.items())
-    return Graph(DECLARED, values, (), (), blocks, tuple(main), {"out": "input_ids"}, plan)
+    outside = 0 if place == "block" else len(nodes)
+    steps = [*nodes, node]
+    if place == "main":
+        return Graph(DECLARED, values, (), (), (), tuple(steps), {"out": "input_ids"}, plan)
+    block, call = called(steps[outside:], types, cached)
+    return Graph(DECLARED, values, (), (), (block,), (*steps[:outside], call), {"out": "input_ids"}, plan)
 
 
-@pytest.mark.parametrize("called", [False, True])
+def called(steps: Sequence[Node], types: Mapping[str, TensorType], cached: Container[str]) -> tuple[Block, Call]:
+    """A block of these steps, which has names of its own for what it takes, and the call of it."""
+    made = {value.name for step in steps for value in step.outputs}
+    taken = [arg.name for step in steps for arg in step.args.values() if isinstance(arg, Ref) and arg.name not in made]
+    formals = {name: Value(f"its_{name}", types[name]) for name in dict.fromkeys(taken)}
+
+    def inside(arg: Arg) -> Arg:
+        return Ref(formals[arg.name].name) if isinstance(arg, Ref) and arg.name in formals else arg
+
+    nodes = [Node(step.op, {key: inside(arg) for key, arg in step.args.items()}, step.outputs, step.version)
+             for step in steps]  # fmt: skip
+    outputs = steps[-1].outputs
+    inputs = tuple(value for name, value in formals.items() if name not in cached)
+    held = tuple(value for name, value in formals.items() if name in cached)
+    block = Block("block", inputs, (), held, tuple(nodes), tuple(value.name for value in outputs))
+    return block, Call("block", {value.name: name for name, value in formals.items()}, outputs)
+
+
+@pytest.mark.parametrize("place", ["main", "call", "block"])
 @pytest.mark.parametrize("case", list(operands()), ids=lambda case: f"{case.op.name}@{case.op.version}-{case.arg}")
-def test_a_wrong_integer_is_refused_where_it_addresses_memory(case: Poisoned, called: bool) -> None:
-    assert verify(graph_of(case.op, called=called)) == ()
+def test_a_wrong_integer_is_refused_where_it_addresses_memory(case: Poisoned, place: Place) -> None:
+    assert verify(graph_of(case.op, place=place)) == ()
     found = {
         (violation.rule, case.arg in violation.message)
-        for violation in verify(graph_of(case.op, case.arg, called=called))
+        for violation in verify(graph_of(case.op, case.arg, place=place))
     }
     assert found == (set() if case.rule is None else {(case.rule, True)})
 

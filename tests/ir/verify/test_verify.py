@@ -274,6 +274,11 @@ ACCEPTED = [
     ok("IR053", step("%c = aten.select.int(self=%h1, dim=1, index=-1) %d = aten.select.int(self=%h1, dim=1, index=0)")),
     ok("IR053", step("%c = aten.slice.Tensor(self=%h1, dim=1, start=1, end=T)")),
     ok("IR054", step("%c = aten.one_hot.default(self=%input_ids, num_classes=1000000)")),
+    ok(
+        "IR054",
+        param(f'%wide: int8[{2**29}] = read("wide", [{2**29}], int8)'),
+        step(f"%c = aten.one_hot.default(self=%input_ids, num_classes={2**28})"),
+    ),
     ok("IR055", *NO_CACHES),
     ok("IR055", ("logits=%logits", "logits=%logits, norm=%norm")),
     ok("IR056", *NO_CACHES, ("  %kv_lens: int32[B]", "  %rope_lengths: int64[1, T]")),
@@ -833,6 +838,27 @@ REJECTED = [
         "IR053",
         r"\(-5 \+ T\) isn't known to be at least 0",
         step("%c = aten.slice.Tensor(self=%h1, dim=1, start=5, end=T)"),
+    ),
+    bad(
+        "IR052",
+        r"block look\[0\] precast.embedding: ids: expected indices .* 0 to 31, found 0 to 40 in %at",
+        block(
+            "look { inputs { %at: int64[1, T] } params { %w: float32[32, 16] } "
+            "%e = precast.embedding(ids=%at, weight=%w) return %e }"
+        ),
+        step(
+            " ".join(
+                f"%i{most} = aten.clamp.default(self=%input_ids, min={0 if most < 40 else 40}, max={most}) "
+                f"%e{most} = call look(at=%i{most}, w=%embed)"
+                for most in (*range(20, 31), 40)
+            )
+        ),
+    ),
+    bad(
+        "IR054",
+        f"takes {2**31 + 16} bytes in the smallest step, expected at most {2**31}",
+        param(f'%wide: int8[{2**29}] = read("wide", [{2**29}], int8)'),
+        step(f"%c = aten.one_hot.default(self=%input_ids, num_classes={2**28 + 2})"),
     ),
     bad(
         "IR054",

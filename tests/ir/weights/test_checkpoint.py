@@ -207,6 +207,7 @@ HEADERS: list[tuple[str, bytes, str]] = [
     ("empty file", b"", "at least 8 bytes"),
     ("cut in the length", b"\1\0\0", "at least 8 bytes"),
     ("cut in the header", file_of({"a": entry()})[:20], "the header ends at byte"),
+    ("cut in the header's last byte", file_of({"a": entry()}, 0)[:-1], "the header ends at byte"),
     ("cut in the tensors", file_of({"a": entry()})[:-1], "the last tensor ends at byte"),
     ("more than the tensors", file_of({"a": entry()}) + b"\0", "the last tensor ends at byte"),
     ("header above the limit", struct.pack("<Q", 10**12) + bytes(100), "at most 33554432"),
@@ -234,6 +235,9 @@ HEADERS: list[tuple[str, bytes, str]] = [
     ("backwards", file_of({"a": entry(data_offsets=[0, -8])}), "negative"),
     ("negative size", file_of({"a": entry(shape=[-2])}), "negative"),
     ("wrong size", file_of({"a": entry(shape=[3])}), "takes 12 bytes, found 8"),
+    ("bytes of no element", file_of({"a": entry(shape=[1])}), "takes 4 bytes, found 8"),
+    ("many objects in one entry", file_of(b'{"a":{' + b'"x":{},' * (2 * limits.MAX_FILE_TENSORS) + b'"x":{}}}'),
+     "more than 131072 tensors"),
     ("a name twice", file_of(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
                              b'"a":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}', 12), "leave a hole"),
 ]  # fmt: skip
@@ -288,6 +292,18 @@ def test_tensors_and_files_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(limits, "MAX_CHECKPOINT_FILES", 1)
     assert "more than 1 files" in refusal(tmp_path).message
+
+
+def test_an_index_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.safetensors").write_bytes(safetensors({"one": A}))
+    index(tmp_path, {"one": "one.safetensors"})
+    size = (tmp_path / "model.safetensors.index.json").stat().st_size
+    monkeypatch.setattr(limits, "MAX_CHECKPOINT_INDEX_BYTES", size)
+    CheckpointFiles.open(tmp_path)
+
+    monkeypatch.setattr(limits, "MAX_CHECKPOINT_INDEX_BYTES", size - 1)
+
+    assert refusal(tmp_path).message == f"more than {size - 1} bytes"
 
 
 def test_path_that_the_system_refuses(tmp_path: Path) -> None:

@@ -244,6 +244,15 @@ def test_other_names_of_entries_do_not_multiply_them(monkeypatch: pytest.MonkeyP
         differences(facts, config)
 
 
+def test_entries_of_long_names_are_passed_over() -> None:
+    """The codec of bundles refuses longer strings: no facts have them."""
+    longest = "n" * limits.MAX_STRING_BYTES
+
+    found = entries({longest: 1, longest + "n": 2, "inner": {"a" * limits.MAX_STRING_BYTES: 3}})
+
+    assert found == {longest: 1}
+
+
 def test_names_stay_in_their_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": {"a\nerror: b\x1b": 1}}))
 
