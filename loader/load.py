@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from precast.ir.artifact import Bundle
-from precast.ir.errors import RequestError
+from precast.ir.errors import RequestError, shown_value
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches, liveness
 from precast.ir.memory.capture import capture_plan, cut
@@ -139,5 +139,6 @@ def _check_options(bundle: object, weights: object, **numbers: object) -> None:
     for name, value in numbers.items():
         if name == "cache_bytes" and value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise RequestError("engine-option-invalid", f"{name} is {value!r}, expected an integer of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
+            expected = "an integer of at least 1, of 64 bits at most"
+            raise RequestError("engine-option-invalid", f"{name} is {shown_value(value)}, expected {expected}")

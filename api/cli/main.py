@@ -262,6 +262,8 @@ def run(
             answers = [msgspec.to_builtins(output) for output in outputs]
             found = {"outputs": answers, "stats": engine.stats.to_dict(), "timeline": json.loads(timeline.to_json())}
             _echo(json.dumps(found))
+            if any(output.error is not None for output in outputs):  # which the object says
+                click.get_current_context().exit(1)
         elif len(all_prompts) == 1:
             _stream(engine, all_prompts[0], params, add_special_tokens)
         else:

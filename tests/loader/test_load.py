@@ -257,6 +257,11 @@ def test_an_opened_bundle_and_a_begun_timeline_are_carried_on(bundle: Path, chec
     ("options", "message"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs is 0, expected an integer of at least 1"),
+        (
+            {"max_num_seqs": 10**5000},
+            "max_num_seqs is an integer of 16610 bits, expected an integer of at least 1, of 64",
+        ),
+        ({"cache_bytes": 2**63}, "cache_bytes is 9223372036854775808"),
         ({"max_num_tokens": True}, "max_num_tokens is True"),
         ({"max_num_tokens": 1.5}, "max_num_tokens is 1.5"),
         ({"cache_bytes": 0}, "cache_bytes is 0"),

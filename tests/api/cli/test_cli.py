@@ -225,6 +225,25 @@ def test_run_streams_one_answer(bundle: Path) -> None:
     assert phases == ["import", "context", "bundle", "weights", "pools", "first"]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_answer_that_failed_is_in_the_fields_and_in_the_exit_code(
+    bundle: Path, tmp_path: Path, count: int, command: Command
+) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, weights, {"format": "pt"})
+
+    result = command(
+        "run", bundle, "--weights", weights.parent, "--device", "cpu", "--json", *["--prompt", OPENING] * count
+    )
+
+    assert result.exit_code == 1
+    outputs = json.loads(result.stdout)["outputs"]
+    assert [output["error"]["code"] for output in outputs] == ["logits-not-finite"] * count
+
+
 def test_run_in_fields(bundle: Path, command: Command) -> None:
     result = command(
         "run", bundle, "--weights", MODEL, "--device", "cpu", "--json", "--prompt", OPENING, "--token-ids", "1",
