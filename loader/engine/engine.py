@@ -379,8 +379,10 @@ class Engine:
         try:
             ticket = self._runner.launch(step, self._scheduler.decoding, [answer.draw() for answer in answers])
         except BaseException:
-            self._land()
-            self._scheduler.abandon(step)
+            try:
+                self._land()
+            finally:
+                self._scheduler.abandon(step)
             raise
         self._scheduler.launched(step)
         self._count(step, ticket)

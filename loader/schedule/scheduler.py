@@ -99,9 +99,13 @@ class Scheduler:
             self._steps_to_wait = 0
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has ended or is cancelled, and give back its pages; its prefix stays known."""
+        """Forget a request that has ended or is cancelled, and give back its pages; its prefix stays known.
+
+        What a step in flight draws for it is nobody's.
+        """
         if self._runs(request):
             self._stop(request)
+            request.forget_unknown()
             return
         index = bisect_left(self._waiting, request.rank, key=_rank_of)
         assert self._waiting[index] is request, f"request {request.id} neither waits nor runs"
@@ -180,7 +184,6 @@ class Scheduler:
         for request in failed:
             if self._runs(request):
                 self.remove(request)
-                request.forget_unknown()
                 request.token_ids.pop()
         self.decoding.learn(sampled)
         for chunk in step.chunks:

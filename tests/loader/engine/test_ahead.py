@@ -68,6 +68,15 @@ def test_a_token_drawn_past_an_end_is_discarded() -> None:
     assert engine.stats.requests_running == 0
 
 
+def test_what_arrives_after_an_end_is_in_no_answer() -> None:
+    """The discarded token arrives while another request goes on, before the first one's answer is put together."""
+    whole = alone(PROMPT, 20)
+    engine = engine_on(CPU, eos=(whole[1],))
+    found, other = engine.generate([PROMPT, [5]], [greedy(20), greedy(20, ignore_eos=True)])
+    assert (found.token_ids, found.finish_reason) == (whole[:2], "stop")
+    assert other.token_ids == alone([5], 20)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_request_is_cancelled_while_its_step_is_in_flight(steps: int) -> None:
     engine = engine_on(CPU)
