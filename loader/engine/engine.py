@@ -7,6 +7,7 @@ launched leaves every request as it was; if a launched one fails, its requests a
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import Counter, deque
@@ -231,8 +232,8 @@ class Engine:
         self._runner.opened()
         if self._scheduler.num_waiting or self._scheduler.num_running or self._flights:
             self._advance()
-        elif self._captures_meanwhile and self._runner.captures.num_pending:
-            self._runner.capture_next()
+        else:
+            self._capture_meanwhile()
         news = list(self._events)
         self._events.clear()
         return news
@@ -389,8 +390,20 @@ class Engine:
         self._flights.append(_Flight(step, answers, ticket))
         if len(self._flights) > 1 or not self._runs_ahead:
             self._land_first()
-        if self._has_sampled and self._captures_meanwhile and self._runner.captures.num_pending:
+        if self._has_sampled:
+            self._capture_meanwhile()
+
+    def _capture_meanwhile(self) -> None:
+        """Capture a size, if any is left to. A capture that fails is said once, and serving goes on op by op."""
+        captures = self._runner.captures
+        if not (self._captures_meanwhile and captures.num_pending):
+            return
+        try:
             self._runner.capture_next()
+        except RuntimeError as error:
+            captures.stop("capture failed", error)
+        if captures.failure.reason:
+            logging.getLogger("precast").warning("warning: %s: %s", *captures.failure)
 
     def _count(self, step: Step, ticket: Ticket) -> None:
         self._counts.update(steps=1, tokens_sampled=ticket.num_rows, tokens_padded=ticket.padding)

@@ -52,6 +52,13 @@ class Memory(NamedTuple):
     num_binds: int
 
 
+class Failure(NamedTuple):
+    """Why no more sizes are captured, in a few words and with what was said; empty where nothing failed."""
+
+    reason: str
+    message: str
+
+
 class CapturedStep(NamedTuple):
     """Graphs and calls that read the host, in the order in which they run, and on what they were captured."""
 
@@ -81,7 +88,7 @@ class Captures:
         self._pending = [] if largest is None else [largest, *(size for size in sizes if size != largest)]
         self._steps: dict[Size, CapturedStep] = {}
         self.seconds = 0.0
-        self.failure = ""
+        self.failure = Failure("", "")
 
     @property
     def num_captured(self) -> int:
@@ -117,18 +124,24 @@ class Captures:
     def capture_next(self, step_of: Callable[[Size], SizedStep], memory: Memory) -> None:
         """Warm up and capture the next size, on `memory`; there is one.
 
-        If memory runs out, no more are captured, and `failure` says so. Any other error leaves the size pending.
+        If memory runs out, no more are captured, and `failure` says so. Any other error is raised, and leaves the size
+        pending.
         """
         size = self._pending[0]
         began = time.perf_counter()
         try:
             self._steps[size] = CapturedStep(self._capture(step_of(size)), memory)
         except torch.OutOfMemoryError as error:
-            self.failure = f"out of memory at {size.num_tokens} tokens: {str(error).splitlines()[0]}"
-            self._pending.clear()
+            self.stop("memory ran out for graphs", error)
         else:
             self._pending.remove(size)
         self.seconds += time.perf_counter() - began
+
+    def stop(self, reason: str, error: Exception) -> None:
+        """Capture no more, because of this; what is captured stays."""
+        first_line = next(iter(str(error).splitlines()), "")
+        self.failure = Failure(reason, f"a step of {self._pending[0].num_tokens} tokens: {first_line}")
+        self._pending.clear()
 
     def drop(self) -> None:
         """Give up all captured steps, and capture no more."""

@@ -207,6 +207,27 @@ def test_out_of_memory_ends_capturing_and_serving_goes_on(device: Device, call: 
     assert "memory ran out for graphs" in engine.stats.eager_reasons
 
 
+def test_a_capture_that_fails_between_steps_is_said_once_and_serving_goes_on(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_on(device, choose=Interrupts(RuntimeError("not in a capture\nmore lines"), 11))
+    assert answers(engine) == expected(device)
+    assert [record.getMessage() for record in caplog.records] == [
+        "warning: capture failed: a step of 32 tokens: not in a capture"
+    ]
+    assert engine.stats.graphs_pending == 0
+    assert engine.stats.eager_reasons["capture failed"] > 0
+
+
+def test_a_capture_that_fails_as_it_is_waited_for_is_raised(device: Device) -> None:
+    engine = engine_on(device, choose=Interrupts(RuntimeError("not in a capture"), 6))
+    with pytest.raises(RuntimeError, match="not in a capture"):
+        engine.wait_until_captured()
+    assert engine.stats.graphs_pending == len(SIZES)
+    engine.wait_until_captured()
+    assert answers(engine) == expected(device)
+
+
 def test_a_replay_for_inputs_elsewhere_is_an_error(device: Device) -> None:
     engine = engine_on(device)
     engine.wait_until_captured()
