@@ -46,7 +46,7 @@ def place(claim: str) -> str:
 def readme() -> str:
     """The table of README.md, and what its last column means."""
     build, restored, front = result("build"), result("restore"), result("front_door")
-    gpu, weights, cached = result("gpu_llama_8b"), result("weights_cuda"), result("caches")
+    gpu, cached = result("gpu_llama_8b"), result("caches")
     small, large = build["llama-3.1-8b"], build["llama-3.1-405b"]
     start, half, long = gpu["start_bfloat16"], gpu["bfloat16"], cached[LONG]
     prefill = result("gpu_steps")["llama-3.1-8b"]["captured"]["prefill_tokens_per_s"]["1 x 4096"]
@@ -69,10 +69,8 @@ def readme() -> str:
          f"{start['first_token_seconds']:.1f} s",
          "importing torch, the CUDA context, and a copy of as many pinned bytes: "
          f"{start['import_context_and_pinned_copy_seconds']:.1f} s", place("gpu_llama_8b")),
-        ("weights from the page cache to the GPU",
-         f"{weights['seconds']:.2f} s, {weights['gb_per_second']:.1f} GB/s",
-         f"copies from pinned memory: {weights['pinned_gb_per_second']:.1f} GB/s; safetensors' own loader: "
-         f"{weights['safetensors_seconds']:.1f} s", place("weights_cuda")),
+        ("of which weights from the page cache to the GPU", f"{start['phases']['weights']:.1f} s", "",
+         place("gpu_llama_8b")),
         ("float32: prompts whose 32 greedy tokens are transformers'",
          f"{equal} of {len(gpu['float32']['greedy_tokens_equal'])}", "", place("gpu_llama_8b")),
         ("bfloat16: logits, relative to transformers' in float32", f"off by {_range(half['logit_errors'], 3)}",
@@ -89,11 +87,17 @@ def readme() -> str:
          "any"),
     ]  # fmt: skip
     words = (
-        f"Llama-3.1-8B shape, random weights in bfloat16, {weights['bytes_read'] / 1e9:.2f} GB. "
+        f"Llama-3.1-8B shape, random weights in bfloat16, {_weights_bytes(half) / 1e9:.2f} GB. "
         f"*CPU*: {_machine('build')}. *{place('gpu_llama_8b')}*: one {_read('gpu_llama_8b')['machine']['gpu']} and "
         f"{_machine('gpu_llama_8b')}.\n\n"
     )
     return words + _table(("what", "figure", "beside it, in the same run", "machine"), rows) + _steps()
+
+
+def _weights_bytes(measured: Any) -> int:
+    """Of the checkpoint that a run has read."""
+    phases = measured["timeline"]["phases"]
+    return int(next(phase["bytes"] for phase in phases if phase["name"] == "weights"))
 
 
 def _steps() -> str:

@@ -11,12 +11,11 @@ from precast.loader.cache.tables import SequenceTable
 class CachedSequence:
     """Tokens that are known, and what the caches hold of them.
 
-    `num_pending` tokens at the end of `token_ids` are not computed yet. `num_unknown` at its end are drawn, or will be
-    by a step that was launched, and are not on the host yet: below 0, `-1 - row` says in which row of that step's
-    draws such a token is found. `prefill_length` is the length that the tokens
-    had when their computation began, or began anew because of their length; a sequence that is computed again because
-    its pages were taken keeps it. Its `table` is empty while it waits. `reuses_prefixes` False: it starts from its
-    first token whatever others left, and leaves nothing.
+    `num_pending` tokens at the end of `token_ids` are not computed yet. `num_unknown` tokens at the end are those of
+    steps that were launched and have not arrived: in its place such a token has `-1 - row`, the row in which its step
+    draws it. `prefill_length` is the length that the tokens had when their computation began, or began anew because of
+    their length; a sequence that is computed again because its pages were taken keeps it. Its `table` is empty while it
+    waits. `reuses_prefixes` False: it starts from its first token whatever others left, and leaves nothing.
     """
 
     def __init__(self, token_ids: array[int]) -> None:

@@ -77,13 +77,12 @@ class Engine:
         tokenizer_files: Mapping[str, bytes],
         timeline: Timeline,
         reuses_prefixes: bool = True,
-        captures_meanwhile: bool = True,
         runs_ahead: bool = True,
     ) -> None:
         """`runner` is the engine's own from here on. Users call `precast.load`.
 
-        `captures_meanwhile`: what the runner has to capture is captured between steps, once a token was drawn.
-        `runs_ahead` False: each step is collected before the next is launched.
+        What the runner has to capture is captured between steps, once a token was drawn. `runs_ahead` False: each step
+        is collected before the next is launched.
         """
         self.timeline = timeline
         self._runner = runner
@@ -109,7 +108,6 @@ class Engine:
         self._has_sampled = False
         self._flights: deque[_Flight] = deque()  # launched, and not collected yet
         self._runs_ahead = runs_ahead
-        self._captures_meanwhile = captures_meanwhile
 
     # --- whole answers -----------------------------------------------------------------------------------------
 
@@ -396,7 +394,7 @@ class Engine:
     def _capture_meanwhile(self) -> None:
         """Capture a size, if any is left to. A capture that fails is said once, and serving goes on op by op."""
         captures = self._runner.captures
-        if not (self._captures_meanwhile and captures.num_pending):
+        if not captures.num_pending:
             return
         try:
             self._runner.capture_next()

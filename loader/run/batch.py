@@ -38,8 +38,8 @@ class BatchInputs:
 
     def __init__(self, graph: Graph) -> None:
         """Raises BundleError for a graph without logits, or with an input that this release can't feed."""
-        if not caches.groups(graph.caches) or "logits" not in graph.outputs:
-            raise BundleError("graph-invalid", "the graph has no cache or no output logits: the engine can't decode")
+        if "logits" not in graph.outputs:
+            raise BundleError("graph-invalid", "the graph has no output logits: the engine can't decode")
         known: dict[str, tuple[Dtype, int]] = {
             name: (kind.dtype, len(kind.shape)) for name, kind in STEP_INPUTS.items()
         }

@@ -54,3 +54,16 @@ def engine_on(
         reuses_prefixes=reuses,
         runs_ahead=runs_ahead,
     )
+
+
+class FailsOnce:
+    """A program that runs out of memory at its n-th call."""
+
+    def __init__(self, program: Any, call: int) -> None:
+        self.program, self.left = program, call
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return self.program(**inputs)

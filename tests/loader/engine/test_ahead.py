@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import random_weights, tiny_graph
-from tiny_engine import WEIGHTS, engine_on
+from tiny_engine import WEIGHTS, FailsOnce, engine_on
 
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
@@ -134,19 +134,6 @@ def test_a_step_that_fails_after_the_next_was_launched_rolls_back_both(call: int
     run_on(engine, events)
     assert tokens_of(events[first]) == alone(PROMPT, 12, **model)
     assert tokens_of(events[second]) == alone([5], 12, **model)
-
-
-class FailsOnce:
-    """A program that runs out of memory at its n-th call."""
-
-    def __init__(self, program: Any, call: int) -> None:
-        self.program, self.left = program, call
-
-    def __call__(self, **inputs: torch.Tensor) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise torch.OutOfMemoryError("no memory")
-        return self.program(**inputs)
 
 
 @pytest.mark.parametrize("call", [1, 2, 5])

@@ -22,11 +22,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import VOCAB, Groups, random_weights, reference_answer, reference_logits, tiny_graph, tiny_model
+from tiny_engine import FailsOnce
 from tokenizers_by_hand import failing, letters, with_front
 
 import precast
 from precast.ir.errors import BundleError, RequestError
-from precast.ir.graph.schema import CachePlan, Graph
+from precast.ir.graph.schema import Graph
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
@@ -785,13 +786,22 @@ def test_logits_need_free_pages() -> None:
     assert events[-1] == Event(request, (expected((5,) * 5, 6)[-1],), "", "length")
 
 
-def test_a_graph_without_a_cache_is_refused() -> None:
+def test_a_graph_without_logits_is_refused() -> None:
     graph = tiny_graph()
     fields = {name: getattr(graph, name) for name in graph.__struct_fields__}
-    with pytest.raises(BundleError, match="no cache or no output logits"):
-        runner_of(Graph(**{**fields, "caches": CachePlan()}))
-    with pytest.raises(BundleError, match="no cache or no output logits"):
+    with pytest.raises(BundleError, match="the graph has no output logits"):
         runner_of(Graph(**{**fields, "outputs": {"hidden": "logits"}}))
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["waits", "ahead"])
+def test_a_model_that_looks_at_no_other_tokens_needs_no_cache(*, runs_ahead: bool) -> None:
+    engine = build(graph=tiny_graph({}, ()), slabs=0, runs_ahead=runs_ahead)
+    outputs = engine.generate(PROMPTS, greedy(9))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        token_ids = [*prompt, *output.token_ids[:-1]]
+        logits = reference_logits(WEIGHTS, token_ids, {}, ())
+        assert output.token_ids == logits[len(prompt) - 1 :].argmax(-1).tolist()
+    assert is_idle(engine)
 
 
 def runner_of(graph: Graph) -> Runner:
@@ -800,19 +810,6 @@ def runner_of(graph: Graph) -> Runner:
 
 
 # --- failures, the end, counters -------------------------------------------------------------------------------
-
-
-class FailsOnce:
-    """A program that runs out of memory at its n-th call."""
-
-    def __init__(self, program: Any, call: int) -> None:
-        self.program, self.left = program, call
-
-    def __call__(self, **inputs: torch.Tensor) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise torch.OutOfMemoryError("no memory")
-        return self.program(**inputs)
 
 
 @pytest.mark.parametrize("call", [1, 2, 6])
