@@ -76,12 +76,14 @@ def chosen(found: dict[str, Use]) -> dict[str, str]:
 
 
 ANYWHERE = {
-    "normed": "reference.rms_norm", "fused": "torch.linear.default", "heads": "torch.reshape.default",
-    "q": "torch.slice.Tensor", "k": "torch.slice.Tensor", "v": "torch.slice.Tensor", "turned_q": "reference.rotary",
-    "turned_k": "reference.rotary", "flat": "torch.reshape.default", "projected": "torch.linear.default",
+    "fused": "torch.linear.default", "heads": "torch.reshape.default", "q": "torch.slice.Tensor",
+    "k": "torch.slice.Tensor", "v": "torch.slice.Tensor", "flat": "torch.reshape.default",
+    "projected": "torch.linear.default",
 }  # fmt: skip
-ON_GPUS = {"write": "triton.write_kv", "y": "triton.paged_attention"}
-IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention"}
+TRITON_ROWS = {"normed": "triton.rms_norm", "turned_q": "triton.rotary", "turned_k": "triton.rotary"}
+TORCH_ROWS = {"normed": "reference.rms_norm", "turned_q": "reference.rotary", "turned_k": "reference.rotary"}
+ON_GPUS = {"write": "triton.write_kv", "y": "triton.paged_attention", **TRITON_ROWS}
+IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention", **TORCH_ROWS}
 
 
 # --- the layer ---------------------------------------------------------------------------------------------------
@@ -129,7 +131,7 @@ def test_a_cache_of_8_bits_wants_a_gpu_that_converts() -> None:
 
     assert chosen(uses(GPU, cached="float8_e4m3fn")) == {**ANYWHERE, **ON_GPUS}
     found = uses(OLD, cached="float8_e4m3fn")
-    assert chosen(found) == {**ANYWHERE, **IN_TORCH}
+    assert chosen(found) == {**ANYWHERE, **IN_TORCH, **TRITON_ROWS}
     assert resolve(found["write"]).reason == f"the fastest of 2; not triton.write_kv: it wants {wanted}"
 
 
