@@ -21,8 +21,8 @@ from precast.kernels.use import Target, Use, size, type_bytes
 
 _FAMILIES = (
     "attention", "causal_conv", "delta_rule", "embedding", "experts", "gated_activation", "gather_rows",
-    "latent_attention", "layer_norm", "linear_attention", "linear_recurrence", "rms_norm", "rotary", "route",
-    "sampling", "selective_scan", "state_space_scan", "wkv",
+    "latent_attention", "layer_norm", "linear_attention", "linear_recurrence", "rms_norm", "rotary", "rotary_write_kv",
+    "route", "sampling", "selective_scan", "state_space_scan", "wkv",
 )  # fmt: skip
 """The folders of this room: each has a module `records`, imported when a record is first asked for."""
 

@@ -32,9 +32,16 @@ def _rms_norm(use: Use) -> Expr:
     return add(mul(max(total, copy + full) - narrow, numbers(x)), rows, gaps, scale)
 
 
+def _norm_residual_norm(use: Use) -> Expr:
+    """What each norm holds beside its result, and the first one's result."""
+    return add(_rms_norm(use), size(use.operands["x"]))
+
+
 RECORDS = (
     _triton("rms_norm"),
     reference("precast.rms_norm", "rms_norm.rms_norm", _rms_norm),
     _triton("residual_rms_norm"),
     reference("precast.residual_rms_norm", "rms_norm.residual_rms_norm", _rms_norm),
+    _triton("norm_residual_norm"),
+    reference("precast.norm_residual_norm", "rms_norm.norm_residual_norm", _norm_residual_norm),
 )

@@ -25,8 +25,9 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
 SPECS = {spec.name.removeprefix("precast."): spec for spec in registry.specs()}
-NORMS = ("rms_norm", "residual_rms_norm", "layer_norm")
-OPS = (*NORMS, "gated_activation", "rotary", "rotary_tables")
+OPS = (
+    "rms_norm", "residual_rms_norm", "norm_residual_norm", "layer_norm", "gated_activation", "rotary", "rotary_tables",
+)  # fmt: skip
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_size = pytest.mark.parametrize(("rows", "width"), [(1, 96), (17, 72), (3, 1), (3, 1025), (2, 4096)])
@@ -77,6 +78,8 @@ def test_norms_of_rows_anywhere(rows: int, width: int, dtype: torch.dtype, same:
         check("rms_norm", {"x": x, "weight": None, "eps": 1e-5, "cast_before_scale": True}, same)
         rule = {"eps": 1e-6, "offset": 1.0, "cast_before_scale": False}
         check("residual_rms_norm", {"x": x, "residual": residual, "weight": bias, **rule}, same)
+        two = {"inner_weight": weight.sigmoid(), "weight": bias.sigmoid()}
+        check("norm_residual_norm", {"x": x, "residual": residual, **two, **rule}, same)
         check("layer_norm", {"x": x, "weight": weight, "bias": bias, "eps": 1e-5}, same)
 
 
@@ -108,6 +111,18 @@ def test_the_sum_is_rounded_before_the_norm(dtype: torch.dtype) -> None:
     normed, total = launched("residual_rms_norm")(x, residual, weight, **rule)
 
     assert torch.equal(total, x + residual)
+    assert torch.equal(normed, launched("rms_norm")(total, weight, **rule))
+
+
+@each_dtype
+def test_the_inner_norm_is_rounded_before_the_sum(dtype: torch.dtype) -> None:
+    draw = Draw(dtype, DEVICE)
+    x, residual = draw.normal(1, 3, 96), draw.normal(1, 3, 96, scale=9.0)
+    inner_weight, weight = draw.normal(96), draw.normal(96)
+    rule = {"eps": 1e-6, "offset": 1.0, "cast_before_scale": False}
+    normed, total = launched("norm_residual_norm")(x, residual, inner_weight, weight, **rule)
+
+    assert torch.equal(total, residual + launched("rms_norm")(x, inner_weight, **rule))
     assert torch.equal(normed, launched("rms_norm")(total, weight, **rule))
 
 

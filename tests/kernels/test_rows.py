@@ -24,6 +24,12 @@ HIDDEN, WEIGHT = t("bfloat16", 1, "T", 4096), t("bfloat16", 4096)
 NORM: Args = {"x": HIDDEN, "weight": WEIGHT, "eps": 1e-5, "offset": 0.0, "cast_before_scale": True}
 HEADS: Args = {**NORM, "x": t("bfloat16", 1, "T", 32, 128), "weight": t("bfloat16", 128)}
 TABLE = t("bfloat16", 1, "T", 64)
+PAGES, PAGES8 = t("bfloat16", "P", 16, 8, 128), t("float8_e4m3fn", "P", 16, 8, 128)
+KV = t("bfloat16", 1, "T", 8, 128)
+WRITE: Args = {
+    "q": HEADS["x"], "k": KV, "v": KV, "cos": TABLE, "sin": TABLE, "q_weight": None, "k_weight": None,
+    "k_cache": PAGES, "v_cache": PAGES, "slot_mapping": t("int64", "T"), "interleaved": False, "eps": None,
+}  # fmt: skip
 CALLS: list[tuple[str, Args]] = [
     ("rms_norm", NORM),
     ("rms_norm", HEADS),
@@ -35,6 +41,10 @@ CALLS: list[tuple[str, Args]] = [
     *(("gated_activation", {"x": t("float16", 1, "T", 28672), "kind": kind}) for kind in ("silu", "gelu", "gelu_tanh")),
     ("rotary", {"x": HEADS["x"], "cos": TABLE, "sin": TABLE, "interleaved": False}),
     ("rotary", {"x": f32(1, "T", 7, 96), "cos": f32(1, "T", 10), "sin": f32(1, "T", 10), "interleaved": True}),
+    ("norm_residual_norm", {**NORM, "residual": HIDDEN, "inner_weight": WEIGHT}),
+    ("rotary_write_kv", WRITE),
+    ("rotary_write_kv", {**WRITE, "q_weight": t("bfloat16", 128), "k_weight": t("bfloat16", 128), "eps": 1e-6}),
+    ("rotary_write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8}),
     ("rotary_tables", {"positions": t("int64", 1, "T"), "inv_freq": f32(64), "scale": 1.0, "dtype": "bfloat16"}),
     ("rotary_tables", {"positions": t("int64", 1, "T"), "inv_freq": f32(1, "T", 64), "scale": 1.0, "dtype": "float32"}),
 ]

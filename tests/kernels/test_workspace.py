@@ -222,6 +222,17 @@ def _residual_norm(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sam
     return {"x": made.pop("x"), "residual": _normal(dtype, 1, _tokens(sequences), 512), **made}
 
 
+def _two_norms(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    return _residual_norm(sequences, dtype, **rule) | {"inner_weight": _normal(dtype, 512)}
+
+
+def _turned(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    made, count = _write_kv(sequences, dtype), _tokens(sequences)
+    tables = {name: _normal(dtype, 1, count, 32) for name in ("cos", "sin")}
+    return {"q": _normal(dtype, 1, count, 16, 64), **made, **tables, "q_weight": None, "k_weight": None,
+            "interleaved": False, **rule}  # fmt: skip
+
+
 def _gated(sequences: Sequences, dtype: torch.dtype) -> Sample:
     return {"x": _normal(dtype, 1, _tokens(sequences), 1024), "kind": "silu"}
 
@@ -293,6 +304,9 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "grouped linear": ("grouped_linear", _grouped, {"bias": False}, 1.1),
     "grouped linear, bias": ("grouped_linear", _grouped, {"bias": True}, 1.1),
     "residual rms norm": ("residual_rms_norm", _residual_norm, {"cast_before_scale": True}, 1.05),
+    "norm, residual norm": ("norm_residual_norm", _two_norms, {"cast_before_scale": False, "offset": 1.0}, 1.5),
+    "rotary, write kv": ("rotary_write_kv", _turned, {}, 2.0),
+    "norm, rotary, write kv": ("rotary_write_kv", _turned, {"eps": 1e-6}, 2.0),
     "gated activation": ("gated_activation", _gated, {}, 1.05),
     "embedding": ("embedding", _embedded, {}, 1.05),
     "rotary tables": ("rotary_tables", _tables, {}, 1.25),

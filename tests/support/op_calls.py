@@ -28,6 +28,10 @@ PAGED: Args = {
 }  # fmt: skip
 PACKED: Args = {"q": Q, "k": K, "v": K, "sinks": None, "cu_seqlens": t("int32", B1), "window": None}
 WRITE: Args = {"k": K, "v": K, "k_cache": PAGES, "v_cache": PAGES, "slot_mapping": t("int64", "T")}
+TURNED: Args = {
+    **WRITE, "q": Q, "cos": f32(1, "T", 8), "sin": f32(1, "T", 8), "q_weight": f32(16), "k_weight": f32(16),
+    "eps": 1e-6,
+}  # fmt: skip
 LATENT: Args = {"latent": f32(1, "T", 16), "k_rope": f32(1, "T", 3)}
 LATENT_HEADS: Args = {"q": f32(1, "T", 4, 10), "weight": f32(60, 16), "cu_seqlens": t("int32", B1), "value_size": 8}
 LATENT_PAGES: Args = {
@@ -91,12 +95,14 @@ SAMPLE: Args = {
 }  # fmt: skip
 NORM: Args = {"x": f32(1, "T", 8), "weight": f32(8)}
 STREAM: Args = {**NORM, "residual": f32(1, "T", 8)}
+TWO_NORMS: Args = {**STREAM, "inner_weight": f32(8)}
 
 OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8)}, (f32(1, "T", 8),)),
     ("rms_norm", NORM, (f32(1, "T", 8),)),
     ("rms_norm", {**NORM, "weight": None}, (f32(1, "T", 8),)),
     ("residual_rms_norm", STREAM, (f32(1, "T", 8), f32(1, "T", 8))),
+    ("norm_residual_norm", TWO_NORMS, (f32(1, "T", 8), f32(1, "T", 8))),
     ("layer_norm", {**NORM, "bias": f32(8)}, (f32(1, "T", 8),)),
     ("layer_norm", {**NORM, "weight": None, "bias": None}, (f32(1, "T", 8),)),
     ("rope_frequencies", ROPE, (f32(1, "T", 8),)),
@@ -119,6 +125,13 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ),
     ("write_kv", WRITE, ()),
     ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8}, ()),
+    ("rotary_write_kv", TURNED, (Q,)),
+    ("rotary_write_kv", {**TURNED, "q_weight": None}, (Q,)),
+    (
+        "rotary_write_kv",
+        {**TURNED, "q_weight": None, "k_weight": None, "eps": None, "k_cache": PAGES8, "v_cache": PAGES8},
+        (Q,),
+    ),
     ("write_latent", {**WRITE_LATENT, "cache": t("float8_e4m3fn", "P", 4, 19)}, ()),
     ("paged_attention", {**PAGED, "k_cache": PAGES8, "v_cache": PAGES8}, (Q,)),
     ("paged_latent_attention", {**LATENT_PAGES, "cache": t("float8_e4m3fn", "P", 4, 19)}, (f32(1, "T", 4, 8),)),
