@@ -37,7 +37,7 @@ their arguments, or bring their own."""
 
 
 class Addresses(NamedTuple):
-    """Where each value begins in the memory of activations: those of `main`, with calls' results, and those of each block.
+    """Where values begin in the memory of activations: those of `main`, with calls' results, and those of each block.
 
     They hold for steps of up to these `sizes`. `returned` says of values of a block which result lies in their memory:
     its address is theirs.
