@@ -13,12 +13,13 @@ from typing import Any
 
 from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
+from precast.builder.passes.cache.fuse_rotary_write import fuse_rotary_write
 from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, Pass
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
 from precast.builder.passes.match.latent_attention import match_latent_attention
-from precast.builder.passes.match.norms import fuse_residual_norm, match_norms
+from precast.builder.passes.match.norms import fuse_norm_residual_norm, fuse_residual_norm, match_norms
 from precast.builder.passes.match.params import fold_param_views, fuse_projections
 from precast.builder.passes.match.pointwise import fuse_gated_activation, match_activations, match_embedding
 from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
@@ -45,13 +46,14 @@ PASSES: tuple[Pass, ...] = (
     match_rotary_tables, match_rotary, match_paired_rotary, match_complex_rotary,
     normalise_spelling, match_latent_attention, match_norms, match_activations, match_embedding, match_routers,
     fold_param_views, fuse_gated_activation, fuse_projections, cancel_transposes, fuse_residual_norm,
+    fuse_norm_residual_norm,
     # cache, plan
-    insert_states, insert_caches, plan_pages, gather_logits,
+    insert_states, insert_caches, fuse_rotary_write, plan_pages, gather_logits,
 )  # fmt: skip
 """THE ordered list."""
 
-_NEEDED = ("cache", "plan")
-"""Stages whose passes make what every target needs."""
+_NEEDED = (insert_states, insert_caches, plan_pages, gather_logits)
+"""The passes that make what every target needs."""
 
 SNAPSHOT_STAGES = ("export", "normalise", "match", "shard", "cache", "plan")
 """The stages after which the pipeline's state is a graph that a snapshot can hold."""
@@ -66,9 +68,9 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
     for name in disabled:
         if name not in known:
             raise BuildError("option-invalid", f"there is no pass {name}", fix=_nearest(name, sorted(known)))
-        if known[name].stage in _NEEDED:
+        if known[name] in _NEEDED:
             message = f"the pass {name} can't be disabled: no target runs a graph without what it makes"
-            raise BuildError("option-invalid", message, fix=f"disable passes before the stage {_NEEDED[0]} only")
+            raise BuildError("option-invalid", message, fix="disable passes that only rewrite")
     left = tuple(each for each in PASSES if each.name not in disabled)
     for name in disabled:
         needing = [each.name for each in left if name in each.requires]
