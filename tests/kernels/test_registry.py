@@ -125,7 +125,7 @@ def test_every_record_names_a_function_of_its_op(record: Record) -> None:
     if record.kind == "triton":
         pytest.importorskip("triton", reason="Triton is published for Linux only")
     function = registry.function_of(record)
-    if record.op.startswith("aten."):
+    if isinstance(record.runs, str) and record.op.startswith("aten."):
         assert str(function) == record.op
         return
     expected = {arg.name for arg in ops.lookup(record.op).args}  # type: ignore[union-attr]
