@@ -1,7 +1,7 @@
 // stream_linear: y[m, n] = sum over k of x[m, k] * w[n, k], for 1 to 8 rows of x, as fast as memory gives the weights.
 //
-// The weights lie as a checkpoint has them, w[outputs, inputs] in row-major order. 16 rows of w are a tile, and the CTAs,
-// one to an SM, share the tiles out in runs. In a CTA
+// The weights lie as a checkpoint has them, w[outputs, inputs] in row-major order. 16 rows of w are a tile, and the
+// CTAs, one to an SM, share the tiles out in runs. In a CTA
 //
 //   - one thread of a producer warp copies pieces of rows into a ring in shared memory, far ahead of those who read it;
 //   - one more warp brings the pieces of x;
@@ -156,11 +156,15 @@ __device__ __forceinline__ Element rounded(float value) {
   return narrow;
 }
 
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 __device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-__device__ __forceinline__ void sync_multiplying_warps() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
+__device__ __forceinline__ void sync_multiplying_warps() {
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
+}
 
 __device__ __forceinline__ u32 dynamic_shared_bytes() {
   u32 bytes;
@@ -168,7 +172,7 @@ __device__ __forceinline__ u32 dynamic_shared_bytes() {
   return bytes;
 }
 
-// --- activations ------------------------------------------------------------------------------------------------------
+// --- activations ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float silu(float a) { return a / (1.0f + __expf(-a)); }
 __device__ __forceinline__ float gelu(float a) { return 0.5f * a * (1.0f + erff(a * 0.7071067811865476f)); }
@@ -176,7 +180,7 @@ __device__ __forceinline__ float gelu_tanh(float a) {
   return 0.5f * a * (1.0f + tanhf(0.7978845608028654f * (a + 0.044715f * a * a * a)));
 }
 
-// --- what a CTA does --------------------------------------------------------------------------------------------------
+// --- what a CTA does ------------------------------------------------------------------------------------------------
 
 struct Plan {
   int first, end;         // the tiles of this CTA
