@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,75 @@ def test_where_the_compiler_is_missing_the_error_says_what_to_install() -> None:
 def test_a_tile_for_each_block_and_none_without() -> None:
     assert [stream("T", outputs, 64, "bfloat16").grid for outputs in (1, 16, 17, 128256)] == [(1,), (1,), (2,), (132,)]
     assert [stream("T", outputs, 64, "bfloat16", gate="silu").grid for outputs in (2, 16, 18)] == [(1,), (1,), (2,)]
+
+
+# --- its source on a CPU -----------------------------------------------------------------------------------------
+
+PTX, PLAIN = "// --- what PTX has and C++ has not", "// --- activations"
+"""Between these lines of the source are the functions that `stream_on_cpu.cpp` has too."""
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
+    """Runs the kernel's source: the largest error of a variant and the checksum of the first row's results."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to compile the kernel's source for this CPU")
+    folder, here = tmp_path_factory.mktemp("stream"), Path(__file__).parent
+    source = (here.parents[1] / "kernels" / FILE).read_text(encoding="utf-8")
+    plain = source[: source.index(PTX)] + source[source.index(PLAIN) :]
+    plain = re.sub(r"^typedef .*(u16|u32|u64|i64|Element);\n", "", plain, flags=re.MULTILINE).replace('extern "C"', "")
+    plain = plain.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
+    (folder / "stream.inc").write_text(plain, encoding="utf-8")
+
+    @cache
+    def built(defines: str) -> Path:
+        program = folder / f"stream{defines.replace(' ', '_')}"
+        flags = ["-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas", f"-I{folder}", *defines.split()]
+        subprocess.run([compiler, *flags, here / "stream_on_cpu.cpp", "-o", program], check=True)
+        return program
+
+    def execute(*numbers: int, defines: str = "") -> tuple[float, int]:
+        done = subprocess.run([built(defines), *map(str, numbers)], capture_output=True, text=True)
+        assert done.returncode == 0, f"{numbers}: {done.stdout} {done.stderr}"
+        error, checksum = done.stdout.split()
+        return float(error), int(checksum)
+
+    return execute
+
+
+ALL_SHARED = stream("T", 64, 64, "bfloat16").shared_bytes
+EVERYTHING = "-DBIAS -DRESIDUAL -DGATE=gelu_tanh"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "blocks", "shared_bytes"),
+    [(1, 32, 1, ALL_SHARED), (50, 544, 3, ALL_SHARED), (17, 2880, 1, ALL_SHARED), (130, 2080, 1, 120_000)],
+    ids=["least", "short", "two lengths of pieces", "two passes"],
+)
+def test_source_on_a_cpu(
+    on_cpu: Callable[..., tuple[float, int]], outputs: int, inputs: int, blocks: int, shared_bytes: int
+) -> None:
+    """The same for 1, 2, 3 and 8 rows, whose pieces differ in length, and x in what is kept of it."""
+    found = [on_cpu(rows, outputs, inputs, blocks, shared_bytes, 0) for rows in (1, 2, 3, 8)]
+
+    assert all(error < 2**-8 for error, _ in found)
+
+
+@pytest.mark.parametrize("lies", [0, 1, 2], ids=["row-major", "gaps", "every second"])
+def test_source_on_a_cpu_with_all_that_it_can(on_cpu: Callable[..., tuple[float, int]], lies: int) -> None:
+    for rows in (1, 5):
+        error, _ = on_cpu(rows, 54, 288, 2, ALL_SHARED, lies, defines=EVERYTHING)
+
+        assert error < 3 * 2**-8
+
+
+def test_source_on_a_cpu_gives_a_row_the_same_bits_among_others(on_cpu: Callable[..., tuple[float, int]]) -> None:
+    """Nor do they depend on the grid, or on the ring's length."""
+    found = {on_cpu(rows, 20, 2080, 1, ALL_SHARED, 0)[1] for rows in (1, 2, 3, 8)}
+    found |= {on_cpu(1, 20, 2080, blocks, size, 0)[1] for blocks, size in ((2, ALL_SHARED), (1, 150_000))}
+
+    assert len(found) == 1
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
