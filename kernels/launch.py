@@ -152,9 +152,23 @@ def _argument(arg: Pointer | Stride | Expr | float | None, tensors: Tensors, num
 
 
 def _run(launch: Launch, grid: Sequence[int], args: Sequence[Any]) -> None:
+    if launch.block:
+        _run_cuda(launch, grid, args)
+        return
     kernel = _triton_kernel(launch.kernel)
     options = {"launch_pdl": True} if launch.pdl else {}
     kernel[tuple(grid)](*args, **launch.constants, num_warps=launch.num_warps, num_stages=launch.num_stages, **options)
+
+
+def _run_cuda(launch: Launch, grid: Sequence[int], args: Sequence[Any]) -> None:
+    from precast.kernels import cuda_launch
+
+    kernel = cuda_launch.kernel(launch.kernel, tuple(launch.constants.items()), torch.cuda.current_device())
+    given = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in args]
+    stream = torch.cuda.current_stream().cuda_stream
+    cuda_launch.launch(
+        kernel, grid, launch.block, given, shared_bytes=launch.shared_bytes, stream=stream, pdl=launch.pdl
+    )
 
 
 @cache

@@ -11,7 +11,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Graph, Node
 from precast.kernels.choices import Case, cases
-from precast.kernels.use import Target, Use, types_in, use_of
+from precast.kernels.use import Target, Use, statics_in, types_in, use_of
 
 
 def view(target: str) -> Callable[[Bundle], Report]:
@@ -32,8 +32,12 @@ def kernels(bundle: Bundle, target: Target) -> Report:
 
 
 def _uses(graph: Graph, target: Target) -> list[Use]:
-    functions = [(graph.main, types_in(graph)), *((block.nodes, types_in(block)) for block in graph.blocks)]
-    return [use_of(node, types, target) for steps, types in functions for node in steps if isinstance(node, Node)]
+    found: list[Use] = []
+    for function in (graph, *graph.blocks):
+        types, statics = types_in(function), statics_in(function)
+        nodes = function.main if isinstance(function, Graph) else function.nodes
+        found += [use_of(node, types, target, statics) for node in nodes if isinstance(node, Node)]
+    return found
 
 
 def _rows(use: Use) -> list[tuple[str, ...]]:

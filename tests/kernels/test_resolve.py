@@ -10,7 +10,7 @@ from graph_text import parse_graph
 from msgspec.structs import replace
 
 from precast.ir.errors import BundleError, TargetError
-from precast.ir.graph.schema import Dtype, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Dtype, Expr, Node, Ref, TensorType, Value
 from precast.ir.graph.symbols import add
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
@@ -19,7 +19,7 @@ from precast.kernels.latent_attention.limits import MAX_ABSORBED
 from precast.kernels.records import Condition, Record, nothing
 from precast.kernels.sources import digest, sources
 from precast.kernels.stateful.limits import MAX_WALKED
-from precast.kernels.use import GPU, Target, Use, types_in, use_of
+from precast.kernels.use import GPU, Target, Use, statics_in, types_in, use_of
 
 CPU = Target("cpu")
 OLD = Target("cuda", (8, 0))
@@ -65,9 +65,9 @@ main {
 def uses(target: Target, *, cached: Dtype = "bfloat16") -> dict[str, Use]:
     """The layer's nodes by what they make, `write` for the one that makes nothing."""
     graph = parse_graph(LAYER.replace("KV", "floordiv(2, tp)").replace("CACHED", cached))
-    types = types_in(graph)
+    types, statics = types_in(graph), statics_in(graph)
     nodes = [node for node in graph.main if isinstance(node, Node)]
-    return {node.outputs[0].name if node.outputs else "write": use_of(node, types, target) for node in nodes}
+    return {node.outputs[0].name if node.outputs else "write": use_of(node, types, target, statics) for node in nodes}
 
 
 def chosen(found: dict[str, Use]) -> dict[str, str]:
@@ -96,7 +96,7 @@ def test_a_layer_on_gpus(target: Target) -> None:
     assert chosen(found) == {**ANYWHERE, **ON_GPUS}
     assert {resolve(use).record.control for use in found.values()} == {"static"}
     assert resolve(found["y"]).reason == "the fastest of 2"
-    assert resolve(found["fused"]).reason == "the only one"
+    assert resolve(found["heads"]).reason == "the only one"
 
 
 def test_a_layer_on_a_cpu() -> None:
@@ -186,8 +186,8 @@ def test_rows_choose() -> None:
     use = in_8_bits(GPU)
     few, many = (resolve(use, {"T": rows}, records=with_those(use)) for rows in (1, 64))
 
-    assert few == (FEW, "the fastest of 3")
-    assert many == (MANY, "the fastest of 3; not cuda.few_rows: T is 64, it takes 1 to 8")
+    assert few == (FEW, "the fastest of 5")
+    assert many == (MANY, "the fastest of 5; not cuda.few_rows: T is 64, it takes 1 to 8")
 
 
 def test_the_world_s_size_chooses() -> None:
@@ -222,6 +222,54 @@ def test_a_newest_capability_is_a_bound_too() -> None:
         resolve(use, records=(past,))
 
 
+# --- the weight stream -------------------------------------------------------------------------------------------
+
+
+def product(
+    *, rows: Expr = "T", width: int = 256, dtype: Dtype = "bfloat16", target: Target = GPU, static: bool = True
+) -> Use:
+    """A linear layer of a weight that is a param, or that an op makes."""
+    types = {"input": TensorType(dtype, (1, rows, width)), "weight": TensorType(dtype, (384, width))}
+    result = Value("y", TensorType(dtype, (1, rows, 384)))
+    node = Node("aten.linear.default", {name: Ref(name) for name in types}, (result,))
+    return use_of(node, types, target, {"weight"} if static else frozenset())
+
+
+@pytest.mark.parametrize("rows", ["T", "R"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_pass_for_up_to_8_rows(rows: str, dtype: Dtype) -> None:
+    none, few, many = cases(product(rows=rows, dtype=dtype))
+
+    assert [case.sizes for case in (none, few, many)] == [{rows: (0, 0)}, {rows: (1, 8)}, {rows: (9, None)}]
+    assert few.choice.record.name == {"T": "cuda.linear", "R": "cuda.linear_of_logits"}[rows]
+    assert (few.choice.record.control, few.choice.record.allocates) == ("static", False)
+    assert none.choice.record.name == many.choice.record.name == "torch.linear.default"
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        (product(static=False), "it wants weight and bias in row-major order that no op makes"),
+        (product(width=264), "it wants an input of a multiple of 32 elements, and sizes of the weight known at load"),
+        (product(rows="B"), "it wants rows that are tokens"),
+        (product(dtype="float32"), "input is float32, it takes bfloat16, float16"),
+        (product(target=OLD), "it wants compute capability 9.0 or higher"),
+        (product(target=Target("cuda", (10, 0))), "it wants compute capability 9.0 or lower"),
+        (product(target=GPU._replace(kinds=frozenset(("torch", "triton")))), "cuda is not installed"),
+    ],
+    ids=["made", "width", "rows", "dtype", "old", "new", "not installed"],
+)
+def test_what_the_weight_stream_does_not_take(use: Use, why: str) -> None:
+    (case,) = cases(use)
+
+    assert case.choice.record.name == "torch.linear.default"
+    assert f"not cuda.linear: {why}" in case.choice.reason
+
+
+def test_params_of_blocks_and_of_main_are_no_ops_results() -> None:
+    assert {name for name, use in uses(GPU).items() if len(cases(use)) == 3} == {"fused", "projected"}
+
+
 # --- classes of sizes --------------------------------------------------------------------------------------------
 
 
@@ -248,8 +296,17 @@ def test_sizes_of_two_symbols_make_a_grid() -> None:
 
 
 def test_one_record_is_one_case() -> None:
-    for use in uses(GPU).values():
+    for use in uses(CPU).values():
         assert cases(use) == (Case({}, resolve(use)),)
+
+
+def test_sizes_of_records_that_take_no_size_make_no_classes() -> None:
+    use = in_8_bits(GPU)
+    never = replace(FEW, sizes={"B": (1, 4)}, takes=(Condition("the impossible", lambda use: False),))
+
+    found = cases(use, records=(never, MANY))
+
+    assert [case.sizes for case in found] == [{}]
 
 
 def test_what_was_measured_comes_first() -> None:
