@@ -251,7 +251,7 @@ class _Nodes:
                 label,
                 each.function,
                 constants,
-                tuple(reads),
+                (*reads, *_sizes(each, layout)),
                 writes,
                 out,
                 allocates=each.allocates,
@@ -277,6 +277,13 @@ class _Nodes:
             make = partial(torch.empty, dtype=dtypes.BY_NAME[value.type.dtype], device=self._device)
             found.append((layout.integer(shape), make))
         return tuple(found)
+
+
+def _sizes(implementation: Implementation, layout: _Layout) -> list[tuple[str, int]]:
+    """The argument `sizes` of launches, and the register of its value."""
+    if not implementation.expressions:
+        return []
+    return [("sizes", layout.integer(ir.Items(tuple(map(ir.Dim, implementation.expressions)))))]
 
 
 def _expressions(arg: ir.Dim | ir.Items) -> tuple[ir.Expr, ...]:

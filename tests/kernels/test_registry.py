@@ -141,7 +141,7 @@ def test_implementations_of_a_node_are_functions() -> None:
     node = Node("aten.neg.default", {"self": Ref("x")}, (value,))
     use = Use(node, {"self": Operand(value.type, True)}, Target("cpu"))
 
-    assert registry.implementations(use) == (({}, torch.ops.aten.neg.default, True, False),)
+    assert registry.implementations(use) == (({}, torch.ops.aten.neg.default, True, False, ()),)
 
 
 def test_the_target_is_what_the_device_is() -> None:
