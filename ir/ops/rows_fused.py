@@ -1,8 +1,8 @@
 """The fused op: steps that are ops of the table, over up to twelve operands, in one launch.
 
 Its body is data (`precast.ir.graph.schema.Steps`). A step computes what its op computes, rounded to the same type, so
-a fused op gives what its steps give one by one. All of it has one space: the rows and columns of the largest shape. What
-a step makes fills the space, or has one element for each row, or is the same for all rows.
+a fused op gives what its steps give one by one. All of it has one space: the rows and columns of the largest shape.
+What a step makes fills the space, or has one element for each row, or is the same for all rows.
 """
 
 from __future__ import annotations

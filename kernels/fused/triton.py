@@ -1,8 +1,8 @@
 """The generated kernel of `precast.fused`: one Triton kernel, which walks over the op's steps while it is compiled.
 
-The steps come as a constant, the text of a `Layout` (`precast.kernels.fused.layout`): no source is written, and nothing
-of a bundle is evaluated. Each program has a tile of rows and columns. An operand is read once, a step is one
-expression, rounded to its type, and what the op returns is written.
+The steps come as a constant, the text that `precast.kernels.fused.launches` writes: no source is made, and nothing of
+a bundle is evaluated. Each program has a tile of rows and columns. An operand is read once, a step is an expression,
+rounded to its type, and what the op returns is written.
 
 Multiplications are `mul.rn`, which no compiler joins with an addition: each step rounds as the op that it stands for.
 """
@@ -73,7 +73,21 @@ if triton.knobs.runtime.interpret:
         """The hyperbolic tangent."""
         return (1.0 - 2.0 / (tl.exp(2.0 * x.to(tl.float64)) + 1.0)).to(tl.float32)
 
-    erf, sin, cos = tl.math.erf, tl.math.sin, tl.math.cos
+    @triton.jit
+    def erf(x):  # type: ignore[no-untyped-def]
+        """The error function."""
+        return tl.math.erf(x)
+
+    @triton.jit
+    def sin(x):  # type: ignore[no-untyped-def]
+        """The sine."""
+        return tl.math.sin(x)
+
+    @triton.jit
+    def cos(x):  # type: ignore[no-untyped-def]
+        """The cosine."""
+        return tl.math.cos(x)
+
 else:
     exp, expm1, log, log1p, tanh = libdevice.exp, libdevice.expm1, libdevice.log, libdevice.log1p, libdevice.tanh
     erf, sin, cos = libdevice.erf, libdevice.sin, libdevice.cos
@@ -82,8 +96,9 @@ else:
     def product(a, b):  # type: ignore[no-untyped-def]
         """a * b, and of float32 never a part of a fused multiplication and addition."""
         if a.dtype == tl.float32:
-            a, b = tl.broadcast(a, b)
-            result = libdevice.mul_rn(a, b)
+            result = tl.inline_asm_elementwise(
+                "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+            )
         else:
             result = a * b
         return result
@@ -135,8 +150,6 @@ def of_one(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
         result = cos(x)
     elif NAME == "square":
         result = product(x, x)
-    elif NAME == "cube":
-        result = product(product(x, x), x)
     elif NAME == "reciprocal":
         result = tl.math.div_rn(1.0, x)
     else:
@@ -177,45 +190,57 @@ def of_two(a, b, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def argument(values, STEPS: tl.constexpr, I: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Argument K of step I, in the type in which the step computes."""
-    if at(STEPS, "steps", I, "is_number", K):
-        result = tl.full((1, 1), at(STEPS, "steps", I, "args", K), type_at(STEPS, "steps", I, "computed"))
+def argument(values, STEPS: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Argument K of step N, in the type in which the step computes."""
+    if at(STEPS, "steps", N, "is_number", K):
+        result = tl.full((1, 1), at(STEPS, "steps", N, "args", K), type_at(STEPS, "steps", N, "computed"))
+        result = result.to(type_at(STEPS, "steps", N, "numbers")).to(type_at(STEPS, "steps", N, "computed"))
     else:
-        result = values[at(STEPS, "steps", I, "args", K)].to(type_at(STEPS, "steps", I, "computed"))
+        result = values[at(STEPS, "steps", N, "args", K)].to(type_at(STEPS, "steps", N, "computed"))
     return result
 
 
 @triton.jit
-def step(values, column_mask, num_columns, NAME: tl.constexpr, STEPS: tl.constexpr, I: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What step I makes, rounded to its type."""
+def step(values, column_mask, num_columns, NAME: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What step N makes, rounded to its type."""
     if NAME == "sum":
-        result = tl.sum(tl.where(column_mask, argument(values, STEPS, I, 0), 0.0), axis=1, keep_dims=True)
+        result = tl.sum(tl.where(column_mask, argument(values, STEPS, N, 0), 0.0), axis=1, keep_dims=True)
     elif NAME == "mean":
-        total = tl.sum(tl.where(column_mask, argument(values, STEPS, I, 0), 0.0), axis=1, keep_dims=True)
+        total = tl.sum(tl.where(column_mask, argument(values, STEPS, N, 0), 0.0), axis=1, keep_dims=True)
         result = tl.math.div_rn(total, tl.full((1, 1), 0.0, tl.float32) + num_columns)
     elif NAME == "where":
-        condition = values[at(STEPS, "steps", I, "condition")]
-        result = tl.where(condition, argument(values, STEPS, I, 0), argument(values, STEPS, I, 1))
-    elif count(STEPS, "steps", I, "args") == 1:
-        result = of_one(argument(values, STEPS, I, 0), NAME)
+        condition = values[at(STEPS, "steps", N, "condition")]
+        result = tl.where(condition, argument(values, STEPS, N, 0), argument(values, STEPS, N, 1))
+    elif count(STEPS, "steps", N, "args") == 1:
+        result = of_one(argument(values, STEPS, N, 0), NAME)
     else:
-        result = of_two(argument(values, STEPS, I, 0), argument(values, STEPS, I, 1), NAME)
-    return result.to(type_at(STEPS, "steps", I, "dtype"))
+        result = of_two(argument(values, STEPS, N, 0), argument(values, STEPS, N, 1), NAME)
+    return result.to(type_at(STEPS, "steps", N, "dtype"))
 
 
 @triton.jit
 def offsets(row, column, strides, sizes, STEPS: tl.constexpr, X: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the elements of operand X lie that these rows and columns see: one row, one column, where it has no more."""
+    """Where the elements of operand X lie in these rows and columns: in one row or column, where it has no more."""
     result = tl.full((1, 1), 0, tl.int64)
     rest = row
-    for axis in tl.static_range(2, -1, -1):
-        if at(STEPS, "operands", X, "axes", axis):
-            result = result + (rest % sizes[axis]) * strides[axis]
-        if at(STEPS, "axes", axis):
-            rest = rest // sizes[axis]
-    if at(STEPS, "operands", X, "columns"):
+    for place in tl.static_range(2, at(STEPS, "outer") - 1, -1):
+        if at(STEPS, "operands", X, "axes", place):
+            result = result + (rest if place == at(STEPS, "outer") else rest % sizes[place]) * strides[place]
+        rest = rest // sizes[place]
+    if at(STEPS, "operands", X, "axes", 3):
         result = result + column * strides[3]
+    return result
+
+
+@triton.jit
+def seen(row_mask, column_mask, STEPS: tl.constexpr, X: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of these elements of operand X there are."""
+    result = tl.full((1, 1), 1, tl.int1)
+    for place in tl.static_range(3):
+        if at(STEPS, "operands", X, "axes", place):
+            result = result & row_mask
+    if at(STEPS, "operands", X, "axes", 3):
+        result = result & column_mask
     return result
 
 
@@ -243,15 +268,11 @@ def fused_kernel(
     row_mask, column_mask = row < num_rows, column < num_columns
     values = ()
     for x in tl.static_range(count(STEPS, "operands")):
-        mask = tl.full((1, 1), 1, tl.int1)
-        if at(STEPS, "operands", x, "rows"):
-            mask = mask & row_mask
-        if at(STEPS, "operands", x, "columns"):
-            mask = mask & column_mask
-        loaded = tl.load(pointers[x] + offsets(row, column, strides[x], sizes, STEPS, x), mask=mask, other=0)
-        values = values + (loaded.to(type_at(STEPS, "operands", x, "dtype")),)
+        place = offsets(row, column, strides[x], sizes, STEPS, x)
+        loaded = tl.load(pointers[x] + place, mask=seen(row_mask, column_mask, STEPS, x), other=0)
+        values = values + (loaded.to(type_at(STEPS, "operands", x, "dtype")),)  # noqa: RUF005
     for i in tl.static_range(count(STEPS, "steps")):
-        values = values + (step(values, column_mask, num_columns, at(STEPS, "steps", i, "name"), STEPS, i),)
+        values = values + (step(values, column_mask, num_columns, at(STEPS, "steps", i, "name"), STEPS, i),)  # noqa: RUF005
     for y in tl.static_range(count(STEPS, "results")):
         value = values[at(STEPS, "results", y, "value")]
         if at(STEPS, "results", y, "columns"):

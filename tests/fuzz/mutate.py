@@ -15,7 +15,22 @@ from typing import Any
 import msgspec
 
 from precast.ir.graph.infer import apply_shape_rule, misfits
-from precast.ir.graph.schema import Apply, Arg, Const, Dim, DtypeArg, Expr, Graph, Items, Node, Ref, Step, Steps, TensorType, Value
+from precast.ir.graph.schema import (
+    Apply,
+    Arg,
+    Const,
+    Dim,
+    DtypeArg,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Ref,
+    Step,
+    Steps,
+    TensorType,
+    Value,
+)
 from precast.ir.memory import caches
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import ArgDef, OpDef

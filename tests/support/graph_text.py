@@ -70,6 +70,14 @@ def parse_graph(text: str) -> Graph:
     return _GraphParser(Cursor(text)).graph()
 
 
+def parse_steps(text: str) -> Steps:
+    """The steps of a fused op that `text` writes down, in their braces. Raises TextError; checks nothing else."""
+    cursor = Cursor(text)
+    steps = cursor.inside("{", lambda: _steps(cursor), "}")
+    cursor.kind("end", "the end of the text")
+    return steps
+
+
 class _GraphParser:
     """The sections, each into its part of the graph."""
 
