@@ -259,7 +259,10 @@ def test_fused_op_compiles_for_hopper(case: Case, half: torch.dtype) -> None:
     pointers |= {name: f"*{NAMES[half]}" for name, arg in given.items() if name.startswith("y") and arg is not None}
 
     made = compiled(
-        kernels.fused_kernel, {**missing, **launch.constants}, pointers, {"num_warps": launch.num_warps, "num_stages": 3}
+        kernels.fused_kernel,
+        {**missing, **launch.constants},
+        pointers,
+        {"num_warps": launch.num_warps, "num_stages": 3},
     )
 
     assert made.metadata.shared <= SHARED_BYTES
