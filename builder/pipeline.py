@@ -14,9 +14,9 @@ from typing import Any
 
 from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
-from precast.builder.lower.fuse_pointwise import fuse_pointwise
 from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pass
+from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
 from precast.builder.passes.match.latent_attention import match_latent_attention

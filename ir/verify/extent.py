@@ -6,14 +6,14 @@ Each count bounds work and memory of all that is done with a graph later: the ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import BundleError
 from precast.ir.graph.infer import flat
-from precast.ir.graph.schema import Apply, Call, Dim, Each, Expr, Graph, Node, Read, Recipe, Steps, Value
+from precast.ir.graph.schema import Apply, Arg, Call, Dim, Each, Expr, Graph, Items, Node, Read, Recipe, Steps, Value
 from precast.ir.memory import caches
 from precast.ir.weights import recipes
 
@@ -36,7 +36,11 @@ def counts(graph: Graph) -> Iterator[tuple[str, int, int]]:
     ]
     nodes = sum(times * _written_steps(step) for times, step in run if isinstance(step, Node))
     yield "nodes over all calls", nodes, limits.MAX_RUN_NODES
-    yield "arguments over all calls", sum(times * _arguments(step) for times, step in run), limits.MAX_RUN_ARGUMENTS
+    yield (
+        "arguments over all calls",
+        sum(times * _arguments(step.args) for times, step in run),
+        limits.MAX_RUN_ARGUMENTS,
+    )
     reads = sum(_reads(param.recipe) for param in graph.params)
     yield "tensors that recipes read", reads, limits.MAX_READS
     yield "reads of tensors that were read before", reads - _different_reads(graph), limits.MAX_REPEATED_READS
@@ -58,12 +62,15 @@ def _written_steps(step: Node | Call) -> int:
     return 1 + sum(len(arg.steps) for arg in bodies if isinstance(arg, Steps))
 
 
-def _arguments(step: Node | Call) -> int:
+def _arguments(args: Mapping[str, Arg | str]) -> int:
     """Those of lists and of fused ops' steps one by one."""
-    if isinstance(step, Call):
-        return len(step.args)
-    bodies = (arg for arg in step.args.values() if isinstance(arg, Steps))
-    return sum(1 for _ in flat(step.args)) + sum(len(inner.args) for body in bodies for inner in body.steps)
+    return sum(map(_each, args.values()))
+
+
+def _each(arg: Arg | str) -> int:
+    if isinstance(arg, Steps):
+        return sum(_arguments(step.args) for step in arg.steps)
+    return len(arg.items) if isinstance(arg, Items) else 1
 
 
 def _reads(recipe: Recipe) -> int:
