@@ -15,12 +15,12 @@ import torch
 from op_calls import (
     B1,
     EXPERTS,
+    FUSED,
     GROUPED,
     LATENT,
     LATENT_HEADS,
     LATENT_PAGES,
     NORM,
-    FUSED,
     OURS,
     PACKED,
     PAGED,
