@@ -7,6 +7,7 @@ on holds, and records which ops it added and removed.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
 from precast.builder.passes.cache.fuse_rotary_write import fuse_rotary_write
 from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
-from precast.builder.passes.graph_pass import STAGES, Invariant, Pass
+from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pass
+from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
 from precast.builder.passes.match.latent_attention import match_latent_attention
@@ -35,6 +37,8 @@ from precast.builder.passes.normalise.writes import assemble_copies, remove_self
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
 from precast.ir.errors import BuildError
+from precast.ir.graph.schema import Graph, Node
+from precast.ir.graph.text import format_graph
 from precast.ir.manifest import PassRecord
 
 PASSES: tuple[Pass, ...] = (
@@ -52,6 +56,9 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 """THE ordered list."""
 
+LOWERED_PASSES: tuple[LoweredPass, ...] = (fuse_pointwise,)
+"""Those after them, over the graph that the bundle holds."""
+
 _NEEDED = (insert_states, insert_caches, plan_pages, gather_logits)
 """The passes that make what every target needs."""
 
@@ -60,11 +67,11 @@ SNAPSHOT_STAGES = ("export", "normalise", "match", "shard", "cache", "plan")
 
 
 def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
-    """The passes in their order, without the disabled ones.
+    """The passes in their order, without the disabled ones; those over the bundle's graph are `lowered_passes`.
 
     Raises BuildError("option-invalid") for a name that is no pass's, and for a pass that can't be left out.
     """
-    known = {each.name: each for each in PASSES}
+    known: dict[str, Pass | LoweredPass] = {each.name: each for each in (*PASSES, *LOWERED_PASSES)}
     for name in disabled:
         if name not in known:
             raise BuildError("option-invalid", f"there is no pass {name}", fix=_nearest(name, sorted(known)))
@@ -78,6 +85,11 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
             message = f"the pass {name} can't be disabled: {', '.join(needing)} can't run without it"
             raise BuildError("option-invalid", message, fix="disable these, too, or leave it in")
     return left
+
+
+def lowered_passes(disabled: Collection[str] = ()) -> tuple[LoweredPass, ...]:
+    """The passes over the bundle's graph, without the disabled ones. `passes` refuses names that are none."""
+    return tuple(each for each in LOWERED_PASSES if each.name not in disabled)
 
 
 def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
@@ -123,11 +135,31 @@ def run(
         assert differs or not changed, f"{each.name} returned True and changed nothing: return True only where it edits"
         _check(each.after, graph, f"after {each.name}")
         if dump is not None:
-            _write_dump(dump / f"{len(history):02d}_{each.name}.txt", graph)
+            _write_dump(dump / f"{len(history):02d}_{each.name}.txt", f"{graph}\n")
         history = (*history, PassRecord(each.name, each.stage, each.version, changed, delta))
         if observe is not None:
             observe(each, graph)
     return history
+
+
+def run_lowered(
+    graph: Graph, todo: tuple[LoweredPass, ...], *, history: tuple[PassRecord, ...] = (), dump: Path | None = None
+) -> tuple[Graph, tuple[PassRecord, ...]]:
+    """The bundle's graph after these passes, and the history with them. `dump` as in `run`."""
+    for each in todo:
+        before, after = _lowered_counts(graph), _lowered_counts(made := each.run(graph))
+        delta = {op: after[op] - before[op] for op in sorted(after | before) if after[op] != before[op]}
+        record = PassRecord(each.name, each.stage, each.version, made != graph, delta)
+        if dump is not None:
+            _write_dump(dump / f"{len(history):02d}_{each.name}.txt", format_graph(made))
+        graph, history = made, (*history, record)
+    return graph, history
+
+
+def _lowered_counts(graph: Graph) -> Counter[str]:
+    """How often each op stands in the graph; nodes of a block count once."""
+    nodes = (step for steps in (graph.main, *(block.nodes for block in graph.blocks)) for step in steps)
+    return Counter(node.op for node in nodes if isinstance(node, Node))
 
 
 def _check(invariants: tuple[Invariant, ...], graph: FxGraph, when: str) -> None:
@@ -137,9 +169,9 @@ def _check(invariants: tuple[Invariant, ...], graph: FxGraph, when: str) -> None
         assert not found, f"{when}: {invariant.__doc__} But there is {', '.join(sorted(found))}: {cure}"
 
 
-def _write_dump(file: Path, graph: FxGraph) -> None:
+def _write_dump(file: Path, text: str) -> None:
     try:
-        file.write_text(str(graph) + "\n")
+        file.write_text(text)
     except OSError as error:
         message = f"the dump can't be written: {error.strerror}"
         fix = "check the directory's permissions and the room on its disk"

@@ -15,7 +15,7 @@ import torch
 
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import apply_shape_rule
-from precast.ir.graph.schema import Apply, Arg, Const, DtypeArg, Expr, Items, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Apply, Arg, Const, DtypeArg, Expr, Items, Node, Ref, Steps, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import OpDef
@@ -112,6 +112,8 @@ def _arg(name: str, value: Any) -> Arg:
         return Ref(name)
     if isinstance(value, torch.dtype):
         return DtypeArg(NAMES[value])
+    if isinstance(value, Steps):
+        return value
     if isinstance(value, (list, tuple)):
         named = enumerate(value)
         return Items(tuple(Ref(f"{name}.{i}") if isinstance(each, torch.Tensor) else Const(each) for i, each in named))

@@ -391,6 +391,8 @@ def _constant(arg: ir.Arg) -> Any:
         return arg.value
     if isinstance(arg, ir.DtypeArg):
         return dtypes.BY_NAME[arg.dtype]
+    if isinstance(arg, ir.Steps):
+        return arg
     assert isinstance(arg, (ir.Dim, ir.Items)), "a name is read from its register"
     return _evaluator(arg)({})
 

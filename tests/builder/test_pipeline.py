@@ -63,8 +63,9 @@ def test_every_pass_is_of_a_stage_and_the_stages_are_in_order() -> None:
 
 
 def test_names_are_unique_and_each_module_of_a_stage_has_a_pass() -> None:
-    names = [each.name for each in pipeline.passes()]
-    places = {(each.stage, each.run.__module__) for each in pipeline.passes()}
+    known = (*pipeline.passes(), *pipeline.lowered_passes())
+    names = [each.name for each in known]
+    places = {(each.stage, each.run.__module__) for each in known}
 
     assert len(set(names)) == len(names)
     files = Path(pipeline.__file__).parent.joinpath("passes").glob("*/[a-z]*.py")

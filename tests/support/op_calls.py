@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from graph_text import parse_steps
+
 from precast.ir.graph.schema import Apply, Dtype, Expr, TensorType
 
 T1 = Apply("add", ("T", 1))
@@ -37,6 +39,12 @@ LATENT_HEADS: Args = {"q": f32(1, "T", 4, 10), "weight": f32(60, 16), "cu_seqlen
 LATENT_PAGES: Args = {
     **LATENT_HEADS, "cache": f32("P", 4, 19), "kv_lens": t("int32", "B"), "page_indices": t("int32", "N"),
     "page_indptr": t("int32", B1), "page_start": t("int32", "B"),
+}  # fmt: skip
+FUSED: Args = {
+    "x0": f32(1, "T", 8), "x1": f32(8), "steps": parse_steps(
+        "{%s0 = aten.silu.default(self=%x0), %s1 = aten.silu.default(self=%x1), "
+        "%s2 = aten.mul.Tensor(self=%s0, other=%s1), return %s2}"
+    ),
 }  # fmt: skip
 WRITE_LATENT: Args = {**LATENT, "cache": f32("P", 4, 19), "slot_mapping": t("int64", "T")}
 SCAN_CHANNELS: Args = {
@@ -114,6 +122,7 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("rotary", {**ROTARY, "cos": f32(1, "T", PAIRS), "sin": f32(1, "T", PAIRS)}, (Q,)),
     ("gated_activation", {"x": f32(1, "T", 6), "kind": "silu"}, (f32(1, "T", 3),)),
     ("gated_activation", {"x": f32("T", Apply("mul", ("H", 2))), "kind": "gelu"}, (f32("T", "H"),)),
+    ("fused", FUSED, (f32(1, "T", 8),)),
     ("attention", PACKED, (Q,)),
     ("attention", {**PACKED, "v": t("bfloat16", 1, "T", 2, 24), "window": 7}, (t("bfloat16", 1, "T", 8, 24),)),
     ("attention", {**PACKED, "q": t("bfloat16", 1, "T", HEADS, 16)}, (t("bfloat16", 1, "T", HEADS, 16),)),

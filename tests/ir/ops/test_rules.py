@@ -15,6 +15,7 @@ import torch
 from op_calls import (
     B1,
     EXPERTS,
+    FUSED,
     GROUPED,
     LATENT,
     LATENT_HEADS,
@@ -442,6 +443,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.sample", {**SAMPLE, "logits": f32(1, "B", 99)}, "logits: expected 2"),
     ("precast.sample", {**SAMPLE, "top_k": t("int64", "B")}, "top_k: expected dtype int32"),
     ("precast.sample", {**SAMPLE, "top_p": f32()}, "top_p: expected shape"),
+    ("precast.fused", {**FUSED, "x1": f32(7)}, r"step s2, aten.mul.Tensor: shapes \[1, T, 8\], \[7\] don't broadcast"),
 ]
 
 
@@ -466,6 +468,8 @@ ANY_RANK = {
     ("precast.rms_norm", "x"),
     ("precast.layer_norm", "x"),
     ("precast.gated_activation", "x"),
+    ("precast.fused", "x0"),
+    ("precast.fused", "x1"),
     ("aten.linear.default", "input"),
     ("aten.addmm.default", "self"),
     ("aten.matmul.default", "self"),
