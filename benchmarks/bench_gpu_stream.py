@@ -51,17 +51,20 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
 def streamed(*, pdl: bool, **constants: int) -> Product:
     """By the weight stream."""
 
+    kernels: dict[tuple[int, ...], cuda_launch.Kernel] = {}
+
     def product(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         launch = stream(len(x), *weight.shape, "bfloat16")
-        kernel = cuda_launch.kernel(launch.kernel, tuple({**launch.constants, **constants}.items()), 0)
         sizes = (x.stride(0), 1, 0, len(x), *weight.shape)
         args = (y.data_ptr(), x.data_ptr(), weight.data_ptr(), None, None, *sizes)
-        on = torch.cuda.current_stream().cuda_stream
+        if sizes not in kernels:
+            function = cuda_launch.function_of(launch.kernel, tuple({**launch.constants, **constants}.items()), 0)
+            kernels[sizes] = cuda_launch.Kernel(
+                function, len(args), num_threads=launch.block, shared_bytes=launch.shared_bytes, pdl=pdl
+            )
         (grid,) = launch.grid
         assert isinstance(grid, int)
-        cuda_launch.launch(
-            kernel, (grid,), launch.block, args, shared_bytes=launch.shared_bytes, stream=on, pdl=pdl
-        )  # fmt: skip
+        kernels[sizes].launch((grid,), args, torch.cuda.current_stream().cuda_stream)
 
     return product
 

@@ -1,6 +1,6 @@
-"""Launches kernels of CUDA C++ through the CUDA driver: the launches whose `kernel` is a `.cu` file of this room.
+"""Launches kernels through the CUDA driver, those of CUDA C++ and those that Triton compiled.
 
-The driver works in the context that torch made current on this thread. Imported when such a kernel is first launched.
+The driver works in the context that torch made current on this thread. Imported when a kernel is first launched.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ROOM = "precast.kernels."
 
 
 @cache
-def kernel(named: str, constants: Constants, device: int) -> driver.CUfunction:
-    """The kernel `file:name`, the file below `precast.kernels`, compiled and loaded on a device, which is current.
+def function_of(named: str, constants: Constants, device: int) -> driver.CUfunction:
+    """The kernel `file:name` of CUDA C++, the file below `precast.kernels`, compiled and loaded on a device, which is current.
 
     Loaded once in a process, also while a stream is captured; it may take all shared memory that the device has.
     """
@@ -29,7 +29,7 @@ def kernel(named: str, constants: Constants, device: int) -> driver.CUfunction:
     code = compiled(file, constants, (_of_device(device, "COMPUTE_CAPABILITY_MAJOR"),
                                       _of_device(device, "COMPUTE_CAPABILITY_MINOR")))  # fmt: skip
     attributes = driver.CUfunction_attribute
-    with _relaxed_capture():
+    with relaxed_capture():
         function = _checked(driver.cuModuleGetFunction(_checked(driver.cuModuleLoadData(code)), name.encode()))
         fixed = _checked(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
         most = _of_device(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - fixed
@@ -40,7 +40,7 @@ def kernel(named: str, constants: Constants, device: int) -> driver.CUfunction:
 
 
 @contextmanager
-def _relaxed_capture() -> Iterator[None]:
+def relaxed_capture() -> Iterator[None]:
     """Lets this thread load a module while it captures a stream."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = _checked(driver.cuThreadExchangeStreamCaptureMode(relaxed))
@@ -50,32 +50,44 @@ def _relaxed_capture() -> Iterator[None]:
         _checked(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
-def launch(
-    kernel: driver.CUfunction,
-    grid: Sequence[int],
-    block: int,
-    args: Sequence[int | float | None],
-    *,
-    shared_bytes: int = 0,
-    stream: int = 0,
-    pdl: bool = False,
-) -> None:
-    """Launch a kernel on a stream, captured or not.
+class Kernel:
+    """A kernel with all that stays the same from launch to launch. One thread at a time launches it.
 
-    `args`: integers and addresses are passed as 64 bits (`long long`, pointers), floats as float32, None as a null
-    pointer. `grid` has 1 to 3 sizes, `block` is the number of threads. `pdl`: programmatic dependent launch; the kernel
-    may start before the one in front of it in the stream has ended.
+    `pdl`: programmatic dependent launch; the kernel may start before the one in front of it in the stream has ended.
     """
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-    config.sharedMemBytes, config.hStream = shared_bytes, stream
-    if pdl:
-        config.attrs, config.numAttrs = [_pdl()], 1
-    values = (ctypes.c_uint64 * len(args))(*map(_bits, args))
-    first = ctypes.addressof(values)
-    places = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
-    _checked(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(places), 0))
+
+    def __init__(
+        self,
+        function: driver.CUfunction,
+        num_args: int,
+        *,
+        num_threads: int,
+        shared_bytes: int = 0,
+        pdl: bool = False,
+    ) -> None:
+        self._function = function
+        self._config = config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        if pdl:
+            config.attrs, config.numAttrs = [_pdl()], 1
+        self._values = (ctypes.c_uint64 * num_args)()
+        first = ctypes.addressof(self._values)
+        self._places = (ctypes.c_void_p * num_args)(*range(first, first + 8 * num_args, 8))
+        self._params = ctypes.addressof(self._places)
+
+    def launch(self, grid: Sequence[int], args: Sequence[int | float | None], stream: int = 0) -> None:
+        """Launch it on a stream, captured or not, over `grid`, 1 to 3 sizes.
+
+        `args`: integers and addresses are passed as 64 bits (`long long`, pointers), of which a parameter takes as many
+        as it has; floats as float32, None as a null pointer.
+        """
+        config, values = self._config, self._values
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.hStream = stream
+        for i, arg in enumerate(args):
+            values[i] = arg if type(arg) is int and arg >= 0 else _bits(arg)
+        _checked(driver.cuLaunchKernelEx(config, self._function, self._params, 0))
 
 
 def _bits(arg: int | float | None) -> int:
