@@ -9,7 +9,7 @@ from functools import partial
 from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Graph, Node
+from precast.ir.graph.schema import Block, Graph, Node
 from precast.kernels.choices import Case, cases
 from precast.kernels.use import Target, Use, statics_in, types_in, use_of
 
@@ -33,7 +33,8 @@ def kernels(bundle: Bundle, target: Target) -> Report:
 
 def _uses(graph: Graph, target: Target) -> list[Use]:
     found: list[Use] = []
-    for function in (graph, *graph.blocks):
+    functions: list[Graph | Block] = [graph, *graph.blocks]
+    for function in functions:
         types, statics = types_in(function), statics_in(function)
         nodes = function.main if isinstance(function, Graph) else function.nodes
         found += [use_of(node, types, target, statics) for node in nodes if isinstance(node, Node)]

@@ -28,7 +28,8 @@
 #define __launch_bounds__(...)
 #define __shared__ static
 #define __align__(n) alignas(n)
-#define CHECK(what) ((what) ? (void)0 : (printf("line %d: %s does not hold\n", __LINE__, #what), fflush(stdout), _Exit(1)))
+#define CHECK(what) \
+  ((what) ? (void)0 : (printf("line %d: %s does not hold\n", __LINE__, #what), fflush(stdout), _Exit(1)))
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -183,7 +184,8 @@ int main(int, char** given) {
 
   const auto product = [&](int m, int n) {
     double sum = 0;
-    for (int k = 0; k < inputs; k++) sum += (double)widened(x[m * row_stride + k * stride]) * widened(w[(i64)n * inputs + k]);
+    for (int k = 0; k < inputs; k++)
+      sum += (double)widened(x[m * row_stride + k * stride]) * widened(w[(i64)n * inputs + k]);
 #ifdef BIAS
     sum += widened(bias[n]);
 #endif
@@ -201,7 +203,7 @@ int main(int, char** given) {
       expected = widened(rounded(expected)) + widened(residual[m * residual_stride + n]);
 #endif
       const double error = fabs(widened(y[(size_t)m * columns + n]) - expected) / (1 + fabs(expected));
-      if (!(error <= largest)) largest = error;
+      largest = std::isnan(error) ? INFINITY : std::max(largest, error);
       if (m == 0) checksum = checksum * 1099511628211u + y[n];
     }
   for (size_t i = 0; i < beyond; i++) CHECK(y[(size_t)rows * columns + i] == 0x7fff);

@@ -106,7 +106,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
         return program
 
     def execute(*numbers: int, defines: str = "") -> tuple[float, int]:
-        done = subprocess.run([built(defines), *map(str, numbers)], capture_output=True, text=True)
+        done = subprocess.run([built(defines), *map(str, numbers)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{numbers}: {done.stdout} {done.stderr}"
         error, checksum = done.stdout.split()
         return float(error), int(checksum)
