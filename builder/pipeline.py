@@ -37,7 +37,7 @@ from precast.builder.passes.normalise.writes import assemble_copies, remove_self
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import Graph, Node
+from precast.ir.graph.schema import Call, Graph, Node
 from precast.ir.graph.text import format_graph
 from precast.ir.manifest import PassRecord
 
@@ -157,9 +157,13 @@ def run_lowered(
 
 
 def _lowered_counts(graph: Graph) -> Counter[str]:
-    """How often each op stands in the graph; nodes of a block count once."""
-    nodes = (step for steps in (graph.main, *(block.nodes for block in graph.blocks)) for step in steps)
-    return Counter(node.op for node in nodes if isinstance(node, Node))
+    """How often each op stands in the graph; nodes of a block count once for each call."""
+    counts = Counter(step.op for step in graph.main if isinstance(step, Node))
+    calls = Counter(step.block for step in graph.main if isinstance(step, Call))
+    for block in graph.blocks:
+        for node in block.nodes:
+            counts[node.op] += calls[block.name]
+    return counts
 
 
 def _check(invariants: tuple[Invariant, ...], graph: FxGraph, when: str) -> None:

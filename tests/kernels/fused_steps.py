@@ -1,5 +1,5 @@
-"""The kernel of fused ops against the reference, in Triton's interpreter and on GPUs: `test_triton.py` runs this file in
-a process of its own, because Triton reads TRITON_INTERPRET when a kernel is defined.
+"""The kernel of fused ops against the reference, in Triton's interpreter and on GPUs: `test_triton.py` runs this file
+in a process of its own, because Triton reads TRITON_INTERPRET when a kernel is defined.
 """
 
 from __future__ import annotations

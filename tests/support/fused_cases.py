@@ -40,7 +40,8 @@ def _of(*ops: str) -> str:
 
 
 _COMPARED = ", ".join(
-    f"%s{i} = aten.{name}.Scalar(self=%x0, other=0.3), %s{i + 1} = aten.where.self(condition=%s{i}, self=%x1, other=%{of})"
+    f"%s{i} = aten.{name}.Scalar(self=%x0, other=0.3), "
+    f"%s{i + 1} = aten.where.self(condition=%s{i}, self=%x1, other=%{of})"
     for i, name, of in ((0, "gt", "x2"), (2, "le", "s1"), (4, "ne", "s3"))
 )
 

@@ -351,6 +351,28 @@ def test_an_op_that_nothing_computes_is_shown_as_such(bundle: Path) -> None:
     assert "self is float8_e4m3fn, it takes float16, bfloat16, float32, float64" in row["reason"]
 
 
+def test_fused_ops_are_shown_with_their_steps(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    graph = parse_graph(
+        """
+        inputs { %x: float32[4, 8] %y: float32[4, 8] }
+        main {
+          %a, %a1 = precast.fused(x0=%x, x1=%y, steps={%s0 = aten.silu.default(self=%x0),
+            %s1 = aten.mul.Tensor(self=%s0, other=%x1), return %s0, %s1})
+          %b, %b1 = precast.fused(x0=%x, x1=%y, steps={%s0 = aten.silu.default(self=%x0),
+            %s1 = aten.mul.Tensor(self=%s0, other=%x1), return %s0, %s1})
+          return y=%a
+        }
+        """
+    )
+
+    report = kernels(msgspec.structs.replace(opened, graph=graph), Target.parse("sm_90"))
+
+    assert report.fields["fused"] == [{"steps": ["silu", "mul"], "operands": 2, "results": 2, "nodes": 2}]
+    assert report.fields["kernels"][0]["implementation"] == "triton.fused"
+    assert "2         2        2      silu, mul" in report.text
+
+
 # --- captured steps ----------------------------------------------------------------------------------------------
 
 

@@ -106,9 +106,11 @@ def test_steps_have_the_types_of_their_ops(steps: str, operands: list[TensorType
          [X, f32(8)], "the result s0 is the same for all rows"),
         # sums
         ("{%s0 = aten.sum.dim_IntList(self=%x0, dim=[1], keepdim=true), return %s0}", [X], "the last dimension, kept"),
-        ("{%s0 = aten.sum.dim_IntList(self=%x0, dim=[1, 2], keepdim=true), return %s0}", [X], "the last dimension, kept"),
+        ("{%s0 = aten.sum.dim_IntList(self=%x0, dim=[1, 2], keepdim=true), return %s0}", [X],
+         "the last dimension, kept"),
         ("{%s0 = aten.sum.dim_IntList(self=%x0, dim=[2]), return %s0}", [X], "the last dimension, kept"),
-        ("{%s0 = aten.mean.dim(self=%x0, dim=[-1], keepdim=true), return %s0}", [f32(1, "T")], "columns of known number"),
+        ("{%s0 = aten.mean.dim(self=%x0, dim=[-1], keepdim=true), return %s0}", [f32(1, "T")],
+         "columns of known number"),
         ("{%s0 = aten.sum.dim_IntList(self=%x0, dim=[-1], keepdim=true), return %s0}", [of("int64", "T", 8)],
          "self: expected dtype"),
         ("{%s0 = aten.sum.dim_IntList(self=%x1, dim=[-1], keepdim=true), %s1 = aten.add.Tensor(self=%s0, other=%x0), "
