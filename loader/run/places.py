@@ -19,7 +19,7 @@ import torch
 
 from precast.ir.graph.schema import Dtype
 from precast.loader.device import Buffer, Device, Event, aligned, host_bytes
-from precast.loader.run.batch import Array, Arrays
+from precast.loader.run.batch import Array, Arrays, Padding
 from precast.loader.torch_device import tensor_of
 
 ALIGNMENT = 16
@@ -37,7 +37,9 @@ class Places:
         self._device = device
         order = sorted(capacities, key=lambda name: _num_bytes(*capacities[name]))
         sizes = (_num_bytes(*capacities[name]) for name in order)
-        self._starts = starts = dict(zip(order, itertools.accumulate(sizes, initial=0), strict=False))
+        starts = dict(zip(order, itertools.accumulate(sizes, initial=0), strict=False))
+        # Where each place begins and what one element takes, in bytes, in the order of the places.
+        self._extents = {name: (starts[name], np.dtype(capacities[name][0]).itemsize) for name in order}
         num_bytes = places_bytes(capacities)
         self._target = device.alloc(num_bytes)
         on_host = [self._target] if device.kind == "cpu" else [device.alloc(num_bytes, pinned=True) for _ in range(2)]
@@ -54,23 +56,30 @@ class Places:
         """Where the places begin on the device."""
         return self._target.pointer
 
-    def fill(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """The arrays as tensors `[len]` on the device, by name, at their places. They hold until the next call.
+    def fill(self, arrays: Arrays, padding: Mapping[str, Padding] | None = None) -> None:
+        """Put the arrays in their places, made longer as `padding` says.
 
         Copies are made in the order of the device's current stream.
         """
         self._hosts.rotate()
         host = self._hosts[0]
         host.copied.synchronize()  # copies of the step before the last may still read it
-        for name, values in arrays.items():
-            host.arrays[name][: len(values)] = values
+        lengths = host.write(arrays, padding or {})
         if host.source is not self._target:
-            used = sorted((self._starts[name], self._starts[name] + values.nbytes) for name, values in arrays.items())
-            for start, end in joined(used):
+            for start, end in joined(self._used(lengths)):
                 size = (end - start,)
                 self._device.copy(self._target.view(start, size), host.source.view(start, size))
             host.copied.record()
+
+    def filled(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+        """The arrays that fill the places, as tensors `[len]` on the device, by name. They hold until the next step."""
         return {name: self.tensors[name][: len(values)] for name, values in arrays.items()}
+
+    def _used(self, lengths: Mapping[str, int]) -> Iterable[tuple[int, int]]:
+        """Of arrays of these lengths, where each begins and ends, in bytes and in their order."""
+        for name, (start, item_bytes) in self._extents.items():
+            if name in lengths:
+                yield start, start + item_bytes * lengths[name]
 
 
 class _Host:
@@ -83,6 +92,18 @@ class _Host:
         self.arrays: dict[str, Array] = {
             name: np.frombuffer(memory, dtype, length, starts[name]) for name, (dtype, length) in capacities.items()
         }
+
+    def write(self, arrays: Arrays, padding: Mapping[str, Padding]) -> dict[str, int]:
+        """Write the arrays with their padding; how long they are then."""
+        lengths = {}
+        for name, values in arrays.items():
+            place, count = self.arrays[name], len(values)
+            place[:count] = values
+            length, fill = padding.get(name, (count, 0))
+            if count < length:
+                place[count:length] = values[-1] if fill is None else fill
+            lengths[name] = length
+        return lengths
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

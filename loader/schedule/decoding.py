@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,38 @@ if TYPE_CHECKING:
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
 NEVER = sys.maxsize
+DRAW_DTYPES = (np.float32, np.int32, np.float32, np.float32, np.int64)
+"""Of the fields of `Draw`."""
+
+
+class _Columns(NamedTuple):
+    """A place for each sequence: `[B]`, of groups `[groups, B]`, of what is drawn one array for each field of `Draw`.
+
+    `positions` are those of the tokens that the next step computes, `last_positions` those of the last tokens that are
+    ever computed. Of the pages of each group: how many were evicted, how many are held, the slot of the next token, the
+    position from which on there is no place, and that from which on the first page is not seen.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    last_positions: Ints
+    prompt_lengths: Ints
+    first: Ints
+    counts: Ints
+    slots: Ints
+    ends: Ints
+    unseen: Ints
+    states: npt.NDArray[np.int32]
+    draws: tuple[npt.NDArray[Any], ...]
+
+    def each(self) -> tuple[npt.NDArray[Any], ...]:
+        """All arrays."""
+        return *self[:-1], *self.draws
+
+    def cut(self, count: int) -> _Columns:
+        """The same memory, of the first `count` sequences."""
+        *others, draws = self
+        return _Columns(*(column[..., :count] for column in others), tuple(column[:count] for column in draws))
 
 
 class DecodeBatch:
@@ -35,20 +67,20 @@ class DecodeBatch:
         self._states = [group.name for group in plan.states]
         sizes = [group.spec.page_size for group in plan.groups]
         self._sizes: Ints = np.array(sizes, np.int64).reshape(-1, 1)
-        self._token_ids: Ints = np.zeros(capacity, np.int64)
-        self._positions: Ints = np.zeros(capacity, np.int64)  # of the tokens that the next step computes
-        self._last_positions: Ints = np.zeros(capacity, np.int64)  # of the last tokens that are ever computed
-        self._last_pages: Ints = np.zeros((len(sizes), capacity), np.int64)
-        self._first: Ints = np.zeros((len(sizes), capacity), np.int64)  # pages evicted
-        self._counts: Ints = np.zeros((len(sizes), capacity), np.int64)  # pages held
-        # From this position on there is no place, and from this one on the first page is not seen.
-        self._ends: Ints = np.zeros((len(sizes), capacity), np.int64)
-        self._unseen: Ints = np.full((len(sizes), capacity), NEVER, np.int64)
+        paged = (len(sizes), capacity)
+        self._columns = _Columns(
+            *(np.zeros(capacity, np.int64) for _ in range(4)),
+            *(np.zeros(paged, np.int64) for _ in range(4)),
+            np.full(paged, NEVER, np.int64),
+            np.zeros((len(self._states), capacity), np.int32),
+            tuple(np.zeros(capacity, dtype) for dtype in DRAW_DTYPES),
+        )
+        self._rows = self._columns.cut(0)  # of the sequences that are here
         self._forgetting = [(i, group.spec) for i, group in enumerate(plan.groups) if forgets(group.spec)]
-        self._slots = np.zeros((len(self._states), capacity), np.int32)
         self._pages: list[list[array[int]]] = [[] for _ in sizes]
         self._bounds = np.arange(capacity + 1, dtype=np.int32)
-        self._references: Ints = -1 - np.arange(capacity, dtype=np.int64)
+        self._numbers: Ints = np.arange(capacity, dtype=np.int64)
+        self._references: Ints = -1 - self._numbers
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -57,15 +89,19 @@ class DecodeBatch:
         """A request with one token to compute."""
         index = len(self.requests)
         assert request.num_pending == 1
-        self._token_ids[index] = request.token_ids[-1]
-        self._positions[index] = len(request.token_ids) - 1
-        self._last_positions[index] = request.max_length - 2
         self.requests.append(request)
+        rows = self._rows = self._columns.cut(index + 1)
+        rows.token_ids[index] = request.token_ids[-1]
+        rows.positions[index] = len(request.token_ids) - 1
+        rows.last_positions[index] = request.max_length - 2
+        rows.prompt_lengths[index] = request.prompt_length
+        for column, value in zip(rows.draws, request.draw, strict=True):
+            column[index] = value
         request.decode_index = index
         for lists, name in zip(self._pages, self._paged, strict=True):
             lists.append(request.table.pages[name])
         for i, name in enumerate(self._states):
-            self._slots[i, index] = request.table.pages[name][0]
+            rows.states[i, index] = request.table.pages[name][0]
         self.refresh(index)
 
     def remove(self, request: Request) -> None:
@@ -76,44 +112,42 @@ class DecodeBatch:
         if index != last:
             self.requests[index] = moved
             moved.decode_index = index
-            for column in (self._token_ids, self._positions, self._last_positions):
-                column[index] = column[last]
-            for table in (self._last_pages, self._first, self._counts, self._ends, self._unseen, self._slots):
-                table[:, index] = table[:, last]
+            for column in self._columns.each():
+                column[..., index] = column[..., last]
         for lists in self._pages:
             pages = lists.pop()
             if index != last:
                 lists[index] = pages
+        self._rows = self._columns.cut(last)
 
     def refresh(self, index: int) -> None:
         """Look again at the table of the request at `index`, which has changed."""
-        table = self.requests[index].table
+        table, rows = self.requests[index].table, self._rows
         for i, name in enumerate(self._paged):
-            pages, first = table.pages[name], table.first[name]
-            self._first[i, index] = first
-            self._counts[i, index] = len(pages)
-            self._last_pages[i, index] = pages[-1] if pages else 0
-            self._ends[i, index] = (first + len(pages)) * int(self._sizes[i, 0])
+            pages, first, size = table.pages[name], table.first[name], int(self._sizes[i, 0])
+            rows.first[i, index] = first
+            rows.counts[i, index] = len(pages)
+            rows.slots[i, index] = (pages[-1] if pages else 0) * size + int(rows.positions[index]) % size
+            rows.ends[i, index] = (first + len(pages)) * size
         for i, spec in self._forgetting:
-            self._unseen[i, index] = unseen_from(spec, (int(self._first[i, index]) + 1) * spec.page_size)
+            rows.unseen[i, index] = unseen_from(spec, (int(rows.first[i, index]) + 1) * spec.page_size)
 
     def evict(self, tables: PageTables) -> None:
         """Give back the pages that the sequences' next tokens don't see."""
-        count = len(self.requests)
+        rows = self._rows
         for i, spec in self._forgetting:
             # More than once where a whole chunk of attention ends.
-            while len(indices := np.flatnonzero(self._positions[:count] >= self._unseen[i, :count])):
+            while len(indices := np.flatnonzero(rows.positions >= rows.unseen[i])):
                 tables.drop_first_page(self._paged[i], self._tables_of(indices))
-                first = self._first[i]
+                first = rows.first[i]
                 first[indices] += 1
-                self._counts[i, indices] -= 1
+                rows.counts[i, indices] -= 1
                 ends = (first[indices] + 1) * spec.page_size
-                self._unseen[i, indices] = unseen_from(spec, ends)
+                rows.unseen[i, indices] = unseen_from(spec, ends)
 
     def short(self) -> dict[str, Ints]:
         """By group, the indices of those whose next token has no place; groups where all have one are left out."""
-        count = len(self.requests)
-        lacking = self._positions[:count] >= self._ends[:, :count]
+        lacking = self._rows.positions >= self._rows.ends
         if not lacking.any():
             return {}
         found = {name: np.flatnonzero(lacking[i]) for i, name in enumerate(self._paged)}
@@ -121,12 +155,14 @@ class DecodeBatch:
 
     def grow(self, tables: PageTables, short: Mapping[str, Ints]) -> None:
         """One page more for those of `short`. The caller has asked whether there are so many."""
+        rows = self._rows
         for i, name in enumerate(self._paged):
             if name in short:
-                indices = short[name]
-                self._last_pages[i, indices] = tables.append_page(name, self._tables_of(indices))
-                self._counts[i, indices] += 1
-                self._ends[i, indices] += self._sizes[i, 0]
+                indices, size = short[name], self._sizes[i, 0]
+                pages = np.array(tables.append_page(name, self._tables_of(indices)), np.int64)
+                rows.slots[i, indices] = pages * size + rows.positions[indices] % size
+                rows.counts[i, indices] += 1
+                rows.ends[i, indices] += size
 
     def _tables_of(self, indices: Ints) -> list[SequenceTable]:
         requests = self.requests
@@ -137,9 +173,10 @@ class DecodeBatch:
 
         One token each: the one that was pending is computed, and another is pending, unknown as yet.
         """
-        count = len(self.requests)
-        self._token_ids[:count] = self._references[:count]
-        self._positions[:count] += 1
+        rows = self._rows
+        rows.token_ids[:] = self._references[: len(self.requests)]
+        rows.positions[:] += 1
+        rows.slots[:] += 1  # where the page has an end, `grow` or `refresh` says where it goes
         for row, request in enumerate(self.requests):
             request.expect(row)
 
@@ -147,39 +184,40 @@ class DecodeBatch:
         """Tokens of these requests have arrived; some of the requests may not be here."""
         for request in requests:
             if request.decode_index >= 0 and not request.num_unknown:
-                self._token_ids[request.decode_index] = request.token_ids[-1]
+                self._rows.token_ids[request.decode_index] = request.token_ids[-1]
 
     def full(self) -> list[Request]:
         """The requests of which no more tokens are computed: with the one that is pending they have all."""
-        count = len(self.requests)
-        return [self.requests[i] for i in np.flatnonzero(self._positions[:count] > self._last_positions[:count])]
+        return [self.requests[i] for i in np.flatnonzero(self._rows.positions > self._rows.last_positions)]
 
     def of_length(self, length: int) -> list[Request]:
         """The requests that have `length` tokens, the one to compute included."""
-        return [self.requests[i] for i in np.flatnonzero(self._positions[: len(self.requests)] == length - 1)]
+        return [self.requests[i] for i in np.flatnonzero(self._rows.positions == length - 1)]
 
     # --- what a step takes -------------------------------------------------------------------------------------
 
-    def tokens(self) -> tuple[Ints, Ints, npt.NDArray[np.int32]]:
-        """The next tokens `[B]`, their positions `[B]`, and `cu_seqlens` `[B + 1]`: views.
+    def tokens(self) -> tuple[Ints, Ints, npt.NDArray[np.int32], Ints]:
+        """The next tokens `[B]`, their positions `[B]`, `cu_seqlens` `[B + 1]` and the rows' numbers `[B]`: views.
 
         A token below 0 is not known yet: `CachedSequence`.
         """
         count = len(self.requests)
-        return self._token_ids[:count], self._positions[:count], self._bounds[: count + 1]
+        return self._rows.token_ids, self._rows.positions, self._bounds[: count + 1], self._numbers[:count]
+
+    def draws(self) -> tuple[npt.NDArray[Any], ...]:
+        """How the next tokens are drawn: the fields of `Draw`, and how many tokens each answer has, `[B]` each."""
+        rows = self._rows
+        return *rows.draws, rows.positions + 1 - rows.prompt_lengths
 
     def group_arrays(self) -> list[tuple[npt.NDArray[np.int32], Ints, Ints, Ints]]:
         """For each group with pages: indices `[N]`, counts `[B]`, starts `[B]` in tokens, slots `[B]`."""
-        count = len(self.requests)
-        offsets = self._positions[:count] % self._sizes
-        slots = self._last_pages[:, :count] * self._sizes + offsets
-        starts = self._first[:, :count] * self._sizes
-        counts = self._counts[:, :count]
+        rows = self._rows
+        starts = rows.first * self._sizes
         return [
-            (np.frombuffer(b"".join(pages), np.int32), counts[i], starts[i], slots[i])
+            (np.frombuffer(b"".join(pages), np.int32), rows.counts[i], starts[i], rows.slots[i])
             for i, pages in enumerate(self._pages)
         ]
 
     def slot_ids(self) -> list[npt.NDArray[np.int32]]:
         """For each group of states: `[B]`, a view."""
-        return list(self._slots[:, : len(self.requests)])
+        return list(self._rows.states)

@@ -174,7 +174,7 @@ class Scheduler:
         self._in_flight -= 1
         sampled = step.sampled
         for request, token_id in zip(sampled, token_ids, strict=True):
-            if request.num_unknown:
+            if request.num_unknown:  # else it has ended meanwhile
                 request.learn(token_id)
         failed = []
         if NO_TOKEN in token_ids:
@@ -185,7 +185,8 @@ class Scheduler:
             if self._runs(request):
                 self.remove(request)
                 request.token_ids.pop()
-        self.decoding.learn(sampled)
+        if not self._in_flight:  # else each that decodes has a token in flight, and stays unknown
+            self.decoding.learn(sampled)
         for chunk in step.chunks:
             if chunk.samples and self._runs(chunk.request):
                 self._prefixes.prove(chunk.request)
