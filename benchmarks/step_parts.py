@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-PARTS = ("schedule", "arrays", "draws", "places", "replay", "send", "collect", "arrive", "hand out", "the rest")
+PARTS = ("schedule", "arrays", "places", "replay", "send", "wait", "collect", "arrive", "hand out", "the rest")
+"""`wait`: for the device. `the rest` has the program, where it runs op by op."""
 
 
 class StepParts:
-    """Times the parts of an engine's steps while it is open. `microseconds` has a list for each part, by step."""
+    """Times parts of an engine's steps while it is open. `microseconds` has a list for each part, by step."""
 
-    def __init__(self, engine: Any, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` gives seconds."""
-        self._clock = clock
+    def __init__(
+        self, engine: Any, *, parts: Collection[str] = PARTS, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Parts that are left out count as what they lie in. `clock` gives seconds."""
         self.microseconds: dict[str, list[float]] = {part: [] for part in PARTS}
+        self._parts = parts
+        self._clock = clock
         self._step = dict.fromkeys(PARTS, 0.0)
         self._inside: list[float] = []  # of each part that is open: the time that parts inside it took
         self._wrapped: list[tuple[Any, str]] = []
@@ -36,12 +40,22 @@ class StepParts:
             (engine._scheduler, "arrived", "arrive"),
             (engine, "_hand_out", "hand out"),
         ):
-            self._wrap(owner, method, part)
+            if part in self._parts:
+                self._wrap(owner, method, self._timed(part, getattr(owner, method)))
+        wait = self._timed("wait", lambda ticket: ticket.arrived.synchronize())
+        collect = runner.collect
+
+        def waited(ticket: Any) -> Any:
+            wait(ticket)
+            return collect(ticket)
+
+        self._wrap(runner, "collect", waited)
         return self
 
     def __exit__(self, *_: object) -> None:
         for owner, method in self._wrapped:
-            delattr(owner, method)  # the class's own method is found again
+            if method in vars(owner):
+                delattr(owner, method)  # the class's own method is found again
 
     def step(self) -> None:
         """One step of the engine."""
@@ -54,8 +68,8 @@ class StepParts:
         """Microseconds a step of each part."""
         return {part: round(statistics.median(found), 1) for part, found in self.microseconds.items() if any(found)}
 
-    def _wrap(self, owner: Any, method: str, part: str) -> None:
-        setattr(owner, method, self._timed(part, getattr(owner, method)))
+    def _wrap(self, owner: Any, method: str, call: Callable[..., Any]) -> None:
+        setattr(owner, method, call)
         self._wrapped.append((owner, method))
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
