@@ -194,7 +194,7 @@ class CudaDevice:
 
     def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """As the interface says."""
-        with torch.cuda.stream(stream):
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             tensor_of(target).copy_(tensor_of(source), non_blocking=True)
 
     def load(self, image: bytes, name: str) -> Kernel:

@@ -26,8 +26,8 @@ Arrays = dict[str, Array]
 
 
 Listed: TypeAlias = "tuple[Array, Array, Array, Array]"
-"""What one chunk, or all sequences that decode, give to a group's arrays: indices and counts of pages, the positions at
-which they start, and the slots that are written to."""
+"""What one chunk gives to a group's arrays: indices and counts of pages, the positions at which they start, and the
+slots that are written to."""
 
 
 class Padding(NamedTuple):
@@ -111,8 +111,10 @@ class BatchInputs:
             "kv_lens": ends.astype(np.int32),
             "logit_rows": numbers,
         }
-        for group, listed in zip(self._groups, rows.group_arrays(), strict=True):
-            made |= _named(group, listed)
+        for group, lists, slots in zip(self._groups, rows.page_lists(), rows.slots(), strict=True):
+            names = group.inputs
+            made[names.page_indices], made[names.page_indptr], made[names.page_start] = lists
+            made[names.slot_mapping] = slots
         for states, slot_ids in zip(self._states, rows.slot_ids(), strict=True):
             made[states.slot_ids] = slot_ids
         return made

@@ -6,6 +6,9 @@ step's arrays are written there, each from the beginning of its place,
 and what they fill is copied to the device. Filled ranges less than `GAP_BYTES` apart are copied together, so all short
 inputs take one copy; of a page list, which can be megabytes long, only what the step filled is copied. On a CPU the
 host's memory is the device's, and nothing is copied.
+
+What a step leaves as it was, such as how tokens are drawn, is the same array as in the step before, and is not written
+to the host's memory again.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ class Places:
         self._target = device.alloc(num_bytes)
         on_host = [self._target] if device.kind == "cpu" else [device.alloc(num_bytes, pinned=True) for _ in range(2)]
         self._hosts = deque(_Host(source, capacities, starts, device.event()) for source in on_host)
+        self._lengths: dict[str, int] = {}  # of the arrays that were copied last, and the ranges of bytes of these
+        self._ranges: list[tuple[int, int]] = []
         # Whoever looks at a whole place finds numbers there that the host has written, zeros at first.
         tensor_of(self._target).zero_()
         self.tensors = {
@@ -59,17 +64,21 @@ class Places:
     def fill(self, arrays: Arrays, padding: Mapping[str, Padding] | None = None) -> None:
         """Put the arrays in their places, made longer as `padding` says.
 
-        Copies are made in the order of the device's current stream.
+        An array that can't be written to must not change in other ways either: where the same one is given again, it
+        is not written again. Copies are made in the order of the device's current stream.
         """
         self._hosts.rotate()
         host = self._hosts[0]
         host.copied.synchronize()  # copies of the step before the last may still read it
         lengths = host.write(arrays, padding or {})
-        if host.source is not self._target:
-            for start, end in joined(self._used(lengths)):
-                size = (end - start,)
-                self._device.copy(self._target.view(start, size), host.source.view(start, size))
-            host.copied.record()
+        if host.source is self._target:
+            return
+        if lengths != self._lengths:
+            self._lengths, self._ranges = lengths, joined(self._used(lengths))
+        for start, end in self._ranges:
+            size = (end - start,)
+            self._device.copy(self._target.view(start, size), host.source.view(start, size))
+        host.copied.record()
 
     def filled(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """The arrays that fill the places, as tensors `[len]` on the device, by name. They hold until the next step."""
@@ -92,17 +101,27 @@ class _Host:
         self.arrays: dict[str, Array] = {
             name: np.frombuffer(memory, dtype, length, starts[name]) for name, (dtype, length) in capacities.items()
         }
+        self._written: dict[str, Array] = {}
+        self._padding: Mapping[str, Padding] | None = None
 
     def write(self, arrays: Arrays, padding: Mapping[str, Padding]) -> dict[str, int]:
-        """Write the arrays with their padding; how long they are then."""
+        """Write the arrays with their padding; how long they are then.
+
+        One that can't be written to is left out if it is what was written here the last time, with the same padding.
+        """
+        written = self._written if padding is self._padding else {}
+        self._written, self._padding = arrays, padding
         lengths = {}
         for name, values in arrays.items():
-            place, count = self.arrays[name], len(values)
-            place[:count] = values
+            count = len(values)
             length, fill = padding.get(name, (count, 0))
+            lengths[name] = length
+            if written.get(name) is values and not values.flags.writeable:
+                continue
+            place = self.arrays[name]
+            place[:count] = values
             if count < length:
                 place[count:length] = values[-1] if fill is None else fill
-            lengths[name] = length
         return lengths
 
 

@@ -3,6 +3,8 @@
 In decode each sequence has one token a step. Positions, last tokens, last pages and page counts are numpy arrays that
 are advanced for all at once; only a sequence that needs a page, or has one to give back, is looked at by itself. What
 they say is what the requests and their tables say, after each method: `add` takes them from those.
+
+What a step takes and what it leaves as it was is the same array as in the step before, and can't be written to.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from precast.ir.graph.schema import CachePlan
+from precast.loader.cache.sequence import expect_tokens
 from precast.loader.cache.tables import PageTables, SequenceTable, forgets, unseen_from
 from precast.loader.schedule.requests import Request
 
@@ -25,6 +28,14 @@ Ints: TypeAlias = "npt.NDArray[np.int64]"
 NEVER = sys.maxsize
 DRAW_DTYPES = (np.float32, np.int32, np.float32, np.float32, np.int64)
 """Of the fields of `Draw`."""
+
+
+class PageLists(NamedTuple):
+    """Of one group: page indices `[N]`, where each sequence's begin `[B + 1]`, and at which tokens `[B]`; int32."""
+
+    indices: npt.NDArray[np.int32]
+    indptr: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]
 
 
 class _Columns(NamedTuple):
@@ -75,12 +86,25 @@ class DecodeBatch:
             np.zeros((len(self._states), capacity), np.int32),
             tuple(np.zeros(capacity, dtype) for dtype in DRAW_DTYPES),
         )
-        self._rows = self._columns.cut(0)  # of the sequences that are here
         self._forgetting = [(i, group.spec) for i, group in enumerate(plan.groups) if forgets(group.spec)]
         self._pages: list[list[array[int]]] = [[] for _ in sizes]
-        self._bounds = np.arange(capacity + 1, dtype=np.int32)
-        self._numbers: Ints = np.arange(capacity, dtype=np.int64)
+        self._bounds = _fixed(np.arange(capacity + 1, dtype=np.int32))
+        self._numbers: Ints = _fixed(np.arange(capacity, dtype=np.int64))
         self._references: Ints = -1 - self._numbers
+        self._changed()
+
+    def _changed(self) -> None:
+        """Sequences have come or gone."""
+        count = len(self.requests)
+        self._rows = self._columns.cut(count)
+        self._counted = self._bounds[: count + 1], self._numbers[:count]
+        self._draws: tuple[npt.NDArray[Any], ...] | None = None  # made when they are asked for, as are these:
+        self._steps_to_end: int | None = None  # in so many steps the first has all its tokens
+        self._pages_changed()
+
+    def _pages_changed(self) -> None:
+        self._page_lists: list[PageLists] | None = None
+        self._steps_to_page: int | None = None  # in so many steps the first needs a page
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -90,7 +114,8 @@ class DecodeBatch:
         index = len(self.requests)
         assert request.num_pending == 1
         self.requests.append(request)
-        rows = self._rows = self._columns.cut(index + 1)
+        self._changed()
+        rows = self._rows
         rows.token_ids[index] = request.token_ids[-1]
         rows.positions[index] = len(request.token_ids) - 1
         rows.last_positions[index] = request.max_length - 2
@@ -118,7 +143,7 @@ class DecodeBatch:
             pages = lists.pop()
             if index != last:
                 lists[index] = pages
-        self._rows = self._columns.cut(last)
+        self._changed()
 
     def refresh(self, index: int) -> None:
         """Look again at the table of the request at `index`, which has changed."""
@@ -131,6 +156,7 @@ class DecodeBatch:
             rows.ends[i, index] = (first + len(pages)) * size
         for i, spec in self._forgetting:
             rows.unseen[i, index] = unseen_from(spec, (int(rows.first[i, index]) + 1) * spec.page_size)
+        self._pages_changed()
 
     def evict(self, tables: PageTables) -> None:
         """Give back the pages that the sequences' next tokens don't see."""
@@ -144,12 +170,16 @@ class DecodeBatch:
                 rows.counts[i, indices] -= 1
                 ends = (first[indices] + 1) * spec.page_size
                 rows.unseen[i, indices] = unseen_from(spec, ends)
+                self._pages_changed()
 
     def short(self) -> dict[str, Ints]:
         """By group, the indices of those whose next token has no place; groups where all have one are left out."""
-        lacking = self._rows.positions >= self._rows.ends
-        if not lacking.any():
+        rows = self._rows
+        if self._steps_to_page is None:
+            self._steps_to_page = int((rows.ends - rows.positions).min(initial=NEVER))
+        if self._steps_to_page > 0:
             return {}
+        lacking = rows.positions >= rows.ends
         found = {name: np.flatnonzero(lacking[i]) for i, name in enumerate(self._paged)}
         return {name: indices for name, indices in found.items() if len(indices)}
 
@@ -163,6 +193,7 @@ class DecodeBatch:
                 rows.slots[i, indices] = pages * size + rows.positions[indices] % size
                 rows.counts[i, indices] += 1
                 rows.ends[i, indices] += size
+        self._pages_changed()
 
     def _tables_of(self, indices: Ints) -> list[SequenceTable]:
         requests = self.requests
@@ -177,8 +208,11 @@ class DecodeBatch:
         rows.token_ids[:] = self._references[: len(self.requests)]
         rows.positions[:] += 1
         rows.slots[:] += 1  # where the page has an end, `grow` or `refresh` says where it goes
-        for row, request in enumerate(self.requests):
-            request.expect(row)
+        if self._steps_to_page is not None:
+            self._steps_to_page -= 1
+        if self._steps_to_end is not None:
+            self._steps_to_end -= 1
+        expect_tokens(self.requests)
 
     def learn(self, requests: Iterable[Request]) -> None:
         """Tokens of these requests have arrived; some of the requests may not be here."""
@@ -188,7 +222,12 @@ class DecodeBatch:
 
     def full(self) -> list[Request]:
         """The requests of which no more tokens are computed: with the one that is pending they have all."""
-        return [self.requests[i] for i in np.flatnonzero(self._rows.positions > self._rows.last_positions)]
+        rows = self._rows
+        if self._steps_to_end is None:
+            self._steps_to_end = int((rows.last_positions - rows.positions).min(initial=NEVER)) + 1
+        if self._steps_to_end > 0:
+            return []
+        return [self.requests[i] for i in np.flatnonzero(rows.positions > rows.last_positions)]
 
     def of_length(self, length: int) -> list[Request]:
         """The requests that have `length` tokens, the one to compute included."""
@@ -201,23 +240,38 @@ class DecodeBatch:
 
         A token below 0 is not known yet: `CachedSequence`.
         """
-        count = len(self.requests)
-        return self._rows.token_ids, self._rows.positions, self._bounds[: count + 1], self._numbers[:count]
+        return self._rows.token_ids, self._rows.positions, *self._counted
 
     def draws(self) -> tuple[npt.NDArray[Any], ...]:
         """How the next tokens are drawn: the fields of `Draw`, and how many tokens each answer has, `[B]` each."""
         rows = self._rows
-        return *rows.draws, rows.positions + 1 - rows.prompt_lengths
+        if self._draws is None:
+            self._draws = tuple(_fixed(column.copy()) for column in rows.draws)
+        return *self._draws, rows.positions + 1 - rows.prompt_lengths
 
-    def group_arrays(self) -> list[tuple[npt.NDArray[np.int32], Ints, Ints, Ints]]:
-        """For each group with pages: indices `[N]`, counts `[B]`, starts `[B]` in tokens, slots `[B]`."""
+    def page_lists(self) -> list[PageLists]:
+        """For each group with pages: those of all sequences."""
         rows = self._rows
-        starts = rows.first * self._sizes
-        return [
-            (np.frombuffer(b"".join(pages), np.int32), rows.counts[i], starts[i], rows.slots[i])
-            for i, pages in enumerate(self._pages)
-        ]
+        if self._page_lists is None:
+            indptr = np.zeros((len(self._paged), len(self.requests) + 1), np.int32)
+            indptr[:, 1:] = np.add.accumulate(rows.counts, axis=1)
+            starts = (rows.first * self._sizes).astype(np.int32)
+            self._page_lists = [
+                PageLists(np.frombuffer(b"".join(pages), np.int32), _fixed(indptr[i]), _fixed(starts[i]))
+                for i, pages in enumerate(self._pages)
+            ]
+        return self._page_lists
+
+    def slots(self) -> list[Ints]:
+        """For each group with pages, where the next tokens are written: `[B]`, a view."""
+        return list(self._rows.slots)
 
     def slot_ids(self) -> list[npt.NDArray[np.int32]]:
         """For each group of states: `[B]`, a view."""
         return list(self._rows.states)
+
+
+def _fixed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, which can't be written to any more."""
+    array.flags.writeable = False
+    return array

@@ -121,6 +121,32 @@ def test_arrays_are_made_longer_with_a_number_or_with_their_last_one(places: Pla
     assert found == {"a": [1, 2, -1, -1], "b": [7, 9, 9], "c": [1.0, 1.0]}
 
 
+def test_what_stays_is_right_whatever_is_written_between(places: Places) -> None:
+    """The same array that can't be written to, in steps of one padding, of another, and without it in between."""
+    fixed, other = np.array([1, 2], np.int32), np.array([8, 9], np.int32)
+    for values in (fixed, other):
+        values.flags.writeable = False
+    short, long = {"a": Padding(3, -1)}, {"a": Padding(4, 0)}
+    for values, padding, expected in (
+        *[(fixed, short, [1, 2, -1])] * 3,
+        *[(other, short, [8, 9, -1])] * 2,
+        *[(fixed, long, [1, 2, 0, 0])] * 3,
+        (other, None, [8, 9]),
+        *[(fixed, short, [1, 2, -1])] * 3,
+    ):
+        places.fill({"a": values, "c": np.zeros(8, np.float32)}, padding)
+        assert places.tensors["a"][: len(expected)].tolist() == expected
+
+
+def test_an_array_that_was_changed_is_written_again(places: Places) -> None:
+    padding = {"b": Padding(3, 0)}
+    values = np.array([4, 5])
+    for first in range(5):
+        values[0] = first
+        places.fill({"b": values}, padding)
+        assert places.tensors["b"].tolist() == [first, 5, 0]
+
+
 @given(st.lists(st.tuples(st.integers(0, 3 * GAP_BYTES), st.integers(0, 2 * GAP_BYTES)), max_size=9))
 def test_ranges_are_joined_over_short_gaps(gaps: list[tuple[int, int]]) -> None:
     ranges, end = [], 0
