@@ -72,6 +72,7 @@ def test_rows_go_on_as_the_batch_does() -> None:
     rows = batch(first, second, third)
 
     rows.advance()
+    assert draw_arrays(rows)["steps"].tolist() == [2, 5, 8]
     rows.remove(first)
 
     assert lists(draw_arrays(rows)) == {
