@@ -39,7 +39,8 @@ class Answer:
         """
         if token_id == NO_TOKEN:
             return self._event("error", error=NOT_FINITE)
-        request, reason = self.request, None
+        request = self.request
+        reason: FinishReason | None = None
         if token_id in eos_token_ids and not self.params.ignore_eos:
             reason = "stop"
         elif len(request.token_ids) - request.num_unknown >= request.max_length:

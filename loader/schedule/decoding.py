@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
 NEVER = sys.maxsize
-DRAW_DTYPES = (np.float32, np.int32, np.float32, np.float32, np.int64)
-"""Of the fields of `Draw`."""
 
 
 class PageLists(NamedTuple):
@@ -39,7 +37,7 @@ class PageLists(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """A place for each sequence: `[B]`, of groups `[groups, B]`, of what is drawn one array for each field of `Draw`.
+    """A place for each sequence: `[B]`, and of groups `[groups, B]`. The last ones are the fields of `Draw`.
 
     `positions` are those of the tokens that the next step computes, `last_positions` those of the last tokens that are
     ever computed. Of the pages of each group: how many were evicted, how many are held, the slot of the next token, the
@@ -56,16 +54,32 @@ class _Columns(NamedTuple):
     ends: Ints
     unseen: Ints
     states: npt.NDArray[np.int32]
-    draws: tuple[npt.NDArray[Any], ...]
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    seeds: Ints
 
-    def each(self) -> tuple[npt.NDArray[Any], ...]:
-        """All arrays."""
-        return *self[:-1], *self.draws
+    @property
+    def draws(self) -> tuple[npt.NDArray[Any], ...]:
+        """The fields of `Draw`."""
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.seeds
 
     def cut(self, count: int) -> _Columns:
         """The same memory, of the first `count` sequences."""
-        *others, draws = self
-        return _Columns(*(column[..., :count] for column in others), tuple(column[:count] for column in draws))
+        return _Columns._make(column[..., :count] for column in self)
+
+
+def _no_columns(num_groups: int, num_states: int, capacity: int) -> _Columns:
+    """Room for `capacity` sequences."""
+    row, rows = np.zeros(capacity, np.int64), np.zeros((num_groups, capacity), np.int64)
+    floats, integers = np.zeros(capacity, np.float32), np.zeros(capacity, np.int32)
+    return _Columns(
+        token_ids=row, positions=row.copy(), last_positions=row.copy(), prompt_lengths=row.copy(),
+        first=rows, counts=rows.copy(), slots=rows.copy(), ends=rows.copy(), unseen=rows + NEVER,
+        states=np.zeros((num_states, capacity), np.int32),
+        temperature=floats, top_k=integers, top_p=floats.copy(), min_p=floats.copy(), seeds=row.copy(),
+    )  # fmt: skip
 
 
 class DecodeBatch:
@@ -78,14 +92,7 @@ class DecodeBatch:
         self._states = [group.name for group in plan.states]
         sizes = [group.spec.page_size for group in plan.groups]
         self._sizes: Ints = np.array(sizes, np.int64).reshape(-1, 1)
-        paged = (len(sizes), capacity)
-        self._columns = _Columns(
-            *(np.zeros(capacity, np.int64) for _ in range(4)),
-            *(np.zeros(paged, np.int64) for _ in range(4)),
-            np.full(paged, NEVER, np.int64),
-            np.zeros((len(self._states), capacity), np.int32),
-            tuple(np.zeros(capacity, dtype) for dtype in DRAW_DTYPES),
-        )
+        self._columns = _no_columns(len(sizes), len(self._states), capacity)
         self._forgetting = [(i, group.spec) for i, group in enumerate(plan.groups) if forgets(group.spec)]
         self._pages: list[list[array[int]]] = [[] for _ in sizes]
         self._bounds = _fixed(np.arange(capacity + 1, dtype=np.int32))
@@ -137,7 +144,7 @@ class DecodeBatch:
         if index != last:
             self.requests[index] = moved
             moved.decode_index = index
-            for column in self._columns.each():
+            for column in self._columns:
                 column[..., index] = column[..., last]
         for lists in self._pages:
             pages = lists.pop()
