@@ -68,7 +68,8 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
     """The memory of a buffer of this backend as a tensor."""
     owner = buffer.owner
     assert isinstance(owner, torch.Tensor), "the buffer is of another backend"
-    flat = owner.view(dtypes.BY_NAME[buffer.dtype])
+    dtype = dtypes.BY_NAME[buffer.dtype]
+    flat = owner if owner.dtype == dtype else owner.view(dtype)
     offset = (buffer.pointer - owner.data_ptr()) // flat.element_size()
     return flat.as_strided(buffer.shape, buffer.strides, flat.storage_offset() + offset)
 
@@ -193,7 +194,7 @@ class CudaDevice:
 
     def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """As the interface says."""
-        with torch.cuda.stream(stream):
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             tensor_of(target).copy_(tensor_of(source), non_blocking=True)
 
     def load(self, image: bytes, name: str) -> Kernel:

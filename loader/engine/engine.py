@@ -23,7 +23,7 @@ from precast.loader.cache.arena import Arena
 from precast.loader.cache.prefixes import Prefixes
 from precast.loader.cache.rotation import Rotations
 from precast.loader.cache.tables import PageTables
-from precast.loader.engine.answers import NOT_FINITE, Answer
+from precast.loader.engine.answers import NOT_FINITE, Answer, draw_of
 from precast.loader.engine.metrics import prometheus_text
 from precast.loader.engine.owner import Owner, Stream, one_thread
 from precast.loader.engine.params import MAX_INT64, SamplingParams, params_of
@@ -47,10 +47,9 @@ from precast.loader.timeline import Timeline
 
 
 class _Flight(NamedTuple):
-    """A step that was launched: whose tokens it draws, and its ticket."""
+    """A step that was launched, and its ticket."""
 
     step: Step
-    answers: list[Answer]
     ticket: Ticket
 
 
@@ -346,8 +345,8 @@ class Engine:
             raise error.inside(where) if where else error from None
         seed = self._seeds.randint(0, MAX_INT64) if params.seed is None else params.seed
         self._num_requests += 1
-        request = Request(self._num_requests, ids, max_length, priority)
-        return Answer(request, params, seed=seed, text=text, arrived=arrived)
+        request = Request(self._num_requests, ids, max_length, priority, draw=draw_of(params, seed))
+        return Answer(request, params, text=text, arrived=arrived)
 
     def _queue(self, answer: Answer, events: deque[Event]) -> None:
         """Let the request run; its events go to `events`."""
@@ -374,9 +373,8 @@ class Engine:
                 return
             step = self._scheduler.schedule()
             assert step.num_tokens, "requests wait, nothing runs, and the first of them can't be admitted"
-        answers = [self._answers[request.id] for request in step.sampled]
         try:
-            ticket = self._runner.launch(step, self._scheduler.decoding, [answer.draw() for answer in answers])
+            ticket = self._runner.launch(step, self._scheduler.decoding)
         except BaseException:
             try:
                 self._land()
@@ -385,7 +383,7 @@ class Engine:
             raise
         self._scheduler.launched(step)
         self._count(step, ticket)
-        self._flights.append(_Flight(step, answers, ticket))
+        self._flights.append(_Flight(step, ticket))
         if len(self._flights) > 1 or not self._runs_ahead:
             self._land_first()
         if self._has_sampled:
@@ -404,12 +402,16 @@ class Engine:
             logging.getLogger("precast").warning("warning: %s: %s", *captures.failure)
 
     def _count(self, step: Step, ticket: Ticket) -> None:
-        self._counts.update(steps=1, tokens_sampled=ticket.num_rows, tokens_padded=ticket.padding)
-        self._counts.update(tokens_decoded=len(step.decodes), tokens_prefilled=step.num_tokens - len(step.decodes))
+        counts, num_decoded = self._counts, len(step.decodes)
+        counts["steps"] += 1
+        counts["tokens_sampled"] += ticket.num_rows
+        counts["tokens_padded"] += ticket.padding
+        counts["tokens_decoded"] += num_decoded
+        counts["tokens_prefilled"] += step.num_tokens - num_decoded
         if ticket.ran in ("captured", "piecewise"):
-            self._counts[f"{ticket.ran}_steps"] += 1
+            counts[f"{ticket.ran}_steps"] += 1
         else:
-            self._counts["eager_steps"] += 1
+            counts["eager_steps"] += 1
             self._why_eager[ticket.ran] += 1
 
     def _land(self) -> None:
@@ -429,17 +431,20 @@ class Engine:
             raise
         self._flights.popleft()
         self._scheduler.arrived(flight.step, drawn)
-        for answer, token_id in zip(flight.answers, drawn, strict=True):
-            if answer.request.id in self._answers:  # else it has ended meanwhile: what it drew is too much
-                self._hand_out(answer, token_id)
+        self._hand_out(flight.step.sampled, drawn)
 
-    def _hand_out(self, answer: Answer, token_id: int) -> None:
-        """Append the event of a drawn token, and end the answer if the token ends it."""
-        if not self._has_sampled:
-            self._has_sampled = True
-            self.timeline.add("first token", start=answer.arrived, seconds=time.perf_counter() - answer.arrived)
-        event = answer.take(token_id, self._model.eos_token_ids)
-        if event.finish_reason is None:
-            answer.events.append(event)
-        else:
-            self._end(answer, event)
+    def _hand_out(self, requests: Sequence[Request], token_ids: Sequence[int]) -> None:
+        """Append the events of the tokens that these requests have got, and end the answers that they end."""
+        eos_token_ids = self._model.eos_token_ids
+        for request, token_id in zip(requests, token_ids, strict=True):
+            answer = self._answers.get(request.id)
+            if answer is None:  # it has ended meanwhile: what it drew is too much
+                continue
+            if not self._has_sampled:
+                self._has_sampled = True
+                self.timeline.add("first token", start=answer.arrived, seconds=time.perf_counter() - answer.arrived)
+            event = answer.take(token_id, eos_token_ids)
+            if event.finish_reason is None:
+                answer.events.append(event)
+            else:
+                self._end(answer, event)

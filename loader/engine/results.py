@@ -18,7 +18,7 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """News of one request: the tokens that a step added, and the text that can be given out now.
 
     `text` is empty while a character is unfinished or the text may become a stop string; joined, the texts of all

@@ -87,6 +87,7 @@ class Captures:
         largest = max(sizes, default=None)
         self._pending = [] if largest is None else [largest, *(size for size in sizes if size != largest)]
         self._steps: dict[Size, CapturedStep] = {}
+        self._size_for: dict[int, Size | None] = {}  # by tokens, as long as `_steps` are the same
         self.seconds = 0.0
         self.failure = Failure("", "")
 
@@ -107,8 +108,10 @@ class Captures:
 
     def size_for(self, num_tokens: int) -> Size | None:
         """The least captured size with so many tokens; None if there is none, or none near enough."""
-        fitting = [size for size in self._steps if num_tokens <= size.num_tokens <= MAX_PADDING * num_tokens]
-        return min(fitting, default=None)
+        if num_tokens not in self._size_for:
+            fitting = [size for size in self._steps if num_tokens <= size.num_tokens <= MAX_PADDING * num_tokens]
+            self._size_for[num_tokens] = min(fitting, default=None)
+        return self._size_for[num_tokens]
 
     def replay(self, size: Size, memory: Memory) -> int:
         """Run the captured step of this size: so many graphs. `memory` must be what it was captured on."""
@@ -135,6 +138,7 @@ class Captures:
             self.stop("memory ran out for graphs", error)
         else:
             self._pending.remove(size)
+            self._size_for.clear()
         self.seconds += time.perf_counter() - began
 
     def stop(self, reason: str, error: Exception) -> None:
@@ -146,6 +150,7 @@ class Captures:
     def drop(self) -> None:
         """Give up all captured steps, and capture no more."""
         self._steps.clear()
+        self._size_for.clear()
         self._pending.clear()
 
     def _capture(self, step: SizedStep) -> tuple[CapturedGraph | HostCall, ...]:

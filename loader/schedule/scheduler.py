@@ -24,6 +24,7 @@ from operator import attrgetter
 
 from precast.ir.errors import RequestError
 from precast.loader.cache.prefixes import Match, Prefixes
+from precast.loader.cache.sequence import expect_tokens, learn_tokens
 from precast.loader.cache.tables import PageTables, SequenceTable
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import NO_TOKEN, Chunk, Request, Step
@@ -173,9 +174,7 @@ class Scheduler:
         """
         self._in_flight -= 1
         sampled = step.sampled
-        for request, token_id in zip(sampled, token_ids, strict=True):
-            if request.num_unknown:
-                request.learn(token_id)
+        learn_tokens(sampled, token_ids)
         failed = []
         if NO_TOKEN in token_ids:
             failed = [request for request, token in zip(sampled, token_ids, strict=True) if token == NO_TOKEN]
@@ -185,7 +184,8 @@ class Scheduler:
             if self._runs(request):
                 self.remove(request)
                 request.token_ids.pop()
-        self.decoding.learn(sampled)
+        if not self._in_flight:  # else each that decodes has a token in flight, and stays unknown
+            self.decoding.learn(sampled)
         for chunk in step.chunks:
             if chunk.samples and self._runs(chunk.request):
                 self._prefixes.prove(chunk.request)
@@ -234,7 +234,7 @@ class Scheduler:
         self._tables.evict(request.table, request.num_computed)
         if row is None:
             return
-        request.expect(row)
+        expect_tokens([request], row)
         request.num_pending += 1
         del self._chunked[request.id]
         if len(request.token_ids) in (self._restart_length, request.max_length):

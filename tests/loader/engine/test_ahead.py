@@ -73,6 +73,7 @@ def test_what_arrives_after_an_end_is_in_no_answer() -> None:
     whole = alone(PROMPT, 20)
     engine = engine_on(CPU, eos=(whole[1],))
     found, other = engine.generate([PROMPT, [5]], [greedy(20), greedy(20, ignore_eos=True)])
+    assert found.prompt_token_ids == PROMPT
     assert (found.token_ids, found.finish_reason) == (whole[:2], "stop")
     assert other.token_ids == alone([5], 20)
 
