@@ -227,6 +227,6 @@ class Runner:
             return "capture is off"
         if num_tokens > self._largest:
             return "more tokens than any captured size"
-        if self.captures.failure.reason:
-            return self.captures.failure.reason
+        if self.captures.failure:
+            return self.captures.failure
         return "not captured yet" if self.captures.num_pending else "no captured size is near enough"
