@@ -38,7 +38,7 @@ from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import Event
 from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import restore
-from precast.loader.run.runner import Runner
+from precast.loader.run.runner import Runner, Ticket
 from precast.loader.schedule.requests import Request
 from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
@@ -133,6 +133,11 @@ class MemoryThatFails(CacheMemory):
         if self.fails:
             raise torch.OutOfMemoryError("no memory")
         super().copy_page(group, source, target)
+
+
+def lost(ticket: Ticket) -> list[int]:
+    """In the place of `Runner.collect`."""
+    raise ConnectionError
 
 
 tokens = st.integers(0, 3) | st.integers(0, VOCAB - 1)
@@ -267,6 +272,24 @@ class EngineMachine(RuleBasedStateMachine):
         with contextlib.suppress(torch.OutOfMemoryError):
             self.read(self.engine.step())
         self.memory.fails = False
+
+    @precondition(lambda self: self.running())
+    @rule(count=st.integers(1, 3))
+    def lose(self, count: int) -> None:
+        """The device loses what is in flight: nothing of it has been written, and its tokens never arrive."""
+        runner = self.engine._runner
+        self.engine._land()
+        before = self.memory.arena.clone()
+        runner.collect = lost  # type: ignore[method-assign]
+        try:
+            for _ in range(count):
+                self.read(self.engine.step())
+            self.engine._land()
+        except ConnectionError:
+            self.memory.arena.copy_(before)
+        finally:
+            del runner.collect
+        assert not self.engine._flights
 
     @precondition(lambda self: self.engine.stats.graphs_pending)
     @rule(error=st.sampled_from((None, KeyboardInterrupt, torch.OutOfMemoryError)))
@@ -452,7 +475,7 @@ TestEngineMachine.settings = settings(
 
 WEIGHTS = {
     "add": 20, "fork": 15, "step": 50, "cancel": 3, "preempt": 3, "fail": 2, "fail_early": 2, "logits": 3, "forget": 1,
-    "give_up": 1, "capture": 30, "poison": 2,
+    "give_up": 1, "capture": 30, "poison": 2, "lose": 2,
 }  # fmt: skip
 """How often the long run draws each action."""
 
@@ -465,7 +488,7 @@ def act(machine: EngineMachine, draw: random.Random, longest: int) -> str:
 
     can = {"fork": machine.whole or machine.asked, "cancel": machine.asked, "fail": machine.asked}
     can["fail_early"] = machine.asked
-    can["preempt"] = machine.running()
+    can["preempt"] = can["lose"] = machine.running()
     can["capture"] = machine.engine.stats.graphs_pending
     names = [name for name in WEIGHTS if can.get(name, True)]
     (name,) = draw.choices(names, [WEIGHTS[name] for name in names])
@@ -480,6 +503,7 @@ def act(machine: EngineMachine, draw: random.Random, longest: int) -> str:
         "step": {"count": draw.randint(1, 8)},
         "logits": {"prompt": some(draw.randint(1, 30))},
         "cancel": {"which": which},
+        "lose": {"count": 1 + which % 3},
         "fail": {"error": (torch.OutOfMemoryError, KeyboardInterrupt)[which % 2]},
         "capture": {"error": (None, KeyboardInterrupt, torch.OutOfMemoryError)[which % 3]},
         "poison": {"number": (-1, 31, 1 << 30)[which % 3]},
@@ -508,7 +532,7 @@ def run(actions: int, seed: int, script: int = 300) -> Counter[str]:
             "hashes": draw.random() < 0.9,
             "rope": draw.choice((None, None, *ROPES)),
             "runs_ahead": draw.random() < 0.7,
-            "captures": draw.random() < 0.5,
+            "captures": draw.random() < 0.3,
         }
         try:
             machine.load(**options)
