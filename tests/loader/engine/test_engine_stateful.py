@@ -32,6 +32,7 @@ from tiny import VOCAB, Groups, random_weights, reference_logits, tiny_graph, ti
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
+from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
@@ -182,10 +183,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.hashes = hashes
         self.memory = memory = MemoryThatFails(self.graph.caches, slabs, CpuDevice())
         memory.arena.fill_(0xFF)
-        self.program = FailsWhenTold(self.made(memory))
+        limits = EngineLimits(max_num_seqs, max_num_tokens, MAX_LENGTH)
+        self.program = FailsWhenTold(self.made(memory, limits))
         self.max_num_seqs = max_num_seqs
         self.runs_ahead = runs_ahead
-        limits = EngineLimits(max_num_seqs, max_num_tokens, MAX_LENGTH)
         sizes = [size for size in SIZES if size <= max_num_tokens] if captures else []
         runner = Runner(self.program, self.graph, memory, CpuDevice(), limits, captured_sizes=sizes)
         self.engine = Engine(
@@ -196,12 +197,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.answers: dict[int, list[int]] = {}
         self.whole: list[list[int]] = []  # prompts with their answers, to fork from
 
-    def made(self, memory: CacheMemory) -> Any:
+    def made(self, memory: CacheMemory, limits: EngineLimits) -> Any:
         if self.hashes:
             return HashingProgram(memory.tensors, self.groups, self.layers, state=self.state, rope=self.rope)
         program = restore(self.graph, device=CPU)
         program.bind(self.weights)
         program.bind(memory.tensors)
+        addresses = sizing.addresses_of(self.graph, limits, CpuDevice())
+        program.place(addresses, torch.full((addresses.num_bytes,), 0xFF, dtype=torch.uint8))
         return program
 
     # --- actions -----------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import torch
 from graph_text import parse_graph
 
 from precast.ir.errors import RequestError
-from precast.kernels.registry import Implementation, implementations
+from precast.kernels import step_memory
+from precast.kernels.registry import Implementation, implementations, target_of
 from precast.kernels.use import Use
 from precast.loader.device import Device
 from precast.loader.program.instructions import HostCall
@@ -74,11 +75,14 @@ def reads_host(*, allocates: bool) -> Callable[[Use], tuple[Implementation, ...]
     return choose
 
 
-def bound(device: Device, *, allocates: bool = True) -> Program:
-    """The layers with random weights."""
-    on = torch.device(device.name)
-    program = restore(parse_graph(LAYERS), device=on, choose=reads_host(allocates=allocates))
+def bound(device: Device, *, allocates: bool = True, placed: bool = True) -> Program:
+    """The layers with random weights; where they are `placed`, values lie at planned addresses."""
+    on, graph = torch.device(device.name), parse_graph(LAYERS)
+    program = restore(graph, device=on, choose=reads_host(allocates=allocates))
     program.bind({name: torch.randn(4, 4, device=on) for name in ("w0", "w1")})
+    if placed:
+        addresses = step_memory.addresses_of(graph, target_of(on), {"T": TOKENS})
+        program.place(addresses, torch.full((addresses.num_bytes,), 0xFF, dtype=torch.uint8, device=on))
     return program
 
 
@@ -96,13 +100,14 @@ def captured(device: Device, program: Program, kept: torch.Tensor, inputs: dict[
     return captures._steps[Size(TOKENS, 1)]
 
 
+@pytest.mark.parametrize("placed", [False, True], ids=["anywhere", "placed"])
 @pytest.mark.parametrize("allocates", [True, False], ids=["returns", "writes"])
-def test_no_call_overwrites_what_another_has_left(device: Device, allocates: bool) -> None:
+def test_no_call_overwrites_what_another_has_left(device: Device, allocates: bool, placed: bool) -> None:
     """A known fault: a buffer overwritten by the next call that reads the host, while a later piece wants it.
 
     Each buffer is poisoned before each replay, so that nothing of an earlier one is taken either.
     """
-    program = bound(device, allocates=allocates)
+    program = bound(device, allocates=allocates, placed=placed)
     inputs = {name: torch.randn(TOKENS, 4, device=program.device) for name in ("x", "scale")}
     kept = torch.empty(TOKENS, 4, device=program.device)
     step = captured(device, program, kept, inputs)

@@ -352,10 +352,13 @@ def test_pieces_give_the_bits_of_the_same_step_op_by_op(device: Device, state: b
     assert runner.captures.num_pieces >= NUM_LAYERS + 1
     for prompt in PROMPTS[:2]:
         engine.submit(prompt, GREEDY)
-    _, memory, _ = runner.opened()
+    program, memory, _ = runner.opened()
+    assert program._main._activations is not None
+    _, activations = program._main._activations
     for num_tokens in (6, 2, 2, 2):
         size = runner.captures.size_for(num_tokens)
         assert size is not None
+        activations.fill_(0xFF)
         with torch.inference_mode():
             for part in runner.captures._steps[size].parts:
                 for result in part.results if isinstance(part, HostCall) else ():
