@@ -31,6 +31,7 @@ from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
 from precast.kernels import registry, step_memory
 from precast.kernels.dtypes import BY_NAME
+from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.use import LONGEST
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
@@ -175,7 +176,7 @@ class _Family:
         """Bytes that drawing tokens holds for each logit, for so many rows."""
         made = {value.name: value.type for step in self._graph.main for value in step.outputs}
         logits = made[self._graph.outputs["logits"]]
-        sample = registry.resolve("precast.sample", 1, self._device)
+        sample = registry.resolve("precast.sample", SAMPLE_VERSION, self._device)
         found = {}
         for count in (1, 2, 3, 8, 16, 27, 28, 40, 64):
             rows = torch.randn(
