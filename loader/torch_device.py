@@ -270,7 +270,7 @@ class _Recorder(TorchDispatchMode):
             raise RuntimeError(f"{func} reads on the host what a captured graph has yet to compute")
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        self._calls.append(partial(_do_again, func, args, kwargs, made))
+        self._calls.append(partial(_do_again, func, args, kwargs, _tensors(made)))
         return made
 
     @classmethod
@@ -288,9 +288,9 @@ def _has_fixed_shape(func: Any, args: tuple[Any, ...]) -> bool:
 _READS_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def _do_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: object) -> None:
+def _do_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[torch.Tensor]) -> None:
     again = func(*args, **kwargs)
-    for old, new in zip(_tensors(made), _tensors(again), strict=True):
+    for old, new in zip(made, _tensors(again), strict=True):
         if old.data_ptr() != new.data_ptr():  # neither a view nor written in place
             old.copy_(new)
 

@@ -7,7 +7,6 @@ launched leaves every request as it was; if a launched one fails, its requests a
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections import Counter, deque
@@ -391,15 +390,12 @@ class Engine:
 
     def _capture_meanwhile(self) -> None:
         """Capture a size, if any is left to. A capture that fails is said once, and serving goes on op by op."""
-        captures = self._runner.captures
-        if not captures.num_pending:
+        if not self._runner.captures.num_pending:
             return
         try:
             self._runner.capture_next()
         except RuntimeError as error:
-            captures.stop("capture failed", error)
-        if captures.failure.reason:
-            logging.getLogger("precast").warning("warning: %s: %s", *captures.failure)
+            self._runner.captures.stop("capture failed", error)
 
     def _count(self, step: Step, ticket: Ticket) -> None:
         counts, num_decoded = self._counts, len(step.decodes)

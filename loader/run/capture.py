@@ -16,6 +16,7 @@ result is read from a graph's memory after its step.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -52,13 +53,6 @@ class Memory(NamedTuple):
     num_binds: int
 
 
-class Failure(NamedTuple):
-    """Why no more sizes are captured, in a few words and with what was said; empty where nothing failed."""
-
-    reason: str
-    message: str
-
-
 class CapturedStep(NamedTuple):
     """Graphs and calls that read the host, in the order in which they run, and on what they were captured."""
 
@@ -89,7 +83,7 @@ class Captures:
         self._steps: dict[Size, CapturedStep] = {}
         self._size_for: dict[int, Size | None] = {}  # by tokens, as long as `_steps` are the same
         self.seconds = 0.0
-        self.failure = Failure("", "")
+        self.failure = ""  # why no more are captured, in a few words
 
     @property
     def num_captured(self) -> int:
@@ -127,7 +121,7 @@ class Captures:
     def capture_next(self, step_of: Callable[[Size], SizedStep], memory: Memory) -> None:
         """Warm up and capture the next size, on `memory`; there is one.
 
-        If memory runs out, no more are captured, and `failure` says so. Any other error is raised, and leaves the size
+        If memory runs out, no more are captured, and that is said. Any other error is raised, and leaves the size
         pending.
         """
         size = self._pending[0]
@@ -142,10 +136,12 @@ class Captures:
         self.seconds += time.perf_counter() - began
 
     def stop(self, reason: str, error: Exception) -> None:
-        """Capture no more, because of this; what is captured stays."""
+        """Capture no more, because of this, and say so; what is captured stays. Some size is pending."""
         first_line = next(iter(str(error).splitlines()), "")
-        self.failure = Failure(reason, f"a step of {self._pending[0].num_tokens} tokens: {first_line}")
+        found = f"a step of {self._pending[0].num_tokens} tokens: {first_line}"
+        self.failure = reason
         self._pending.clear()
+        logging.getLogger("precast").warning("warning: %s: %s", reason, found)
 
     def drop(self) -> None:
         """Give up all captured steps, and capture no more."""

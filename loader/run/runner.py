@@ -20,6 +20,7 @@ import torch
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
 from precast.kernels import registry
+from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.sample import greedy
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -78,8 +79,8 @@ class Runner:
         self.limits = limits
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
-        self._sample = registry.resolve("precast.sample", 2, on)
-        self._sample_captured = registry.resolve("precast.sample", 2, on, control="static")
+        self._sample = registry.resolve("precast.sample", SAMPLE_VERSION, on)
+        self._sample_captured = registry.resolve("precast.sample", SAMPLE_VERSION, on, control="static")
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
         # What the last step drew, for the next one; and what two steps have drawn, for the host.
@@ -239,6 +240,6 @@ class Runner:
             return "capture is off"
         if num_tokens > self._largest:
             return "more tokens than any captured size"
-        if self.captures.failure.reason:
-            return self.captures.failure.reason
+        if self.captures.failure:
+            return self.captures.failure
         return "not captured yet" if self.captures.num_pending else "no captured size is near enough"

@@ -210,10 +210,13 @@ class Scheduler:
         self._start_anew([*step.decodes, *(chunk.request for chunk in step.chunks)])
 
     def rollback(self, steps: Sequence[Step]) -> None:
-        """Launched steps that will not arrive: their requests go back to what is known, and are computed anew."""
+        """Launched steps that will not arrive: their requests go back to what is known, and are computed anew.
+
+        What was kept for reuse is given up: it may be what these steps were to write.
+        """
         self._in_flight = 0
-        self._prefixes.drop_points()
         self._start_anew([request for step in steps for request in step.requests])
+        self._prefixes.clear()
 
     def _start_anew(self, requests: Iterable[Request]) -> None:
         for request in dict.fromkeys(requests):

@@ -21,10 +21,10 @@ from precast.ir.graph import symbols
 from precast.ir.graph.schema import Const, DtypeArg, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.kernels import registry
-from precast.kernels.choices import CPU_COPIES, CPU_COPIES_OF_OTHERS, cases, workspace
+from precast.kernels.choices import CPU_COPIES, CPU_COPIES_OF_OTHERS, cases, runnable, workspace
 from precast.kernels.dtypes import NAMES
 from precast.kernels.sampling import sample as sampling
-from precast.kernels.step_memory import drawing
+from precast.kernels.sampling.records import greedy_workspace
 from precast.kernels.use import GPU, LONGEST, Target, Use
 
 Sequences = list[tuple[int, int]]
@@ -392,14 +392,39 @@ def test_sizes_of_no_pages_can_be_evaluated(make: Callable[..., Sample], target:
     assert 0 <= nothing < something
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 6, 40, 41, 60, 100])
-def test_sampling_takes_what_the_record_says(rows: int) -> None:
-    given = _drawn(rows, 100_000)
-    sampling.sample(**given)
-    found, expected = peak_bytes(lambda: sampling.sample(**given), CUDA), _drawing(rows, 100_000)
+ROWS = [1, 2, 6, 40, 41, 60, 100, 256]
 
-    assert found <= expected <= 1.1 * found, f"{expected / found:.4f} of the measured"
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("version", [1, 2])
+def test_sampling_takes_what_the_record_says(rows: int, version: int) -> None:
+    given = _drawn(rows, 100_000)
+    for record in runnable("precast.sample", version, registry.target_of(CUDA)):
+        function = registry.function_of(record)
+        function(**given)
+        found = peak_bytes(partial(function, **given), CUDA)
+        expected = symbols.evaluate(record.workspace(_sampling(given["logits"], version)), {})
+
+        assert found <= expected + ROUNDED, f"{record.name}: {expected / found:.4f} of the measured"
+        assert expected <= 1.1 * found + ROUNDED, f"{record.name}: {expected / found:.4f} of the measured"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_likeliest_tokens_take_what_is_said(rows: int, device: str) -> None:
+    logits = torch.randn(rows, 100_000, device=device).bfloat16()
+    sampling.greedy(logits)
+    found = peak_bytes(lambda: sampling.greedy(logits), torch.device(device))
+    expected = symbols.evaluate(greedy_workspace(_sampling(logits, 2)), {})
+
+    assert found <= expected <= 1.1 * found + ROUNDED, f"{expected / found:.4f} of the measured"
+
+
+def _sampling(logits: torch.Tensor, version: int) -> Use:
+    tokens = Value("tokens", TensorType("int64", (len(logits),)))
+    node = Node("precast.sample", {"logits": Ref("logits")}, (tokens,), version)
+    return Use(node, {"logits": Operand(_type(logits), True)}, GPU)
 
 
 def _drawn(rows: int, size: int) -> Sample:
@@ -407,10 +432,6 @@ def _drawn(rows: int, size: int) -> Sample:
     others = {"seeds": torch.arange(rows), "steps": torch.arange(rows), "top_k": torch.full((rows,), 50).int()}
     each = {name: values.to(CUDA) for name, values in {**flat, **others}.items()}
     return {"logits": torch.randn(rows, size, device=CUDA).bfloat16(), **each}
-
-
-def _drawing(rows: int, size: int) -> int:
-    return symbols.evaluate(drawing(TensorType("bfloat16", (rows, size)), GPU), {})
 
 
 def test_a_cpu_holds_so_many_copies() -> None:

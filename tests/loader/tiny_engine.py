@@ -9,7 +9,7 @@ import torch
 from tiny import random_weights, tiny_graph, tiny_model
 
 from precast.ir.graph.schema import Graph
-from precast.kernels.registry import Implementation
+from precast.kernels.registry import Implementation, implementations
 from precast.kernels.use import Use
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -71,3 +71,30 @@ class FailsOnce:
         if self.left == 0:
             raise torch.OutOfMemoryError("no memory")
         return self.program(**inputs)
+
+
+class Interrupts:
+    """For `choose`: makes one op of the model raise at its n-th call, op by op, as it is warmed up, or captured.
+
+    There are three such calls in each run of the model, one a layer.
+    """
+
+    def __init__(self, error: BaseException, call: int) -> None:
+        self.error, self.left = error, call
+
+    def __call__(self, use: Use) -> Sequence[Implementation]:
+        found = implementations(use)
+        if use.node.op != "precast.rms_norm":
+            return found
+        return [each._replace(function=self.raising(each.function)) for each in found]
+
+    def raising(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which counts its calls."""
+
+        def run(**arguments: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise self.error
+            return function(**arguments)
+
+        return run
