@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, minimum, mul
+from precast.kernels.attention.reach import check_window
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.use import Use
 
@@ -249,12 +250,11 @@ def _strides(keys: str, values: str) -> tuple[Stride | int, ...]:
 
 def _reach(use: Use) -> dict[str, int]:
     """How far queries see; 0 for no window and no chunks."""
-    found = {}
-    for name in ("window", "chunk"):
-        value = use.constant(name)
-        assert value is None or isinstance(value, int)
-        found[name.upper()] = value or 0
-    return found
+    window, chunk = use.constant("window"), use.constant("chunk")
+    assert window is None or isinstance(window, int)
+    assert chunk is None or isinstance(chunk, int)
+    check_window(window, chunk)
+    return {"WINDOW": window or 0, "CHUNK": chunk or 0}
 
 
 def _tile_constants(use: Use, tile: Tile, shape: _Shape, keys: str, values: str) -> dict[str, int | float | bool | str]:

@@ -15,7 +15,7 @@ from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.kernels import registry
 from precast.kernels.attention import batched
-from precast.kernels.choices import all_records
+from precast.kernels.choices import all_records, fastest
 from precast.kernels.records import Record
 from precast.kernels.rms_norm.rms_norm import RMS_NORM
 from precast.kernels.sampling import on_host
