@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.reach import check_window
+from precast.kernels.attention.attend import check_window
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -10,8 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from precast.kernels.attention.attend import Scoring, attend
-from precast.kernels.attention.reach import check_window
+from precast.kernels.attention.attend import Scoring, attend, check_window
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, OpSpec

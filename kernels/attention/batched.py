@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from precast.kernels.attention.attend import Pages, Scoring, first_seen, probabilities, visible_keys
+from precast.kernels.attention.attend import Pages, Scoring, check_window, first_seen, probabilities, visible_keys
 from precast.kernels.attention.limits import MAX_GATHERED, TILE
-from precast.kernels.attention.reach import check_window
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import widened
 from precast.kernels.storage import gathered

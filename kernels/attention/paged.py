@@ -14,8 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from precast.kernels.attention.attend import Pages, Scoring, attend
-from precast.kernels.attention.reach import check_window
+from precast.kernels.attention.attend import Pages, Scoring, attend, check_window
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, OpSpec

@@ -18,8 +18,7 @@ from itertools import pairwise
 import torch
 
 from precast.kernels.attention import batched
-from precast.kernels.attention.attend import Pages
-from precast.kernels.attention.reach import check_window
+from precast.kernels.attention.attend import Pages, check_window
 from precast.kernels.calls import implements
 from precast.kernels.latent_attention.expand import LatentScoring, Sizes, expand, sizes_of, split
 from precast.kernels.latent_attention.limits import MAX_EXPANDED

@@ -11,8 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from precast.kernels.attention.attend import Scoring, attend
-from precast.kernels.attention.reach import check_window
+from precast.kernels.attention.attend import Scoring, attend, check_window
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.latent_attention.expand import LatentScoring, expand, sizes_of

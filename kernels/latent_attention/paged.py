@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from precast.kernels.attention.attend import Pages, Scoring, attend
+from precast.kernels.attention.attend import Pages, Scoring, attend, check_window
 from precast.kernels.attention.paged import PAGES_AXES, each_sequence
-from precast.kernels.attention.reach import check_window
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.latent_attention.expand import LatentScoring, expand, sizes_of

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.attend import Pages
-from precast.kernels.attention.reach import check_window
+from precast.kernels.attention.attend import Pages, check_window
 from precast.kernels.attention.triton import LOG2_E, find_sequence, power_of_two, weights_of
 from precast.kernels.calls import implements
 from precast.kernels.latent_attention.expand import LatentScoring, sizes_of, split
