@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul
-from precast.kernels.attention import workspace
+from precast.kernels.attention import launches, workspace
+from precast.kernels.attention.launches import SMALL_STEP
 from precast.kernels.records import Condition, Record, nothing, reference, reference_on_cpu
 from precast.kernels.use import Use, numbers
 
@@ -17,9 +19,11 @@ CONVERTS = Condition(
 )
 
 
-def _places(use: Use) -> Expr:
-    """`triton.attention` makes page lists of tokens."""
-    return mul(16, use.shape("q")[1])
+_SCALES = Condition("a scale above 0", lambda use: _is_positive(use.constant("scale")))
+
+
+def _is_positive(x: object) -> bool:
+    return isinstance(x, (int, float)) and x > 0
 
 
 def _written(use: Use) -> Expr:
@@ -38,11 +42,20 @@ def _written(use: Use) -> Expr:
 _TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0)}
 """What Triton's compiler is for."""
 
+
+_PAGED: dict[str, Any] = {
+    **_TRITON, "op": "precast.paged_attention", "dtypes": {"q": _COMPUTED}, "takes": (_SCALES, CONVERTS),
+    "allocates": False,
+}  # fmt: skip
+
 RECORDS = (
     Record(
-        name="triton.paged_attention", op="precast.paged_attention", **_TRITON, dtypes={"q": _COMPUTED},
-        takes=(CONVERTS,), allocates=False, workspace=nothing,
-        runs="precast.kernels.attention.triton:paged_attention",
+        name="triton.paged_attention.small", **_PAGED, sizes={"T": (0, SMALL_STEP)},
+        workspace=partial(launches.partial_bytes, is_small=True), runs=partial(launches.paged, is_small=True),
+    ),
+    Record(
+        name="triton.paged_attention", **_PAGED,
+        workspace=partial(launches.partial_bytes, is_small=False), runs=partial(launches.paged, is_small=False),
     ),
     Record(
         name="torch.paged_attention", op="precast.paged_attention", control="host", workspace=workspace.paged,
@@ -50,8 +63,8 @@ RECORDS = (
     ),
     reference_on_cpu("precast.paged_attention", "attention.paged"),
     Record(
-        name="triton.attention", op="precast.attention", **_TRITON, dtypes={"q": _COMPUTED}, workspace=_places,
-        runs="precast.kernels.attention.triton:attention",
+        name="triton.attention", op="precast.attention", **_TRITON, dtypes={"q": _COMPUTED}, takes=(_SCALES,),
+        allocates=False, workspace=nothing, runs=launches.packed,
     ),
     Record(
         name="torch.attention", op="precast.attention", control="host", workspace=workspace.packed,

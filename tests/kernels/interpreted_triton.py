@@ -13,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from op_samples.attention import paged_sample
 from op_samples.draw import Draw, Sample
 from op_samples.table import samples_of
 from strided import with_strided_caches
 
-from precast.kernels.attention import triton, triton_write_kv
+from precast.kernels.attention import launches, triton, triton_write_kv
 from precast.kernels.attention.attention import ATTENTION
 from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
 from precast.kernels.attention.write_kv import WRITE_KV
+from precast.kernels.choices import records_of
+from precast.kernels.launch import as_function
 from precast.kernels.spec import OpSpec
 from precast.kernels.storage import rounded
 
@@ -29,8 +32,24 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 
 CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn
+PAGED = {
+    record.name: as_function(record) for record in records_of("precast.paged_attention", 1) if record.kind == "triton"
+}
+(PACKED,) = (as_function(record) for record in records_of("precast.attention", 1) if record.kind == "triton")
+each_paged = pytest.mark.parametrize("attend", PAGED.values(), ids=PAGED)
 MIXED = [(5, 5), (1, 33), (0, 4), (40, 101), (1, 1), (17, 17)]
 DECODE = [(1, length) for length in (1, 16, 17, 64, 65, 130)]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs take turns here. So there are few, but some with two tiles, and sequences of two parts and more."""
+    monkeypatch.setattr(launches, "PROGRAMS", 3)
+    monkeypatch.setattr(launches, "MOST_PARTS", 4)
+    monkeypatch.setattr(launches, "LEAST_PARTS", 3)
+    monkeypatch.setattr(launches, "MANY_KEYS", 16)
+    monkeypatch.setattr(launches, "FEW_KEYS", 16)
+    monkeypatch.setattr(triton, "SEQUENCES", tl.constexpr(4))
 
 
 def has_cache_of(sample: Sample, dtype: torch.dtype) -> bool:
@@ -49,8 +68,8 @@ def without_rounding(sample: Sample) -> Sample:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("spec", "function"),
-    [(ATTENTION, triton.attention), (PAGED_ATTENTION, triton.paged_attention)],
-    ids=["attention", "paged_attention"],
+    [(ATTENTION, PACKED), *((PAGED_ATTENTION, function) for function in PAGED.values())],
+    ids=["attention", *PAGED],
 )
 def test_samples(
     spec: OpSpec, function: Callable[..., torch.Tensor], dtype: torch.dtype, same: Callable[..., None]
@@ -76,11 +95,14 @@ def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]
     assert count > 5
 
 
-def test_pages_far_apart(copied: Callable[[Sample], Sample], same: Callable[..., None]) -> None:
+@each_paged
+def test_pages_far_apart(
+    attend: Callable[..., torch.Tensor], copied: Callable[[Sample], Sample], same: Callable[..., None]
+) -> None:
     """Where a page is doesn't depend on the dtype."""
     for sample in samples_of(PAGED_ATTENTION, Draw(torch.float32, CPU)):
         spread, _ = with_strided_caches(sample)
-        same(PAGED_ATTENTION, triton.paged_attention(**spread), paged_attention(**sample))
+        same(PAGED_ATTENTION, attend(**spread), paged_attention(**sample))
     for sample in samples_of(WRITE_KV, Draw(torch.float32, CPU)):
         if has_cache_of(sample, torch.bfloat16):
             continue
@@ -119,6 +141,7 @@ def test_write_kv_stays_inside_the_cache(copied: Callable[[Sample], Sample]) -> 
     assert torch.equal(memory[1, 1], new[0, 2])
 
 
+@each_paged
 @pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "value", "page_size", "more"),
@@ -138,6 +161,7 @@ def test_write_kv_stays_inside_the_cache(copied: Callable[[Sample], Sample]) -> 
     ids=str,
 )
 def test_odd_sizes(
+    attend: Callable[..., torch.Tensor],
     sequences: list[tuple[int, int]],
     heads: int,
     kv_heads: int,
@@ -156,9 +180,10 @@ def test_odd_sizes(
         draw, sequences, heads=heads, kv_heads=kv_heads, size=size, value=value, page_size=page_size, **more
     )
 
-    same(PAGED_ATTENTION, triton.paged_attention(**sample), paged_attention(**sample))
+    same(PAGED_ATTENTION, attend(**sample), paged_attention(**sample))
 
 
+@each_paged
 @pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -172,6 +197,7 @@ def test_odd_sizes(
     ids=str,
 )
 def test_odd_sizes_of_float8(
+    attend: Callable[..., torch.Tensor],
     sequences: list[tuple[int, int]],
     dtype: torch.dtype,
     heads: int,
@@ -192,20 +218,72 @@ def test_odd_sizes_of_float8(
         cache_dtype=FLOAT8, **more,
     )  # fmt: skip
 
-    same(PAGED_ATTENTION, triton.paged_attention(**sample), paged_attention(**sample))
+    same(PAGED_ATTENTION, attend(**sample), paged_attention(**sample))
 
 
-def test_many_more_query_heads_than_rows(same: Callable[..., None]) -> None:
-    sample = paged_sample(Draw(torch.float32, CPU), DECODE[:3], heads=71, kv_heads=1, size=16)
+@each_paged
+def test_many_more_query_heads_than_rows(attend: Callable[..., torch.Tensor], same: Callable[..., None]) -> None:
+    sample = paged_sample(Draw(torch.float32, CPU), [*DECODE[:3], (2, 9)], heads=71, kv_heads=1, size=16)
 
-    same(PAGED_ATTENTION, triton.paged_attention(**sample), paged_attention(**sample))
+    same(PAGED_ATTENTION, attend(**sample), paged_attention(**sample))
 
 
-def test_results_are_written_into_what_is_given(same: Callable[..., None]) -> None:
+@each_paged
+def test_results_are_written_into_what_is_given(attend: Callable[..., torch.Tensor], same: Callable[..., None]) -> None:
     sample = paged_sample(Draw(torch.float32, CPU), MIXED, heads=4, kv_heads=2, size=16, value=24, padding=3)
     out = torch.full((1, sample["q"].shape[1], 4, 24), float("nan"))
-    found = triton.paged_attention(**sample, out=out)
+    found = attend(**sample, out=out)
 
     assert found is out
     same(PAGED_ATTENTION, out, paged_attention(**sample))
     assert not out[:, -3:].any()
+
+
+ELSEWHERE = [(3, 7), (0, 9), (1, 130), (1, 20), (41, 77), (2, 2)]
+
+
+@each_paged
+@pytest.mark.parametrize("more", [{}, {"window": 70, "cut": True}, {"chunk": 50}], ids=str)
+def test_a_sequence_gets_the_same_bits_in_any_company(
+    attend: Callable[..., torch.Tensor], more: dict[str, Any]
+) -> None:
+    """In a step of as many slots, whatever is in the others, and whichever slot and pages it has."""
+    draw = Draw(torch.float32, CPU)
+    first, second = (
+        paged_sample(draw, batch, heads=4, kv_heads=2, size=16, page_size=8, padding=2, **more)
+        for batch in (ELSEWHERE, ELSEWHERE[3:] + ELSEWHERE[:3])
+    )
+    for slot in range(len(ELSEWHERE)):
+        copy_sequence(first, slot, second, (slot + 3) % len(ELSEWHERE))
+    found, other = attend(**first), attend(**second)
+
+    for slot, (queries, _) in enumerate(ELSEWHERE):
+        row, there = (int(x["cu_seqlens"][i]) for x, i in ((first, slot), (second, (slot + 3) % len(ELSEWHERE))))
+        assert torch.equal(found[0, row : row + queries], other[0, there : there + queries])
+
+
+def copy_sequence(source: Sample, slot: int, target: Sample, place: int) -> None:
+    """A sequence's queries, keys and values, into the pages and rows that another step gives it."""
+    row, there = int(source["cu_seqlens"][slot]), int(target["cu_seqlens"][place])
+    count = int(source["cu_seqlens"][slot + 1]) - row
+    target["q"][0, there : there + count] = source["q"][0, row : row + count]
+    pages, others = (
+        x["page_indices"][int(x["page_indptr"][i]) : int(x["page_indptr"][i + 1])].long()
+        for x, i in ((source, slot), (target, place))
+    )
+    for name in ("k_cache", "v_cache"):
+        target[name][others] = source[name][pages]
+
+
+def test_more_parts_are_the_same_result(monkeypatch: pytest.MonkeyPatch, same: Callable[..., None]) -> None:
+    sample = paged_sample(Draw(torch.float32, CPU), [(1, 300), (2, 200)], heads=4, kv_heads=2, size=16, page_size=8)
+    expected = paged_attention(**sample)
+    results = []
+    for most in (1, 2, 5, 9):
+        monkeypatch.setattr(launches, "MOST_PARTS", most)
+        monkeypatch.setattr(launches, "LEAST_PARTS", most)
+        results.append(PAGED["triton.paged_attention.small"](**sample))
+        same(PAGED_ATTENTION, results[-1], expected)
+
+    # The parts exist: their sums are rounded in other places.
+    assert not all(torch.equal(results[0], each) for each in results[1:])

@@ -15,7 +15,7 @@ from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.kernels import registry
 from precast.kernels.attention import batched
-from precast.kernels.choices import all_records
+from precast.kernels.choices import all_records, fastest
 from precast.kernels.records import Record
 from precast.kernels.rms_norm.rms_norm import RMS_NORM
 from precast.kernels.sampling import on_host
@@ -80,11 +80,11 @@ def test_fast_implementations_are_chosen() -> None:
 
 
 def test_triton_is_chosen_for_cuda() -> None:
-    triton = pytest.importorskip("precast.kernels.attention.triton", reason="Triton is published for Linux only")
-    cuda = torch.device("cuda")
+    pytest.importorskip("triton", reason="Triton is published for Linux only")
+    target = registry.target_of(torch.device("cuda"))
 
-    assert registry.resolve("precast.paged_attention", 1, cuda) is triton.paged_attention
-    assert registry.resolve("precast.attention", 1, cuda) is triton.attention
+    assert fastest("precast.paged_attention", 1, target).kind == "triton"
+    assert fastest("precast.attention", 1, target).kind == "triton"
 
 
 def test_importing_the_room_registers_nothing_and_loads_no_compiler() -> None:

@@ -75,6 +75,11 @@ def chosen(found: dict[str, Use]) -> dict[str, str]:
     return {name: resolve(use).record.name for name, use in found.items()}
 
 
+def not_triton(why: str) -> str:
+    """Why none of the kernels of attention is chosen."""
+    return "; ".join(f"not triton.paged_attention{each}: {why}" for each in (".small", ""))
+
+
 ANYWHERE = {
     "fused": "torch.linear.default", "heads": "torch.reshape.default", "q": "torch.slice.Tensor",
     "k": "torch.slice.Tensor", "v": "torch.slice.Tensor", "flat": "torch.reshape.default",
@@ -84,6 +89,7 @@ TRITON_ROWS = {"normed": "triton.rms_norm", "turned_q": "triton.rotary", "turned
 TORCH_ROWS = {"normed": "reference.rms_norm", "turned_q": "reference.rotary", "turned_k": "reference.rotary"}
 ON_GPUS = {"write": "triton.write_kv", "y": "triton.paged_attention", **TRITON_ROWS}
 IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention", **TORCH_ROWS}
+OF_FEW_TOKENS = "not triton.paged_attention.small: T is {}, it takes 0 to 64"
 
 
 # --- the layer ---------------------------------------------------------------------------------------------------
@@ -95,7 +101,8 @@ def test_a_layer_on_gpus(target: Target) -> None:
 
     assert chosen(found) == {**ANYWHERE, **ON_GPUS}
     assert {resolve(use).record.control for use in found.values()} == {"static"}
-    assert resolve(found["y"]).reason == "the fastest of 2"
+    assert resolve(found["y"], {"T": 65, "B": 1}).reason == "the fastest of 3; " + OF_FEW_TOKENS.format(65)
+    assert resolve(found["y"], {"T": 64, "B": 1}).record.name == "triton.paged_attention.small"
     assert resolve(found["heads"]).reason == "the only one"
 
 
@@ -103,7 +110,7 @@ def test_a_layer_on_a_cpu() -> None:
     found = uses(CPU)
 
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
-    assert resolve(found["y"]).reason == "the fastest of 2; not triton.paged_attention: it runs on cuda"
+    assert resolve(found["y"]).reason == "the fastest of 2; " + not_triton("it runs on cuda")
 
 
 def test_without_triton_attention_reads_the_host() -> None:
@@ -112,7 +119,7 @@ def test_without_triton_attention_reads_the_host() -> None:
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
     choice = resolve(found["y"])
     assert choice.record.control == "host"
-    assert choice.reason == "the only one; not triton.paged_attention: triton is not installed"
+    assert choice.reason == "the only one; " + not_triton("triton is not installed")
 
 
 def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
@@ -120,7 +127,7 @@ def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
     wanted = "it wants compute capability 8.0 or higher"
 
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
-    assert resolve(found["y"]).reason == f"the only one; not triton.paged_attention: {wanted}"
+    assert resolve(found["y"]).reason == "the only one; " + not_triton(wanted)
     assert resolve(found["write"]).reason == f"the only one; not triton.write_kv: {wanted}"
     kept = [record.min_capability for record in all_records() if record.kind == "triton"]
     assert set(kept) == {(8, 0)}
@@ -448,11 +455,11 @@ def test_records_are_frozen() -> None:
 
 
 def test_a_digest_is_that_of_the_sources_that_run() -> None:
-    triton, torch_ = records_of("precast.paged_attention", 1)[:2]
+    _, triton, torch_ = records_of("precast.paged_attention", 1)[:3]
     linear = replace(FEW, runs="torch:ops.aten.linear.default")
 
     assert sources(linear) == ()
-    assert {"precast.kernels.attention.triton", "precast.kernels.attention.attend"} <= set(sources(triton))
+    assert {"precast.kernels.attention.triton", "precast.kernels.attention.launches"} <= set(sources(triton))
     assert "precast.kernels.attention.triton" not in sources(torch_)
     assert digest(triton) == digest(triton) != digest(torch_)
     assert all(sources(record) for record in all_records() if not record.op.startswith("aten."))

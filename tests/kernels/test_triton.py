@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ import pytest
 import torch
 from fused_cases import CASES, Case, node_of
 
+from precast.ir.graph.schema import Const, Dtype, Node, Ref, TensorType, Value
+from precast.ir.graph.symbols import add
+from precast.kernels.attention.launches import SMALL_STEP
+from precast.kernels.choices import records_of, resolve
 from precast.kernels.fused.launches import launches
-from precast.kernels.use import Target, use_of
+from precast.kernels.records import Launch, Pointer, Stride
+from precast.kernels.use import Target, Use, use_of
 
 triton = pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TYPES = NAMES | {torch.bool: "i1", torch.int32: "i32", torch.int64: "i64"}
+BY_NAME = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
+}  # fmt: skip
 SHARED_BYTES = 160 * 1024
 
 
@@ -81,59 +90,93 @@ def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
 
 
+def compiled_launch(use: Use, launch: Launch) -> Any:
+    """A launch for the use's GPU, over aligned tensors whose strides are multiples of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, _, name = launch.kernel.partition(":")
+    kernel = getattr(import_module(module), name)
+    constants: dict[str, Any] = dict(launch.constants)
+    params = [name for name in kernel.arg_names if name not in constants]
+    signature, attributes = {}, {}
+    for param, arg in zip(params, launch.args, strict=True):
+        if isinstance(arg, Pointer):
+            results = {f"out.{i}": value.type for i, value in enumerate(use.node.outputs)}
+            dtype = arg.dtype or (results[arg.tensor] if arg.tensor in results else use.operands[arg.tensor].type).dtype
+            signature[param] = f"*{BY_NAME[dtype]}"
+        else:
+            signature[param] = "i32"
+        if arg is None or arg == 1 or arg == Stride("q", 3):
+            constants[param] = arg if arg is None else 1
+        elif isinstance(arg, (Pointer, Stride)):
+            attributes[(kernel.arg_names.index(param),)] = [["tt.divisibility", 16]]
+    signature = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
+    major, minor = use.target.capability
+    return triton.compile(
+        ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
+        target=GPUTarget("cuda", 10 * major + minor, 32),
+        options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+    )
+
+
+def paged_use(
+    capability: tuple[int, int], dtype: Dtype, heads: int, kv_heads: int, size: int, *, value: int | None = None,
+    cache: Dtype | None = None, more: tuple[str, ...] = (), **reach: int,
+) -> Use:  # fmt: skip
+    """Paged attention in a graph; of `more`, sinks and slopes are tensors, and a soft cap is a number."""
+    ints, bounds = TensorType("int32", ("B",)), TensorType("int32", (add("B", 1),))
+    types = {
+        "q": TensorType(dtype, (1, "T", heads, size)),
+        "k_cache": TensorType(cache or dtype, ("P", 16, kv_heads, size)),
+        "v_cache": TensorType(cache or dtype, ("P", 16, kv_heads, value or size)),
+        "cu_seqlens": bounds, "page_indptr": bounds, "kv_lens": ints, "page_start": ints,
+        "page_indices": TensorType("int32", ("N",)),
+    }  # fmt: skip
+    if "sinks" in more:
+        types["sinks"] = TensorType(dtype, (heads,))
+    if "slopes" in more:
+        types["slopes"] = TensorType("float32", (heads,))
+    numbers = {"scale": size**-0.5, **reach, **({"soft_cap": 30.0} if "soft_cap" in more else {})}
+    args = {**{name: Ref(name) for name in types}, **{name: Const(number) for name, number in numbers.items()}}
+    results = (Value("y", TensorType(dtype, (1, "T", heads, value or size))),)
+    return use_of(Node("precast.paged_attention", args, results), types, Target("cuda", capability))
+
+
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("is_decode", [False, True], ids=["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("dtype", "size", "value", "group", "has_chunk"),
+    "use",
     [
-        (torch.bfloat16, 128, 128, 4, False),
-        (torch.bfloat16, 256, 256, 2, True),
-        (torch.float16, 80, 64, 7, False),
-        (torch.float32, 256, 256, 1, True),
+        paged_use((9, 0), "bfloat16", 32, 8, 128),
+        paged_use((9, 0), "bfloat16", 16, 8, 256, window=1024),
+        paged_use((8, 9), "bfloat16", 16, 8, 256, window=1024),
+        paged_use((9, 0), "bfloat16", 32, 8, 128, cache="float8_e4m3fn"),
+        paged_use((8, 0), "float16", 7, 1, 80, value=64, more=("slopes", "soft_cap"), chunk=100),
+        paged_use((9, 0), "float32", 4, 4, 128, more=("sinks", "slopes", "soft_cap"), window=100),
+        paged_use((8, 9), "float16", 256, 2, 512, cache="float8_e4m3fn"),
     ],
+    ids=lambda use: f"{use.node.outputs[0].type.dtype} {use.shape('q')[2:]} {use.target.text}",
 )
-@pytest.mark.parametrize("cache", [None, "fp8e4nv"], ids=["cache of its type", "float8"])
-def test_paged_attention_compiles_for_hopper(
-    dtype: torch.dtype, size: int, value: int, group: int, has_chunk: bool, is_decode: bool, cache: str | None
-) -> None:
-    from precast.kernels.attention import triton as kernels
+@pytest.mark.parametrize("tokens", [1, SMALL_STEP + 1])
+def test_paged_attention_compiles(use: Use, tokens: int) -> None:
+    launches = resolve(use, {"T": tokens}).record.runs
+    assert callable(launches)
+    for launch in launches(use):
+        found = compiled_launch(use, launch)
 
-    blocks = kernels.blocks(8 if is_decode else 512, 8, group, max(size, value), dtype)
-    constants = {
-        "HAS_SINKS": True,
-        "HAS_WINDOW": not has_chunk,
-        "HAS_SOFT_CAP": True,
-        "HAS_SLOPES": True,
-        "HAS_CHUNK": has_chunk,
-        "PAGE_SIZE": 16,
-        "GROUP": group,
-        "SIZE": size,
-        "VALUE_SIZE": value,
-        "BLOCK_Q": blocks.q,
-        "BLOCK_M": blocks.m,
-        "BLOCK_N": blocks.n,
-        "BLOCK_D": triton.next_power_of_2(size),
-        "BLOCK_V": triton.next_power_of_2(value),
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "q_stride_d": 1,
-        "k_stride_d": 1,
-        "v_stride_d": 1,
-    }
-    kernel = kernels.paged_attention_kernel
-    floats = ("out_ptr", "q_ptr", "k_ptr", "v_ptr", "sinks_ptr")
-    pointers = {name: f"*{NAMES[dtype] if name in floats else 'i32'}" for name in kernel.arg_names if "_ptr" in name}
-    pointers["slopes_ptr"] = "*fp32"
-    if cache is not None:
-        pointers |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{cache}")
-    found = compiled(kernel, constants, pointers, {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages})
-
-    assert len(found.asm["cubin"]) > 0
-    assert found.metadata.shared <= SHARED_BYTES
-    # Half precision runs on the tensor cores, float32 in float32.
-    has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
-    assert has_tensor_cores == (dtype != torch.float32)
-    assert not any("e4m3" in line for line in found.asm["ptx"].splitlines() if "mma" in line)
-    assert ("e4m3x2" in found.asm["ptx"]) == (cache is not None)
+        assert len(found.asm["cubin"]) > 0
+        # GPUs with less shared memory than those of 8.0 and 9.0 have 99 KiB.
+        limit = {(9, 0): 227, (8, 0): 163, (8, 9): 99}[use.target.capability]
+        assert found.metadata.shared <= limit * 1024
+        if launch.kernel.endswith("merge_kernel"):
+            continue
+        # Half precision runs on the tensor cores, float32 in float32.
+        has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
+        assert has_tensor_cores == (use.width("q") == 2)
+        assert not any("e4m3" in line for line in found.asm["ptx"].splitlines() if "mma" in line)
+        assert ("e4m3x2" in found.asm["ptx"]) == (use.width("k_cache") == 1)
+        # Keys are on their way before they are wanted.
+        assert ("cp.async" in found.asm["ptx"]) == (use.width("q") == 2)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -234,18 +277,21 @@ def test_scans_compile_for_hopper(size: int, value: int, more: dict[str, bool]) 
     assert found.metadata.shared <= 4096
 
 
-@pytest.mark.parametrize("dtype", NAMES, ids=str)
-@pytest.mark.parametrize("group", [1, 3, 7, 8, 12, 16, 71])
-def test_blocks_hold_whole_queries(group: int, dtype: torch.dtype) -> None:
-    from precast.kernels.attention import triton as kernels
-
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 3, 7, 8, 12, 16, 71, 128])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_tiles_hold_whole_queries(group: int, dtype: Dtype, capability: tuple[int, int]) -> None:
     for size in (8, 64, 80, 128, 192, 256, 512):
-        for num_tokens in (1, 8, 9, 4096):
-            found = kernels.blocks(num_tokens, 8, group, size, dtype)
-
-            assert found.q >= 1
-            assert found.q * group <= found.m
-            assert all(n >= 16 and n & (n - 1) == 0 for n in (found.m, found.n))
+        use = paged_use(capability, dtype, 2 * group, 2, size)
+        for record in records_of("precast.paged_attention", 1)[:2]:
+            assert callable(record.runs)
+            for launch in record.runs(use):
+                if launch.kernel.endswith("merge_kernel"):
+                    continue
+                found = launch.constants
+                assert found["BLOCK_Q"] >= 1
+                assert found["BLOCK_Q"] * found["BLOCK_H"] <= found["BLOCK_M"]
+                assert all(n >= 16 and n & (n - 1) == 0 for n in (found["BLOCK_M"], found["BLOCK_N"]))
 
 
 @pytest.mark.usefixtures("fresh_compiler")

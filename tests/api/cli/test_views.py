@@ -317,8 +317,8 @@ def test_kernels_of_a_gpu_are_shown_by_default(bundle: Path, command: Command) -
     found = kernels_of(command, bundle)
 
     assert found["precast.paged_attention@1"] == {
-        "op": "precast.paged_attention@1", "dtype": "float32", "implementation": "triton.paged_attention",
-        "sizes": "all", "control": "static", "reason": "the fastest of 2", "nodes": 2,
+        "op": "precast.paged_attention@1", "dtype": "float32", "implementation": "triton.paged_attention.small",
+        "sizes": "T 0 to 64", "control": "static", "reason": "the fastest of 3", "nodes": 2,
     }  # fmt: skip
     assert {row["control"] for row in found.values()} == {"static"}
     assert sum(row["nodes"] for row in found.values()) == 41

@@ -1,0 +1,284 @@
+"""The launches of attention in Triton (`precast.kernels.attention.triton`), and the sizes of their tiles. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, floordiv, minimum, mul
+from precast.kernels.records import Launch, Pointer, Stride
+from precast.kernels.use import Use
+
+SMALL_STEP = 64
+"""Tokens of a step that small tiles alone compute, whatever sequences they are of."""
+PROGRAMS = 264
+"""Programs that share the large tiles: two for each multiprocessor of an H100."""
+SLOTS = (2, 8, 32)
+"""The ends of ranges of slots for sequences, for each of which keys are split in another way."""
+WANTED_PROGRAMS = 1024
+"""Programs that read keys at once, if each of them gets some."""
+LEAST_PARTS, MOST_PARTS = 4, 128
+"""Of a sequence's keys."""
+FEW_KEYS, MANY_KEYS = 64, 256
+"""Keys of a part at least, in steps of few slots and of many."""
+PARTS = 2048
+"""Elements of partial results that are joined at a time, at most, if that is one part at least."""
+_KERNELS = "precast.kernels.attention.triton:"
+
+
+class Tile(NamedTuple):
+    """The sizes of a kernel's tiles: rows, each a query and a head, and keys of a step; how they are spread over warps
+    and pipelined."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+class Splits(NamedTuple):
+    """Into how many parts the keys of a small tile are split at most, and how many keys a part has at least."""
+
+    most: Expr
+    least_keys: Expr
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def has_large_memory(use: Use) -> bool:
+    """Whether a block may have 160 KiB of shared memory; other GPUs have 99 KiB."""
+    return use.target.capability in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
+
+
+def context_tile(use: Use, keys: str = "k_cache", values: str = "v_cache") -> Tile:
+    """Of sequences with many queries: rows enough to use a loaded key often."""
+    size = power_of_two(max(_number(use, keys, 3), _number(use, values, 3), 16))
+    if use.width("q") > 2:
+        return Tile(32, max(16, min(32, 4096 // size)), 8 if size > 64 else 4, 1)
+    is_large = has_large_memory(use)
+    if size > 256:
+        return Tile(64 if is_large else 32, 16, 8, 2)
+    if size > 128:
+        return Tile(128, 64, 8, 2) if is_large else Tile(64, 16, 4, 2)
+    if size > 64:
+        return Tile(128, 64, 8, 3) if is_large else Tile(128, 32, 8, 2)
+    return Tile(128, 64, 4, 3)
+
+
+def split_tile(use: Use, keys: str = "k_cache", values: str = "v_cache") -> Tile:
+    """Of sequences with few queries: the least rows that the tensor cores take, and many keys on their way."""
+    size = power_of_two(max(_number(use, keys, 3), _number(use, values, 3), 16))
+    is_wide = use.width("q") > 2
+    n = max(16, min(64, (8192 if has_large_memory(use) else 4096) // size) // (2 if is_wide else 1))
+    return Tile(16, n, 4, 1 if is_wide else 3)
+
+
+def splits_of(use: Use) -> Splits:
+    """By the slots for sequences that a step has, and nothing else that steps differ in.
+
+    Few slots: so many parts that all of a GPU reads one sequence. Many: a few parts all the same, because one of the
+    sequences may be much longer than the others. A sequence gets the same result whatever others are in the step, if
+    that has slots within the same range.
+    """
+    heads = _number(use, "k_cache", 2)
+    most = [max(LEAST_PARTS, min(MOST_PARTS, WANTED_PROGRAMS // (slots * heads))) for slots in SLOTS]
+    least_keys = [FEW_KEYS if slots <= 8 else MANY_KEYS for slots in SLOTS]
+    return Splits(*(_by_slots(_sequences(use), each) for each in ((*most, LEAST_PARTS), (*least_keys, MANY_KEYS))))
+
+
+def _by_slots(slots: Expr, values: Sequence[int]) -> Expr:
+    """The first value up to `SLOTS[0]` slots, the next one up to `SLOTS[1]`; the last one for more."""
+    found: Expr = values[-1]
+    for most, value, following in zip(SLOTS, values, values[1:], strict=False):
+        # 1 for more slots than `most`, else 0.
+        is_more = floordiv(minimum(slots, most + 1), most + 1)
+        found = add(found, value - following, mul(following - value, is_more))
+    return found
+
+
+def paged(use: Use, *, is_small: bool) -> tuple[Launch, ...]:
+    """`precast.paged_attention`.
+
+    `is_small`: in small tiles only, for steps of few tokens. Else sequences of several queries have large ones.
+    """
+    small = split_launches(use, split_tile(use), splits_of(use), is_small=is_small)
+    return small if is_small else (context_launch(use, context_tile(use)), *small)
+
+
+def partial_bytes(use: Use, *, is_small: bool) -> Expr:
+    """The workspace of `paged`: partial results, and for each the highest score and the total of the weights."""
+    heads, value_size = _number(use, "q", 2), _number(use, "v_cache", 3)
+    return mul(4 * heads * (value_size + 2), splits_of(use).most, _rows(use, is_small))
+
+
+def packed(use: Use) -> tuple[Launch, ...]:
+    """`precast.attention`: large tiles."""
+    return (context_launch(use, context_tile(use, "k", "v"), keys="k", values="v"),)
+
+
+def context_launch(
+    use: Use, tile: Tile, *, keys: str = "k_cache", values: str = "v_cache", programs: int | None = None
+) -> Launch:
+    """Sequences of several queries, in large tiles; without pages, sequences of one query too."""
+    is_paged = keys == "k_cache"
+    shape = _heads(use, tile, keys)
+    tokens, sequences = use.shape("q")[1], _sequences(use)
+    least = 2 if is_paged else 1
+    # Each sequence that has tiles has `least` tokens, and one tile that may be filled in part.
+    tiles = add(floordiv(tokens, shape.queries), 1, minimum(sequences, floordiv(tokens, least)))
+    items = mul(tiles, _number(use, keys, 2), shape.groups)
+    return Launch(
+        kernel=_KERNELS + "context_kernel",
+        grid=(minimum(items, programs or PROGRAMS),),
+        args=(Pointer("out.0"), *_tensors(use, keys, values), *_lists(use, is_paged, True), tokens, sequences,
+              *_strides(keys, values)),
+        constants={
+            "LEAST_QUERIES": least,
+            "PAGE_SIZE": _number(use, keys, 1) if is_paged else 1,
+            **_tile_constants(use, tile, shape, keys, values),
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        pdl=_overlaps(use),
+    )  # fmt: skip
+
+
+def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool) -> tuple[Launch, ...]:
+    """Small tiles: of all sequences of a small step, of those with one query in others; and their parts, joined."""
+    shape = _heads(use, tile, "k_cache", None if is_small else 1)
+    tokens, sequences = use.shape("q")[1], _sequences(use)
+    heads, value_size = _number(use, "q", 2), _number(use, "v_cache", 3)
+    # Padding is a sequence too.
+    tiles = add(floordiv(tokens, shape.queries), sequences, 1) if is_small else add(sequences, 1)
+    rows = _rows(use, is_small)
+    parts = mul(rows, heads, splits.most)
+    partial = (Pointer("workspace", "float32"), Pointer("workspace", "float32", mul(4, parts, value_size)))
+    constants = {
+        "MOST_QUERIES": 0 if is_small else 1,
+        "PAGE_SIZE": _number(use, "k_cache", 1),
+    }
+    first = Launch(
+        kernel=_KERNELS + "split_kernel",
+        grid=(tiles, _number(use, "k_cache", 2) * shape.groups, splits.most),
+        args=(Pointer("out.0"), *partial, *_tensors(use, "k_cache", "v_cache"), *_lists(use, True, True), tokens,
+              sequences, *splits, *_strides("k_cache", "v_cache")),
+        constants=constants | _tile_constants(use, tile, shape, "k_cache", "v_cache"),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        pdl=_overlaps(use),
+    )  # fmt: skip
+    queries, columns = power_of_two(shape.queries), max(16, power_of_two(value_size))
+    second = Launch(
+        kernel=_KERNELS + "merge_kernel",
+        grid=(tiles, heads),
+        args=(Pointer("out.0"), *partial, *_lists(use, True, False), tokens, sequences, *splits),
+        constants=constants
+        | {
+            "HEADS": heads,
+            "VALUE_SIZE": value_size,
+            "BLOCK_Q": shape.queries,
+            "BLOCK_N": tile.n,
+            "BLOCK_V": columns,
+            "ROWS": queries,
+            "PARTS": max(1, PARTS // (queries * columns)),
+            **_reach(use),
+            "PDL": _overlaps(use),
+        },
+        num_warps=4,
+        num_stages=3,
+        pdl=_overlaps(use),
+    )
+    return first, second
+
+
+class _Shape(NamedTuple):
+    """Of a tile: queries, heads of a key head's group, and how many tiles such a group has side by side."""
+
+    queries: int
+    heads: int
+    groups: int
+
+
+def _heads(use: Use, tile: Tile, keys: str, queries: int | None = None) -> _Shape:
+    group = _number(use, "q", 2) // _number(use, keys, 2)
+    heads = min(group, tile.m)
+    return _Shape(queries or tile.m // heads, heads, -(-group // heads))
+
+
+def _rows(use: Use, is_small: bool) -> Expr:
+    """Rows of partial results: tokens, or slots for sequences and padding."""
+    tokens = use.shape("q")[1]
+    if not is_small:
+        return add(_sequences(use), 1)
+    return tokens if isinstance(tokens, int) else minimum(tokens, SMALL_STEP)
+
+
+def _sequences(use: Use) -> Expr:
+    return add(use.shape("cu_seqlens")[0], -1)
+
+
+def _number(use: Use, name: str, axis: int) -> int:
+    found = use.number(name, axis)
+    assert found is not None, f"axis {axis} of {name} is fixed by the model"
+    return found
+
+
+def _tensors(use: Use, keys: str, values: str) -> tuple[Pointer | None, ...]:
+    given = [Pointer(name) if use.has(name) else None for name in ("sinks", "slopes")]
+    return (Pointer("q"), Pointer(keys), Pointer(values), *given)
+
+
+def _lists(use: Use, is_paged: bool, with_pages: bool) -> tuple[Pointer | None, ...]:
+    names = ("kv_lens", *(("page_indices",) if with_pages else ()), "page_indptr", "page_start")
+    return (Pointer("cu_seqlens"), *(Pointer(name) if is_paged else None for name in names))
+
+
+def _strides(keys: str, values: str) -> tuple[Stride | int, ...]:
+    """Of the query's tokens, heads and elements; of pages, slots, heads and elements. In a page elements are close."""
+    query = tuple(Stride("q", axis) for axis in (1, 2, 3))
+    cached = (
+        (*(Stride(name, axis) for axis in (0, 1, 2)), 1 if name.endswith("_cache") else Stride(name, 3))
+        for name in (keys, values)
+    )
+    return (*query, *(stride for each in cached for stride in each))
+
+
+def _reach(use: Use) -> dict[str, int]:
+    """How far queries see; 0 for no window and no chunks."""
+    window, chunk = use.constant("window"), use.constant("chunk")
+    assert window is None or isinstance(window, int)
+    assert chunk is None or isinstance(chunk, int)
+    return {"WINDOW": window or 0, "CHUNK": chunk or 0}
+
+
+def _tile_constants(use: Use, tile: Tile, shape: _Shape, keys: str, values: str) -> dict[str, int | float | bool | str]:
+    size, value_size = _number(use, keys, 3), _number(use, values, 3)
+    scale, soft_cap = use.constant("scale"), use.constant("soft_cap")
+    assert isinstance(scale, (int, float))
+    assert soft_cap is None or isinstance(soft_cap, (int, float))
+    return {
+        "HEADS": _number(use, "q", 2),
+        "KV_HEADS": _number(use, keys, 2),
+        "SIZE": size,
+        "VALUE_SIZE": value_size,
+        "BLOCK_H": shape.heads,
+        "BLOCK_Q": shape.queries,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_D": max(16, power_of_two(size)),
+        "BLOCK_V": max(16, power_of_two(value_size)),
+        "SCALE": float(scale),
+        "SOFT_CAP": float(soft_cap or 0.0),
+        **_reach(use),
+        "PRECISION": "ieee" if use.width("q") > 2 else "tf32",
+        "PDL": _overlaps(use),
+    }
+
+
+def _overlaps(use: Use) -> bool:
+    """Whether kernels may begin before those in front of them have ended."""
+    return use.target.capability >= (9, 0)
