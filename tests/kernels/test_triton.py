@@ -34,8 +34,8 @@ SHARED_BYTES = 160 * 1024
 
 
 ANYWHERE = (
-    "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "fused_steps.py", "walked_states.py",
-    "absorbed_latents.py",
+    "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "fused_steps.py", "routed_experts.py",
+    "walked_states.py", "absorbed_latents.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
