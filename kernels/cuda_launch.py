@@ -21,7 +21,7 @@ _ROOM = "precast.kernels."
 
 @cache
 def function_of(named: str, constants: Constants, device: int) -> driver.CUfunction:
-    """The kernel `file:name` of CUDA C++, the file below `precast.kernels`, compiled and loaded on a device, which is current.
+    """The kernel `file:name` of CUDA C++, the file below `precast.kernels`, compiled and loaded on the current device.
 
     Loaded once in a process, also while a stream is captured; it may take all shared memory that the device has.
     """
