@@ -25,7 +25,7 @@ _TILE = 1024
 class Rows(NamedTuple):
     """How many rows there are, how many of them the inner axis has, and how far rows and elements are apart."""
 
-    count: Expr
+    total: Expr
     inner: Expr
     strides: tuple[Stride | int, Stride | int, Stride]
 

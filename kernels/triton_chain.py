@@ -10,6 +10,7 @@ import os
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -19,5 +20,5 @@ def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """All that earlier kernels wrote is there afterwards. Every program of a launch with `pdl` comes here."""
     if PDL and not _INTERPRETED:
         # First, so that the next kernel can request its weights; it waits for the end of this one itself.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()

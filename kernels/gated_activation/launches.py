@@ -18,7 +18,7 @@ def gated_activation(use: Use) -> tuple[Launch, ...]:
     return (
         Launch(
             kernel="precast.kernels.gated_activation.triton:gated_activation_kernel",
-            grid=(mul(rows.count, -(-width // block)),),
+            grid=(mul(rows.total, -(-width // block)),),
             args=(Pointer("out.0"), Pointer("x"), rows.inner, *rows.strides),
             constants={"WIDTH": width, "BLOCK": block, "KIND": str(use.constant("kind")), "PDL": has_pdl},
             num_warps=num_warps(block),

@@ -15,12 +15,12 @@ def layer_norm(use: Use) -> tuple[Launch, ...]:
     return (
         Launch(
             kernel="precast.kernels.layer_norm.triton:layer_norm_kernel",
-            grid=(ceildiv(rows.count, tile.rows),),
+            grid=(ceildiv(rows.total, tile.rows),),
             args=(
                 Pointer("out.0"),
                 Pointer("x"),
                 *(None if name is None else Pointer(name) for name in given),
-                rows.count,
+                rows.total,
                 rows.inner,
                 real(use, "eps"),
                 *rows.strides,

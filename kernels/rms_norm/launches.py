@@ -16,14 +16,14 @@ def rms_norm(use: Use) -> tuple[Launch, ...]:
     return (
         Launch(
             kernel="precast.kernels.rms_norm.triton:rms_norm_kernel",
-            grid=(ceildiv(rows.count, tile.rows),),
+            grid=(ceildiv(rows.total, tile.rows),),
             args=(
                 Pointer("out.0"),
                 Pointer("out.1") if has_residual else None,
                 Pointer("x"),
                 Pointer("residual") if has_residual else None,
                 *(None if name is None else Pointer(name) for name in weights),
-                rows.count,
+                rows.total,
                 rows.inner,
                 real(use, "eps"),
                 *rows.strides,

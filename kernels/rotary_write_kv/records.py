@@ -10,11 +10,11 @@ from precast.kernels.rotary_write_kv import launches
 from precast.kernels.rows import in_triton
 from precast.kernels.use import Use, numbers, size, wide
 
+_SIZES = (("q", 2), ("q", 3), ("v", 2), ("v", 3), ("k_cache", 1))
 _KNOWN = Condition(
     "heads, tables and pages of known sizes",
     lambda use: all(bool(use.number(name, axis)) for name, axis in _SIZES) and use.number("cos", -1) is not None,
 )
-_SIZES = (("q", 2), ("q", 3), ("v", 2), ("v", 3), ("k_cache", 1))
 
 
 def _rotary_write_kv(use: Use) -> Expr:

@@ -60,7 +60,7 @@ def _turned_heads(  # type: ignore[no-untyped-def]
         a = _normed(a, factor, a_scale, CAST_BEFORE_SCALE, dtype)
         b = _normed(b, factor, b_scale, CAST_BEFORE_SCALE, dtype)
         rest = _normed(rest, factor, rest_scale, CAST_BEFORE_SCALE, dtype)
-    new_a, new_b = turned(a, b, cos, sin, dtype)
+    new_a, new_b = turned(a, b, cos, sin, dtype)  # pyright: ignore[reportGeneralTypeIssues]
     return new_a, new_b, rest.to(dtype)
 
 
