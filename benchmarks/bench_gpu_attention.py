@@ -219,12 +219,15 @@ def compile_all(names: list[str], cases: list[Case], *, sweep: bool) -> float:
     for name in names:
         for case in cases:
             for choice in choices_of(MODELS[name], case) if sweep else [Choice()]:
-                # Lengths don't matter, nor do most numbers of sequences.
-                same = case._replace(tokens=max(case.queries, 256), seqs=min(case.seqs, 65))
+                # Lengths don't matter, nor how many sequences there are, but for whether the step is small.
+                is_small = case.seqs * case.queries <= attention.SMALL_STEP
+                same = Case(1, 1024, 1024) if case.queries > 1 else Case(1 if is_small else 65, 1, 256)
                 jobs.append((MODELS[name], same, choice, capability))
+    # What the others need besides comes first.
+    jobs.sort(key=lambda job: job[2] != Choice())
     jobs = list(dict.fromkeys(jobs))
     with ProcessPoolExecutor(max(1, min(14, (os.cpu_count() or 2) - 2)), mp_context=get_context("spawn")) as pool:
-        problems = {each for each in pool.map(compile_one, jobs, chunksize=2) if each}
+        problems = {each for each in pool.map(compile_one, jobs) if each}
     for problem in sorted(problems)[:5]:
         print("not compiled:", problem[:300], file=sys.stderr)
     return time.perf_counter() - began

@@ -191,7 +191,10 @@ def test_padding_is_empty_slots_and_tokens_of_no_sequence() -> None:
     """Whatever is added has no tokens, no length and no state, and is written nowhere; page lists are left out."""
     inputs = BatchInputs(tiny_graph(state=True))
     arrays = inputs.arrays([chunk(3, [7, 8], near=[4, 5], far=[2], state=6)])
-    padded = {name: values.tolist() for name, values in inputs.padded(arrays, 4, 3).items()}
+    padded = {
+        name: [*arrays[name].tolist(), *[arrays[name][-1] if fill is None else fill] * (length - len(arrays[name]))]
+        for name, (length, fill) in inputs.padding(4, 3).items()
+    }
     slots = {name: arrays[name].tolist() for name in ("slot_mapping_near", "slot_mapping_far")}
     assert padded == {
         "input_ids": [7, 8, 0, 0], "positions": [3, 4, 0, 0], "cu_seqlens": [0, 2, 2, 2], "kv_lens": [5, 0, 0],

@@ -117,6 +117,7 @@ def test_no_step_runs_op_by_op_in_silence(device: Device) -> None:
 # --- the hot path ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_replayed_steps_wait_for_no_device_and_ask_for_no_memory(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +133,9 @@ def test_replayed_steps_wait_for_no_device_and_ask_for_no_memory(
     for owner, names in refused.items():
         for name in names:
             monkeypatch.setattr(owner, name, refusing(name))
-    if device.kind == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
     try:
+        if device.kind == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
         found = answers(engine)
     finally:
         if device.kind == "cuda":
