@@ -71,7 +71,9 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
 
     Raises BuildError("option-invalid") for a name that is no pass's, and for a pass that can't be left out.
     """
-    known: dict[str, Pass | LoweredPass] = {each.name: each for each in (*PASSES, *LOWERED_PASSES)}
+    known: dict[str, Pass | LoweredPass] = {each.name: each for each in PASSES} | {
+        each.name: each for each in LOWERED_PASSES
+    }
     for name in disabled:
         if name not in known:
             raise BuildError("option-invalid", f"there is no pass {name}", fix=_nearest(name, sorted(known)))

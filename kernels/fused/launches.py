@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from precast.ir.graph.schema import Const, Expr, Ref, Step, Steps, TensorType
+from precast.ir.graph.schema import Const, Dtype, Expr, Ref, Step, Steps, TensorType
 from precast.ir.graph.symbols import ceildiv, numel
 from precast.ir.limits import MAX_FUSED_RESULTS
 from precast.ir.ops.checks import promoted
@@ -34,7 +34,7 @@ class _Value(NamedTuple):
     """What the kernel holds: the place among its values, and its element type."""
 
     place: int
-    dtype: str
+    dtype: Dtype
 
 
 class Space(NamedTuple):
@@ -141,7 +141,7 @@ class _Written:
         self._count = num_operands
         self.steps: list[dict[str, Any]] = []
 
-    def step(self, step: Step, held: Mapping[str, _Value], dtype: str) -> _Value:
+    def step(self, step: Step, held: Mapping[str, _Value], dtype: Dtype) -> _Value:
         """Append what an op of the table computes, of result type `dtype`."""
         name = step.op.removeprefix("aten.").partition(".")[0]
         given: dict[str, _Value | _Argument | None] = {
@@ -176,7 +176,7 @@ class _Written:
                 return self._softplus(x, given.get("beta", 1), given.get("threshold", 20), dtype)
         return self._add(name, x, dtype=dtype)
 
-    def _softplus(self, x: Any, beta: Any, threshold: Any, dtype: str) -> _Value:
+    def _softplus(self, x: Any, beta: Any, threshold: Any, dtype: Dtype) -> _Value:
         """log(1 + exp(beta x)) / beta, and x itself where beta x is above the threshold."""
         scaled = x if beta == 1 else self._add("mul", x, beta, dtype="float32")
         bent = self._add("log1p", self._add("exp", scaled, dtype="float32"), dtype="float32")
@@ -184,10 +184,10 @@ class _Written:
             bent = self._add("div", bent, beta, dtype="float32")
         return self._choice(self._add("gt", scaled, threshold, dtype="bool"), x, bent, dtype)
 
-    def _choice(self, condition: Any, one: Any, other: Any, dtype: str) -> _Value:
+    def _choice(self, condition: Any, one: Any, other: Any, dtype: Dtype) -> _Value:
         return self._add("where", one, other, dtype=dtype, condition=condition.place)
 
-    def _add(self, name: str, *args: Any, dtype: str, **more: Any) -> _Value:
+    def _add(self, name: str, *args: Any, dtype: Dtype, **more: Any) -> _Value:
         values = [arg for arg in args if arg is not None]
         self.steps.append(
             {
@@ -212,7 +212,7 @@ _WIDENED = {"bool": "int32", "float16": "float32", "bfloat16": "float32"}
 """The element types that are computed in another one. PyTorch rounds a number that it compares, and no other."""
 
 
-def _common(name: str, values: Sequence[Any], dtype: str) -> str:
+def _common(name: str, values: Sequence[Any], dtype: Dtype) -> str:
     """The element type of what a step combines: that of its result, or of what it converts or compares."""
     if name in ("to", "logical_not"):
         return str(values[0].dtype)

@@ -7,8 +7,10 @@ rounded to its type, and what the op returns is written.
 Multiplications are `mul.rn`, which no compiler joins with an addition: each step rounds as the op that it stands for.
 """
 
-# To pyright libdevice's functions are other types than kernels, and triton has no knobs.
-# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# To pyright libdevice's functions are other types than kernels, triton has no knobs, static ranges are no iterables, and
+# functions at compile time give constants.
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
@@ -245,7 +247,7 @@ def seen(row_mask, column_mask, STEPS: tl.constexpr, X: tl.constexpr):  # type: 
 
 
 @triton.jit
-def fused_kernel(
+def fused_kernel(  # type: ignore[no-untyped-def]
     x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11,
     y0, y1, y2, y3,
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11,
@@ -254,7 +256,7 @@ def fused_kernel(
     d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11,
     size_a, size_b, size_c, num_rows, num_columns,
     STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     pointers = (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11)
     outs = (y0, y1, y2, y3)
     strides = (
@@ -270,11 +272,12 @@ def fused_kernel(
     for x in tl.static_range(count(STEPS, "operands")):
         place = offsets(row, column, strides[x], sizes, STEPS, x)
         loaded = tl.load(pointers[x] + place, mask=seen(row_mask, column_mask, STEPS, x), other=0)
-        values = values + (loaded.to(type_at(STEPS, "operands", x, "dtype")),)  # noqa: RUF005
+        values = values + (loaded.to(type_at(STEPS, "operands", x, "dtype")),)  # type: ignore[assignment]  # noqa: RUF005
     for i in tl.static_range(count(STEPS, "steps")):
-        values = values + (step(values, column_mask, num_columns, at(STEPS, "steps", i, "name"), STEPS, i),)  # noqa: RUF005
+        made = step(values, column_mask, num_columns, at(STEPS, "steps", i, "name"), STEPS, i)
+        values = values + (made,)  # type: ignore[assignment]  # noqa: RUF005
     for y in tl.static_range(count(STEPS, "results")):
-        value = values[at(STEPS, "results", y, "value")]
+        value = values[at(STEPS, "results", y, "value")]  # type: ignore[var-annotated]
         if at(STEPS, "results", y, "columns"):
             value = tl.broadcast_to(value, (ROWS, COLUMNS))
             tl.store(outs[y] + row * num_columns + column, value, mask=row_mask & column_mask)

@@ -8,7 +8,7 @@ for all its layers, and whether ops can be fused is a question for the shape rul
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -60,17 +60,18 @@ def _types(function: ir.Graph | ir.Block) -> dict[str, ir.TensorType]:
 def _fused(
     steps: Sequence[ir.Node | ir.Call], types: Mapping[str, ir.TensorType], outputs: Iterable[str],
     held: Collection[str],
-) -> tuple[ir.Node, ...]:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """The steps of a function with fused nodes; `held` are the names of its caches."""
     regions = _Regions(steps, types, set(outputs), held)
     regions.grow()
     last = {region[-1]: region for region in regions.all()}
     inside = {place for region in last.values() for place in region}
-    return tuple(
+    made: list[Any] = [
         regions.node(last[place]) if place in last else step
         for place, step in enumerate(steps)
         if place in last or place not in inside
-    )  # type: ignore[return-value]
+    ]
+    return tuple(made)
 
 
 class _Body(NamedTuple):
