@@ -41,7 +41,7 @@ class Ticket(NamedTuple):
     """A step that was launched. It draws `num_rows` tokens, which `arrived` says are in `token_ids` on the host.
 
     `logits` are `[R, V]` on the device, of a step whose logits are wanted. `ran` says how it ran: "captured",
-    "piecewise", or why it ran op by op.
+    "piecewise", or why it ran op by op. The device works on it from `began` to `arrived`.
     """
 
     ran: str
@@ -50,6 +50,7 @@ class Ticket(NamedTuple):
     num_rows: int
     token_ids: torch.Tensor
     arrived: Event
+    began: Event
 
 
 class Runner:
@@ -85,7 +86,12 @@ class Runner:
         # What the last step drew, for the next one; and what two steps have drawn, for the host.
         self._drawn = tensor_of(device.alloc(8 * num_rows)).view(torch.int64)
         self._arrivals = deque(
-            (tensor_of(device.alloc(8 * num_rows, pinned=True)).view(torch.int64), device.event()) for _ in range(2)
+            (
+                tensor_of(device.alloc(8 * num_rows, pinned=True)).view(torch.int64),
+                device.event(timed=True),
+                device.event(timed=True),
+            )
+            for _ in range(2)
         )
         self.captures = Captures(device, [Size(n, min(n, num_rows)) for n in captured_sizes])
         self._largest = max(captured_sizes, default=0)
@@ -104,7 +110,10 @@ class Runner:
         arrays = self._inputs.arrays(step.chunks, decoding)
         size = None if draws is None else self.captures.size_for(step.num_tokens)
         num_rows = len(draws or ())
+        self._arrivals.rotate()
+        token_ids, arrived, began = self._arrivals[0]
         with self.device.use(), torch.inference_mode():
+            began.record()
             self.copy_pages([*step.saves, *step.restores])
             logits, padding = None, 0
             if size is None:
@@ -115,8 +124,9 @@ class Runner:
                 places.fill(arrays | self._inputs.padded(arrays, *size) | drawing)
                 num_graphs = self.captures.replay(size, self._memory())
                 ran, padding = "captured" if num_graphs == 1 else "piecewise", size.num_tokens - step.num_tokens
-            if num_rows:
-                self._send(num_rows)
+            # Nobody waits for it here.
+            token_ids[:num_rows].copy_(self._drawn[:num_rows], non_blocking=True)
+            arrived.record()
         return Ticket(ran, padding, logits if draws is None else None, num_rows, *self._arrivals[0])
 
     def collect(self, ticket: Ticket) -> list[int]:
@@ -126,6 +136,10 @@ class Runner:
         ticket.arrived.synchronize()
         token_ids: list[int] = ticket.token_ids[: ticket.num_rows].tolist()
         return token_ids
+
+    def seconds(self, ticket: Ticket) -> float:
+        """How long the device took for a step; it was collected, and drew tokens."""
+        return self.device.seconds_between(ticket.began, ticket.arrived)
 
     def capture_next(self) -> None:
         """Capture the next size; there is one. What was drawn last stays."""
@@ -212,13 +226,6 @@ class Runner:
         """`ids` `[T]` with what was drawn last in the place of `-1 - row`, and 0 where that is no token."""
         drawn = self._drawn[(-1 - ids).clamp_(min=0)]
         return torch.where(ids < 0, drawn, ids).clamp_(min=0)
-
-    def _send(self, num_rows: int) -> None:
-        """Copy what was drawn to the host; nobody waits for it here."""
-        self._arrivals.rotate()
-        token_ids, arrived = self._arrivals[0]
-        token_ids[:num_rows].copy_(self._drawn[:num_rows], non_blocking=True)
-        arrived.record()
 
     def _why_eager(self, num_tokens: int, draws: Sequence[Draw] | None) -> str:
         if draws is None:

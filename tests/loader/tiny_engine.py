@@ -36,6 +36,8 @@ def engine_on(
     slabs: int = 90,
     eos: tuple[int, ...] = (),
     reuses: bool = False,
+    tokens: int = 64,
+    max_prefill_tokens: int | None = None,
 ) -> Engine:
     """The tiny model; its caches are NaN where nothing was written."""
     graph = tiny_graph() if graph is None else graph
@@ -45,7 +47,7 @@ def engine_on(
     memory = CacheMemory(graph.caches, slabs, device)
     memory.arena.fill_(0xFF)
     program.bind(memory.tensors)
-    runner = Runner(wrap(program), graph, memory, device, EngineLimits(seqs, 64, 64), captured_sizes=sizes)
+    runner = Runner(wrap(program), graph, memory, device, EngineLimits(seqs, tokens, 64), captured_sizes=sizes)
     return Engine(
         runner,
         tiny_model(64, eos),
@@ -53,6 +55,7 @@ def engine_on(
         timeline=Timeline(),
         reuses_prefixes=reuses,
         runs_ahead=runs_ahead,
+        max_prefill_tokens=max_prefill_tokens,
     )
 
 

@@ -128,6 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         hashes=st.booleans(),
         rope=st.sampled_from((None, *ROPES)),
         runs_ahead=st.booleans(),
+        max_prefill_tokens=st.none() | st.integers(1, 9),
     )
     def load(
         self,
@@ -139,6 +140,7 @@ class EngineMachine(RuleBasedStateMachine):
         hashes: bool,
         rope: Rope | None,
         runs_ahead: bool,
+        max_prefill_tokens: int | None,
     ) -> None:
         self.graph, self.weights = model_of(number)
         self.rope = rope if hashes else None
@@ -158,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
         runner = Runner(self.program, self.graph, memory, CpuDevice(), limits)
         self.engine = Engine(
             runner, tiny_model(MAX_LENGTH), tokenizer_files={}, timeline=Timeline(), reuses_prefixes=reuses,
-            runs_ahead=runs_ahead,
+            runs_ahead=runs_ahead, max_prefill_tokens=max_prefill_tokens,
         )  # fmt: skip
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.answers: dict[int, list[int]] = {}
@@ -458,6 +460,7 @@ def run(actions: int, seed: int, script: int = 300) -> Counter[str]:
             "hashes": draw.random() < 0.9,
             "rope": draw.choice((None, None, *ROPES)),
             "runs_ahead": draw.random() < 0.7,
+            "max_prefill_tokens": draw.choice((None, None, 1, 3, 9)),
         }
         try:
             machine.load(**options)
