@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from precast.ir.graph.schema import Graph
-from precast.ir.memory.liveness import Moment
+from precast.ir.memory.liveness import ROUNDING, Moment
 from precast.kernels import registry, step_memory
 from precast.kernels.registry import Implementation
 from precast.kernels.use import Use
@@ -49,7 +49,11 @@ class WatchedOps:
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             made = function(**arguments)
-            self._found.append((torch.cuda.max_memory_allocated() - before, before - self._base))
+            given = arguments.get("out", ())
+            written = given if isinstance(given, tuple) else (given,)
+            results = sum(-(-each.nbytes // ROUNDING) * ROUNDING for each in written)
+            held = torch.cuda.max_memory_allocated() - before
+            self._found.append((held + results, before - results - self._base))
             return made
 
         return watched

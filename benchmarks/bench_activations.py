@@ -14,7 +14,7 @@ What is measured are the blocks of torch's allocator, with the setting that `pre
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr, Graph
 from precast.ir.memory import caches
+from precast.ir.memory.addresses import Addresses
 from precast.kernels import registry, step_memory
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.use import LONGEST
@@ -148,16 +149,24 @@ class _Family:
         self._program = restore(self._graph, device=device)
         self._program.bind(self._tensors)
         cut_blocks_to_size(device)
+        self._addresses = self._planned({"T": MAX_TOKENS, "B": MAX_SEQS, "R": MAX_SEQS})
+        self._program.place(self._addresses, torch.empty(self._addresses.num_bytes, dtype=torch.uint8, device=device))
+
+    def _planned(self, sizes: Mapping[str, int]) -> Addresses:
+        return step_memory.addresses_of(self._graph, registry.target_of(self._device), sizes)
 
     def rows(self) -> list[dict[str, Any]]:
         """All steps of a second run: the first one leaves what libraries keep for themselves."""
         found = []
+        target = registry.target_of(self._device)
         for drawn in (False, True):
-            peak = (step_memory.step_peak if drawn else step_memory.peak)(self._graph, registry.target_of(self._device))
+            peak = (step_memory.step_peak if drawn else step_memory.peak)(self._graph, target, self._addresses)
             for name in PROMPTS:
                 program = Sized(self._program, self._graph)
                 steps = [list(self._run(program, name, drawn)) for _ in range(2)][1]
-                row = _row(name, drawn, steps, peak)
+                # What has an address takes what was planned; all else is measured.
+                placed = [self._planned(step.sizes).num_bytes for step in steps]
+                row = _row(name, drawn, steps, placed, peak)
                 print(_line(self._name, row), flush=True)
                 found.append(row | self._explained(row, name))
         return found
@@ -234,10 +243,12 @@ def _held(run: Callable[[], object]) -> tuple[int, int]:
     return blocks, asked
 
 
-def _row(name: str, drawn: bool, steps: list[Step], peak: Expr) -> dict[str, Any]:
+def _row(name: str, drawn: bool, steps: list[Step], placed: Sequence[int], peak: Expr) -> dict[str, Any]:
     """Of the steps with the row's number of tokens that whose prediction is lowest beside the measured; or of all."""
     tokens = name.split()[0]
-    ratios = [symbols.evaluate(peak, step.sizes) / step.bytes for step in steps]
+    predicted = [own + symbols.evaluate(peak, step.sizes) for own, step in zip(placed, steps, strict=True)]
+    measured = [own + step.bytes for own, step in zip(placed, steps, strict=True)]
+    ratios = [said / found for said, found in zip(predicted, measured, strict=True)]
     fitting = [i for i, step in enumerate(steps) if not tokens.isdigit() or step.sizes["T"] == int(tokens)]
     chosen, lowest = min(fitting, key=lambda i: ratios[i]), min(range(len(steps)), key=lambda i: ratios[i])
     return {
@@ -245,13 +256,14 @@ def _row(name: str, drawn: bool, steps: list[Step], peak: Expr) -> dict[str, Any
         "tokens": "drawn" if drawn else "greedy",
         "claimed": name in CLAIMED,
         "sizes": steps[chosen].sizes,
-        "predicted_bytes": symbols.evaluate(peak, steps[chosen].sizes),
-        "measured_bytes": steps[chosen].bytes,
+        "placed_bytes": placed[chosen],
+        "predicted_bytes": predicted[chosen],
+        "measured_bytes": measured[chosen],
         "asked_bytes": steps[chosen].asked,
         "predicted_over_measured": round(ratios[chosen], 4),
         "steps": len(steps),
         "lowest_ratio_of_all_steps": round(min(ratios), 4),
-        "lowest": steps[lowest]._asdict() | {"predicted": symbols.evaluate(peak, steps[lowest].sizes)},
+        "lowest": steps[lowest]._asdict() | {"placed": placed[lowest], "predicted": predicted[lowest]},
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 from precast.ir.ops import table as ops
-from precast.ir.ops.op import ArgDef
+from precast.ir.ops.op import ArgDef, OpDef
 
 Result = TypeVar("Result")
 
@@ -50,12 +50,20 @@ def called_as(
     """
     definition = ops.lookup(f"precast.{op}", version)
     assert definition is not None, f"precast.{op}@{version} is not in the op table"
+    return with_signature(definition, function, like=like)
+
+
+def with_signature(
+    definition: OpDef, function: Callable[[dict[str, Any]], Result], *, like: Callable[..., Any]
+) -> Callable[..., Result]:
+    """As `called_as`, for a row of the op table."""
     args = (*definition.args, *((_OUT,) if "out" in inspect.signature(like).parameters else ()))
 
     def call(*positional: Any, **named: Any) -> Result:
         return function(bound(args, positional, named))
 
-    call.__module__, call.__name__, call.__qualname__, call.__doc__ = like.__module__, op, op, like.__doc__
+    name = definition.name.removeprefix("precast.")
+    call.__module__, call.__name__, call.__qualname__, call.__doc__ = like.__module__, name, name, like.__doc__
     call.__signature__ = inspect.Signature(list(map(_parameter, args)))  # type: ignore[attr-defined]
     return call
 

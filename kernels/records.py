@@ -25,28 +25,56 @@ class Condition(NamedTuple):
     holds: Callable[[Use], bool]
 
 
-class Launch(NamedTuple):
-    """One launch of a compiled kernel, as data, over the symbols of the step.
+class Pointer(NamedTuple):
+    """The address of a tensor that a launch takes.
 
-    `args`, in the order of the kernel: names of tensors and scalars, sizes, floats. `pdl`: it may begin before
-    the kernel in front of it has ended, and waits for that by itself.
+    `tensor` names an argument of the op, a tensor of one that is a list ("tensors.0"), a result ("out.0"), or
+    "workspace": uninitialised bytes, as many as the record says, of which `dtype` are seen from byte `offset` on.
+    """
+
+    tensor: str
+    dtype: Dtype | None = None
+    offset: Expr = 0
+
+
+class Stride(NamedTuple):
+    """Elements from one index of an axis to the next, as that tensor lies when it is launched."""
+
+    tensor: str
+    axis: int
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel as data, over the symbols of the step.
+
+    `kernel`: `module:function` of Triton's, or `file:name` of CUDA C++, the file below `precast.kernels`. `args` in the
+    order of the kernel's, without its `constants`, which are compiled in; None for a tensor that isn't given. `block`
+    are the threads of a block of CUDA C++, and `shared_bytes` what it is given of shared memory. `pdl`: it may begin
+    before the kernel in front of it has ended, and waits for that by itself.
     """
 
     kernel: str
-    grid: tuple[Expr, Expr, Expr]
-    block: tuple[int, int, int]
-    args: tuple[Expr | float, ...]
+    grid: tuple[Expr, ...]
+    args: tuple[Pointer | Stride | Expr | float | None, ...]
+    constants: Mapping[str, int | float | bool | str] = {}
+    num_warps: int = 4
+    num_stages: int = 3
+    block: int = 0
     shared_bytes: int = 0
     pdl: bool = False
+
+
+Launches = Callable[[Use], tuple[Launch, ...]]
+"""The launches that compute a use; they may be of a record's own sizes only."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One implementation of an op.
 
-    `runs` names a function as `module:path`, imported when it is first wanted, or lists launches. It takes the op's
-    arguments by name. If it `allocates`, it returns new tensors; else it writes its results into `out`, a tensor or a
-    tuple of several, which it is given besides. `workspace` are the bytes that it holds beside its results at most on a
-    GPU (`precast.kernels.choices.workspace` has a bound for CPUs).
+    `runs` names a function as `module:path`, imported when it is first wanted, or gives the launches of a use. What it
+    names takes the op's arguments by name. If it `allocates`, it returns new tensors; else, as all launches do, it
+    writes its results into `out`, a tensor or a tuple of several, which it is given besides. `workspace` are the bytes
+    that it holds beside its results at most on a GPU (`precast.kernels.choices.workspace` has a bound for CPUs).
 
     `control`: "static" if it launches the same work whatever its metadata hold, so that a CUDA graph can replay it;
     "host" if it reads them on the host, which is a wait for the device. `dtypes` are element types by argument, where
@@ -56,7 +84,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     op: str
-    runs: str | tuple[Launch, ...]
+    runs: str | Launches
     workspace: Callable[[Use], Expr]
     op_versions: tuple[int, ...] = (1,)
     version: int = 1

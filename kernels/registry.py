@@ -15,8 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from precast.ir.graph.schema import Expr
 from precast.ir.ops import table as ops
 from precast.kernels.choices import all_records, cases, fastest
+from precast.kernels.launch import Launched, as_function
 from precast.kernels.records import Ranges, Record
 from precast.kernels.spec import OpSpec
 from precast.kernels.use import GPU, Target, Use
@@ -53,13 +55,15 @@ def register() -> torch.library.Library:
 class Implementation(NamedTuple):
     """What computes a node in steps of these sizes, of all sizes if none are named.
 
-    It `allocates` its results, or writes them into `out`; and it `reads_host`, or can be captured (see `Record`).
+    It `allocates` its results, or writes them into `out`; and it `reads_host`, or can be captured (see `Record`). The
+    values of `expressions` are given to it besides, as its argument `sizes`, if there are any.
     """
 
     sizes: Ranges
     function: Callable[..., Any]
     allocates: bool
     reads_host: bool = False
+    expressions: tuple[Expr, ...] = ()
 
 
 def implementations(use: Use) -> tuple[Implementation, ...]:
@@ -71,10 +75,14 @@ def implementations(use: Use) -> tuple[Implementation, ...]:
     Raises BundleError `op-unknown` for a name or version that isn't in the op table, and TargetError
     `implementation-missing` for a use that no record takes.
     """
-    return tuple(
-        Implementation(sizes, function_of(record), record.allocates, record.control == "host")
-        for sizes, (record, _) in cases(use)
-    )
+    return tuple(_implementation(use, sizes, record) for sizes, (record, _) in cases(use))
+
+
+def _implementation(use: Use, sizes: Ranges, record: Record) -> Implementation:
+    if isinstance(record.runs, str):
+        return Implementation(sizes, function_of(record), record.allocates, record.control == "host")
+    launched = Launched(record, use)
+    return Implementation(sizes, launched, record.allocates, record.control == "host", launched.expressions)
 
 
 def resolve(
@@ -98,9 +106,8 @@ def target_of(device: torch.device) -> Target:
 
 
 def function_of(record: Record) -> Callable[..., Any]:
-    """The function that a record names, imported when it is first wanted."""
-    assert isinstance(record.runs, str), "the torch backend runs functions"
-    return _named(record.runs)
+    """The function that a record names, imported when it is first wanted; or its launches as one."""
+    return _named(record.runs) if isinstance(record.runs, str) else as_function(record)
 
 
 @cache

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-from precast.kernels.records import Record
+from precast.kernels.records import Launches, Record
 
 _ROOM = "precast.kernels."
+_CUDA = ".cu"
 
 
 def digest(record: Record) -> str:
-    """SHA-256 of an implementation's sources: its function's module, and the modules of this room that it imports."""
+    """SHA-256 of an implementation's sources: its function's module, and what of this room that imports or launches."""
     found = hashlib.sha256()
     for name in sources(record):
         found.update(name.encode() + b"\0" + _file(name).read_bytes() + b"\0")
@@ -22,22 +23,36 @@ def digest(record: Record) -> str:
 
 def sources(record: Record) -> tuple[str, ...]:
     """The modules that `digest` is made of, sorted; none for what is torch's own."""
-    wanted = [record.runs.partition(":")[0]] if isinstance(record.runs, str) else []
+    wanted = [record.runs.partition(":")[0] if isinstance(record.runs, str) else _module(record.runs)]
     found: set[str] = set()
     while wanted:
         name = wanted.pop()
         if name.startswith(_ROOM) and _file(name).is_file() and name not in found:
             found.add(name)
-            wanted += _imported(name)
+            wanted += [] if name.endswith(_CUDA) else _imported(name)
     return tuple(sorted(found))
 
 
 @cache
 def _imported(name: str) -> list[str]:
-    """What a module imports, inside of functions too; `from package import name` may name a module."""
-    nodes = [each for each in ast.walk(ast.parse(_file(name).read_bytes())) if isinstance(each, ast.ImportFrom)]
-    return [f"{each.module}{end}" for each in nodes for end in ("", *(f".{alias.name}" for alias in each.names))]
+    """What a module imports, inside of functions too, and what it names as kernels.
+
+    `from package import name` may name a module.
+    """
+    nodes = list(ast.walk(ast.parse(_file(name).read_bytes())))
+    imports = [each for each in nodes if isinstance(each, ast.ImportFrom)]
+    modules = [f"{each.module}{end}" for each in imports for end in ("", *(f".{alias.name}" for alias in each.names))]
+    strings = [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return modules + [text.partition(":")[0] for text in strings if text.startswith(_ROOM)]
+
+
+def _module(launches: Launches) -> str:
+    """Where the function of a record, or the one that a partial calls, is written."""
+    function = launches.func if isinstance(launches, partial) else launches
+    return function.__module__
 
 
 def _file(name: str) -> Path:
+    if name.endswith(_CUDA):
+        return Path(__file__).parent / name.removeprefix(_ROOM)
     return Path(__file__).parent.joinpath(*name.removeprefix(_ROOM).split(".")).with_suffix(".py")

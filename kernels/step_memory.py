@@ -1,43 +1,69 @@
-"""The bytes of activations that a step holds at most, as an expression of the graph's symbols, without running it.
+"""The bytes of activations that a step holds at most, without running it: where values lie, and what else is alive.
 
-At each op there is a sum: what is alive (`precast.ir.memory.liveness`), what the op makes, and the workspace of what
-computes it (`precast.kernels.choices`). The peak is the largest of the sums, of which those that others exceed for all
-sizes are left out. Inputs, params, constants and caches are no activations, and what allocators and libraries keep for
-themselves isn't in it.
+A value that is written where it is told has an address in one memory (`precast.ir.memory.addresses`). Of all others
+there is an expression over symbols. At each op there is a sum: what is alive (`precast.ir.memory.liveness`),
+what the op makes, and the workspace of what computes it (`precast.kernels.choices`). The peak is the largest of the
+sums, of which those that others exceed for all sizes are left out. Inputs, params, constants and caches are no
+activations, and what allocators and libraries keep for themselves isn't in it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Expr, Graph, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Block, Expr, Graph, Node, Ref, TensorType, Value
+from precast.ir.memory import addresses as plans
 from precast.ir.memory import liveness
+from precast.ir.memory.addresses import Addresses
 from precast.ir.memory.liveness import Moment, Operand, Run
-from precast.kernels.choices import workspace
-from precast.kernels.use import LONGEST, Target, Use
+from precast.ir.ops.checks import WORLD
+from precast.kernels.choices import cases, workspace
+from precast.kernels.use import LONGEST, Target, Use, types_in, use_of
 
-
-def runs(graph: Graph, target: Target) -> list[Run]:
-    """The runs of `precast.ir.memory.liveness`, with the workspaces of the implementations for a target."""
-    return liveness.runs(graph, lambda node, operands: workspace(Use(node, operands, target)))
+_OF_VALUES = ("T", "B", "R", *sorted(WORLD))
+"""The symbols in the sizes of a value that has an address; page lists have others."""
 
 
 @liveness.computed()
-def peak(graph: Graph, target: Target) -> Expr:
-    """Bytes that a run of a verified graph holds at most on a target.
+def addresses_of(graph: Graph, target: Target, sizes: Mapping[str, int]) -> Addresses:
+    """Addresses of the values of a verified graph that implementations for a target write where they are told.
+
+    `sizes` are the largest of a step (`step_sizes`).
+    """
+    placed = {block.name: _written(block, block.nodes, target) for block in graph.blocks}
+    placed[""] = _written(graph, [step for step in graph.main if isinstance(step, Node)], target)
+    return plans.plan(graph, placed, {name: sizes[name] for name in _OF_VALUES if name in sizes})
+
+
+def _written(function: Graph | Block, nodes: Sequence[Node], target: Target) -> frozenset[str]:
+    """The results that the implementations of these nodes write where they are told."""
+    types = types_in(function)
+    uses = ((node, use_of(node, types, target)) for node in nodes)
+    told = [node for node, use in uses if any(not case.choice.record.allocates for case in cases(use))]
+    return frozenset(value.name for node in told for value in node.outputs)
+
+
+def runs(graph: Graph, target: Target, addresses: Addresses | None = None) -> list[Run]:
+    """The runs of `precast.ir.memory.liveness`, with the workspaces of the implementations for a target."""
+    return liveness.runs(graph, lambda node, operands: workspace(Use(node, operands, target)), addresses)
+
+
+@liveness.computed()
+def peak(graph: Graph, target: Target, addresses: Addresses | None = None) -> Expr:
+    """Bytes that a run of a verified graph holds at most on a target, those at `addresses` left out.
 
     On a GPU never less than the true peak for sizes within the symbols' ranges; on a CPU a bound, and no promise
     (`precast.kernels.choices.workspace`). Its symbols are the graph's and `LONGEST`.
     """
-    return _peak(runs(graph, target))
+    return _peak(runs(graph, target, addresses))
 
 
 @liveness.computed()
-def step_peak(graph: Graph, target: Target) -> Expr:
+def step_peak(graph: Graph, target: Target, addresses: Addresses | None = None) -> Expr:
     """As `peak`, for a step of an engine, which draws tokens from the logits while it holds them."""
-    found = runs(graph, target)
+    found = runs(graph, target, addresses)
     made = {value.name: value.type for step in graph.main for value in step.outputs}
     logits = made.get(graph.outputs.get("logits", ""))
     drawn: Expr = 0 if logits is None else drawing(logits, target)

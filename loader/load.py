@@ -31,7 +31,7 @@ from precast.loader.run.batch import BatchInputs
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
-from precast.loader.torch_device import cut_blocks_to_size
+from precast.loader.torch_device import cut_blocks_to_size, tensor_of
 from precast.loader.weights.stream import load_weights
 from precast.loader.weights.workers import PinnedBuffers
 
@@ -109,6 +109,7 @@ def load(
             memory = CacheMemory(graph.caches, size.num_slabs, target)
             program.bind(memory.tensors)
             cut_blocks_to_size(torch.device(target.name))
+            program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
             runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
         if capture == "before":

@@ -3,7 +3,8 @@
     arena = (free - activations(arena) - inputs(arena) - graphs(arena) - reserve) * fraction
 
 `free` is what the weights have left. A larger arena makes longer page lists, and with them larger inputs of a step and
-more activations. Captured steps have activations of their own, those of the largest, beside what graphs are made of.
+more activations. Values lie at the same addresses in all steps; of what has none, captured steps have their own, that
+of the largest, beside what graphs are made of.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan, Call, Expr, Graph
 from precast.ir.memory import caches
+from precast.ir.memory.addresses import Addresses
 from precast.kernels import step_memory
 from precast.kernels.registry import target_of
 from precast.loader.device import Device
@@ -52,7 +54,8 @@ class EngineLimits(NamedTuple):
 class ArenaSize(NamedTuple):
     """The slabs of the cache's arena, and the bytes that the arithmetic set apart.
 
-    `inputs` are the places of a step's inputs on the device; on a GPU twice as many bytes of the host are pinned.
+    `inputs` are the places of a step's inputs on the device; on a GPU twice as many bytes of the host are pinned. Of
+    `activations`, the values that have one of the `addresses` take `addresses.num_bytes`.
     """
 
     num_slabs: int
@@ -62,6 +65,7 @@ class ArenaSize(NamedTuple):
     inputs: int
     graphs: int
     reserve: int
+    addresses: Addresses
 
     @property
     def num_bytes(self) -> int:
@@ -91,12 +95,16 @@ def size_arena(
     plan, is_cuda = graph.caches, device.kind == "cuda"
     slab_bytes = max(plan.slab_bytes, 1)
     reserve = CUDA_RESERVE if is_cuda else 0
-    peak = step_memory.step_peak(graph, target_of(torch.device(device.name)))
-    needed = step_bytes(graph, limits, peak)
+    addresses = addresses_of(graph, limits, device)
+    peak = step_memory.step_peak(graph, target_of(torch.device(device.name)), addresses)
+    others = step_bytes(graph, limits, peak)
     graphs = graph_bytes(graph, limits, peak, captured_sizes) if is_cuda else lambda num_slabs: 0
 
     def inputs(num_slabs: int) -> int:
         return places_bytes(capacities(graph, limits, num_slabs))
+
+    def needed(num_slabs: int) -> int:
+        return addresses.num_bytes + others(num_slabs)
 
     def left_for(num_slabs: int) -> int:
         apart = reserve + needed(num_slabs) + inputs(num_slabs) + graphs(num_slabs)
@@ -114,7 +122,7 @@ def size_arena(
         several = filled_by(min(limits.max_num_seqs, CPU_SEQUENCES), min(limits.max_seq_len, CPU_TOKENS))
         num_slabs = min(max(several, filled_by(1, limits.max_seq_len)), int(free * CPU_FRACTION) // slab_bytes)
     apart = needed(num_slabs), inputs(num_slabs), graphs(num_slabs), reserve
-    size = ArenaSize(num_slabs, slab_bytes, free, *apart)
+    size = ArenaSize(num_slabs, slab_bytes, free, *apart, addresses)
     _check_fits(size, limits, device)
     if num_slabs < len(plan.pools):
         raise _too_small(plan, num_slabs, f"; {free} bytes are free after the weights, of which {_apart(size)}")
@@ -138,10 +146,19 @@ def _list_lengths(graph: Graph, limits: EngineLimits, num_slabs: int) -> dict[st
     }
 
 
-def graph_bytes(graph: Graph, limits: EngineLimits, peak: Expr, captured_sizes: Sequence[int]) -> Callable[[int], int]:
-    """Bytes that captured steps take at most, for a cache of so many slabs: the activations of the largest, and graphs.
+def addresses_of(graph: Graph, limits: EngineLimits, device: Device) -> Addresses:
+    """Where values lie, in steps of these limits."""
+    num_tokens, num_seqs = limits.max_num_tokens, limits.max_num_seqs
+    sizes = step_memory.step_sizes(
+        graph, max_num_tokens=num_tokens, max_num_seqs=num_seqs, max_seq_len=limits.max_seq_len, num_pages={}
+    )
+    return step_memory.addresses_of(graph, target_of(torch.device(device.name)), sizes)
 
-    `peak` is that of `kernels.step_memory.step_peak`.
+
+def graph_bytes(graph: Graph, limits: EngineLimits, peak: Expr, captured_sizes: Sequence[int]) -> Callable[[int], int]:
+    """Bytes that captured steps take at most, for a cache of so many slabs: what the largest holds, and graphs.
+
+    `peak` is that of `kernels.step_memory.step_peak`. What has an address isn't counted: it lies there in all steps.
     """
     if not captured_sizes:
         return lambda num_slabs: 0
@@ -152,7 +169,7 @@ def graph_bytes(graph: Graph, limits: EngineLimits, peak: Expr, captured_sizes: 
 
 
 def step_bytes(graph: Graph, limits: EngineLimits, peak: Expr) -> Callable[[int], int]:
-    """Bytes of activations that a step holds at most, for a cache of so many slabs.
+    """Bytes of activations without an address that a step holds at most, for a cache of so many slabs.
 
     `peak` is that of `kernels.step_memory.step_peak`.
     """

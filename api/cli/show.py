@@ -12,7 +12,7 @@ from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.errors import shown, some
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Graph, LatentSpec, Node, PagedSpec, StateSpec
+from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Expr, Graph, LatentSpec, Node, PagedSpec, StateSpec
 from precast.ir.graph.text import format_graph, format_recipe, format_type
 from precast.ir.memory import caches
 from precast.ir.memory.liveness import computed
@@ -104,14 +104,16 @@ def _provenance(record: Mapping[str, object]) -> list[tuple[str, str]]:
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:
     """Bytes that steps of so many tokens and sequences hold at most on a GPU, all sequences beginning there."""
-    peak = step_memory.step_peak(graph, GPU)
-    found = {}
+    found: dict[tuple[int, int], int] = {}
+    peak: Expr | None = None
     for tokens, sequences in STEPS:
         pages = {group.name: -(-tokens // group.spec.page_size) + sequences for group in graph.caches.groups}
         sizes = step_memory.step_sizes(
             graph, max_num_tokens=tokens, max_num_seqs=sequences, max_seq_len=tokens, num_pages=pages
         )
-        found[tokens, sequences] = symbols.evaluate(peak, sizes)
+        addresses = step_memory.addresses_of(graph, GPU, sizes)
+        peak = step_memory.step_peak(graph, GPU, addresses) if peak is None else peak
+        found[tokens, sequences] = addresses.num_bytes + symbols.evaluate(peak, sizes)
     return found
 
 

@@ -8,7 +8,7 @@ constants and caches are no activations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from precast.ir.graph import symbols
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Items, Node, Ref, TensorType, Value
 from precast.ir.memory import caches, strides
+from precast.ir.memory.addresses import Addresses
 from precast.ir.memory.strides import Layout
 from precast.ir.weights.tensorfile import element_bytes
 
@@ -83,13 +84,14 @@ _Workspaces = dict[tuple[int, tuple[tuple[bool, bool], ...]], Expr]
 """By a node's identity, and for each of its arguments whether it lies in row-major order and is an activation."""
 
 
-def runs(graph: Graph, workspace: Workspace) -> list[Run]:
+def runs(graph: Graph, workspace: Workspace, addresses: Addresses | None = None) -> list[Run]:
     """Two runs of a verified graph that is bound to its world, with what each of its nodes holds beside its results.
 
-    One for sizes without common factors, one for the smallest: with a dimension of 1, copies can become views.
+    One for sizes without common factors, one for the smallest: with a dimension of 1, copies can become views. Values
+    that have one of the `addresses` take no bytes: their memory is there for the whole run.
     """
     workspaces: _Workspaces = {}
-    return [_Walk(graph, workspace, sizes, workspaces).run() for sizes in _sample_sizes(graph)]
+    return [_Walk(graph, workspace, sizes, workspaces, addresses).run() for sizes in _sample_sizes(graph)]
 
 
 @contextmanager
@@ -124,8 +126,17 @@ def _sample_sizes(graph: Graph) -> list[dict[str, int]]:
 class _Walk:
     """One walk over the program, for sizes that say which results are views."""
 
-    def __init__(self, graph: Graph, workspace: Workspace, sizes: Mapping[str, int], workspaces: _Workspaces) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        workspace: Workspace,
+        sizes: Mapping[str, int],
+        workspaces: _Workspaces,
+        addresses: Addresses | None,
+    ) -> None:
         self._graph = graph
+        self._addresses = addresses
+        self._placed: Container[str] = () if addresses is None else addresses.main  # of the function that runs
         self._workspace_of = workspace
         self._sizes = sizes
         self._blocks = {block.name: block for block in graph.blocks}
@@ -164,14 +175,23 @@ class _Walk:
         outputs = {value.name for value in call.outputs}
         self._release(frame, [name for name in dead if name not in outputs])
         self._path = f"{call.block} that makes {', '.join(value.name for value in call.outputs)}"
+        outside, self._placed = self._placed, self._placed_in(call)
         self._steps(block.nodes, local, {*(value.name for value in (*block.params, *block.caches)), *block.outputs})
-        self._path = ""
+        self._path, self._placed = "", outside
         unused = set(dead)
         for value, name in zip(call.outputs, block.outputs, strict=True):
             if value.name not in unused:
                 frame[value.name] = local[name]
                 self._hold(local[name])
         self._release(local, list(local))
+
+    def _placed_in(self, call: Call) -> Container[str]:
+        """The values of the call's block that have an address."""
+        if self._addresses is None:
+            return ()
+        returned = self._addresses.returned[call.block].items()
+        given = {name for name, index in returned if call.outputs[index].name in self._addresses.main}
+        return given | self._addresses.blocks[call.block].keys()
 
     def _node(self, node: Node, frame: Mapping[str, _Held]) -> list[_Held]:
         """The results; their making is a moment."""
@@ -197,6 +217,8 @@ class _Walk:
 
     def _result(self, node: Node, value: Value, frame: Mapping[str, _Held]) -> _Held:
         shape = self._numbers(value.type.shape)
+        if value.name in self._placed:
+            return _Held(value.type, strides.contiguous(shape), _Storage(0))
         names = list(references(node.args))
         source = frame[names[0]] if names else None
         if source is not None:

@@ -3,17 +3,20 @@
 A function of the graph (`main` or a block) becomes a list of instructions over a frame, a list of registers. All names
 are resolved here; a run touches none. A block is compiled once, and each of its calls runs the same instructions over a
 frame of its own, which begins as a copy of that call's template: parameters, constants and cache tensors stand in it
-from `Program.bind` on. What depends on nothing but the sizes is computed once a run, before the first instruction. A
-register is emptied after its last use, so the memory of a value is free as soon as the value is dead.
+from `Program.bind` on. What depends on nothing but the sizes is computed before the first instruction, and kept for the
+next run of the same sizes: integers, and the tensors that results are written into, at the addresses that were planned
+for them. What has no address is new memory, and its register is emptied after the last use, so that it is free as soon
+as the value is dead.
 
 Nothing is traced, generated or evaluated from text.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +24,7 @@ from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols as exprs
 from precast.ir.memory import caches
+from precast.ir.memory.addresses import Addresses, spans_of
 from precast.kernels import dtypes
 from precast.kernels.registry import Implementation, implementations, target_of
 from precast.kernels.use import Use, types_in, use_of
@@ -59,6 +63,15 @@ class Program:
         self._inputs = Binding(graph.inputs, graph.symbols, device)
         self._main = _Main(graph, tuple(self._statics), _Nodes(device, choose))
         self._check_symbols()
+
+    def place(self, addresses: Addresses, memory: torch.Tensor) -> None:
+        """From now on, values that have one of these addresses lie there in `memory`, `addresses.num_bytes` of uint8.
+
+        They stay as they are until the next step; the outputs are not among them. All other values, and all of them
+        before this is called, lie in memory that torch gives for the step.
+        """
+        self._main.place(addresses, memory)
+        self.num_binds += 1
 
     @property
     def unbound(self) -> tuple[str, ...]:
@@ -123,6 +136,7 @@ class _Layout:
     def __init__(self, names: Iterable[str]) -> None:
         self.size = 0
         self.integers: dict[ir.Dim | ir.Items, int] = {}
+        self.results: dict[tuple[str, str], _Result] = {}
         self._registers: dict[str, int] = {}
         for name in names:
             self.define(name)
@@ -146,11 +160,25 @@ class _Layout:
             self.integers[arg] = self.reserve()
         return self.integers[arg]
 
+    def result(self, value: ir.Value, function: str = "") -> int:
+        """The register of where a value of `main` or of a block is written: a tensor, or the sizes of a new one."""
+        found = self.results.setdefault((function, value.name), _Result(self.size, value.type))
+        self.size = max(self.size, found.register + 1)
+        return found.register
+
+
+class _Result(NamedTuple):
+    """Where a value is written: the register that says it, and what is written there."""
+
+    register: int
+    type: ir.TensorType
+
 
 class _Block:
     """A block, compiled once: its instructions, and where its arguments, integers and outputs live."""
 
     def __init__(self, block: ir.Block, nodes: _Nodes) -> None:
+        self.name = block.name
         names = [value.name for value in (*block.inputs, *block.params, *block.caches)]
         layout = _Layout(names)
         types = types_in(block)
@@ -158,6 +186,8 @@ class _Block:
         self.arguments = {name: layout[name] for name in names}
         self.integers = layout.integers
         self.outputs = tuple(layout[name] for name in block.outputs)
+        self.results = {name: result for (_, name), result in layout.results.items()}
+        self.returned = spans_of(block, {block.name: frozenset(self.results)}).returned
         self.size = layout.size
         # Params and caches are held elsewhere anyway; inputs die after their last use, like any value.
         held = range(len(block.inputs), len(names))
@@ -181,7 +211,14 @@ class _Main:
         self._inputs = tuple((value.name, layout[value.name]) for value in graph.inputs)
         self._outputs = tuple((name, layout[value]) for name, value in graph.outputs.items())
         self._integers = tuple((register, _evaluator(arg)) for arg, register in layout.integers.items())
-        self.expressions = [expr for arg in layout.integers for expr in _expressions(arg)]  # that a run evaluates
+        shapes = [_shape(result.type) for result in layout.results.values()]
+        self._results = [
+            (result.register, function, name, _evaluator(shape), dtypes.BY_NAME[result.type.dtype])
+            for ((function, name), result), shape in zip(layout.results.items(), shapes, strict=True)
+        ]
+        self.expressions = [expr for arg in (*layout.integers, *shapes) for expr in _expressions(arg)]  # of all runs
+        self._activations: tuple[Addresses, torch.Tensor] | None = None
+        self._of_sizes: tuple[Sizes, list[tuple[int, Any]]] | None = None  # what the last run computed from its sizes
         outputs = (register for _, register in self._outputs)
         self.instructions = Instructions(actions, {*range(len(statics)), *layout.integers.values(), *outputs})
         self._template: Frame = [None] * layout.size
@@ -193,9 +230,37 @@ class _Main:
         frame = self._template.copy()
         for name, register in self._inputs:
             frame[register] = inputs[name]
-        for register, value in self._integers:
-            frame[register] = value(sizes)
+        if self._of_sizes is None or self._of_sizes[0] != sizes:
+            self._of_sizes = sizes, [*self._evaluated(sizes)]
+        for register, value in self._of_sizes[1]:
+            frame[register] = value
         return frame
+
+    def place(self, addresses: Addresses, memory: torch.Tensor) -> None:
+        """See `Program.place`."""
+        self._activations = addresses, memory
+        self._of_sizes = None
+
+    def _evaluated(self, sizes: Sizes) -> Iterator[tuple[int, Any]]:
+        """What depends on the sizes alone, by register: integers, and where results are written."""
+        for register, value in self._integers:
+            yield register, value(sizes)
+        if self._activations is not None:
+            for symbol, most in self._activations[0].sizes.items():
+                found = sizes.get(symbol, 0)
+                assert found <= most, f"{symbol} is {found}, and addresses hold up to {most}"
+        for register, function, name, shape, dtype in self._results:
+            yield register, self._written(function, name, shape(sizes), dtype)
+
+    def _written(self, function: str, name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor | tuple[int, ...]:
+        """The tensor that the value is written into, or the sizes of a new one where it has no address."""
+        if self._activations is None:
+            return tuple(shape)
+        addresses, memory = self._activations
+        address = (addresses.blocks[function] if function else addresses.main).get(name)
+        if address is None:
+            return tuple(shape)
+        return memory[address : address + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def outputs(self, frame: Frame) -> dict[str, torch.Tensor]:
         """What a run has left in its frame."""
@@ -205,6 +270,12 @@ class _Main:
         """Static arguments go into the call's template; the others are moved into its frame when it runs."""
         template: Frame = [None] * block.size
         moves = [(register, layout.integer(arg)) for arg, register in block.integers.items()]
+        for name, (register, kind) in block.results.items():
+            returned = block.returned.get(name)
+            if returned is None:  # all calls share it: only one runs at a time
+                moves.append((register, layout.result(ir.Value(name, kind), block.name)))
+            else:
+                moves.append((register, layout.result(ir.Value(call.outputs[returned].name, kind))))
         for name, register in block.arguments.items():
             bound = call.args[name]
             if bound in self.places:
@@ -242,8 +313,9 @@ class _Nodes:
             else:
                 constants[name] = _constant(arg)
         chosen = self._choose(use_of(node, types, self._target))
-        fills = any(each.reads_host or not each.allocates for each in chosen)
-        out = self._out(node, layout) if fills else ()
+        is_placed = any(not each.allocates for each in chosen)
+        fills = is_placed or any(each.reads_host for each in chosen)
+        out = self._out(node, layout, is_placed=is_placed) if fills else ()
         writes = tuple(layout.define(value.name) for value in node.outputs)
         label = f"{node.op} that makes {_names(node.outputs)}"
         made = [
@@ -251,7 +323,7 @@ class _Nodes:
                 label,
                 each.function,
                 constants,
-                tuple(reads),
+                (*reads, *_sizes(each, layout)),
                 writes,
                 out,
                 allocates=each.allocates,
@@ -267,16 +339,29 @@ class _Nodes:
         ]
         return [*actions, instructions.case_action(label, ranges, made)]
 
-    def _out(self, node: ir.Node, layout: _Layout) -> tuple[Out, ...]:
-        """How the tensors are made that the node's results are written into."""
+    def _out(self, node: ir.Node, layout: _Layout, *, is_placed: bool) -> tuple[Out, ...]:
+        """How the tensors are found or made that the node's results are written into."""
         found = []
         for value in node.outputs:
-            shape = ir.Items(
-                tuple(ir.Const(size) if isinstance(size, int) else ir.Dim(size) for size in value.type.shape)
-            )
-            make = partial(torch.empty, dtype=dtypes.BY_NAME[value.type.dtype], device=self._device)
-            found.append((layout.integer(shape), make))
+            register = layout.result(value) if is_placed else layout.integer(_shape(value.type))
+            found.append((register, partial(_empty, dtypes.BY_NAME[value.type.dtype], self._device)))
         return tuple(found)
+
+
+def _empty(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] | torch.Tensor) -> torch.Tensor:
+    """A new tensor of this shape; or the one that stands in its place."""
+    return shape if isinstance(shape, torch.Tensor) else torch.empty(shape, dtype=dtype, device=device)
+
+
+def _shape(kind: ir.TensorType) -> ir.Items:
+    return ir.Items(tuple(ir.Const(size) if isinstance(size, int) else ir.Dim(size) for size in kind.shape))
+
+
+def _sizes(implementation: Implementation, layout: _Layout) -> list[tuple[str, int]]:
+    """The argument `sizes` of launches, and the register of its value."""
+    if not implementation.expressions:
+        return []
+    return [("sizes", layout.integer(ir.Items(tuple(map(ir.Dim, implementation.expressions)))))]
 
 
 def _expressions(arg: ir.Dim | ir.Items) -> tuple[ir.Expr, ...]:

@@ -87,26 +87,6 @@ def test_triton_is_chosen_for_cuda() -> None:
     assert registry.resolve("precast.attention", 1, cuda) is triton.attention
 
 
-@pytest.mark.parametrize("name", [name for name, _ in ops.names() if name.startswith("aten.")])
-def test_aten_ops_have_torchs_argument_names(name: str) -> None:
-    overload = registry.resolve(name, 1, CPU)
-    torch_args = {arg.name: arg for arg in overload._schema.arguments}  # type: ignore[attr-defined]
-    definition = ops.lookup(name)
-
-    assert definition is not None
-    assert {arg.name for arg in definition.args} <= set(torch_args)
-    # What the table leaves out must have a default, and be what torch's default says.
-    required = {arg.name for arg in torch_args.values() if not arg.has_default_value()}
-    assert required <= {arg.name for arg in definition.args}
-
-
-def test_aten_op_takes_a_number_for_a_tensor() -> None:
-    x = torch.arange(3.0)
-
-    assert registry.resolve("aten.add.Tensor", 1, CPU)(self=x, other=2).tolist() == [2.0, 3.0, 4.0]
-    assert registry.resolve("aten.div.Tensor", 1, CPU)(self=x, other=2.0).tolist() == [0.0, 0.5, 1.0]
-
-
 def test_importing_the_room_registers_nothing_and_loads_no_compiler() -> None:
     code = (
         "import sys, torch; before = set(sys.modules)\n"
@@ -126,8 +106,7 @@ def test_every_record_names_a_function_of_its_op(record: Record) -> None:
         pytest.importorskip("triton", reason="Triton is published for Linux only")
     function = registry.function_of(record)
     if record.op.startswith("aten."):
-        assert str(function) == record.op
-        return
+        return  # `test_aten.py`
     expected = {arg.name for arg in ops.lookup(record.op).args}  # type: ignore[union-attr]
     has_results = ops.lookup(record.op).num_outputs > 0  # type: ignore[union-attr]
 
@@ -141,7 +120,7 @@ def test_implementations_of_a_node_are_functions() -> None:
     node = Node("aten.neg.default", {"self": Ref("x")}, (value,))
     use = Use(node, {"self": Operand(value.type, True)}, Target("cpu"))
 
-    assert registry.implementations(use) == (({}, torch.ops.aten.neg.default, True, False),)
+    assert registry.implementations(use) == (({}, torch.ops.aten.neg.out, False, False, ()),)
 
 
 def test_the_target_is_what_the_device_is() -> None:

@@ -19,7 +19,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SHARED_BYTES = 160 * 1024
 
 
-ANYWHERE = ("walked_states.py", "absorbed_latents.py")
+ANYWHERE = ("launched.py", "walked_states.py", "absorbed_latents.py")
 """Files whose tests run in the interpreter and on GPUs."""
 
 

@@ -11,6 +11,7 @@ from tiny import random_weights, tiny_graph, tiny_model
 from precast.ir.graph.schema import Graph
 from precast.kernels.registry import Implementation
 from precast.kernels.use import Use
+from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
@@ -39,7 +40,7 @@ def engine_on(
     tokens: int = 64,
     max_prefill_tokens: int | None = None,
 ) -> Engine:
-    """The tiny model; its caches are NaN where nothing was written."""
+    """The tiny model; its caches and activations are NaN where nothing was written."""
     graph = tiny_graph() if graph is None else graph
     on = torch.device(device.name)
     program = restore(graph, device=on) if choose is None else restore(graph, device=on, choose=choose)
@@ -47,7 +48,10 @@ def engine_on(
     memory = CacheMemory(graph.caches, slabs, device)
     memory.arena.fill_(0xFF)
     program.bind(memory.tensors)
-    runner = Runner(wrap(program), graph, memory, device, EngineLimits(seqs, tokens, 64), captured_sizes=sizes)
+    limits = EngineLimits(seqs, tokens, 64)
+    addresses = sizing.addresses_of(graph, limits, device)
+    program.place(addresses, torch.full((addresses.num_bytes,), 0xFF, dtype=torch.uint8, device=on))
+    runner = Runner(wrap(program), graph, memory, device, limits, captured_sizes=sizes)
     return Engine(
         runner,
         tiny_model(64, eos),

@@ -287,8 +287,10 @@ class LiveResults(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.results.append(weakref.ref(out))
-        self.live.append(sum(result() is not None for result in self.results))
+        if "out" not in (kwargs or {}):  # else it was made by `empty`, in front of the op
+            self.results.append(weakref.ref(out))
+        if func is not torch.ops.aten.empty.memory_format:
+            self.live.append(sum(result() is not None for result in self.results))
         return out
 
 
