@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -148,9 +149,14 @@ class CpuDevice:
         finally:
             self._captured = None
 
-    def event(self) -> Event:
-        """An event that has always passed."""
+    def event(self, *, timed: bool = False) -> Event:
+        """An event that is passed when it is recorded."""
         return _Passed()
+
+    def seconds_between(self, first: Event, last: Event) -> float:
+        """As the interface says."""
+        assert isinstance(first, _Passed) and isinstance(last, _Passed), "events of another device"  # noqa: PT018
+        return last.at - first.at
 
     def stream(self) -> Stream:
         """None: the host has one."""
@@ -234,9 +240,14 @@ class CudaDevice:
                 raise
             graph.capture_end()
 
-    def event(self) -> Event:
+    def event(self, *, timed: bool = False) -> Event:
         """As the interface says."""
-        return torch.cuda.Event(blocking=True)
+        return torch.cuda.Event(blocking=True, enable_timing=timed)
+
+    def seconds_between(self, first: Event, last: Event) -> float:
+        """As the interface says."""
+        assert isinstance(first, torch.cuda.Event), "an event of another device"
+        return float(first.elapsed_time(last)) / 1000
 
     def stream(self) -> Stream:
         """As the interface says."""
@@ -309,12 +320,17 @@ class _Calls(list[Callable[[], object]]):
 
 
 class _Passed:
-    """The event of a device that has done its work when a call returns."""
+    """The event of a device that has done its work when a call returns. `at` is when it was recorded, in seconds."""
+
+    at = 0.0
 
     def record(self, stream: Stream = None) -> None:
+        self.at = time.perf_counter()
+
+    def wait(self, stream: Stream = None) -> None:
         pass
 
-    wait = synchronize = record
+    synchronize = wait
 
 
 def _arguments(args: Arguments) -> list[torch.Tensor | int | float]:

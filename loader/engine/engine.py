@@ -40,6 +40,7 @@ from precast.loader.engine.results import EngineStats, Event, Output
 from precast.loader.engine.tokenizer import AnswerText, Tokenizer
 from precast.loader.engine.values import as_integer
 from precast.loader.run.runner import Runner, Ticket
+from precast.loader.schedule.prefill_budget import PrefillBudget
 from precast.loader.schedule.requests import Request, Step
 from precast.loader.schedule.scheduler import Scheduler
 from precast.loader.timeline import Timeline
@@ -76,8 +77,9 @@ class Engine:
         timeline: Timeline,
         reuses_prefixes: bool = True,
         runs_ahead: bool = True,
+        max_prefill_tokens: int | None = None,
     ) -> None:
-        """`runner` is the engine's own from here on. Users call `precast.load`.
+        """`runner` is the engine's own from here on. Users call `precast.load`, which tells of `max_prefill_tokens`.
 
         What the runner has to capture is captured between steps, once a token was drawn. `runs_ahead` False: each step
         is collected before the next is launched.
@@ -89,12 +91,15 @@ class Engine:
         rotations = Rotations(runner.graph)
         self._tables = PageTables(runner.graph.caches, Arena(runner.num_slabs))
         self._prefixes = Prefixes(self._tables, kind_of=rotations.kind_of, reuses=reuses_prefixes)
+        self._max_prefill_tokens = max_prefill_tokens
+        self._budget = PrefillBudget(runner.limits.max_num_tokens, runner.captures.sizes)
         self._scheduler = Scheduler(
             self._tables,
             max_num_seqs=runner.limits.max_num_seqs,
             max_num_tokens=runner.limits.max_num_tokens,
             restart_length=rotations.restart_length,
             prefixes=self._prefixes,
+            most_beside=self._most_beside,
         )
         self._owner = Owner()
         self._answers: dict[int, Answer] = {}
@@ -266,6 +271,7 @@ class Engine:
             requests_waiting=self._scheduler.num_waiting,
             requests_running=self._scheduler.num_running,
             preemptions=self._scheduler.num_preemptions,
+            prefill_budget=self._most_beside(max(len(self._scheduler.decoding), 1)),
             tokens_reused=self._scheduler.num_tokens_reused,
             prefix_spans=self._prefixes.num_spans,
             slabs=self._tables.arena.num_slabs,
@@ -388,6 +394,17 @@ class Engine:
         if self._has_sampled:
             self._capture_meanwhile()
 
+    def _most_beside(self, num_decodes: int) -> int:
+        """The most prompt tokens of a step in which so many sequences decode.
+
+        While sizes are still to be captured, all that the step has: each is followed by a pause in any case, and what
+        runs op by op now is replayed later.
+        """
+        most = self._runner.limits.max_num_tokens
+        if self._max_prefill_tokens is not None:
+            return min(self._max_prefill_tokens, most)
+        return most if self._runner.captures.num_pending else self._budget.beside(num_decodes)
+
     def _capture_meanwhile(self) -> None:
         """Capture a size, if any is left to. A capture that fails is said once, and serving goes on op by op."""
         if not self._runner.captures.num_pending:
@@ -426,8 +443,16 @@ class Engine:
             self._scheduler.rollback(steps)
             raise
         self._flights.popleft()
+        self._measure(flight)
         self._scheduler.arrived(flight.step, drawn)
         self._hand_out(flight.step.sampled, drawn)
+
+    def _measure(self, flight: _Flight) -> None:
+        """Tell the budget how long a step took in which sequences decoded. It was collected."""
+        step, ticket = flight.step, flight.ticket
+        if step.decodes and not self._runner.captures.num_pending:
+            num_tokens = step.num_tokens + ticket.padding
+            self._budget.measured(num_tokens, self._runner.seconds(ticket), has_prompts=bool(step.chunks))
 
     def _hand_out(self, requests: Sequence[Request], token_ids: Sequence[int]) -> None:
         """Append the events of the tokens that these requests have got, and end the answers that they end."""

@@ -75,6 +75,7 @@ class Captures:
 
     def __init__(self, device: Device, sizes: Sequence[Size]) -> None:
         """`sizes` in the order in which they are wanted."""
+        self.sizes = tuple(size.num_tokens for size in sizes)
         self._device = device
         self._stream = device.stream()
         self._pool = device.pool()

@@ -42,7 +42,7 @@ class Ticket(NamedTuple):
     """A step that was launched. It draws `num_rows` tokens, which `arrived` says are in `token_ids` on the host.
 
     `logits` are `[R, V]` on the device, of a step whose logits are wanted. `ran` says how it ran: "captured",
-    "piecewise", or why it ran op by op.
+    "piecewise", or why it ran op by op. The device works on it from `began` to `arrived`.
     """
 
     ran: str
@@ -51,6 +51,7 @@ class Ticket(NamedTuple):
     num_rows: int
     token_ids: torch.Tensor
     arrived: Event
+    began: Event
 
 
 class Runner:
@@ -86,7 +87,12 @@ class Runner:
         # What the last step drew, for the next one; and what two steps have drawn, for the host.
         self._drawn = tensor_of(device.alloc(8 * num_rows)).view(torch.int64)
         self._arrivals = deque(
-            (tensor_of(device.alloc(8 * num_rows, pinned=True)).view(torch.int64), device.event()) for _ in range(2)
+            (
+                tensor_of(device.alloc(8 * num_rows, pinned=True)).view(torch.int64),
+                device.event(timed=True),
+                device.event(timed=True),
+            )
+            for _ in range(2)
         )
         self.captures = Captures(device, [Size(n, min(n, num_rows)) for n in captured_sizes])
         self._largest = max(captured_sizes, default=0)
@@ -108,7 +114,10 @@ class Runner:
         drawing = {} if decoding is None else draw_arrays(decoding, step.chunks)
         num_rows = 0 if decoding is None else len(step.sampled)
         size = None if decoding is None else self.captures.size_for(step.num_tokens)
+        self._arrivals.rotate()
+        token_ids, arrived, began = self._arrivals[0]
         with self.device.use(), torch.inference_mode():
+            began.record()
             if step.saves or step.restores:
                 self.copy_pages([*step.saves, *step.restores])
             logits, padding = None, 0
@@ -119,8 +128,9 @@ class Runner:
                 places.fill(arrays | drawing, self._padding_to(size))
                 num_graphs = self.captures.replay(size, self._memory())
                 ran, padding = "captured" if num_graphs == 1 else "piecewise", size.num_tokens - step.num_tokens
-            if num_rows:
-                self._send()
+            # What was drawn for whatever rows; nobody waits for it here.
+            token_ids.copy_(self._drawn, non_blocking=True)
+            arrived.record()
         return Ticket(ran, padding, logits if decoding is None else None, num_rows, *self._arrivals[0])
 
     def collect(self, ticket: Ticket) -> list[int]:
@@ -130,6 +140,10 @@ class Runner:
         ticket.arrived.synchronize()
         token_ids: list[int] = ticket.token_ids[: ticket.num_rows].tolist()
         return token_ids
+
+    def seconds(self, ticket: Ticket) -> float:
+        """How long the device took for a step; it was collected, and drew tokens."""
+        return self.device.seconds_between(ticket.began, ticket.arrived)
 
     def capture_next(self) -> None:
         """Capture the next size; there is one. What was drawn last stays."""
@@ -225,13 +239,6 @@ class Runner:
         """`ids` `[T]` with what was drawn last in the place of `-1 - row`, and 0 where that is no token."""
         drawn = self._drawn[(-1 - ids).clamp_(min=0)]
         return torch.where(ids < 0, drawn, ids).clamp_(min=0)
-
-    def _send(self) -> None:
-        """Copy what was drawn to the host, for whatever rows; nobody waits for it here."""
-        self._arrivals.rotate()
-        token_ids, arrived = self._arrivals[0]
-        token_ids.copy_(self._drawn, non_blocking=True)
-        arrived.record()
 
     def _why_eager(self, num_tokens: int, *, is_drawn: bool) -> str:
         if not is_drawn:

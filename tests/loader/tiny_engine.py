@@ -37,6 +37,8 @@ def engine_on(
     slabs: int = 90,
     eos: tuple[int, ...] = (),
     reuses: bool = False,
+    tokens: int = 64,
+    max_prefill_tokens: int | None = None,
 ) -> Engine:
     """The tiny model; its caches and activations are NaN where nothing was written."""
     graph = tiny_graph() if graph is None else graph
@@ -46,7 +48,7 @@ def engine_on(
     memory = CacheMemory(graph.caches, slabs, device)
     memory.arena.fill_(0xFF)
     program.bind(memory.tensors)
-    limits = EngineLimits(seqs, 64, 64)
+    limits = EngineLimits(seqs, tokens, 64)
     addresses = sizing.addresses_of(graph, limits, device)
     program.place(addresses, torch.full((addresses.num_bytes,), 0xFF, dtype=torch.uint8, device=on))
     runner = Runner(wrap(program), graph, memory, device, limits, captured_sizes=sizes)
@@ -57,6 +59,7 @@ def engine_on(
         timeline=Timeline(),
         reuses_prefixes=reuses,
         runs_ahead=runs_ahead,
+        max_prefill_tokens=max_prefill_tokens,
     )
 
 

@@ -159,6 +159,7 @@ class EngineMachine(RuleBasedStateMachine):
         rope=st.sampled_from((None, *ROPES)),
         runs_ahead=st.booleans(),
         captures=st.booleans(),
+        max_prefill_tokens=st.none() | st.integers(1, 9),
     )
     def load(
         self,
@@ -171,6 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
         rope: Rope | None,
         runs_ahead: bool,
         captures: bool,
+        max_prefill_tokens: int | None,
     ) -> None:
         self.graph, self.weights = model_of(number)
         self.rope = rope if hashes else None
@@ -191,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
         runner = Runner(self.program, self.graph, memory, CpuDevice(), limits, captured_sizes=sizes)
         self.engine = Engine(
             runner, tiny_model(MAX_LENGTH), tokenizer_files={}, timeline=Timeline(), reuses_prefixes=reuses,
-            runs_ahead=runs_ahead,
+            runs_ahead=runs_ahead, max_prefill_tokens=max_prefill_tokens,
         )  # fmt: skip
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.answers: dict[int, list[int]] = {}
@@ -536,6 +538,7 @@ def run(actions: int, seed: int, script: int = 300) -> Counter[str]:
             "rope": draw.choice((None, None, *ROPES)),
             "runs_ahead": draw.random() < 0.7,
             "captures": draw.random() < 0.3,
+            "max_prefill_tokens": draw.choice((None, None, 1, 3, 9)),
         }
         try:
             machine.load(**options)
