@@ -7,8 +7,8 @@ rounded to its type, and what the op returns is written.
 Multiplications are `mul.rn`, which no compiler joins with an addition: each step rounds as the op that it stands for.
 """
 
-# To pyright libdevice's functions are other types than kernels, triton has no knobs, static ranges are no iterables, and
-# functions at compile time give constants.
+# To pyright libdevice's functions are other types than kernels, triton has no knobs, static ranges are no iterables,
+# and functions at compile time give constants.
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
 

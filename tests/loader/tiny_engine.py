@@ -16,6 +16,7 @@ from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
 from precast.loader.program.restore import restore
+from precast.loader.run.places import Places
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
@@ -101,3 +102,11 @@ class Interrupts:
             return function(**arguments)
 
         return run
+
+
+def poison(places: Places, number: int) -> None:
+    """Let all places hold this number, lengths and pages too; whatever a step needs it has to write again."""
+    for tensor in places.tensors.values():
+        tensor.fill_(number)
+    for host in places._hosts:  # on a CPU they are the places, and hold nothing of the last step any more
+        host._written = {}

@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tiny import VOCAB, Groups, random_weights, reference_logits, tiny_graph, tiny_model
+from tiny_engine import poison
 
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
@@ -312,8 +313,7 @@ class EngineMachine(RuleBasedStateMachine):
     def poison(self, number: int) -> None:
         """What places hold beyond a step's own inputs, garbage lengths and page numbers, is never looked at."""
         _, _, places = self.engine._runner.opened()
-        for tensor in places.tensors.values():
-            tensor.fill_(number)
+        poison(places, number)
 
     @rule(prompt=prompts)
     def logits(self, prompt: list[int]) -> None:
