@@ -21,22 +21,22 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
 import torch
+from compiled_launches import compile_launch
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
-from precast.kernels import launch as launching
 from precast.kernels import registry
 from precast.kernels.choices import records_of
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.experts import grouped, launches
 from precast.kernels.experts.launches import Strips, Tiles
-from precast.kernels.records import Launch, Pointer, Record, Stride
+from precast.kernels.launch import Launched
+from precast.kernels.records import Launch, Record
 from precast.kernels.route.route import route
 from precast.kernels.use import Target, Use
 
@@ -174,29 +174,18 @@ def compile_all(job: tuple[str, int, int]) -> int:
 
 
 def _warm_up(launch: Launch, use: Use) -> None:
-    def argument(arg: Any) -> Any:
-        if isinstance(arg, Stride):
-            shape = [int(size) for size in use.shape(arg.tensor)]  # type: ignore[arg-type]
-            return torch.empty(shape, device="meta").stride(arg.axis)
-        if not isinstance(arg, Pointer):
-            return arg
-        kind = use.result if arg.tensor == "out.0" else None
-        known = arg.dtype or (kind or use.operands[arg.tensor].type).dtype
-        return BY_NAME[known]
-
-    module, _, name = launch.kernel.partition(":")
-    options = {"launch_pdl": True} if launch.pdl else {}
-    getattr(import_module(module), name).warmup(
-        *map(argument, launch.args), grid=(1,), **launch.constants, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, **options,
-    )  # fmt: skip
+    types = {name: operand.type for name, operand in use.operands.items()} | {"out.0": use.result}
+    empty = {
+        name: torch.empty([int(size) for size in kind.shape], dtype=BY_NAME[kind.dtype], device="meta")  # type: ignore[arg-type]
+        for name, kind in types.items()
+    }
+    compile_launch(launch, empty)
 
 
 def run(found: Sequence[Launch], tensors: dict[str, torch.Tensor]) -> None:
     """Launch all of them; of sizes that are known."""
-    for launch in found:
-        args = [launching._argument(arg, tensors, int) for arg in launch.args]
-        launching._run(launch, [int(size) for size in launch.grid], args)
+    arguments = {name: tensor for name, tensor in tensors.items() if name != "out.0"}
+    Launched(found)(out=tensors["out.0"], **arguments)
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------

@@ -31,17 +31,14 @@ _Reader = Callable[[Mapping[str, Any], Sequence[int]], Any]
 class Launched:
     """The launches of one use, called with the op's arguments by name, `out`, and `sizes`.
 
-    `sizes` are the values of `expressions`, which depend on the step.
+    `sizes` are the values of `expressions`, which depend on the step. `workspace` are the bytes that are given to it.
     """
 
-    def __init__(self, record: Record, use: Use) -> None:
-        assert not isinstance(record.runs, str), f"{record.name} names a function"
-        launches = record.runs(use)
-        self._workspace = record.workspace(use)
-        given = (self._workspace, *(expr for launch in launches for expr in _expressions(launch)))
+    def __init__(self, launches: Sequence[Launch], workspace: Expr = 0) -> None:
+        given = (workspace, *(expr for launch in launches for expr in _expressions(launch)))
         self.expressions = tuple(dict.fromkeys(expr for expr in given if not isinstance(expr, int)))
         places = {expr: i for i, expr in enumerate(self.expressions)}
-        self._num_bytes = _number(self._workspace, places)
+        self._num_bytes = _number(workspace, places)
         self._launches = launches
         self._grids = [[_number(size, places) for size in launch.grid] for launch in launches]
         self._args = [[_reader(arg, places) for arg in launch.args] for launch in launches]
@@ -63,6 +60,12 @@ class Launched:
                     run(blocks, [read(tensors, sizes) for read in args])
 
 
+def launched_of(record: Record, use: Use) -> Launched:
+    """What a record launches for a use."""
+    assert not isinstance(record.runs, str), f"{record.name} names a function"
+    return Launched(record.runs(use), record.workspace(use))
+
+
 def as_function(record: Record) -> Callable[..., Any]:
     """The op over tensors, whose launches are made anew in each call: for whoever has no node.
 
@@ -75,7 +78,7 @@ def as_function(record: Record) -> Callable[..., Any]:
         made = tuple(_empty(value.type, arguments) for value in use.node.outputs)
         if out is None:
             out = made[0] if len(made) == 1 else made
-        launched = Launched(record, use)
+        launched = launched_of(record, use)
         launched(sizes=[symbols.evaluate(expr, {}) for expr in launched.expressions], out=out, **arguments)
         return out if made else None
 

@@ -19,7 +19,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.ops import table as ops
 from precast.kernels import cuda_source
 from precast.kernels.choices import all_records, cases, fastest
-from precast.kernels.launch import Launched, as_function
+from precast.kernels.launch import as_function, launched_of
 from precast.kernels.records import Ranges, Record
 from precast.kernels.spec import OpSpec
 from precast.kernels.use import GPU, Target, Use
@@ -82,7 +82,7 @@ def implementations(use: Use) -> tuple[Implementation, ...]:
 def _implementation(use: Use, sizes: Ranges, record: Record) -> Implementation:
     if isinstance(record.runs, str):
         return Implementation(sizes, function_of(record), record.allocates, record.control == "host")
-    launched = Launched(record, use)
+    launched = launched_of(record, use)
     return Implementation(sizes, launched, record.allocates, record.control == "host", launched.expressions)
 
 

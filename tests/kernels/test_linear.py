@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from precast.kernels import cuda_source
 from precast.kernels.gated_activation.gated_activation import gated_activation
-from precast.kernels.launch import Launched, as_function
+from precast.kernels.launch import as_function, launched_of
 from precast.kernels.linear.records import RECORDS, stream
 from precast.kernels.records import Record, nothing
 
@@ -183,7 +183,7 @@ def run(
         kind="cuda", allocates=False,
     )  # fmt: skip
     use: Any = None
-    Launched(record, use)(input=x, weight=weight, out=out, **more)
+    launched_of(record, use)(input=x, weight=weight, out=out, **more)
     return out
 
 
