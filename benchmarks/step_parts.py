@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-PARTS = ("schedule", "arrays", "places", "replay", "send", "wait", "collect", "arrive", "hand out", "the rest")
+PARTS = ("schedule", "arrays", "places", "replay", "wait", "collect", "arrive", "hand out", "the rest")
 """`wait`: for the device. `the rest` has the program, where it runs op by op."""
 
 
@@ -35,7 +35,6 @@ class StepParts:
             (runner._inputs, "arrays", "arrays"),
             (places, "fill", "places"),
             (runner.captures, "replay", "replay"),
-            (runner, "_send", "send"),
             (runner, "collect", "collect"),
             (engine._scheduler, "arrived", "arrive"),
             (engine, "_hand_out", "hand out"),

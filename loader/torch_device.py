@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -236,9 +237,9 @@ class CudaDevice:
                 yield graph
             except BaseException:
                 with suppress(RuntimeError):  # a capture that has failed says so once more as it ends
-                    graph.capture_end()
+                    _end(graph)
                 raise
-            graph.capture_end()
+            _end(graph)
 
     def event(self, *, timed: bool = False) -> Event:
         """As the interface says."""
@@ -265,6 +266,13 @@ class CudaDevice:
     def synchronize(self) -> None:
         """As the interface says; the first call makes the context."""
         torch.cuda.synchronize(self._device)
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    """End its capture. Between two calls that read the host there may be nothing to record, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        graph.capture_end()
 
 
 class _Recorder(TorchDispatchMode):

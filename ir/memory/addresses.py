@@ -117,12 +117,11 @@ def spans_of(function: Graph | Block, placed: Placed, blocks: Mapping[str, Spans
             held = found.get(memory.get(name) or "")
             if held is not None:
                 found[held.name] = held._replace(last=position)
-        for value, source in (
-            _made(step, own) if isinstance(step, Node) else _returned(step, (blocks or {})[step.block])
-        ):
+        made = _made(step, own) if isinstance(step, Node) else _returned(step, (blocks or {})[step.block])
+        for value, source in made:
             if source == value.name:
-                found[source] = Storage(source, value.type, position, position)
-                memory[source] = source
+                found[value.name] = Storage(value.name, value.type, position, position)
+                memory[value.name] = value.name
             else:
                 memory[value.name] = memory.get(source or "")
     return Spans(tuple(found.values()), tuple(memory.get(name) for name in results))

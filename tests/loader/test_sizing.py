@@ -11,7 +11,7 @@ from tiny import tiny_graph
 
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Expr
+from precast.ir.graph.schema import Expr, Graph
 from precast.ir.memory import caches
 from precast.kernels import step_memory
 from precast.kernels.registry import target_of
@@ -162,13 +162,26 @@ def test_what_no_memory_makes_good_is_known_without_any() -> None:
     assert error.value.code == "cache-too-small"
 
 
-def test_captured_steps_have_activations_and_graphs_of_their_own() -> None:
-    limits = EngineLimits(64, 8192, 10**6)
-    none, some = (size_arena(GRAPH, limits, CUDA, free=2**31, captured_sizes=sizes) for sizes in ((), (1, 64, 8)))
+def wide(graph: Graph, vocabulary: int = 200_000) -> Graph:
+    """The graph with more tokens to choose from."""
+    *others, last = graph.main
+    logits = last.outputs[0]
+    kind = msgspec.structs.replace(logits.type, shape=(*logits.type.shape[:2], vocabulary))
+    made = msgspec.structs.replace(last, outputs=(msgspec.structs.replace(logits, type=kind),))
+    return msgspec.structs.replace(graph, main=(*others, made))
 
-    target, addresses = target_of(torch.device(CUDA.name)), addresses_of(GRAPH, limits, CUDA)
-    captured = step_memory.step_peak(GRAPH, target, addresses, captured=True)
-    activations = step_bytes(GRAPH, limits._replace(max_num_tokens=64), captured)(some.num_slabs)
+
+def test_captured_steps_have_activations_and_graphs_of_their_own() -> None:
+    """They draw in their own way: without the copy of logits that a greedy step makes op by op."""
+    limits, graph = EngineLimits(64, 8192, 10**6), wide(GRAPH)
+    none, some = (size_arena(graph, limits, CUDA, free=2**31, captured_sizes=sizes) for sizes in ((), (1, 64, 8)))
+
+    target, addresses = target_of(torch.device(CUDA.name)), addresses_of(graph, limits, CUDA)
+    peak, captured = (step_memory.step_peak(graph, target, addresses, captured=each) for each in (False, True))
+    activations, eager = (
+        step_bytes(graph, limits._replace(max_num_tokens=64), each)(some.num_slabs) for each in (captured, peak)
+    )
+    assert activations < eager
     nodes = 4 + 3 * 14  # of main, and of the block that it calls once a layer
     assert none.graphs == 0
     assert some.graphs == activations + 3 * nodes * GRAPH_NODE_BYTES
