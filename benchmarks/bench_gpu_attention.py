@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import harness
 import torch
-from compiled_launches import compile_launch
+from launch_compiler import compile_launch
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand

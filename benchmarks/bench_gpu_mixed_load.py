@@ -65,6 +65,7 @@ def measure(bundle: Path, checkpoint: Path, load: Load, device: str = "cuda") ->
         found[name] = loads(engine, WallClock(), load, rate)
         rate = found[name][SATURATED].get("requests_per_s", rate) if rate is None else rate
         if name == "captured":
+            engine.forget_prefixes()  # the same prompts come again
             engine._max_prefill_tokens = load.max_num_tokens
             found[name][UNLIMITED] = tried(lambda engine=engine: long_prompts(engine, WallClock(), load))
         engine.close()

@@ -43,7 +43,6 @@ def measure(bundle: Path, checkpoint: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     tokens = {}
     for capture in ("off", "before"):
-        before = memory_in_use()
         engine = precast.load(bundle, weights=checkpoint, max_num_seqs=256, max_num_tokens=8192, capture=capture,
                               cache_bytes=24 << 30)  # fmt: skip
         tokens[capture] = greedy_tokens(engine)
@@ -55,31 +54,14 @@ def measure(bundle: Path, checkpoint: Path) -> dict[str, Any]:
             stats = engine.stats
             found["capture"] = {
                 "sizes": stats.graphs, "seconds": round(stats.capture_seconds, 2),
-                "bytes": memory_in_use() - before - found.pop("_eager_bytes"), "bytes_counted": counted(engine),
                 "eager_steps": stats.eager_reasons, "pieces": engine._runner.captures.num_pieces,
             }  # fmt: skip
-        else:
-            found["_eager_bytes"] = memory_in_use() - before
         engine.close()
         del engine
         gc.collect()
         torch.cuda.empty_cache()
     found["greedy_tokens_equal"] = [a == b for a, b in zip(tokens["off"], tokens["before"], strict=True)]
     return found
-
-
-def counted(engine: Any) -> int:
-    """Bytes that the load set aside for graphs."""
-    phases = engine.timeline.to_dict()["phases"]
-    return next(phase["counters"]["bytes_for_graphs"] for phase in phases if phase["name"] == "pools")
-
-
-def memory_in_use() -> int:
-    """Bytes of the GPU that are taken, by whomever."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
 
 
 def prompts(count: int, length: int) -> list[list[int]]:

@@ -111,7 +111,7 @@ def _steps() -> str:
         rows.append((STEPPED.get(shape, shape), *pairs, f"{once['sizes']} sizes, {once['seconds']:.1f} s"))
     words = (
         "\nA decode step as served, in milliseconds: op by op / captured as a CUDA graph. Random weights in bfloat16, "
-        f"{place('gpu_steps')}.\n\n"
+        f"{place('gpu_steps')}. The first load of a model on a machine also compiles Triton's kernels.\n\n"
     )
     return words + _table(("shape", *(f"{batch} seq." for batch in batches), "capturing, once a load"), rows)
 
