@@ -21,6 +21,6 @@ def test_modules_import(file: Path) -> None:
 def test_names_that_are_imported_later_exist(file: Path) -> None:
     """Those in functions, and in the code that benchmarks run in other processes."""
     for module, names in IMPORT.findall(file.read_text(encoding="utf-8")):
-        for name in names.split(", "):
+        for name in re.findall(r"(\w+)(?: as \w+)?", names):
             owner = importlib.import_module(module)
             assert hasattr(owner, name) or importlib.import_module(f"{module}.{name}")
