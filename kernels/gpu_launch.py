@@ -64,7 +64,7 @@ def _value(arg: Any) -> Any:
     return arg.data_ptr() if isinstance(arg, torch.Tensor) else arg
 
 
-def _kind(value: float | None) -> int:
+def _kind(value: Any) -> int:
     """What Triton compiles kernels apart for: None and 1 as constants, multiples of 16, integers of 64 bits."""
     if type(value) is not int:
         return -1 if value is None else 0

@@ -248,6 +248,7 @@ class CudaDevice:
     def seconds_between(self, first: Event, last: Event) -> float:
         """As the interface says."""
         assert isinstance(first, torch.cuda.Event), "an event of another device"
+        assert isinstance(last, torch.cuda.Event), "an event of another device"
         return float(first.elapsed_time(last)) / 1000
 
     def stream(self) -> Stream:

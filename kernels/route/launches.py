@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.use import Use
 
@@ -19,7 +21,7 @@ def launches(use: Use) -> tuple[Launch, ...]:
     bias = (Pointer("bias"), Stride("bias", 0)) if use.has("bias") else (None, 0)
     given = {name: float(use.constant(name) or 0.0) for name in ("epsilon", "floor")}
     scale, has_pdl = use.constant("scale"), use.target.capability >= (9, 0)
-    constants = {
+    constants: dict[str, Any] = {
         "SCORING": str(use.constant("scoring")), "TOP_K": top_k,
         "BY_SCORES": use.constant("choice") in (None, "scores"), "NUM_GROUPS": groups,
         "TOP_GROUPS": int(use.constant("top_groups") or 1),
