@@ -15,7 +15,9 @@ from precast.kernels.use import Use
 
 _GROUPED = "precast.kernels.experts.triton"
 _FEW = "precast.kernels.experts.triton_few"
-_ORDER_BLOCK = 1024
+_ORDER_BLOCKS = (1024, 8192)
+"""Pairs that are looked at together while they are ordered, at least and at most. An iteration waits for what it has
+loaded and counted: by 1024, 32768 pairs took 70 us on an H200."""
 _SUM_BLOCK = 1024
 _ALIGNED = 256
 """Bytes that each part of a workspace is a multiple of."""
@@ -99,7 +101,7 @@ def ordered(use: Use) -> tuple[Launch, ...]:
     }  # fmt: skip
     pointers = (Pointer("out.0"), Pointer("x"), Pointer("weight"), _given(use, "bias"))
     return (
-        _order(use, places, rows, (_step(use, "expert_ids", 0), 0), 1, num_experts),
+        _order(use, places, rows, (_step(use, "expert_ids", 0), 0), 1, num_experts, _ORDER_BLOCKS[-1]),
         _product(use, pointers, places, ("x", "weight", "bias"), rows, num_experts + 1, product, tiles),
     )
 
@@ -112,13 +114,17 @@ def ordered_workspace(use: Use) -> Expr:
 
 
 def up_strips(size: int, num_bytes: int) -> Strips:
-    """The strips of the first product's rows of `size` elements of `num_bytes`."""
-    return Strips(4, min(_power_of_two(size), 2048 // num_bytes), 4)
+    """The strips of the first product's rows of `size` elements of `num_bytes`.
+
+    Several rows at a time, in short pieces: on an H200 one token of Qwen3-30B-A3B took 23 us, and 29 with strips of 4
+    and 1 rows in pieces of 1024.
+    """
+    return Strips(8, min(_power_of_two(size), 1024 // num_bytes), 4)
 
 
 def down_strips(size: int, num_bytes: int) -> Strips:
     """The strips of the second product's rows of `size` elements of `num_bytes`."""
-    return Strips(1, min(_power_of_two(size), 4096 // num_bytes), 4)
+    return Strips(4, min(_power_of_two(size), 512 // num_bytes), 4)
 
 
 def tiles_of(average: float | None, use: Use, name: str, *, gated: bool) -> Tiles:
@@ -137,19 +143,25 @@ def shared_bytes(capability: tuple[int, int]) -> int:
 
 
 _GATED = (
-    (16, Tiles(16, 32, 128, 4, 4, True)),
-    (32, Tiles(32, 64, 64, 4, 4, True)),
-    (64, Tiles(64, 64, 64, 4, 4, False)),
-    (None, Tiles(128, 64, 64, 8, 4, False)),
-)
-_PLAIN = (
-    (16, Tiles(16, 64, 128, 4, 4, True)),
-    (32, Tiles(32, 64, 64, 4, 4, True)),
-    (64, Tiles(64, 128, 64, 4, 4, False)),
+    (8, Tiles(16, 32, 128, 2, 4, True)),
+    (16, Tiles(32, 64, 64, 4, 4, True)),
+    (64, Tiles(64, 64, 64, 4, 4, True)),
     (None, Tiles(128, 128, 64, 8, 4, False)),
 )
+_PLAIN = (
+    (8, Tiles(16, 64, 128, 4, 3, True)),
+    (16, Tiles(32, 64, 64, 4, 4, True)),
+    (64, Tiles(64, 64, 64, 4, 4, True)),
+    (None, Tiles(128, 256, 64, 8, 4, False)),
+)
 _WIDE = ((16, Tiles(16, 32, 32, 4, 2, False)), (None, Tiles(64, 32, 32, 4, 2, False)))
-"""Tiles of a gated product and of a plain one, and of both in float32, by how many tokens an expert has at most."""
+"""Tiles of a gated product and of a plain one, and of both in float32, by how many tokens an expert has at most.
+
+Those of 2 bytes were the fastest of `benchmarks/bench_gpu_experts.py` on an H200, for most shapes: tiles of twice as
+many rows as an expert has tokens, so that few experts need a second one and read their weight again (at 16 tokens an
+expert, 312 us instead of 347 with tiles of 16 rows), and the widest with many tokens, where products count (851 us
+instead of 999 with 64 columns gated and 128 plain). Between 32 and 64 tokens an expert nothing was measured.
+"""
 
 
 # --- few tokens ----------------------------------------------------------------------------------------------------
@@ -238,6 +250,7 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
     up = up or tiles_of(average, use, "up", gated=bool(use.constant("gated")))
     down = down or tiles_of(average, use, "down", gated=False)
     experts, pairs = sizes.num_experts, sizes.pairs
+    block = _ORDER_BLOCKS[-1] if tokens is None else _power_of_two(tokens * sizes.top_k)
     first = {
         **_ungated(experts, sizes.top_k, sizes.width, sizes.inner, "up_bias", use), **_between(use), "GATHERS": True,
     }  # fmt: skip
@@ -247,7 +260,7 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
     ids = (_step(use, "expert_ids", 0), _step(use, "expert_ids", 1))
     weights = (_step(use, "expert_weights", 0), _step(use, "expert_weights", 1))
     return (
-        _order(use, parts.places, pairs, ids, sizes.top_k, experts),
+        _order(use, parts.places, pairs, ids, sizes.top_k, experts, block),
         _product(use, ups, parts.places, ("x", "up", "up_bias"), pairs, experts, first, up),
         _product(use, downs, parts.places, (sizes.inner, "down", "down_bias"), pairs, experts, second, down),
         Launch(
@@ -267,13 +280,17 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
 
 
 def _order(
-    use: Use, places: _Places, pairs: Expr, steps: tuple[Stride | int, ...], top_k: int, num_experts: int
+    use: Use, places: _Places, pairs: Expr, steps: tuple[Stride | int, ...], top_k: int, num_experts: int, block: int
 ) -> Launch:
+    """A launch of `order_kernel`, which looks at `block` pairs together, within `_ORDER_BLOCKS`."""
+    least, most = _ORDER_BLOCKS
+    block = max(least, min(block, most))
     return Launch(
         f"{_GROUPED}:order_kernel",
         (num_experts + 1,),
         (places.starts, places.pairs, Pointer("expert_ids"), pairs, *steps),
-        {"TOP_K": top_k, "NUM_EXPERTS": num_experts, "BLOCK": _ORDER_BLOCK, "PDL": has_pdl(use)},
+        {"TOP_K": top_k, "NUM_EXPERTS": num_experts, "BLOCK": block, "PDL": has_pdl(use)},
+        max(4, block // 512),
         pdl=has_pdl(use),
     )
 

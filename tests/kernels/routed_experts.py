@@ -37,12 +37,20 @@ if IS_INTERPRETED:
     # It is slow: of few tokens, and of the smallest and the largest tiles.
     RECORDS = [RECORDS[0], RECORDS[1], RECORDS[-1]]
 each_record = pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+PER_TOKEN = ("x", "expert_ids", "expert_weights")
 # numpy's, for what a GPU computes without a word.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 def at_home(sample: Sample) -> Sample:
     return {name: x.cpu().clone() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+
+
+def fitting(record: Record, sample: Sample) -> Sample:
+    """The sample; in the interpreter its first 5 tokens, where the record computes each of them by itself."""
+    if not IS_INTERPRETED or record is not RECORDS[0]:
+        return sample
+    return {**sample, **{name: sample[name][:5] for name in PER_TOKEN}}
 
 
 def agrees(spec: Any, record: Record, sample: Sample, same: Callable[..., None]) -> None:
@@ -73,7 +81,7 @@ def layer(draw: Draw, tokens: int, top_k: int, num: int, width: int, inner: int,
 @pytest.mark.parametrize("dtype", [torch.float32] if IS_INTERPRETED else [torch.float32, *HALVES], ids=str)
 def test_samples(record: Record, dtype: torch.dtype, same: Callable[..., None]) -> None:
     for sample in samples_of(EXPERTS, Draw(dtype, DEVICE)):
-        agrees(EXPERTS, record, sample, same)
+        agrees(EXPERTS, record, fitting(record, sample), same)
 
 
 @each_record
@@ -87,7 +95,9 @@ def test_odd_sizes(
     record: Record, dtype: torch.dtype, tokens: int, top_k: int, num: int, width: int, inner: int, bias: bool,
     same: Callable[..., None],
 ) -> None:  # fmt: skip
-    agrees(EXPERTS, record, layer(Draw(dtype, DEVICE), tokens, top_k, num, width, inner, bias=bias), same)
+    sample = layer(Draw(dtype, DEVICE), tokens, top_k, num, width, inner, bias=bias)
+
+    agrees(EXPERTS, record, fitting(record, sample), same)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="takes minutes in the interpreter")
@@ -106,7 +116,7 @@ def test_all_tokens_to_one_expert(record: Record, same: Callable[..., None]) -> 
     sample = layer(Draw(torch.float32, DEVICE), 40 if IS_INTERPRETED else 300, 1, 6, 6, 8)
     sample["expert_ids"].fill_(4)
 
-    agrees(EXPERTS, record, sample, same)
+    agrees(EXPERTS, record, fitting(record, sample), same)
 
 
 @each_record
@@ -146,9 +156,6 @@ def test_numbers_do_not_depend_on_the_batch(record: Record, dtype: torch.dtype) 
     assert torch.equal(as_function(record)(**sample), whole)
 
 
-PER_TOKEN = ("x", "expert_ids", "expert_weights")
-
-
 # --- products alone ----------------------------------------------------------------------------------------------
 
 
@@ -160,7 +167,12 @@ def test_grouped_linear(dtype: torch.dtype, same: Callable[..., None]) -> None:
         "x": draw.normal(150, 40), "weight": draw.normal(3, 70, 40, scale=0.2), "bias": draw.normal(3, 70),
         "expert_ids": draw.integers(-1, 4, 150),
     }  # fmt: skip
-    for sample in (*samples_of(GROUPED_LINEAR, draw), many):
+    # More than are put into order at a time.
+    thousands = {
+        "x": draw.normal(8500, 16), "weight": draw.normal(3, 4, 16, scale=0.2), "bias": None,
+        "expert_ids": draw.integers(-1, 4, 8500),
+    }  # fmt: skip
+    for sample in (*samples_of(GROUPED_LINEAR, draw), many, thousands):
         agrees(GROUPED_LINEAR, record, sample, same)
 
 
@@ -189,9 +201,9 @@ def test_routers_of_models(
     experts: int, top_k: int, groups: int, top_groups: int, scoring: str, same: Callable[..., None]
 ) -> None:
     draw = Draw(torch.float32, DEVICE)
-    logits, bias = draw.normal(7, experts, scale=3.0), draw.normal(experts)
+    logits, bias = draw.normal(4, experts, scale=3.0), draw.normal(experts)
     for choice in CHOICES:
-        for group_score in GROUP_SCORES:
+        for group_score in GROUP_SCORES if groups > 1 else GROUP_SCORES[:1]:
             rule = {"scoring": scoring, "choice": choice, "group_score": group_score, "num_groups": groups,
                     "top_groups": top_groups, "top_k": top_k, "normalise": True, "dtype": torch.float32}  # fmt: skip
             for each in (bias, None):
