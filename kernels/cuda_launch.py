@@ -3,6 +3,9 @@
 The driver works in the context that torch made current on this thread. Imported when a kernel is first launched.
 """
 
+# To pyright the bindings' modules, which are compiled, have no names.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import ctypes

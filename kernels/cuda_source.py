@@ -1,5 +1,8 @@
 """CUDA C++ of this room to machine code, by NVRTC: it takes neither nvcc nor CUDA's headers, and no GPU."""
 
+# To pyright the bindings' modules, which are compiled, have no names.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -3,6 +3,9 @@
 Imported when a kernel is first launched.
 """
 
+# To pyright the bindings' modules, which are compiled, have no names.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

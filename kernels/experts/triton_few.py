@@ -8,6 +8,8 @@ on other tokens.
 # To pyright a kernel that is called by another returns nothing.
 # pyright: reportGeneralTypeIssues=false
 
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import os
