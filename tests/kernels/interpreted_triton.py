@@ -36,17 +36,25 @@ PAGED = {
     record.name: as_function(record) for record in records_of("precast.paged_attention", 1) if record.kind == "triton"
 }
 (PACKED,) = (as_function(record) for record in records_of("precast.attention", 1) if record.kind == "triton")
-each_paged = pytest.mark.parametrize("attend", PAGED.values(), ids=PAGED)
 MIXED = [(5, 5), (1, 33), (0, 4), (40, 101), (1, 1), (17, 17)]
 DECODE = [(1, length) for length in (1, 16, 17, 64, 65, 130)]
+STEPS = {
+    "mixed": ("triton.paged_attention", MIXED),
+    "mixed, small tiles": ("triton.paged_attention.small", MIXED),
+    "decode": ("triton.paged_attention", DECODE),
+}
+each_step = pytest.mark.parametrize(
+    ("attend", "sequences"), [(PAGED[name], step) for name, step in STEPS.values()], ids=STEPS
+)
+each_paged = pytest.mark.parametrize("attend", PAGED.values(), ids=PAGED)
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs take turns here. So there are few, but some with two tiles, and sequences of two parts and more."""
+    """Programs take turns here. So there are few, but some with two tiles, and sequences of two parts."""
     monkeypatch.setattr(launches, "PROGRAMS", 3)
-    monkeypatch.setattr(launches, "MOST_PARTS", 4)
-    monkeypatch.setattr(launches, "LEAST_PARTS", 3)
+    monkeypatch.setattr(launches, "MOST_PARTS", 2)
+    monkeypatch.setattr(launches, "LEAST_PARTS", 2)
     monkeypatch.setattr(launches, "MANY_KEYS", 16)
     monkeypatch.setattr(launches, "FEW_KEYS", 16)
     monkeypatch.setattr(triton, "SEQUENCES", tl.constexpr(4))
@@ -95,14 +103,11 @@ def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]
     assert count > 5
 
 
-@each_paged
-def test_pages_far_apart(
-    attend: Callable[..., torch.Tensor], copied: Callable[[Sample], Sample], same: Callable[..., None]
-) -> None:
+def test_pages_far_apart(copied: Callable[[Sample], Sample], same: Callable[..., None]) -> None:
     """Where a page is doesn't depend on the dtype."""
     for sample in samples_of(PAGED_ATTENTION, Draw(torch.float32, CPU)):
         spread, _ = with_strided_caches(sample)
-        same(PAGED_ATTENTION, attend(**spread), paged_attention(**sample))
+        same(PAGED_ATTENTION, PAGED["triton.paged_attention"](**spread), paged_attention(**sample))
     for sample in samples_of(WRITE_KV, Draw(torch.float32, CPU)):
         if has_cache_of(sample, torch.bfloat16):
             continue
@@ -141,8 +146,7 @@ def test_write_kv_stays_inside_the_cache(copied: Callable[[Sample], Sample]) -> 
     assert torch.equal(memory[1, 1], new[0, 2])
 
 
-@each_paged
-@pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
+@each_step
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "value", "page_size", "more"),
     [
@@ -183,8 +187,7 @@ def test_odd_sizes(
     same(PAGED_ATTENTION, attend(**sample), paged_attention(**sample))
 
 
-@each_paged
-@pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
+@each_step
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "value", "page_size", "more"),
