@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import random_checkpoints
 import torch
 from activation_ops import Run, WatchedOps
 from shapes import SHAPES
@@ -31,6 +32,7 @@ from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
 from precast.kernels import registry, step_memory
 from precast.kernels.dtypes import BY_NAME
+from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.use import LONGEST
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
@@ -145,7 +147,7 @@ class _Family:
         self._graph, self._model, self._device = opened.graph, opened.manifest.model, device
         plan = caches.with_slabs(self._graph.caches)
         self._memory = CacheMemory(plan, caches.slabs_for(plan, MAX_SEQS, 2048, MAX_TOKENS), open_device(device))
-        self._tensors = {**_random_tensors(self._graph, device), **self._memory.tensors}
+        self._tensors = {**random_checkpoints.tensors(self._graph, device), **self._memory.tensors}
         self._program = restore(self._graph, device=device)
         self._program.bind(self._tensors)
         cut_blocks_to_size(device)
@@ -175,7 +177,7 @@ class _Family:
         """Bytes that drawing tokens holds for each logit, for so many rows."""
         made = {value.name: value.type for step in self._graph.main for value in step.outputs}
         logits = made[self._graph.outputs["logits"]]
-        sample = registry.resolve("precast.sample", 1, self._device)
+        sample = registry.resolve("precast.sample", SAMPLE_VERSION, self._device)
         found = {}
         for count in (1, 2, 3, 8, 16, 27, 28, 40, 64):
             rows = torch.randn(
@@ -275,18 +277,6 @@ def _line(family: str, row: dict[str, Any]) -> str:
 
 
 _DRAWING: dict[str, float | int] = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "seeds": 1, "steps": 1}
-
-
-def _random_tensors(graph: Graph, device: torch.device) -> dict[str, torch.Tensor]:
-    """Params and constants: matrices small, so that nothing overflows; vectors around 1."""
-    tensors = {}
-    for value in (*graph.params, *graph.constants):
-        shape = [symbols.evaluate(size, {"tp": 1, "rank": 0}) for size in value.type.shape]
-        made = torch.zeros(shape, dtype=BY_NAME[value.type.dtype], device=device)
-        if made.is_floating_point():
-            made.normal_(1.0 if made.dim() == 1 else 0.0, 0.02)
-        tensors[value.name] = made
-    return tensors
 
 
 def main() -> None:

@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 
 import harness
 import torch
+from compiled_launches import compile_launch
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.kernels.attention import launches as attention
 from precast.kernels.attention.launches import Splits, Tile
 from precast.kernels.dtypes import NAMES
-from precast.kernels.launch import Launched, _argument, _triton_kernel
+from precast.kernels.launch import launched_of
 from precast.kernels.records import Launch, Record
 from precast.kernels.use import Target, Use
 
@@ -194,12 +195,7 @@ def compile_case(model: Model, case: Case, choice: Choice, capability: tuple[int
     tensors = {name: x for name, x in given.arguments.items() if torch.is_tensor(x)} | {"out.0": given.out}
     tensors["workspace"] = torch.empty(1 << 40, dtype=torch.uint8, device="meta")
     for launch in launches_of(use, case, choice):
-        args = [_argument(each, tensors, int) for each in launch.args]
-        args = [each.dtype if torch.is_tensor(each) else each for each in args]
-        options = {"launch_pdl": True} if launch.pdl else {}
-        _triton_kernel(launch.kernel).warmup(
-            *args, grid=(1,), **launch.constants, num_warps=launch.num_warps, num_stages=launch.num_stages, **options
-        )
+        compile_launch(launch, tensors)
 
 
 def compile_one(job: tuple[Any, ...]) -> str:
@@ -256,7 +252,7 @@ def microseconds(calls: list[Callable[[], Any]], *, runs: int = 5) -> float:
 def calls_of(given: list[Given], model: Model, case: Case, choice: Choice) -> list[Callable[[], Any]]:
     """A call for each layer."""
     use = use_of(given[0].arguments, given[0].out, torch.cuda.get_device_capability())
-    launched = Launched(record_of(model, case, choice), use)
+    launched = launched_of(record_of(model, case, choice), use)
     return [lambda each=each: launched(out=each.out, **each.arguments) for each in repeated(given)]  # type: ignore[misc]
 
 

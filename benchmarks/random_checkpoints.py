@@ -1,4 +1,4 @@
-"""Checkpoints of random numbers at a bundle's real shapes, for benchmarks: no model is downloaded."""
+"""Random numbers at a bundle's real shapes, for benchmarks, as a checkpoint or on the device: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from precast.ir.artifact import Bundle
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Graph
 from precast.ir.weights import recipes
 from precast.kernels.dtypes import BY_NAME
 
@@ -34,6 +36,18 @@ def write(bundle: Bundle, folder: Path, *, device: str = "cuda") -> None:
             number = _save(held, index, folder, number)
     _save(held, index, folder, number)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def tensors(graph: Graph, device: torch.device) -> dict[str, torch.Tensor]:
+    """Params and constants on a device, by name: matrices small, so that nothing overflows; vectors around 1."""
+    found = {}
+    for value in (*graph.params, *graph.constants):
+        shape = [symbols.evaluate(size, {"tp": 1, "rank": 0}) for size in value.type.shape]
+        made = torch.zeros(shape, dtype=BY_NAME[value.type.dtype], device=device)
+        if made.is_floating_point():
+            made.normal_(1.0 if made.dim() == 1 else 0.0, SCALE)
+        found[value.name] = made
+    return found
 
 
 def _save(held: dict[str, torch.Tensor], index: dict[str, str], folder: Path, number: int) -> int:

@@ -95,6 +95,7 @@ def build(
         message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
         raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
     parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after or "shard")
+    late = pipeline.lowered_passes(disabled_passes)
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
     dump_dir = _dump_dir(dump)
     if check is not None:
@@ -104,7 +105,9 @@ def build(
     say("lower")
     refuse_unknown_ops(captured.graph)
     refuse_mixed_tokens(captured.graph, captured.ctx)
-    graph = _planned(lower(captured.graph, captured.ctx))
+    lowered = lower(captured.graph, captured.ctx)
+    graph, history = pipeline.run_lowered(lowered, late, history=history, dump=dump_dir)
+    graph = _planned(graph)
     say("pack")
     return pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,

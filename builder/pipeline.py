@@ -7,18 +7,21 @@ on holds, and records which ops it added and removed.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
+from precast.builder.passes.cache.fuse_rotary_write import fuse_rotary_write
 from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
-from precast.builder.passes.graph_pass import STAGES, Invariant, Pass
+from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pass
+from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
 from precast.builder.passes.match.latent_attention import match_latent_attention
-from precast.builder.passes.match.norms import fuse_residual_norm, match_norms
+from precast.builder.passes.match.norms import fuse_norm_residual_norm, fuse_residual_norm, match_norms
 from precast.builder.passes.match.params import fold_param_views, fuse_projections
 from precast.builder.passes.match.pointwise import fuse_gated_activation, match_activations, match_embedding
 from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
@@ -34,6 +37,8 @@ from precast.builder.passes.normalise.writes import assemble_copies, remove_self
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
 from precast.ir.errors import BuildError
+from precast.ir.graph.schema import Call, Graph, Node
+from precast.ir.graph.text import format_graph
 from precast.ir.manifest import PassRecord
 
 PASSES: tuple[Pass, ...] = (
@@ -45,30 +50,36 @@ PASSES: tuple[Pass, ...] = (
     match_rotary_tables, match_rotary, match_paired_rotary, match_complex_rotary,
     normalise_spelling, match_latent_attention, match_norms, match_activations, match_embedding, match_routers,
     fold_param_views, fuse_gated_activation, fuse_projections, cancel_transposes, fuse_residual_norm,
+    fuse_norm_residual_norm,
     # cache, plan
-    insert_states, insert_caches, plan_pages, gather_logits,
+    insert_states, insert_caches, fuse_rotary_write, plan_pages, gather_logits,
 )  # fmt: skip
 """THE ordered list."""
 
-_NEEDED = ("cache", "plan")
-"""Stages whose passes make what every target needs."""
+LOWERED_PASSES: tuple[LoweredPass, ...] = (fuse_pointwise,)
+"""Those after them, over the graph that the bundle holds."""
+
+_NEEDED = (insert_states, insert_caches, plan_pages, gather_logits)
+"""The passes that make what every target needs."""
 
 SNAPSHOT_STAGES = ("export", "normalise", "match", "shard", "cache", "plan")
 """The stages after which the pipeline's state is a graph that a snapshot can hold."""
 
 
 def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
-    """The passes in their order, without the disabled ones.
+    """The passes in their order, without the disabled ones; those over the bundle's graph are `lowered_passes`.
 
     Raises BuildError("option-invalid") for a name that is no pass's, and for a pass that can't be left out.
     """
-    known = {each.name: each for each in PASSES}
+    known: dict[str, Pass | LoweredPass] = {each.name: each for each in PASSES} | {
+        each.name: each for each in LOWERED_PASSES
+    }
     for name in disabled:
         if name not in known:
             raise BuildError("option-invalid", f"there is no pass {name}", fix=_nearest(name, sorted(known)))
-        if known[name].stage in _NEEDED:
+        if known[name] in _NEEDED:
             message = f"the pass {name} can't be disabled: no target runs a graph without what it makes"
-            raise BuildError("option-invalid", message, fix=f"disable passes before the stage {_NEEDED[0]} only")
+            raise BuildError("option-invalid", message, fix="disable passes that only rewrite")
     left = tuple(each for each in PASSES if each.name not in disabled)
     for name in disabled:
         needing = [each.name for each in left if name in each.requires]
@@ -76,6 +87,11 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
             message = f"the pass {name} can't be disabled: {', '.join(needing)} can't run without it"
             raise BuildError("option-invalid", message, fix="disable these, too, or leave it in")
     return left
+
+
+def lowered_passes(disabled: Collection[str] = ()) -> tuple[LoweredPass, ...]:
+    """The passes over the bundle's graph, without the disabled ones. `passes` refuses names that are none."""
+    return tuple(each for each in LOWERED_PASSES if each.name not in disabled)
 
 
 def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
@@ -121,11 +137,35 @@ def run(
         assert differs or not changed, f"{each.name} returned True and changed nothing: return True only where it edits"
         _check(each.after, graph, f"after {each.name}")
         if dump is not None:
-            _write_dump(dump / f"{len(history):02d}_{each.name}.txt", graph)
+            _write_dump(dump / f"{len(history):02d}_{each.name}.txt", f"{graph}\n")
         history = (*history, PassRecord(each.name, each.stage, each.version, changed, delta))
         if observe is not None:
             observe(each, graph)
     return history
+
+
+def run_lowered(
+    graph: Graph, todo: tuple[LoweredPass, ...], *, history: tuple[PassRecord, ...] = (), dump: Path | None = None
+) -> tuple[Graph, tuple[PassRecord, ...]]:
+    """The bundle's graph after these passes, and the history with them. `dump` as in `run`."""
+    for each in todo:
+        before, after = _lowered_counts(graph), _lowered_counts(made := each.run(graph))
+        delta = {op: after[op] - before[op] for op in sorted(after | before) if after[op] != before[op]}
+        record = PassRecord(each.name, each.stage, each.version, made != graph, delta)
+        if dump is not None:
+            _write_dump(dump / f"{len(history):02d}_{each.name}.txt", format_graph(made))
+        graph, history = made, (*history, record)
+    return graph, history
+
+
+def _lowered_counts(graph: Graph) -> Counter[str]:
+    """How often each op stands in the graph; nodes of a block count once for each call."""
+    counts = Counter(step.op for step in graph.main if isinstance(step, Node))
+    calls = Counter(step.block for step in graph.main if isinstance(step, Call))
+    for block in graph.blocks:
+        for node in block.nodes:
+            counts[node.op] += calls[block.name]
+    return counts
 
 
 def _check(invariants: tuple[Invariant, ...], graph: FxGraph, when: str) -> None:
@@ -135,9 +175,9 @@ def _check(invariants: tuple[Invariant, ...], graph: FxGraph, when: str) -> None
         assert not found, f"{when}: {invariant.__doc__} But there is {', '.join(sorted(found))}: {cure}"
 
 
-def _write_dump(file: Path, graph: FxGraph) -> None:
+def _write_dump(file: Path, text: str) -> None:
     try:
-        file.write_text(str(graph) + "\n")
+        file.write_text(text)
     except OSError as error:
         message = f"the dump can't be written: {error.strerror}"
         fix = "check the directory's permissions and the room on its disk"

@@ -18,7 +18,7 @@ from precast.ir import encoding, limits
 from precast.ir.bundle import codec, oci
 from precast.ir.bundle.layout import Contents, Layer, check_file_name, is_bundle, read_layout
 from precast.ir.errors import BundleError, some
-from precast.ir.graph.schema import Graph, Node
+from precast.ir.graph.schema import Graph, Node, Steps
 from precast.ir.manifest import Blob, Manifest, Role
 from precast.ir.ops import table as ops
 from precast.ir.verify import extent
@@ -96,16 +96,18 @@ def check_output(path: str | os.PathLike[str]) -> None:
 
 
 def ops_of(graph: Graph) -> dict[str, int]:
-    """The version of each op that the graph uses, for `Manifest.ops`.
+    """The version of each op that the graph uses, in steps of fused ops too, for `Manifest.ops`.
 
     Raises BundleError (`manifest-invalid`) for a graph that uses two versions of one op.
     """
     found: dict[str, int] = {}
-    nodes = [*(node for block in graph.blocks for node in block.nodes), *graph.main]
-    for node in nodes:
-        if isinstance(node, Node) and found.setdefault(node.op, node.version) != node.version:
-            message = f"graph: {node.op} is used in versions {found[node.op]}, {node.version}"
-            raise BundleError("manifest-invalid", message)
+    steps = [*(node for block in graph.blocks for node in block.nodes), *graph.main]
+    nodes = [step for step in steps if isinstance(step, Node)]
+    bodies = [arg for node in nodes for arg in node.args.values() if isinstance(arg, Steps)]
+    used = [*((node.op, node.version) for node in nodes), *((step.op, 1) for body in bodies for step in body.steps)]
+    for op, version in used:
+        if found.setdefault(op, version) != version:
+            raise BundleError("manifest-invalid", f"graph: {op} is used in versions {found[op]}, {version}")
     return dict(sorted(found.items()))
 
 

@@ -82,6 +82,13 @@ MAX_RUN_NODES = 1 << 14
 MAX_RUN_ARGUMENTS = 1 << 17
 """Arguments of nodes and calls, over all calls. Nodes have six, calls 25: the largest known model has 11,400."""
 
+MAX_FUSED_STEPS = 64
+"""Steps of a fused op. The builder fuses up to as many; the longest in known models has 30. Each is checked as a node
+is, and counts as one."""
+
+MAX_FUSED_RESULTS = 4
+"""Results of a fused op: what a kernel writes in one go. Known models have up to three."""
+
 MAX_EXPRESSION_NODES = 128
 """Symbols, numbers and operations in one expression. Real ones have up to 20."""
 

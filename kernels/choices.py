@@ -20,9 +20,9 @@ from precast.kernels.records import Ranges, Record
 from precast.kernels.use import Target, Use, size, type_bytes
 
 _FAMILIES = (
-    "attention", "causal_conv", "delta_rule", "embedding", "experts", "gated_activation", "gather_rows",
-    "latent_attention", "layer_norm", "linear_attention", "linear_recurrence", "rms_norm", "rotary", "route",
-    "sampling", "selective_scan", "state_space_scan", "wkv",
+    "attention", "causal_conv", "delta_rule", "embedding", "experts", "fused", "gated_activation", "gather_rows",
+    "latent_attention", "layer_norm", "linear", "linear_attention", "linear_recurrence", "rms_norm", "rotary",
+    "rotary_write_kv", "route", "sampling", "selective_scan", "state_space_scan", "wkv",
 )  # fmt: skip
 """The folders of this room: each has a module `records`, imported when a record is first asked for."""
 
@@ -59,7 +59,7 @@ class Measured(NamedTuple):
 def all_records() -> tuple[Record, ...]:
     """Every record, family by family, the fastest of an op first."""
     families = [import_module(f"precast.kernels.{family}.records") for family in _FAMILIES]
-    return (*aten.RECORDS, *(record for family in families for record in family.RECORDS))
+    return (*(record for family in families for record in family.RECORDS), *aten.RECORDS)
 
 
 def records_of(op: str, version: int) -> tuple[Record, ...]:
@@ -131,8 +131,9 @@ def cases(use: Use, *, records: Sequence[Record] | None = None, measured: Sequen
     """The choice in steps of all sizes: one case, or one for each class of sizes that records tell apart."""
     given = records_of(use.node.op, use.node.version) if records is None else records
     rows = [row for row in measured if row.op == use.node.op]
+    taking = [record for record in given if _refusal_of_any_size(record, use) is None]
     found = []
-    for sizes in _classes([*(record.sizes for record in given), *(row.sizes for row in rows)]):
+    for sizes in _classes([*(record.sizes for record in taking), *(row.sizes for row in rows)]):
         least = {symbol: low for symbol, (low, _) in sizes.items()}
         found.append(Case(sizes, resolve(use, least, records=given, measured=rows)))
     if len({case.choice.record.name for case in found}) == 1:
@@ -172,7 +173,17 @@ def _unfit(record: Record, target: Target) -> str | None:
 
 
 def _refusal(record: Record, use: Use, sizes: Mapping[str, int]) -> str | None:
-    """Why the record doesn't take the use; None if it does."""
+    """Why the record doesn't take the use in a step of these sizes; None if it does."""
+    if (why := _refusal_of_any_size(record, use)) is not None:
+        return why
+    for symbol, (low, high) in record.sizes.items():
+        if not _within({symbol: (low, high)}, sizes):
+            return f"{symbol} is {sizes.get(symbol, 'not known')}, it takes {low} to {'any' if high is None else high}"
+    return None
+
+
+def _refusal_of_any_size(record: Record, use: Use) -> str | None:
+    """Why the record takes the use in no step; None if it may take it."""
     if (why := _unfit(record, use.target)) is not None:
         return why
     for name, dtypes in record.dtypes.items():
@@ -181,9 +192,6 @@ def _refusal(record: Record, use: Use, sizes: Mapping[str, int]) -> str | None:
     for condition in record.takes:
         if not condition.holds(use):
             return f"it wants {condition.text}"
-    for symbol, (low, high) in record.sizes.items():
-        if not _within({symbol: (low, high)}, sizes):
-            return f"{symbol} is {sizes.get(symbol, 'not known')}, it takes {low} to {'any' if high is None else high}"
     return None
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import apply_shape_rule
-from precast.ir.graph.schema import Apply, Arg, Const, DtypeArg, Expr, Items, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Apply, Arg, Const, DtypeArg, Expr, Items, Node, Ref, Steps, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import OpDef
@@ -24,40 +25,45 @@ from precast.kernels.dtypes import BY_NAME, NAMES
 from precast.kernels.records import Launch, Pointer, Record, Stride
 from precast.kernels.use import Target, Use
 
-Tensors = Mapping[str, torch.Tensor]
+_Reader = Callable[[Mapping[str, Any], Sequence[int]], Any]
 
 
 class Launched:
     """The launches of one use, called with the op's arguments by name, `out`, and `sizes`.
 
-    `sizes` are the values of `expressions`, which depend on the step.
+    `sizes` are the values of `expressions`, which depend on the step. `workspace` are the bytes that are given to it.
     """
 
-    def __init__(self, record: Record, use: Use) -> None:
-        assert not isinstance(record.runs, str), f"{record.name} names a function"
-        self._launches = record.runs(use)
-        self._workspace = record.workspace(use)
-        given = (self._workspace, *(expr for launch in self._launches for expr in _expressions(launch)))
+    def __init__(self, launches: Sequence[Launch], workspace: Expr = 0) -> None:
+        given = (workspace, *(expr for launch in launches for expr in _expressions(launch)))
         self.expressions = tuple(dict.fromkeys(expr for expr in given if not isinstance(expr, int)))
+        places = {expr: i for i, expr in enumerate(self.expressions)}
+        self._num_bytes = _number(workspace, places)
+        self._launches = launches
+        self._grids = [[_number(size, places) for size in launch.grid] for launch in launches]
+        self._args = [[_reader(arg, places) for arg in launch.args] for launch in launches]
+        self._runs: list[Callable[[Sequence[int], Sequence[Any]], None]] = []
 
     def __call__(self, /, *, sizes: Sequence[int] = (), out: Any = (), **arguments: Any) -> None:
         """Launch all of them, on the current stream. `out`: the result, or a tuple of several."""
-        known = dict(zip(self.expressions, sizes, strict=True))
-
-        def number(expr: Expr) -> int:
-            return expr if isinstance(expr, int) else known[expr]
-
-        tensors = dict(_by_name(arguments, out))
-        first = next(iter(tensors.values()))
-        num_bytes = number(self._workspace)
-        if num_bytes:
+        tensors = {**arguments, "out": (out,) if isinstance(out, torch.Tensor) else out}
+        first = _first(tensors)
+        if num_bytes := self._num_bytes(sizes):
             tensors["workspace"] = torch.empty(num_bytes, dtype=torch.uint8, device=first.device)
-        # Triton launches on the current device, whatever device the tensors are on.
-        with torch.cuda.device_of(first) if first.is_cuda else nullcontext():
-            for launch in self._launches:
-                grid = [number(size) for size in launch.grid]
-                if 0 not in grid:
-                    _run(launch, grid, [_argument(each, tensors, number) for each in launch.args])
+        # A kernel runs on the current device, whatever device the tensors are on.
+        is_elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
+        with torch.cuda.device_of(first) if is_elsewhere else nullcontext():
+            self._runs = self._runs or [_run_of(launch, first.device) for launch in self._launches]
+            for run, grid, args in zip(self._runs, self._grids, self._args, strict=True):
+                blocks = [size(sizes) for size in grid]
+                if 0 not in blocks:
+                    run(blocks, [read(tensors, sizes) for read in args])
+
+
+def launched_of(record: Record, use: Use) -> Launched:
+    """What a record launches for a use."""
+    assert not isinstance(record.runs, str), f"{record.name} names a function"
+    return Launched(record.runs(use), record.workspace(use))
 
 
 def as_function(record: Record) -> Callable[..., Any]:
@@ -72,7 +78,7 @@ def as_function(record: Record) -> Callable[..., Any]:
         made = tuple(_empty(value.type, arguments) for value in use.node.outputs)
         if out is None:
             out = made[0] if len(made) == 1 else made
-        launched = Launched(record, use)
+        launched = launched_of(record, use)
         launched(sizes=[symbols.evaluate(expr, {}) for expr in launched.expressions], out=out, **arguments)
         return out if made else None
 
@@ -112,6 +118,8 @@ def _arg(name: str, value: Any) -> Arg:
         return Ref(name)
     if isinstance(value, torch.dtype):
         return DtypeArg(NAMES[value])
+    if isinstance(value, Steps):
+        return value
     if isinstance(value, (list, tuple)):
         named = enumerate(value)
         return Items(tuple(Ref(f"{name}.{i}") if isinstance(each, torch.Tensor) else Const(each) for i, each in named))
@@ -142,22 +150,55 @@ def _expressions(launch: Launch) -> Iterator[Expr]:
             yield arg
 
 
-def _argument(arg: Pointer | Stride | Expr | float | None, tensors: Tensors, number: Callable[[Expr], int]) -> Any:
+def _number(expr: Expr, places: Mapping[Expr, int]) -> Callable[[Sequence[int]], int]:
+    """What gives the expression's value, of the `sizes` of a call."""
+    return (lambda sizes: expr) if isinstance(expr, int) else itemgetter(places[expr])
+
+
+def _reader(arg: Pointer | Stride | Expr | float | None, places: Mapping[Expr, int]) -> _Reader:
+    """What gives the argument of a launch, of a call's tensors and `sizes`."""
     if isinstance(arg, Pointer):
-        tensor = tensors[arg.tensor]
-        return tensor if arg.dtype is None else tensor[number(arg.offset) :].view(BY_NAME[arg.dtype])
+        find = _finder(arg.tensor)
+        if arg.dtype is None:
+            return lambda tensors, sizes: find(tensors)
+        offset, dtype = _number(arg.offset, places), BY_NAME[arg.dtype]
+        return lambda tensors, sizes: find(tensors)[offset(sizes) :].view(dtype)
     if isinstance(arg, Stride):
-        return tensors[arg.tensor].stride(arg.axis)
-    return arg if arg is None or isinstance(arg, float) else number(arg)
+        find, axis = _finder(arg.tensor), arg.axis
+        return lambda tensors, sizes: find(tensors).stride(axis)
+    if arg is None or isinstance(arg, float):
+        return lambda tensors, sizes: arg
+    value = _number(arg, places)
+    return lambda tensors, sizes: value(sizes)
 
 
-def _run(launch: Launch, grid: Sequence[int], args: Sequence[Any]) -> None:
-    kernel = _triton_kernel(launch.kernel)
-    options = {"launch_pdl": True} if launch.pdl else {}
-    kernel[tuple(grid)](*args, **launch.constants, num_warps=launch.num_warps, num_stages=launch.num_stages, **options)
+def _finder(name: str) -> Callable[[Mapping[str, Any]], torch.Tensor]:
+    """What finds a tensor by the name that launches give it."""
+    whole, _, index = name.partition(".")
+    return (lambda tensors: tensors[whole][int(index)]) if index else itemgetter(name)
+
+
+def _first(tensors: Mapping[str, Any]) -> torch.Tensor:
+    flat = (each for value in tensors.values() for each in (value if isinstance(value, (list, tuple)) else (value,)))
+    return next(each for each in flat if isinstance(each, torch.Tensor))
+
+
+def _run_of(launch: Launch, device: torch.device) -> Callable[[Sequence[int], Sequence[Any]], None]:
+    if device.type == "cpu":
+        return partial(_interpret, launch)
+    from precast.kernels import gpu_launch
+
+    return gpu_launch.run_of(launch)
+
+
+def _interpret(launch: Launch, grid: Sequence[int], args: Sequence[Any]) -> None:
+    """In Triton's interpreter."""
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    triton_function(launch.kernel)[tuple(grid)](*args, **launch.constants, **options)
 
 
 @cache
-def _triton_kernel(named: str) -> Any:
+def triton_function(named: str) -> Any:
+    """The function of Triton's that a launch names `module:function`."""
     module, _, name = named.partition(":")
     return getattr(import_module(module), name)

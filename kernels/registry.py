@@ -17,8 +17,9 @@ import torch
 
 from precast.ir.graph.schema import Expr
 from precast.ir.ops import table as ops
+from precast.kernels import cuda_source
 from precast.kernels.choices import all_records, cases, fastest
-from precast.kernels.launch import Launched, as_function
+from precast.kernels.launch import as_function, launched_of
 from precast.kernels.records import Ranges, Record
 from precast.kernels.spec import OpSpec
 from precast.kernels.use import GPU, Target, Use
@@ -81,7 +82,7 @@ def implementations(use: Use) -> tuple[Implementation, ...]:
 def _implementation(use: Use, sizes: Ranges, record: Record) -> Implementation:
     if isinstance(record.runs, str):
         return Implementation(sizes, function_of(record), record.allocates, record.control == "host")
-    launched = Launched(record, use)
+    launched = launched_of(record, use)
     return Implementation(sizes, launched, record.allocates, record.control == "host", launched.expressions)
 
 
@@ -102,7 +103,8 @@ def target_of(device: torch.device) -> Target:
     target = Target("cpu") if device.type == "cpu" else GPU
     if device.type == "cuda" and torch.cuda.is_available():
         target = target._replace(capability=torch.cuda.get_device_capability(device))
-    return target if find_spec("triton") is not None else target._replace(kinds=target.kinds - {"triton"})
+    has = {"triton": find_spec("triton") is not None, "cuda": cuda_source.is_installed()}
+    return target._replace(kinds=target.kinds - {kind for kind, is_there in has.items() if not is_there})
 
 
 def function_of(record: Record) -> Callable[..., Any]:

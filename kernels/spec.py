@@ -29,6 +29,13 @@ ELEMENTWISE: Mapping[torch.dtype, Tolerance] = {
     torch.float32: Tolerance(1e-5, 1e-6),
     torch.float64: Tolerance(1e-7, 1e-9),
 }
+# Two roundings one upon the other, of numbers up to 4 from which others as large may be taken away.
+TWICE: Mapping[torch.dtype, Tolerance] = {
+    torch.float16: Tolerance(4e-3, 4e-3),
+    torch.bfloat16: Tolerance(3.2e-2, 3.2e-2),
+    torch.float32: Tolerance(1e-5, 2e-6),
+    torch.float64: Tolerance(1e-7, 1e-9),
+}
 # Products of half precision, whose terms and probabilities are rounded in an order of the kernel's own.
 PRODUCT: Mapping[torch.dtype, Tolerance] = {
     torch.float16: Tolerance(4e-3, 2e-3),

@@ -19,7 +19,9 @@ from precast.ir.memory import liveness
 from precast.ir.memory.addresses import Addresses
 from precast.ir.memory.liveness import Moment, Operand, Run
 from precast.ir.ops.checks import WORLD
-from precast.kernels.choices import cases, workspace
+from precast.kernels.choices import cases, fastest, workspace
+from precast.kernels.sampling.limits import SAMPLE_VERSION
+from precast.kernels.sampling.records import greedy_workspace
 from precast.kernels.use import LONGEST, Target, Use, types_in, use_of
 
 _OF_VALUES = ("T", "B", "R", *sorted(WORLD))
@@ -61,20 +63,29 @@ def peak(graph: Graph, target: Target, addresses: Addresses | None = None) -> Ex
 
 
 @liveness.computed()
-def step_peak(graph: Graph, target: Target, addresses: Addresses | None = None) -> Expr:
+def step_peak(graph: Graph, target: Target, addresses: Addresses | None = None, *, captured: bool = False) -> Expr:
     """As `peak`, for a step of an engine, which draws tokens from the logits while it holds them."""
     found = runs(graph, target, addresses)
     made = {value.name: value.type for step in graph.main for value in step.outputs}
     logits = made.get(graph.outputs.get("logits", ""))
-    drawn: Expr = 0 if logits is None else drawing(logits, target)
+    drawn: Expr = 0 if logits is None else drawing(logits, target, captured=captured)
     return symbols.largest((_peak(found), *(symbols.add(_sum(run.kept), drawn) for run in found)))
 
 
-def drawing(logits: TensorType, target: Target) -> Expr:
-    """Bytes that drawing a token for each row of `logits` [..., V] holds at most, beside them."""
+def drawing(logits: TensorType, target: Target, *, captured: bool) -> Expr:
+    """Bytes that drawing a token for each row of `logits` [..., V] holds at most, beside them.
+
+    A `captured` step draws by the fastest implementation that can be captured. Another one does by the fastest of all,
+    or, where all rows want their likeliest token, takes that (`precast.kernels.sampling.sample.greedy`).
+    """
     tokens = Value("tokens", TensorType("int64", logits.shape[:-1]))
-    node = Node("precast.sample", {"logits": Ref("logits")}, (tokens,))
-    return workspace(Use(node, {"logits": Operand(logits, True)}, target))
+    node = Node("precast.sample", {"logits": Ref("logits")}, (tokens,), version=SAMPLE_VERSION)
+    use = Use(node, {"logits": Operand(logits, True)}, target)
+    if target.device == "cpu":
+        return workspace(use)
+    if captured:
+        return fastest(node.op, node.version, target, control="static").workspace(use)
+    return symbols.largest((fastest(node.op, node.version, target).workspace(use), greedy_workspace(use)))
 
 
 def step_sizes(

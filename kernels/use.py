@@ -6,7 +6,7 @@ No torch: `inspect` asks too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from precast.ir.graph import symbols
@@ -92,10 +92,11 @@ class Use(NamedTuple):
         return self.node.outputs[0].type
 
 
-def use_of(node: Node, types: Mapping[str, TensorType], target: Target) -> Use:
-    """The use that a node is, by its tensors' types alone, as if all lay in row-major order."""
+def use_of(node: Node, types: Mapping[str, TensorType], target: Target, statics: Container[str] = frozenset()) -> Use:
+    """The use that a node is, by its tensors' types and which are `statics`, as if all lay in row-major order."""
     refs = {name: arg.name for name, arg in node.args.items() if isinstance(arg, Ref)}
-    return Use(node, {name: Operand(types[value], True, True) for name, value in refs.items()}, target)
+    operands = {name: Operand(types[value], True, value not in statics) for name, value in refs.items()}
+    return Use(node, operands, target)
 
 
 def types_in(function: Graph | Block) -> dict[str, TensorType]:
@@ -108,6 +109,12 @@ def types_in(function: Graph | Block) -> dict[str, TensorType]:
         others, steps = function.caches, function.nodes
     made = (value for step in steps for value in step.outputs)
     return found | {value.name: value.type for value in (*others, *made)}
+
+
+def statics_in(function: Graph | Block) -> frozenset[str]:
+    """The names in `main` or in a block of what no op makes or writes: params, and in `main` constants."""
+    constants = function.constants if isinstance(function, Graph) else ()
+    return frozenset(value.name for value in (*function.params, *constants))
 
 
 def width(operand: Operand) -> int:

@@ -116,8 +116,15 @@ class Device(Protocol):
         """
         ...
 
-    def event(self) -> Event:
-        """An event that is yet to be recorded; waiting for it leaves the core to others."""
+    def event(self, *, timed: bool = False) -> Event:
+        """An event that is yet to be recorded; waiting for it leaves the core to others.
+
+        `timed`: it knows when it was passed, for `seconds_between`.
+        """
+        ...
+
+    def seconds_between(self, first: Event, last: Event) -> float:
+        """How long the device took from one event to another; both are timed, and have passed."""
         ...
 
     def stream(self) -> Stream:

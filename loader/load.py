@@ -46,6 +46,7 @@ def load(
     device: str | torch.device | None = None,
     max_num_seqs: int = 256,
     max_num_tokens: int = 8192,
+    max_prefill_tokens: int | None = None,
     cache_bytes: int | None = None,
     reuse_prefixes: bool = True,
     allow_config_mismatch: bool = False,
@@ -55,7 +56,9 @@ def load(
     """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
 
     `device`: "cpu", "cuda", "cuda:1"; None: the GPU if there is one. At most `max_num_seqs` sequences run at once, and
-    a step computes at most `max_num_tokens` tokens. `cache_bytes` for keys, values and states; None: as many as
+    a step computes at most `max_num_tokens` tokens. Where sequences decode in it, at most `max_prefill_tokens` of them
+    are of prompts; None: so many that those wait little longer, by the time that steps take
+    (`precast.loader.schedule.prefill_budget`). `cache_bytes` for keys, values and states; None: as many as
     `precast.loader.sizing` says. `reuse_prefixes` False: every prompt is computed from its first token.
     `capture`: steps are captured as CUDA graphs between steps once the first token is drawn (`background`), `before`
     this function returns, or not at all (`off`); None: `background` on a GPU, and `off` on a CPU, where a captured step
@@ -73,7 +76,10 @@ def load(
     if capture is not None and capture not in get_args(Capture):
         found = f"capture is {capture!r}, expected one of {', '.join(get_args(Capture))}"
         raise RequestError("engine-option-invalid", found)
-    _check_options(bundle, weights, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, cache_bytes=cache_bytes)
+    _check_options(
+        bundle, weights, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
+        max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
+    )  # fmt: skip
     timeline = Timeline() if timeline is None else timeline
     with timeline.phase("context"):
         placement = place(device)
@@ -111,7 +117,10 @@ def load(
                 runner.capture_all()
                 phase.counters = {"graphs": runner.captures.num_captured}
     model, tokenizer = opened.manifest.model, opened.files("tokenizer")
-    return Engine(runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes)
+    return Engine(
+        runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes,
+        max_prefill_tokens=max_prefill_tokens,
+    )  # fmt: skip
 
 
 @liveness.computed()
@@ -138,7 +147,7 @@ def _check_options(bundle: object, weights: object, **numbers: object) -> None:
     if not isinstance(weights, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"weights is {weights!r}, expected the path of a checkpoint")
     for name, value in numbers.items():
-        if name == "cache_bytes" and value is None:
+        if name in ("cache_bytes", "max_prefill_tokens") and value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
             expected = "an integer of at least 1, of 64 bits at most"

@@ -96,9 +96,10 @@ def size_arena(
     slab_bytes = max(plan.slab_bytes, 1)
     reserve = CUDA_RESERVE if is_cuda else 0
     addresses = addresses_of(graph, limits, device)
-    peak = step_memory.step_peak(graph, target_of(torch.device(device.name)), addresses)
-    others = step_bytes(graph, limits, peak)
-    graphs = graph_bytes(graph, limits, peak, captured_sizes) if is_cuda else lambda num_slabs: 0
+    target = target_of(torch.device(device.name))
+    others = step_bytes(graph, limits, step_memory.step_peak(graph, target, addresses))
+    captured = step_memory.step_peak(graph, target, addresses, captured=True)
+    graphs = graph_bytes(graph, limits, captured, captured_sizes) if is_cuda else lambda num_slabs: 0
 
     def inputs(num_slabs: int) -> int:
         return places_bytes(capacities(graph, limits, num_slabs))
@@ -158,7 +159,8 @@ def addresses_of(graph: Graph, limits: EngineLimits, device: Device) -> Addresse
 def graph_bytes(graph: Graph, limits: EngineLimits, peak: Expr, captured_sizes: Sequence[int]) -> Callable[[int], int]:
     """Bytes that captured steps take at most, for a cache of so many slabs: what the largest holds, and graphs.
 
-    `peak` is that of `kernels.step_memory.step_peak`. What has an address isn't counted: it lies there in all steps.
+    `peak` is that of `kernels.step_memory.step_peak` for captured steps. What has an address isn't counted: it lies
+    there in all steps.
     """
     if not captured_sizes:
         return lambda num_slabs: 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -68,7 +69,8 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
     """The memory of a buffer of this backend as a tensor."""
     owner = buffer.owner
     assert isinstance(owner, torch.Tensor), "the buffer is of another backend"
-    flat = owner.view(dtypes.BY_NAME[buffer.dtype])
+    dtype = dtypes.BY_NAME[buffer.dtype]
+    flat = owner if owner.dtype == dtype else owner.view(dtype)
     offset = (buffer.pointer - owner.data_ptr()) // flat.element_size()
     return flat.as_strided(buffer.shape, buffer.strides, flat.storage_offset() + offset)
 
@@ -147,9 +149,14 @@ class CpuDevice:
         finally:
             self._captured = None
 
-    def event(self) -> Event:
-        """An event that has always passed."""
+    def event(self, *, timed: bool = False) -> Event:
+        """An event that is passed when it is recorded."""
         return _Passed()
+
+    def seconds_between(self, first: Event, last: Event) -> float:
+        """As the interface says."""
+        assert isinstance(first, _Passed) and isinstance(last, _Passed), "events of another device"  # noqa: PT018
+        return last.at - first.at
 
     def stream(self) -> Stream:
         """None: the host has one."""
@@ -193,7 +200,7 @@ class CudaDevice:
 
     def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """As the interface says."""
-        with torch.cuda.stream(stream):
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             tensor_of(target).copy_(tensor_of(source), non_blocking=True)
 
     def load(self, image: bytes, name: str) -> Kernel:
@@ -233,9 +240,14 @@ class CudaDevice:
                 raise
             graph.capture_end()
 
-    def event(self) -> Event:
+    def event(self, *, timed: bool = False) -> Event:
         """As the interface says."""
-        return torch.cuda.Event(blocking=True)
+        return torch.cuda.Event(blocking=True, enable_timing=timed)
+
+    def seconds_between(self, first: Event, last: Event) -> float:
+        """As the interface says."""
+        assert isinstance(first, torch.cuda.Event), "an event of another device"
+        return float(first.elapsed_time(last)) / 1000
 
     def stream(self) -> Stream:
         """As the interface says."""
@@ -269,7 +281,7 @@ class _Recorder(TorchDispatchMode):
             raise RuntimeError(f"{func} reads on the host what a captured graph has yet to compute")
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        self._calls.append(partial(_do_again, func, args, kwargs, made))
+        self._calls.append(partial(_do_again, func, args, kwargs, _tensors(made)))
         return made
 
     @classmethod
@@ -287,9 +299,9 @@ def _has_fixed_shape(func: Any, args: tuple[Any, ...]) -> bool:
 _READS_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def _do_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: object) -> None:
+def _do_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[torch.Tensor]) -> None:
     again = func(*args, **kwargs)
-    for old, new in zip(_tensors(made), _tensors(again), strict=True):
+    for old, new in zip(made, _tensors(again), strict=True):
         if old.data_ptr() != new.data_ptr():  # neither a view nor written in place
             old.copy_(new)
 
@@ -308,12 +320,17 @@ class _Calls(list[Callable[[], object]]):
 
 
 class _Passed:
-    """The event of a device that has done its work when a call returns."""
+    """The event of a device that has done its work when a call returns. `at` is when it was recorded, in seconds."""
+
+    at = 0.0
 
     def record(self, stream: Stream = None) -> None:
+        self.at = time.perf_counter()
+
+    def wait(self, stream: Stream = None) -> None:
         pass
 
-    wait = synchronize = record
+    synchronize = wait
 
 
 def _arguments(args: Arguments) -> list[torch.Tensor | int | float]:

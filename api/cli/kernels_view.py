@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Graph, Node
+from precast.ir.graph.schema import Block, Graph, Node, Steps
 from precast.kernels.choices import Case, cases
-from precast.kernels.use import Target, Use, types_in, use_of
+from precast.kernels.use import Target, Use, statics_in, types_in, use_of
 
 
 def view(target: str) -> Callable[[Bundle], Report]:
@@ -28,12 +29,37 @@ def kernels(bundle: Bundle, target: Target) -> Report:
     header = ("op", "dtype", "nodes", "implementation", *(("sizes",) if has_classes else ()), "control", "reason")
     lines = [tuple(str(row[name]) for name in header) for row in found]
     text = f"target {target.text}; nodes of a block count once\n\n{table([header, *lines])}"
-    return Report({"target": target.text, "kernels": found}, text)
+    fused = _fused(bundle.graph)
+    if fused:
+        shown = [
+            (*(str(row[name]) for name in ("operands", "results", "nodes")), ", ".join(row["steps"])) for row in fused
+        ]
+        text += f"\n\nfused ops:\n{table([('operands', 'results', 'nodes', 'steps'), *shown])}"
+    return Report({"target": target.text, "kernels": found, "fused": fused}, text)
+
+
+def _fused(graph: Graph) -> list[dict[str, Any]]:
+    """A row for each kind of fused op: the names of its steps' ops, its counts, how many nodes there are."""
+    rows: Counter[tuple[tuple[str, ...], int, int]] = Counter()
+    for node in (step for steps in (graph.main, *(block.nodes for block in graph.blocks)) for step in steps):
+        body = node.args.get("steps") if isinstance(node, Node) else None
+        if isinstance(body, Steps):
+            names = tuple(step.op.removeprefix("aten.").partition(".")[0] for step in body.steps)
+            rows[names, len(node.args) - 1, len(body.results)] += 1
+    return [
+        {"steps": list(steps), "operands": operands, "results": results, "nodes": nodes}
+        for (steps, operands, results), nodes in sorted(rows.items())
+    ]
 
 
 def _uses(graph: Graph, target: Target) -> list[Use]:
-    functions = [(graph.main, types_in(graph)), *((block.nodes, types_in(block)) for block in graph.blocks)]
-    return [use_of(node, types, target) for steps, types in functions for node in steps if isinstance(node, Node)]
+    found: list[Use] = []
+    functions: list[Graph | Block] = [graph, *graph.blocks]
+    for function in functions:
+        types, statics = types_in(function), statics_in(function)
+        nodes = function.main if isinstance(function, Graph) else function.nodes
+        found += [use_of(node, types, target, statics) for node in nodes if isinstance(node, Node)]
+    return found
 
 
 def _rows(use: Use) -> list[tuple[str, ...]]:

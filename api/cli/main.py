@@ -218,6 +218,10 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Sequences that run at once.")
 @click.option("--max-num-tokens", type=int, default=8192, show_default=True, help="Tokens that one step computes.")
 @click.option(
+    "--max-prefill-tokens", type=int, metavar="N",
+    help="Prompt tokens that a step computes beside sequences that decode. Default: by the time that steps take.",
+)  # fmt: skip
+@click.option(
     "--cache-bytes", type=int, help="Memory for keys, values and states, in whole slabs. Default: from what is free."
 )
 @click.option(
@@ -227,8 +231,8 @@ def digest(bundle: Path, as_json: bool) -> None:
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
-    as_json: bool, weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int, cache_bytes: int | None,
-    allow_config_mismatch: bool, **sampling: Any,
+    as_json: bool, weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int,
+    max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -253,7 +257,8 @@ def run(
             from precast.loader.load import load
         engine = load(
             opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
-            cache_bytes=cache_bytes, allow_config_mismatch=allow_config_mismatch, timeline=timeline,
+            max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
+            allow_config_mismatch=allow_config_mismatch, timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer
     with engine:

@@ -13,10 +13,12 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext
 from precast.builder.graph.nodes import op_counts
+from precast.ir.graph.schema import Graph
 
 STAGES = ("factory", "export", "normalise", "match", "shard", "cache", "plan", "lower", "pack")
 
 PassFunction = Callable[[FxGraph, PassContext], bool]
+LoweredFunction = Callable[[Graph], Graph]
 NodeFunction = Callable[[PassContext, FxNode], FxNode | None]
 Invariant = Callable[[FxGraph], set[str]]
 """Something that holds for a graph: gives what contradicts it, by name. Its docstring says it in words."""
@@ -36,6 +38,21 @@ class Pass:
     """What the pass relies on."""
     after: tuple[Invariant, ...] = ()
     """What others may rely on when it has run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredPass:
+    """A pass over the bundle's own graph, which it gives anew: it sees each block once, and needs no torch."""
+
+    name: str
+    version: int
+    run: LoweredFunction
+    stage: str = "lower"
+
+
+def lowered_pass(*, version: int) -> Callable[[LoweredFunction], LoweredPass]:
+    """Makes a `LoweredPass` of a function; its name is the function's."""
+    return lambda function: LoweredPass(function.__name__, version, function)
 
 
 def graph_pass(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from precast.ir.graph.schema import Arg, Const, Dim, DtypeArg, Items, Ref, TensorType
+from precast.ir.graph.schema import Arg, Const, Dim, DtypeArg, Items, Ref, Steps, TensorType
 from precast.ir.graph.symbols import ExprError
 from precast.ir.ops.op import ArgDef, Kind, OpDef, ShapeError
 
@@ -47,9 +47,13 @@ def references(args: Mapping[str, Arg]) -> Iterator[str]:
 
 
 def flat(args: Mapping[str, Arg]) -> Iterator[tuple[str, Ref | Const | Dim | DtypeArg]]:
-    """The arguments by name, those of a list one by one."""
+    """The arguments by name, those of a list one by one, and of a fused op's steps those that are no names."""
     for name, arg in args.items():
-        yield from ((name, item) for item in (arg.items if isinstance(arg, Items) else (arg,)))
+        if isinstance(arg, Steps):
+            of_steps = (item for step in arg.steps for _, item in flat(step.args))
+            yield from ((name, item) for item in of_steps if not isinstance(item, Ref))
+        else:
+            yield from ((name, item) for item in (arg.items if isinstance(arg, Items) else (arg,)))
 
 
 def _fits(definition: ArgDef, arg: Arg) -> bool:
@@ -92,6 +96,7 @@ _FITS: dict[Kind, Callable[[Arg], bool]] = {
     "str": _literal(str),
     "Dtype": lambda arg: isinstance(arg, DtypeArg),
     "Scalar": _is_number,
+    "Steps": lambda arg: isinstance(arg, Steps),
 }
 
 
@@ -101,7 +106,7 @@ def _kind_of(arg: Arg) -> str:
     if isinstance(arg, Const):
         not_a_number = isinstance(arg.value, float) and math.isnan(arg.value)
         return "nan" if not_a_number else "none" if arg.value is None else f"{type(arg.value).__name__} {arg.value!r}"
-    return {Ref: "a tensor", Dim: "a size", DtypeArg: "a dtype"}[type(arg)]
+    return {Ref: "a tensor", Dim: "a size", DtypeArg: "a dtype", Steps: "steps"}[type(arg)]
 
 
 def _bound(arg: Arg, types: Mapping[str, TensorType]) -> Any:
@@ -113,4 +118,6 @@ def _bound(arg: Arg, types: Mapping[str, TensorType]) -> Any:
         return arg.expr
     if isinstance(arg, DtypeArg):
         return arg.dtype
+    if isinstance(arg, Steps):
+        return arg
     return tuple(_bound(item, types) for item in arg.items)

@@ -92,7 +92,24 @@ class Items(Wire, frozen=True, tag="l", tag_field="k"):
     items: tuple[Ref | Const | Dim, ...]
 
 
-Arg = Ref | Const | Dim | DtypeArg | Items
+class Step(Wire, frozen=True):
+    """One step of a fused op: an op of the op table at version 1, with its arguments by name.
+
+    A `Ref` names an operand of the fused op (`x0`), or what an earlier step makes (`s0`).
+    """
+
+    op: str
+    args: dict[str, Ref | Const | DtypeArg | Items]
+
+
+class Steps(Wire, frozen=True, tag="s", tag_field="k"):
+    """The body of a fused op as data: its steps in order, which make `s0`, `s1`, ..., and the names that it returns."""
+
+    steps: tuple[Step, ...]
+    results: tuple[str, ...]
+
+
+Arg = Ref | Const | Dim | DtypeArg | Items | Steps
 
 
 # --- program ---------------------------------------------------------------------------------------------------

@@ -25,14 +25,14 @@
     }
 
 A `%` marks the name of a tensor; a name that is no plain name is quoted. Integers and floats are literals, a bare
-word or an operation is a size over symbols, `dim(3)` a size that is the constant 3. Nothing here reads text, or checks
-that a graph is valid.
+word or an operation is a size over symbols, `dim(3)` a size that is the constant 3. The steps of a fused op stand in
+braces: `{%s0 = aten.neg.default@1(self=%x0), return %s0}`. Nothing here reads text, or checks that a graph is valid.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from precast.ir.graph import schema, symbols
@@ -62,15 +62,19 @@ def format_step(step: schema.Node | schema.Call, order: Sequence[str] = ()) -> s
     and those that are in neither by name."""
     results = ", ".join(map(format_value, step.outputs))
     if isinstance(step, schema.Node):
-        definition = ops.lookup(step.op, step.version)
-        names = _ordered(step.args, [arg.name for arg in definition.args] if definition else order)
-        # Ops of the table have a dot; another name could read as `call` or `return`.
-        op = _name(step.op) if "." in step.op else json.dumps(step.op)
-        what = f"{op}@{step.version}({', '.join(f'{_name(n)}={_arg(step.args[n])}' for n in names)})"
+        what = _call(step.op, step.version, step.args, order)
     else:
         names = _ordered(step.args, order)
         what = f"call {_name(step.block)}({', '.join(f'{_name(n)}={_ref(step.args[n])}' for n in names)})"
     return f"{results} = {what}" if results else what
+
+
+def _call(op: str, version: int, args: Mapping[str, schema.Arg], order: Sequence[str] = ()) -> str:
+    definition = ops.lookup(op, version)
+    names = _ordered(args, [arg.name for arg in definition.args] if definition else order)
+    # Ops of the table have a dot; another name could read as `call` or `return`.
+    name = _name(op) if "." in op else json.dumps(op)
+    return f"{name}@{version}({', '.join(f'{_name(n)}={_arg(args[n])}' for n in names)})"
 
 
 def format_recipe(recipe: schema.Recipe) -> str:
@@ -216,6 +220,9 @@ def _arg(arg: schema.Arg) -> str:
             return dtype
         case schema.Items(items):
             return f"[{', '.join(map(_arg, items))}]"
+        case schema.Steps(steps, results):
+            lines = (f"%s{i} = {_call(step.op, 1, step.args)}" for i, step in enumerate(steps))
+            return f"{{{', '.join((*lines, 'return ' + ', '.join(map(_ref, results))))}}}"
 
 
 def _literal(value: bool | int | float | str | None) -> str:

@@ -18,6 +18,7 @@ from precast.ir.ops.checks import (
     expect_vector,
 )
 from precast.ir.ops.op import GROUP, SEQUENCE_BOUNDS, SEQUENCE_LENGTHS, SEQUENCES, Args, row
+from precast.ir.ops.rows_tokens import rotary
 
 
 def attention(args: Args) -> tuple[TensorType, ...]:
@@ -47,6 +48,21 @@ def write_kv(args: Args) -> tuple[TensorType, ...]:
     expect_dtype("v_cache", args["v_cache"], args["k_cache"].dtype)
     expect_dtype("slot_mapping", args["slot_mapping"], "int64")
     return ()
+
+
+def rotary_write_kv(args: Args) -> tuple[TensorType, ...]:
+    write_kv(args)
+    q, k = args["q"], args["k"]
+    expect_shape("q's tokens and head size", (*q.shape[:2], *q.shape[3:]), (*k.shape[:2], *k.shape[3:]))
+    expect_dtype("q", q, k.dtype)
+    tables = {"cos": args["cos"], "sin": args["sin"]}
+    for x in (q, k):
+        rotary({"x": x, **tables})
+    has_norm = args.get("eps") is not None
+    for name in ("q_weight", "k_weight"):
+        expect_given(args, name, q.shape[-1:], *COMPUTED)
+        expect(has_norm or args.get(name) is None, f"{name}: expected none without eps")
+    return (q,)
 
 
 def paged_attention(args: Args) -> tuple[TensorType, ...]:
@@ -162,6 +178,14 @@ ROWS = (
         write_kv,
         SEQUENCES,
         work.nothing,
+        integers=_SLOTS,
+    ),
+    row(
+        "precast.rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight,"
+        " Tensor? k_weight, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, bool interleaved,"
+        " float? eps=None, float offset=0.0, bool cast_before_scale=False) -> Tensor",
+        rotary_write_kv,
+        SEQUENCES,
         integers=_SLOTS,
     ),
     row(

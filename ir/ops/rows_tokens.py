@@ -74,6 +74,11 @@ def residual_rms_norm(args: Args) -> tuple[TensorType, ...]:
     return (_norm(args, "weight"), x)
 
 
+def norm_residual_norm(args: Args) -> tuple[TensorType, ...]:
+    expect_given(args, "inner_weight", args["x"].shape[-1:], *COMPUTED)
+    return residual_rms_norm(args)
+
+
 def layer_norm(args: Args) -> tuple[TensorType, ...]:
     return (_norm(args, "weight", "bias"),)
 
@@ -184,6 +189,12 @@ ROWS = (
         "precast.residual_rms_norm(Tensor x, Tensor residual, Tensor weight, *, float eps, float offset=0.0,"
         " bool cast_before_scale) -> (Tensor, Tensor)",
         residual_rms_norm,
+        last_of("x"),
+    ),
+    row(
+        "precast.norm_residual_norm(Tensor x, Tensor residual, Tensor inner_weight, Tensor weight, *, float eps,"
+        " float offset=0.0, bool cast_before_scale) -> (Tensor, Tensor)",
+        norm_residual_norm,
         last_of("x"),
     ),
     row("precast.layer_norm(Tensor x, Tensor? weight, Tensor? bias, *, float eps) -> Tensor", layer_norm, last_of("x")),

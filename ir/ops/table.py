@@ -11,6 +11,7 @@ from functools import cache
 from precast.ir.ops import (
     rows_attention,
     rows_experts,
+    rows_fused,
     rows_pointwise,
     rows_reductions,
     rows_states,
@@ -19,7 +20,9 @@ from precast.ir.ops import (
 )
 from precast.ir.ops.op import OpDef
 
-_ROW_FILES = (rows_attention, rows_experts, rows_pointwise, rows_reductions, rows_states, rows_tokens, rows_views)
+_ROW_FILES = (
+    rows_attention, rows_experts, rows_fused, rows_pointwise, rows_reductions, rows_states, rows_tokens, rows_views,
+)  # fmt: skip
 
 
 def lookup(name: str, version: int = 1) -> OpDef | None:

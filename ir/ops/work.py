@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from precast.ir.graph.schema import Const, Node, Ref
+from precast.ir.graph.schema import Const, Node, Ref, Steps
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -24,6 +24,13 @@ def nothing(node: Node, shapes: Shapes) -> float:
 def elements(node: Node, shapes: Shapes) -> float:
     """One for each element of the largest result."""
     return float(max((math.prod(shapes[value.name]) for value in node.outputs), default=0))
+
+
+def steps(node: Node, shapes: Shapes) -> float:
+    """One for each element of the largest result and each step of a fused op."""
+    body = node.args["steps"]
+    assert isinstance(body, Steps), f"{node.op}: steps are steps"
+    return len(body.steps) * elements(node, shapes)
 
 
 def reduction(node: Node, shapes: Shapes) -> float:

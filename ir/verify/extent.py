@@ -6,13 +6,14 @@ Each count bounds work and memory of all that is done with a graph later: the ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import BundleError
-from precast.ir.graph.schema import Apply, Call, Dim, Each, Expr, Graph, Items, Node, Read, Recipe, Value
+from precast.ir.graph.infer import flat
+from precast.ir.graph.schema import Apply, Arg, Call, Dim, Each, Expr, Graph, Items, Node, Read, Recipe, Steps, Value
 from precast.ir.memory import caches
 from precast.ir.weights import recipes
 
@@ -28,13 +29,18 @@ def counts(graph: Graph) -> Iterator[tuple[str, int, int]]:
     """(what, how many, at most), the cheap ones first: later ones take for granted that those before hold."""
     yield "symbols", len(graph.symbols), limits.MAX_SYMBOLS
     yield "params", len(graph.params), limits.MAX_PARAMS
-    yield "nodes and calls", len(graph.main) + sum(len(block.nodes) for block in graph.blocks), limits.MAX_STEPS
+    yield "nodes and calls", sum(map(_written_steps, _steps(graph))), limits.MAX_STEPS
     calls = Counter(step.block for step in graph.main if isinstance(step, Call))
     run = [(1, step) for step in graph.main] + [
         (calls[block.name], node) for block in graph.blocks for node in block.nodes
     ]
-    yield "nodes over all calls", sum(times for times, step in run if isinstance(step, Node)), limits.MAX_RUN_NODES
-    yield "arguments over all calls", sum(times * _arguments(step) for times, step in run), limits.MAX_RUN_ARGUMENTS
+    nodes = sum(times * _written_steps(step) for times, step in run if isinstance(step, Node))
+    yield "nodes over all calls", nodes, limits.MAX_RUN_NODES
+    yield (
+        "arguments over all calls",
+        sum(times * _arguments(step.args) for times, step in run),
+        limits.MAX_RUN_ARGUMENTS,
+    )
     reads = sum(_reads(param.recipe) for param in graph.params)
     yield "tensors that recipes read", reads, limits.MAX_READS
     yield "reads of tensors that were read before", reads - _different_reads(graph), limits.MAX_REPEATED_READS
@@ -50,9 +56,21 @@ def counts(graph: Graph) -> Iterator[tuple[str, int, int]]:
     yield "operations and names in all different expressions", sum(sizes), limits.MAX_EXPRESSIONS
 
 
-def _arguments(step: Node | Call) -> int:
-    """Those of lists one by one."""
-    return sum(len(arg.items) if isinstance(arg, Items) else 1 for arg in step.args.values())
+def _written_steps(step: Node | Call) -> int:
+    """One, and one for each step of a fused op."""
+    bodies = step.args.values() if isinstance(step, Node) else ()
+    return 1 + sum(len(arg.steps) for arg in bodies if isinstance(arg, Steps))
+
+
+def _arguments(args: Mapping[str, Arg | str]) -> int:
+    """Those of lists and of fused ops' steps one by one."""
+    return sum(map(_each, args.values()))
+
+
+def _each(arg: Arg | str) -> int:
+    if isinstance(arg, Steps):
+        return sum(_arguments(step.args) for step in arg.steps)
+    return len(arg.items) if isinstance(arg, Items) else 1
 
 
 def _reads(recipe: Recipe) -> int:
@@ -99,10 +117,8 @@ def _expressions(graph: Graph) -> Iterator[Expr]:
     for value in _values(graph):
         yield from value.type.shape
     for step in _steps(graph):
-        for arg in step.args.values() if isinstance(step, Node) else ():
-            for item in arg.items if isinstance(arg, Items) else (arg,):
-                if isinstance(item, Dim):
-                    yield item.expr
+        if isinstance(step, Node):
+            yield from (item.expr for _, item in flat(step.args) if isinstance(item, Dim))
     for param in graph.params:
         yield from param.type.shape
         yield from recipes.sizes(param.recipe)

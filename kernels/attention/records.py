@@ -13,7 +13,7 @@ from precast.kernels.records import Condition, Record, nothing, reference, refer
 from precast.kernels.use import Use, numbers
 
 _COMPUTED: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
-_CONVERTS = Condition(
+CONVERTS = Condition(
     "compute capability 8.9 or higher for a cache of 8 bits",
     lambda use: use.width("k_cache") > 1 or use.target.capability >= (8, 9),
 )
@@ -44,7 +44,7 @@ _TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capabili
 
 
 _PAGED: dict[str, Any] = {
-    **_TRITON, "op": "precast.paged_attention", "dtypes": {"q": _COMPUTED}, "takes": (_SCALES, _CONVERTS),
+    **_TRITON, "op": "precast.paged_attention", "dtypes": {"q": _COMPUTED}, "takes": (_SCALES, CONVERTS),
     "allocates": False,
 }  # fmt: skip
 
@@ -72,7 +72,7 @@ RECORDS = (
     ),
     reference_on_cpu("precast.attention", "attention.attention"),
     Record(
-        name="triton.write_kv", op="precast.write_kv", **_TRITON, takes=(_CONVERTS,), allocates=False,
+        name="triton.write_kv", op="precast.write_kv", **_TRITON, takes=(CONVERTS,), allocates=False,
         workspace=nothing, runs="precast.kernels.attention.triton_write_kv:write_kv",
     ),
     reference("precast.write_kv", "attention.write_kv", _written),

@@ -12,7 +12,7 @@ from precast.kernels.attention.triton import power_of_two
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def rounded(x, dtype: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """`precast.kernels.storage.rounded`; LIMIT is the largest finite value of 8 bits, 0 for wider types."""
     if LIMIT > 0:
         x = tl.clamp(x.to(tl.float32), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -60,12 +60,12 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     k = tl.load(k_ptr + token * k_stride_t + head * k_stride_h + d * k_stride_d, mask=d < SIZE)
     k_cache_ptr += page * k_cache_stride_p + offset * k_cache_stride_s + head * k_cache_stride_h
-    tl.store(k_cache_ptr + d * k_cache_stride_d, _rounded(k, k_cache_ptr.dtype.element_ty, LIMIT), mask=d < SIZE)
+    tl.store(k_cache_ptr + d * k_cache_stride_d, rounded(k, k_cache_ptr.dtype.element_ty, LIMIT), mask=d < SIZE)
 
     e = tl.arange(0, BLOCK_V)
     v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + e * v_stride_d, mask=e < VALUE_SIZE)
     v_cache_ptr += page * v_cache_stride_p + offset * v_cache_stride_s + head * v_cache_stride_h
-    tl.store(v_cache_ptr + e * v_cache_stride_d, _rounded(v, v_cache_ptr.dtype.element_ty, LIMIT), mask=e < VALUE_SIZE)
+    tl.store(v_cache_ptr + e * v_cache_stride_d, rounded(v, v_cache_ptr.dtype.element_ty, LIMIT), mask=e < VALUE_SIZE)
 
 
 def write_kv(

@@ -1,13 +1,18 @@
-"""What computes experts: products of rows sorted by expert, one after the other on CPUs, in one launch on GPUs.
+"""What computes experts: Triton on GPUs; products of rows sorted by expert elsewhere, one after the other on CPUs.
 
-torch's grouped product is one launch on Hopper (9.x) and Blackwell (10.x) alone. Elsewhere torch reads the groups' ends
-on the host and multiplies them one by one.
+How Triton's kernels cut their work depends on how many tokens a step has. torch's grouped product is for GPUs without
+Triton: one launch on Hopper (9.x) and Blackwell (10.x) alone. Elsewhere torch reads the groups' ends on the host and
+multiplies them one by one.
 """
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, largest, minimum, mul
+from precast.kernels.experts import launches
 from precast.kernels.experts.limits import GATHERED_ELEMENTS, VECTOR
 from precast.kernels.records import Condition, Record, nothing, reference_on_cpu
 from precast.kernels.use import Use, copied, numbers, size, wide, width
@@ -65,9 +70,44 @@ def _in_one_launch(use: Use) -> bool:
     return use.target.capability[0] in (9, 10) or not any(_is_grouped(use, name) for name in weights)
 
 
+_TRITON: dict[str, Any] = {
+    "kind": "triton", "devices": ("cuda",), "min_capability": (8, 0), "allocates": False,
+    "dtypes": {"x": ("float16", "bfloat16", "float32")},
+}  # fmt: skip
+_SIZED = Condition("sizes of experts that are known at load", lambda use: launches.sizes_of(use) is not None)
+_WHOLE = Condition(
+    "sizes of weights that are known at load",
+    lambda use: None not in [use.number("weight", axis) for axis in range(3)],
+)
+_FEW = 4
+"""Up to so many tokens, hardly two of which share an expert."""
+_STEPS = (16, 64, 256, 1024)
+"""Up to so many tokens tiles are of one size each; above, of the largest."""
+
+
+def _few(most: int) -> Record:
+    """Up to `most` tokens: each pair of a token and an expert reads its weights."""
+    return Record(
+        name="triton.experts_of_few", op="precast.experts", **_TRITON, takes=(_SIZED,), sizes={"T": (0, most)},
+        workspace=launches.few_workspace, runs=launches.few(),
+    )  # fmt: skip
+
+
+def _grouped(least: int, most: int | None) -> Record:
+    """Tokens in the order of experts."""
+    return Record(
+        name="triton.experts" if most is None else f"triton.experts_to_{most}", op="precast.experts", **_TRITON,
+        takes=(_SIZED,), sizes={"T": (least, most)}, workspace=launches.grouped_workspace(most),
+        runs=launches.grouped(most),
+    )  # fmt: skip
+
+
 _LAUNCHED = Condition("compute capability 9 or 10 for grouped products of bfloat16", _in_one_launch)
 
 RECORDS = (
+    _few(_FEW),
+    *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *_STEPS))),
+    _grouped(_STEPS[-1] + 1, None),
     Record(
         name="torch.experts", op="precast.experts", devices=("cuda",), workspace=_experts, takes=(_LAUNCHED,),
         runs="precast.kernels.experts.grouped:experts",
@@ -81,6 +121,10 @@ RECORDS = (
         runs="precast.kernels.experts.grouped:experts",
     ),
     reference_on_cpu("precast.experts", "experts.experts"),
+    Record(
+        name="triton.grouped_linear", op="precast.grouped_linear", **_TRITON, takes=(_WHOLE,),
+        workspace=launches.ordered_workspace, runs=launches.ordered,
+    ),
     Record(
         name="torch.grouped_linear", op="precast.grouped_linear", devices=("cuda",), workspace=_grouped_linear,
         takes=(_LAUNCHED,), runs="precast.kernels.experts.grouped:grouped_linear",

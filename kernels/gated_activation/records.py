@@ -1,10 +1,12 @@
-"""What computes gated activations: the reference, everywhere."""
+"""What computes gated activations: Triton on GPUs, the reference elsewhere and for what Triton does not take."""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import mul, numel
+from precast.kernels.gated_activation import launches
 from precast.kernels.records import reference
+from precast.kernels.rows import HAS_ROWS, in_triton
 from precast.kernels.use import Use, copied, wide, width
 
 
@@ -15,4 +17,7 @@ def _gated_activation(use: Use) -> Expr:
     return mul(total - width(x), numel(use.result.shape))
 
 
-RECORDS = (reference("precast.gated_activation", "gated_activation.gated_activation", _gated_activation),)
+RECORDS = (
+    in_triton("precast.gated_activation", launches.gated_activation, ("x",), HAS_ROWS),
+    reference("precast.gated_activation", "gated_activation.gated_activation", _gated_activation),
+)

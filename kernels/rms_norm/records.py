@@ -1,11 +1,17 @@
-"""What computes rms norms: the references, everywhere."""
+"""What computes rms norms: Triton on GPUs, the references elsewhere and for what Triton does not take."""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul, numel
-from precast.kernels.records import reference
+from precast.kernels.records import Record, reference
+from precast.kernels.rms_norm import launches
+from precast.kernels.rows import HAS_SHORT_ROWS, in_triton
 from precast.kernels.use import Use, copied, numbers, size, wide, width
+
+
+def _triton(op: str) -> Record:
+    return in_triton(f"precast.{op}", launches.rms_norm, ("x", "inner_weight", "weight"), HAS_SHORT_ROWS)
 
 
 def _rms_norm(use: Use) -> Expr:
@@ -26,7 +32,16 @@ def _rms_norm(use: Use) -> Expr:
     return add(mul(max(total, copy + full) - narrow, numbers(x)), rows, gaps, scale)
 
 
+def _norm_residual_norm(use: Use) -> Expr:
+    """What each norm holds beside its result, and the first one's result."""
+    return add(_rms_norm(use), size(use.operands["x"]))
+
+
 RECORDS = (
+    _triton("rms_norm"),
     reference("precast.rms_norm", "rms_norm.rms_norm", _rms_norm),
+    _triton("residual_rms_norm"),
     reference("precast.residual_rms_norm", "rms_norm.residual_rms_norm", _rms_norm),
+    _triton("norm_residual_norm"),
+    reference("precast.norm_residual_norm", "rms_norm.norm_residual_norm", _norm_residual_norm),
 )

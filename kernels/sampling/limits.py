@@ -1,5 +1,7 @@
-"""Sizes that bound what drawing holds. Records count with them, so no torch here."""
+"""What bounds the memory that drawing holds. Records count with it, so no torch here."""
 
+SAMPLE_VERSION = 2
+"""The version of `precast.sample` by which a step of an engine draws."""
 MAX_SORTED = 1 << 22
 """Logits that are sorted at a time, if that is one row at least. Sums of so many weights of 2^40 fit int64."""
 

@@ -10,7 +10,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, maximum, minimum, mul, numel
 from precast.kernels.records import Record, reference
 from precast.kernels.sampling.limits import MAX_SORTED, row_bytes
-from precast.kernels.use import Use
+from precast.kernels.use import Use, width
 
 
 def _drawing(use: Use) -> Expr:
@@ -18,12 +18,23 @@ def _drawing(use: Use) -> Expr:
 
     To sort several rows at once a GPU numbers them too, and holds 48, and a quarter for its counters.
     """
-    shape = use.shape("logits")
-    rows, size = numel(shape[:-1]), shape[-1]
-    together = minimum(rows, maximum(1, floordiv(MAX_SORTED, size)))
+    rows, together, size = _parts(use)
     several = minimum(1, maximum(0, add(together, -1)))
     numbered = mul(several, floordiv(mul(25, together, size), 4))
     return add(mul(42, together, size), numbered, mul(64, rows), 16 << 10)
+
+
+def greedy_workspace(use: Use) -> Expr:
+    """Bytes that `precast.kernels.sampling.sample.greedy` holds beside its result: magnitudes of logits."""
+    rows, together, size = _parts(use)
+    return add(mul(width(use.operands["logits"]), together, size), mul(64, rows), 16 << 10)
+
+
+def _parts(use: Use) -> tuple[Expr, Expr, Expr]:
+    """The rows of logits, how many of them are looked at together, and how many logits one has."""
+    shape = use.shape("logits")
+    rows, size = numel(shape[:-1]), shape[-1]
+    return rows, minimum(rows, maximum(1, floordiv(MAX_SORTED, size))), size
 
 
 def _searching(use: Use) -> Expr:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 from precast.loader.cache.spans import Point, Span
 from precast.loader.cache.tables import SequenceTable
@@ -43,16 +44,6 @@ class CachedSequence:
         """Tokens that are on the host."""
         return len(self.token_ids) - self.num_unknown
 
-    def expect(self, row: int) -> None:
-        """One token more, which the step that has just been launched draws in this row."""
-        self.token_ids.append(-1 - row)
-        self.num_unknown += 1
-
-    def learn(self, token_id: int) -> None:
-        """The first of the unknown tokens has arrived."""
-        self.token_ids[-self.num_unknown] = token_id
-        self.num_unknown -= 1
-
     def forget_unknown(self) -> None:
         """Cut off what hasn't arrived."""
         if self.num_unknown:
@@ -67,3 +58,19 @@ class CachedSequence:
     @num_computed.setter
     def num_computed(self, count: int) -> None:
         self.num_pending = len(self.token_ids) - count
+
+
+def expect_tokens(sequences: Iterable[CachedSequence], first_row: int = 0) -> None:
+    """One token more for each, which the step that has just been launched draws in the rows from `first_row` on."""
+    for row, sequence in enumerate(sequences, first_row):
+        sequence.token_ids.append(-1 - row)
+        sequence.num_unknown += 1
+
+
+def learn_tokens(sequences: Iterable[CachedSequence], token_ids: Iterable[int]) -> None:
+    """The first of the unknown tokens of each has arrived. A sequence that has none has ended: it gets no token."""
+    for sequence, token_id in zip(sequences, token_ids, strict=True):
+        unknown = sequence.num_unknown
+        if unknown:
+            sequence.token_ids[-unknown] = token_id
+            sequence.num_unknown = unknown - 1

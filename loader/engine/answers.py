@@ -9,8 +9,7 @@ from precast.ir.errors import RequestError
 from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import Event, Failure, FinishReason, Output
 from precast.loader.engine.tokenizer import AnswerText
-from precast.loader.run.draws import Draw
-from precast.loader.schedule.requests import NO_TOKEN, Request
+from precast.loader.schedule.requests import NO_TOKEN, Draw, Request
 
 NOT_FINITE = Failure(
     "logits-not-finite",
@@ -25,24 +24,13 @@ class Answer:
     `gives_text` False: the text is made once, at the end. `arrived` is when the request came, by `perf_counter`.
     """
 
-    def __init__(
-        self, request: Request, params: SamplingParams, *, seed: int, text: AnswerText | None, arrived: float
-    ) -> None:
+    def __init__(self, request: Request, params: SamplingParams, *, text: AnswerText | None, arrived: float) -> None:
         self.request = request
         self.params = params
-        self.seed = seed
         self.text = text
         self.arrived = arrived
         self.events: deque[Event] = deque()
         self.gives_text = True
-
-    def draw(self) -> Draw:
-        """How its next token is drawn."""
-        params = self.params
-        return Draw(
-            params.temperature, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0, self.seed,
-            self.request.num_generated,
-        )  # fmt: skip
 
     def take(self, token_id: int, eos_token_ids: Container[int]) -> Event:
         """The event of the token that the request has just got; it has a reason if the token ends the answer.
@@ -51,12 +39,15 @@ class Answer:
         """
         if token_id == NO_TOKEN:
             return self._event("error", error=NOT_FINITE)
+        request = self.request
         reason: FinishReason | None = None
         if token_id in eos_token_ids and not self.params.ignore_eos:
             reason = "stop"
-        elif self.request.num_known >= self.request.max_length:
+        elif len(request.token_ids) - request.num_unknown >= request.max_length:
             reason = "length"
-        if self.text is not None and reason != "stop":
+        if self.text is None:
+            return Event(request.id, (token_id,), "", reason)
+        if reason != "stop":
             self.text.push(token_id)
         return self._event(reason, token_id)
 
@@ -82,3 +73,8 @@ class Answer:
             if self.text.stopped and reason in (None, "length"):
                 reason = "stop"
         return Event(self.request.id, token_ids, text, reason, error)
+
+
+def draw_of(params: SamplingParams, seed: int) -> Draw:
+    """How the tokens of an answer with this seed are drawn."""
+    return Draw(params.temperature, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0, seed)

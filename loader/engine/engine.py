@@ -7,7 +7,6 @@ launched leaves every request as it was; if a launched one fails, its requests a
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections import Counter, deque
@@ -23,7 +22,7 @@ from precast.loader.cache.arena import Arena
 from precast.loader.cache.prefixes import Prefixes
 from precast.loader.cache.rotation import Rotations
 from precast.loader.cache.tables import PageTables
-from precast.loader.engine.answers import NOT_FINITE, Answer
+from precast.loader.engine.answers import NOT_FINITE, Answer, draw_of
 from precast.loader.engine.metrics import prometheus_text
 from precast.loader.engine.owner import Owner, Stream, one_thread
 from precast.loader.engine.params import MAX_INT64, SamplingParams, params_of
@@ -41,16 +40,16 @@ from precast.loader.engine.results import EngineStats, Event, Output
 from precast.loader.engine.tokenizer import AnswerText, Tokenizer
 from precast.loader.engine.values import as_integer
 from precast.loader.run.runner import Runner, Ticket
+from precast.loader.schedule.prefill_budget import PrefillBudget
 from precast.loader.schedule.requests import Request, Step
 from precast.loader.schedule.scheduler import Scheduler
 from precast.loader.timeline import Timeline
 
 
 class _Flight(NamedTuple):
-    """A step that was launched: whose tokens it draws, and its ticket."""
+    """A step that was launched, and its ticket."""
 
     step: Step
-    answers: list[Answer]
     ticket: Ticket
 
 
@@ -78,8 +77,9 @@ class Engine:
         timeline: Timeline,
         reuses_prefixes: bool = True,
         runs_ahead: bool = True,
+        max_prefill_tokens: int | None = None,
     ) -> None:
-        """`runner` is the engine's own from here on. Users call `precast.load`.
+        """`runner` is the engine's own from here on. Users call `precast.load`, which tells of `max_prefill_tokens`.
 
         What the runner has to capture is captured between steps, once a token was drawn. `runs_ahead` False: each step
         is collected before the next is launched.
@@ -91,12 +91,15 @@ class Engine:
         rotations = Rotations(runner.graph)
         self._tables = PageTables(runner.graph.caches, Arena(runner.num_slabs))
         self._prefixes = Prefixes(self._tables, kind_of=rotations.kind_of, reuses=reuses_prefixes)
+        self._max_prefill_tokens = max_prefill_tokens
+        self._budget = PrefillBudget(runner.limits.max_num_tokens, runner.captures.sizes)
         self._scheduler = Scheduler(
             self._tables,
             max_num_seqs=runner.limits.max_num_seqs,
             max_num_tokens=runner.limits.max_num_tokens,
             restart_length=rotations.restart_length,
             prefixes=self._prefixes,
+            most_beside=self._most_beside,
         )
         self._owner = Owner()
         self._answers: dict[int, Answer] = {}
@@ -268,6 +271,7 @@ class Engine:
             requests_waiting=self._scheduler.num_waiting,
             requests_running=self._scheduler.num_running,
             preemptions=self._scheduler.num_preemptions,
+            prefill_budget=self._most_beside(max(len(self._scheduler.decoding), 1)),
             tokens_reused=self._scheduler.num_tokens_reused,
             prefix_spans=self._prefixes.num_spans,
             slabs=self._tables.arena.num_slabs,
@@ -346,8 +350,8 @@ class Engine:
             raise error.inside(where) if where else error from None
         seed = self._seeds.randint(0, MAX_INT64) if params.seed is None else params.seed
         self._num_requests += 1
-        request = Request(self._num_requests, ids, max_length, priority)
-        return Answer(request, params, seed=seed, text=text, arrived=arrived)
+        request = Request(self._num_requests, ids, max_length, priority, draw=draw_of(params, seed))
+        return Answer(request, params, text=text, arrived=arrived)
 
     def _queue(self, answer: Answer, events: deque[Event]) -> None:
         """Let the request run; its events go to `events`."""
@@ -374,9 +378,8 @@ class Engine:
                 return
             step = self._scheduler.schedule()
             assert step.num_tokens, "requests wait, nothing runs, and the first of them can't be admitted"
-        answers = [self._answers[request.id] for request in step.sampled]
         try:
-            ticket = self._runner.launch(step, self._scheduler.decoding, [answer.draw() for answer in answers])
+            ticket = self._runner.launch(step, self._scheduler.decoding)
         except BaseException:
             try:
                 self._land()
@@ -385,31 +388,43 @@ class Engine:
             raise
         self._scheduler.launched(step)
         self._count(step, ticket)
-        self._flights.append(_Flight(step, answers, ticket))
+        self._flights.append(_Flight(step, ticket))
         if len(self._flights) > 1 or not self._runs_ahead:
             self._land_first()
         if self._has_sampled:
             self._capture_meanwhile()
 
+    def _most_beside(self, num_decodes: int) -> int:
+        """The most prompt tokens of a step in which so many sequences decode.
+
+        While sizes are still to be captured, all that the step has: each is followed by a pause in any case, and what
+        runs op by op now is replayed later.
+        """
+        most = self._runner.limits.max_num_tokens
+        if self._max_prefill_tokens is not None:
+            return min(self._max_prefill_tokens, most)
+        return most if self._runner.captures.num_pending else self._budget.beside(num_decodes)
+
     def _capture_meanwhile(self) -> None:
         """Capture a size, if any is left to. A capture that fails is said once, and serving goes on op by op."""
-        captures = self._runner.captures
-        if not captures.num_pending:
+        if not self._runner.captures.num_pending:
             return
         try:
             self._runner.capture_next()
         except RuntimeError as error:
-            captures.stop("capture failed", error)
-        if captures.failure.reason:
-            logging.getLogger("precast").warning("warning: %s: %s", *captures.failure)
+            self._runner.captures.stop("capture failed", error)
 
     def _count(self, step: Step, ticket: Ticket) -> None:
-        self._counts.update(steps=1, tokens_sampled=ticket.num_rows, tokens_padded=ticket.padding)
-        self._counts.update(tokens_decoded=len(step.decodes), tokens_prefilled=step.num_tokens - len(step.decodes))
+        counts, num_decoded = self._counts, len(step.decodes)
+        counts["steps"] += 1
+        counts["tokens_sampled"] += ticket.num_rows
+        counts["tokens_padded"] += ticket.padding
+        counts["tokens_decoded"] += num_decoded
+        counts["tokens_prefilled"] += step.num_tokens - num_decoded
         if ticket.ran in ("captured", "piecewise"):
-            self._counts[f"{ticket.ran}_steps"] += 1
+            counts[f"{ticket.ran}_steps"] += 1
         else:
-            self._counts["eager_steps"] += 1
+            counts["eager_steps"] += 1
             self._why_eager[ticket.ran] += 1
 
     def _land(self) -> None:
@@ -428,18 +443,29 @@ class Engine:
             self._scheduler.rollback(steps)
             raise
         self._flights.popleft()
+        self._measure(flight)
         self._scheduler.arrived(flight.step, drawn)
-        for answer, token_id in zip(flight.answers, drawn, strict=True):
-            if answer.request.id in self._answers:  # else it has ended meanwhile: what it drew is too much
-                self._hand_out(answer, token_id)
+        self._hand_out(flight.step.sampled, drawn)
 
-    def _hand_out(self, answer: Answer, token_id: int) -> None:
-        """Append the event of a drawn token, and end the answer if the token ends it."""
-        if not self._has_sampled:
-            self._has_sampled = True
-            self.timeline.add("first token", start=answer.arrived, seconds=time.perf_counter() - answer.arrived)
-        event = answer.take(token_id, self._model.eos_token_ids)
-        if event.finish_reason is None:
-            answer.events.append(event)
-        else:
-            self._end(answer, event)
+    def _measure(self, flight: _Flight) -> None:
+        """Tell the budget how long a step took in which sequences decoded. It was collected."""
+        step, ticket = flight.step, flight.ticket
+        if step.decodes and not self._runner.captures.num_pending:
+            num_tokens = step.num_tokens + ticket.padding
+            self._budget.measured(num_tokens, self._runner.seconds(ticket), has_prompts=bool(step.chunks))
+
+    def _hand_out(self, requests: Sequence[Request], token_ids: Sequence[int]) -> None:
+        """Append the events of the tokens that these requests have got, and end the answers that they end."""
+        eos_token_ids = self._model.eos_token_ids
+        for request, token_id in zip(requests, token_ids, strict=True):
+            answer = self._answers.get(request.id)
+            if answer is None:  # it has ended meanwhile: what it drew is too much
+                continue
+            if not self._has_sampled:
+                self._has_sampled = True
+                self.timeline.add("first token", start=answer.arrived, seconds=time.perf_counter() - answer.arrived)
+            event = answer.take(token_id, eos_token_ids)
+            if event.finish_reason is None:
+                answer.events.append(event)
+            else:
+                self._end(answer, event)

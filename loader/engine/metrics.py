@@ -15,6 +15,7 @@ _METRICS = {
     "graphs": "Sizes of steps that are captured.",
     "graphs_pending": "Sizes of steps that are still to be captured.",
     "capture_seconds": "Seconds spent on capturing.",
+    "prefill_budget": "Tokens of prompts that the next step computes at most beside sequences that decode.",
     "tokens_prefilled": "Tokens of prompts, and of preempted requests, computed.",
     "tokens_decoded": "Tokens of answers fed back.",
     "tokens_sampled": "Tokens drawn.",
@@ -39,6 +40,7 @@ _POOL_METRICS = {
 }
 _GAUGES = {
     "requests_waiting", "requests_running", "prefix_spans", "slabs", "slabs_free", "graphs", "graphs_pending",
+    "prefill_budget",
 }  # fmt: skip
 _COUNTERS = {*_METRICS, "eager_steps"} - _GAUGES
 

@@ -18,7 +18,7 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """News of one request: the tokens that a step added, and the text that can be given out now.
 
     `text` is empty while a character is unfinished or the text may become a stop string; joined, the texts of all
@@ -60,6 +60,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     host, and `eager_steps` ran op by op, for `eager_reasons`. `tokens_padded` were computed since a graph has a fixed
     size. `graphs` sizes are captured, which took `capture_seconds`, and `graphs_pending` are still to be.
 
+    `prefill_budget` is how many tokens of prompts a step takes at most, beside as many sequences as decode now.
+
     `pools` share `slabs` of memory.
     """
 
@@ -72,6 +74,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     graphs: int = 0
     graphs_pending: int = 0
     capture_seconds: float = 0.0
+    prefill_budget: int = 0
     tokens_prefilled: int = 0
     tokens_decoded: int = 0
     tokens_sampled: int = 0

@@ -27,7 +27,7 @@ from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses, spans_of
 from precast.kernels import dtypes
 from precast.kernels.registry import Implementation, implementations, target_of
-from precast.kernels.use import Use, types_in, use_of
+from precast.kernels.use import Use, statics_in, types_in, use_of
 from precast.loader.program import instructions
 from precast.loader.program.binding import Binding, Sizes
 from precast.loader.program.instructions import Action, Frame, HostCall, Instructions, Out
@@ -181,8 +181,8 @@ class _Block:
         self.name = block.name
         names = [value.name for value in (*block.inputs, *block.params, *block.caches)]
         layout = _Layout(names)
-        types = types_in(block)
-        actions = [action for node in block.nodes for action in nodes.actions(node, types, layout)]
+        types, params = types_in(block), statics_in(block)
+        actions = [action for node in block.nodes for action in nodes.actions(node, types, params, layout)]
         self.arguments = {name: layout[name] for name in names}
         self.integers = layout.integers
         self.outputs = tuple(layout[name] for name in block.outputs)
@@ -202,12 +202,12 @@ class _Main:
         self.places: dict[str, list[tuple[Frame, int]]] = {name: [] for name in statics}
         blocks = {block.name: _Block(block, nodes) for block in graph.blocks}
         actions: list[Action] = []
-        types = types_in(graph)
+        types, static = types_in(graph), statics_in(graph)
         for item in graph.main:
             if isinstance(item, ir.Call):
                 actions.append(self._call_action(item, blocks[item.block], layout))
             else:
-                actions += nodes.actions(item, types, layout)
+                actions += nodes.actions(item, types, static, layout)
         self._inputs = tuple((value.name, layout[value.name]) for value in graph.inputs)
         self._outputs = tuple((name, layout[value]) for name, value in graph.outputs.items())
         self._integers = tuple((register, _evaluator(arg)) for arg, register in layout.integers.items())
@@ -296,7 +296,9 @@ class _Nodes:
         self._target = target_of(device)
         self._choose = choose
 
-    def actions(self, node: ir.Node, types: Mapping[str, ir.TensorType], layout: _Layout) -> list[Action]:
+    def actions(
+        self, node: ir.Node, types: Mapping[str, ir.TensorType], statics: frozenset[str], layout: _Layout
+    ) -> list[Action]:
         """The node as an action; before it, one for each argument that is a list of tensors."""
         actions: list[Action] = []
         constants: dict[str, Any] = {}
@@ -312,7 +314,7 @@ class _Nodes:
                 reads.append((name, layout.integer(arg)))
             else:
                 constants[name] = _constant(arg)
-        chosen = self._choose(use_of(node, types, self._target))
+        chosen = self._choose(use_of(node, types, self._target, statics))
         is_placed = any(not each.allocates for each in chosen)
         fills = is_placed or any(each.reads_host for each in chosen)
         out = self._out(node, layout, is_placed=is_placed) if fills else ()
@@ -389,6 +391,8 @@ def _constant(arg: ir.Arg) -> Any:
         return arg.value
     if isinstance(arg, ir.DtypeArg):
         return dtypes.BY_NAME[arg.dtype]
+    if isinstance(arg, ir.Steps):
+        return arg
     assert isinstance(arg, (ir.Dim, ir.Items)), "a name is read from its register"
     return _evaluator(arg)({})
 

@@ -7,7 +7,7 @@ lengths are absolute; page lists are cut to the window or chunk here, and `page_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,8 +26,15 @@ Arrays = dict[str, Array]
 
 
 Listed: TypeAlias = "tuple[Array, Array, Array, Array]"
-"""What one chunk, or all sequences that decode, give to a group's arrays: indices and counts of pages, the positions at
-which they start, and the slots that are written to."""
+"""What one chunk gives to a group's arrays: indices and counts of pages, the positions at which they start, and the
+slots that are written to."""
+
+
+class Padding(NamedTuple):
+    """How an array is made `length` long: with `fill`, or with its own last value where that is None."""
+
+    length: int
+    fill: float | None
 
 
 class BatchInputs:
@@ -81,23 +88,20 @@ class BatchInputs:
             made["logit_rows"] = np.zeros(1, np.int64)
         return {name: made[name] for name in self._kinds}
 
-    def padded(self, arrays: Arrays, num_tokens: int, num_seqs: int) -> Arrays:
-        """The arrays of a step made as long as those of `num_tokens` tokens in `num_seqs` slots, page lists left out.
+    def padding(self, num_tokens: int, num_seqs: int) -> dict[str, Padding]:
+        """What makes a step's arrays as long as those of `num_tokens` tokens in `num_seqs` slots, page lists left out.
 
         Slots without a sequence have no tokens and no state. Tokens of no sequence are written nowhere, and whatever is
         computed of them is looked at by nobody.
         """
         made = {}
-        for name, values in arrays.items():
-            if name in self._page_lists:
-                continue
+        for name in self._kinds.keys() - self._page_lists:
             length = num_tokens if name in self._of_tokens else num_seqs + (name in self._bounds)
-            fill = values[-1] if name in self._bounds else -1 if name in self._nowhere else 0
-            made[name] = np.concatenate((values, np.full(length - len(values), fill, values.dtype)))
+            made[name] = Padding(length, None if name in self._bounds else -1 if name in self._nowhere else 0)
         return made
 
     def _decode_arrays(self, rows: DecodeBatch) -> Arrays:
-        token_ids, positions, bounds = rows.tokens()
+        token_ids, positions, bounds, numbers = rows.tokens()
         ends = positions + 1
         made: Arrays = {
             "input_ids": token_ids,
@@ -105,10 +109,12 @@ class BatchInputs:
             "rope_lengths": ends,
             "cu_seqlens": bounds,
             "kv_lens": ends.astype(np.int32),
-            "logit_rows": bounds[:-1].astype(np.int64),
+            "logit_rows": numbers,
         }
-        for group, listed in zip(self._groups, rows.group_arrays(), strict=True):
-            made |= _named(group, listed)
+        for group, lists, slots in zip(self._groups, rows.page_lists(), rows.slots(), strict=True):
+            names = group.inputs
+            made[names.page_indices], made[names.page_indptr], made[names.page_start] = lists
+            made[names.slot_mapping] = slots
         for states, slot_ids in zip(self._states, rows.slot_ids(), strict=True):
             made[states.slot_ids] = slot_ids
         return made
@@ -192,5 +198,5 @@ def _flat(parts: Sequence[Array]) -> Array:
 def _bounds(lengths: Sequence[int] | Array) -> Array:
     """Where each of consecutive rows of items begins, and where the last one ends: `[len + 1]` int32."""
     bounds = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=bounds[1:])
+    bounds[1:] = np.add.accumulate(lengths)
     return bounds

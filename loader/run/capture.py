@@ -16,6 +16,7 @@ result is read from a graph's memory after its step.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -52,13 +53,6 @@ class Memory(NamedTuple):
     num_binds: int
 
 
-class Failure(NamedTuple):
-    """Why no more sizes are captured, in a few words and with what was said; empty where nothing failed."""
-
-    reason: str
-    message: str
-
-
 class CapturedStep(NamedTuple):
     """Graphs and calls that read the host, in the order in which they run, and on what they were captured."""
 
@@ -81,14 +75,16 @@ class Captures:
 
     def __init__(self, device: Device, sizes: Sequence[Size]) -> None:
         """`sizes` in the order in which they are wanted."""
+        self.sizes = tuple(size.num_tokens for size in sizes)
         self._device = device
         self._stream = device.stream()
         self._pool = device.pool()
         largest = max(sizes, default=None)
         self._pending = [] if largest is None else [largest, *(size for size in sizes if size != largest)]
         self._steps: dict[Size, CapturedStep] = {}
+        self._size_for: dict[int, Size | None] = {}  # by tokens, as long as `_steps` are the same
         self.seconds = 0.0
-        self.failure = Failure("", "")
+        self.failure = ""  # why no more are captured, in a few words
 
     @property
     def num_captured(self) -> int:
@@ -107,8 +103,10 @@ class Captures:
 
     def size_for(self, num_tokens: int) -> Size | None:
         """The least captured size with so many tokens; None if there is none, or none near enough."""
-        fitting = [size for size in self._steps if num_tokens <= size.num_tokens <= MAX_PADDING * num_tokens]
-        return min(fitting, default=None)
+        if num_tokens not in self._size_for:
+            fitting = [size for size in self._steps if num_tokens <= size.num_tokens <= MAX_PADDING * num_tokens]
+            self._size_for[num_tokens] = min(fitting, default=None)
+        return self._size_for[num_tokens]
 
     def replay(self, size: Size, memory: Memory) -> int:
         """Run the captured step of this size: so many graphs. `memory` must be what it was captured on."""
@@ -124,7 +122,7 @@ class Captures:
     def capture_next(self, step_of: Callable[[Size], SizedStep], memory: Memory) -> None:
         """Warm up and capture the next size, on `memory`; there is one.
 
-        If memory runs out, no more are captured, and `failure` says so. Any other error is raised, and leaves the size
+        If memory runs out, no more are captured, and that is said. Any other error is raised, and leaves the size
         pending.
         """
         size = self._pending[0]
@@ -135,17 +133,21 @@ class Captures:
             self.stop("memory ran out for graphs", error)
         else:
             self._pending.remove(size)
+            self._size_for.clear()
         self.seconds += time.perf_counter() - began
 
     def stop(self, reason: str, error: Exception) -> None:
-        """Capture no more, because of this; what is captured stays."""
+        """Capture no more, because of this, and say so; what is captured stays. Some size is pending."""
         first_line = next(iter(str(error).splitlines()), "")
-        self.failure = Failure(reason, f"a step of {self._pending[0].num_tokens} tokens: {first_line}")
+        found = f"a step of {self._pending[0].num_tokens} tokens: {first_line}"
+        self.failure = reason
         self._pending.clear()
+        logging.getLogger("precast").warning("warning: %s: %s", reason, found)
 
     def drop(self) -> None:
         """Give up all captured steps, and capture no more."""
         self._steps.clear()
+        self._size_for.clear()
         self._pending.clear()
 
     def _capture(self, step: SizedStep) -> tuple[CapturedGraph | HostCall, ...]:

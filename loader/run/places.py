@@ -6,6 +6,9 @@ step's arrays are written there, each from the beginning of its place,
 and what they fill is copied to the device. Filled ranges less than `GAP_BYTES` apart are copied together, so all short
 inputs take one copy; of a page list, which can be megabytes long, only what the step filled is copied. On a CPU the
 host's memory is the device's, and nothing is copied.
+
+What a step leaves as it was, such as how tokens are drawn, is the same array as in the step before, and is not written
+to the host's memory again.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 
 from precast.ir.graph.schema import Dtype
 from precast.loader.device import Buffer, Device, Event, aligned, host_bytes
-from precast.loader.run.batch import Array, Arrays
+from precast.loader.run.batch import Array, Arrays, Padding
 from precast.loader.torch_device import tensor_of
 
 ALIGNMENT = 16
@@ -37,11 +40,15 @@ class Places:
         self._device = device
         order = sorted(capacities, key=lambda name: _num_bytes(*capacities[name]))
         sizes = (_num_bytes(*capacities[name]) for name in order)
-        self._starts = starts = dict(zip(order, itertools.accumulate(sizes, initial=0), strict=False))
+        starts = dict(zip(order, itertools.accumulate(sizes, initial=0), strict=False))
+        # Where each place begins and what one element takes, in bytes, in the order of the places.
+        self._extents = {name: (starts[name], np.dtype(capacities[name][0]).itemsize) for name in order}
         num_bytes = places_bytes(capacities)
         self._target = device.alloc(num_bytes)
         on_host = [self._target] if device.kind == "cpu" else [device.alloc(num_bytes, pinned=True) for _ in range(2)]
         self._hosts = deque(_Host(source, capacities, starts, device.event()) for source in on_host)
+        self._lengths: dict[str, int] = {}  # of the arrays that were copied last, and the ranges of bytes of these
+        self._ranges: list[tuple[int, int]] = []
         # Whoever looks at a whole place finds numbers there that the host has written, zeros at first.
         tensor_of(self._target).zero_()
         self.tensors = {
@@ -54,23 +61,34 @@ class Places:
         """Where the places begin on the device."""
         return self._target.pointer
 
-    def fill(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """The arrays as tensors `[len]` on the device, by name, at their places. They hold until the next call.
+    def fill(self, arrays: Arrays, padding: Mapping[str, Padding] | None = None) -> None:
+        """Put the arrays in their places, made longer as `padding` says.
 
-        Copies are made in the order of the device's current stream.
+        An array that can't be written to must not change in other ways either: where the same one is given again, it
+        is not written again. Copies are made in the order of the device's current stream.
         """
         self._hosts.rotate()
         host = self._hosts[0]
         host.copied.synchronize()  # copies of the step before the last may still read it
-        for name, values in arrays.items():
-            host.arrays[name][: len(values)] = values
-        if host.source is not self._target:
-            used = sorted((self._starts[name], self._starts[name] + values.nbytes) for name, values in arrays.items())
-            for start, end in joined(used):
-                size = (end - start,)
-                self._device.copy(self._target.view(start, size), host.source.view(start, size))
-            host.copied.record()
+        lengths = host.write(arrays, padding or {})
+        if host.source is self._target:
+            return
+        if lengths != self._lengths:
+            self._lengths, self._ranges = lengths, joined(self._used(lengths))
+        for start, end in self._ranges:
+            size = (end - start,)
+            self._device.copy(self._target.view(start, size), host.source.view(start, size))
+        host.copied.record()
+
+    def filled(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+        """The arrays that fill the places, as tensors `[len]` on the device, by name. They hold until the next step."""
         return {name: self.tensors[name][: len(values)] for name, values in arrays.items()}
+
+    def _used(self, lengths: Mapping[str, int]) -> Iterable[tuple[int, int]]:
+        """Of arrays of these lengths, where each begins and ends, in bytes and in their order."""
+        for name, (start, item_bytes) in self._extents.items():
+            if name in lengths:
+                yield start, start + item_bytes * lengths[name]
 
 
 class _Host:
@@ -83,6 +101,28 @@ class _Host:
         self.arrays: dict[str, Array] = {
             name: np.frombuffer(memory, dtype, length, starts[name]) for name, (dtype, length) in capacities.items()
         }
+        self._written: dict[str, Array] = {}
+        self._padding: Mapping[str, Padding] | None = None
+
+    def write(self, arrays: Arrays, padding: Mapping[str, Padding]) -> dict[str, int]:
+        """Write the arrays with their padding; how long they are then.
+
+        One that can't be written to is left out if it is what was written here the last time, with the same padding.
+        """
+        written = self._written if padding is self._padding else {}
+        self._written, self._padding = arrays, padding
+        lengths = {}
+        for name, values in arrays.items():
+            count = len(values)
+            length, fill = padding.get(name, (count, 0))
+            lengths[name] = length
+            if written.get(name) is values and not values.flags.writeable:
+                continue
+            place = self.arrays[name]
+            place[:count] = values
+            if count < length:
+                place[count:length] = values[-1] if fill is None else fill
+        return lengths
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ import torch
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
 from precast.kernels import registry
+from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.sample import greedy
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -27,9 +28,9 @@ from precast.loader.cache.spans import PageCopy
 from precast.loader.device import Device, Event
 from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import Program
-from precast.loader.run.batch import Arrays, BatchInputs
+from precast.loader.run.batch import Arrays, BatchInputs, Padding
 from precast.loader.run.capture import Captures, Memory, Size, SizedStep
-from precast.loader.run.draws import DTYPES, Draw, draw_arrays
+from precast.loader.run.draws import DTYPES, draw_arrays, draw_padding
 from precast.loader.run.places import Places
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Step
@@ -41,7 +42,7 @@ class Ticket(NamedTuple):
     """A step that was launched. It draws `num_rows` tokens, which `arrived` says are in `token_ids` on the host.
 
     `logits` are `[R, V]` on the device, of a step whose logits are wanted. `ran` says how it ran: "captured",
-    "piecewise", or why it ran op by op.
+    "piecewise", or why it ran op by op. The device works on it from `began` to `arrived`.
     """
 
     ran: str
@@ -50,6 +51,7 @@ class Ticket(NamedTuple):
     num_rows: int
     token_ids: torch.Tensor
     arrived: Event
+    began: Event
 
 
 class Runner:
@@ -78,46 +80,58 @@ class Runner:
         self.limits = limits
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
-        self._sample = registry.resolve("precast.sample", 2, on)
-        self._sample_captured = registry.resolve("precast.sample", 2, on, control="static")
+        self._sample = registry.resolve("precast.sample", SAMPLE_VERSION, on)
+        self._sample_captured = registry.resolve("precast.sample", SAMPLE_VERSION, on, control="static")
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
         # What the last step drew, for the next one; and what two steps have drawn, for the host.
         self._drawn = tensor_of(device.alloc(8 * num_rows)).view(torch.int64)
         self._arrivals = deque(
-            (tensor_of(device.alloc(8 * num_rows, pinned=True)).view(torch.int64), device.event()) for _ in range(2)
+            (
+                tensor_of(device.alloc(8 * num_rows, pinned=True)).view(torch.int64),
+                device.event(timed=True),
+                device.event(timed=True),
+            )
+            for _ in range(2)
         )
         self.captures = Captures(device, [Size(n, min(n, num_rows)) for n in captured_sizes])
         self._largest = max(captured_sizes, default=0)
+        self._padding: dict[Size, dict[str, Padding]] = {}
+        empty = DecodeBatch(graph.caches, 0)
+        self._nothing = self._inputs.arrays([]) | draw_arrays(empty)
         self._opened: tuple[Program, CacheMemory, Places] | None = (program, memory, places)
 
-    def launch(self, step: Step, decoding: DecodeBatch | None = None, draws: Sequence[Draw] | None = None) -> Ticket:
+    def launch(self, step: Step, decoding: DecodeBatch | None = None) -> Ticket:
         """Begin a step: copy its pages, fill its inputs, run the program, draw.
 
-        `decoding` has those of `step.decodes`. `draws`: how the token of each row of logits is drawn, in their order;
-        None: the logits are wanted, and nothing is drawn.
+        `decoding` has those of `step.decodes`; None: the logits are wanted, and nothing is drawn.
 
         At most two steps may be launched whose tokens are not collected. Raises RequestError after `close`, and what
         the program raises.
         """
         _, _, places = self.opened()
         arrays = self._inputs.arrays(step.chunks, decoding)
-        size = None if draws is None else self.captures.size_for(step.num_tokens)
-        num_rows = len(draws or ())
+        drawing = {} if decoding is None else draw_arrays(decoding, step.chunks)
+        num_rows = 0 if decoding is None else len(step.sampled)
+        size = None if decoding is None else self.captures.size_for(step.num_tokens)
+        self._arrivals.rotate()
+        token_ids, arrived, began = self._arrivals[0]
         with self.device.use(), torch.inference_mode():
-            self.copy_pages([*step.saves, *step.restores])
+            began.record()
+            if step.saves or step.restores:
+                self.copy_pages([*step.saves, *step.restores])
             logits, padding = None, 0
             if size is None:
-                logits = self._run_eagerly(arrays, draws or ())
-                ran = self._why_eager(step.num_tokens, draws)
+                logits = self._run_eagerly(arrays, drawing)
+                ran = self._why_eager(step.num_tokens, is_drawn=decoding is not None)
             else:
-                drawing = draw_arrays(draws or (), size.num_seqs)
-                places.fill(arrays | self._inputs.padded(arrays, *size) | drawing)
+                places.fill(arrays | drawing, self._padding_to(size))
                 num_graphs = self.captures.replay(size, self._memory())
                 ran, padding = "captured" if num_graphs == 1 else "piecewise", size.num_tokens - step.num_tokens
-            if num_rows:
-                self._send(num_rows)
-        return Ticket(ran, padding, logits if draws is None else None, num_rows, *self._arrivals[0])
+            # What was drawn for whatever rows; nobody waits for it here.
+            token_ids.copy_(self._drawn, non_blocking=True)
+            arrived.record()
+        return Ticket(ran, padding, logits if decoding is None else None, num_rows, *self._arrivals[0])
 
     def collect(self, ticket: Ticket) -> list[int]:
         """Wait for a step: the token id of each row that draws, -1 (`NO_TOKEN`) where its logits are not finite."""
@@ -126,6 +140,10 @@ class Runner:
         ticket.arrived.synchronize()
         token_ids: list[int] = ticket.token_ids[: ticket.num_rows].tolist()
         return token_ids
+
+    def seconds(self, ticket: Ticket) -> float:
+        """How long the device took for a step; it was collected, and drew tokens."""
+        return self.device.seconds_between(ticket.began, ticket.arrived)
 
     def capture_next(self) -> None:
         """Capture the next size; there is one. What was drawn last stays."""
@@ -162,19 +180,21 @@ class Runner:
             if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.12 and newer
                 torch.accelerator.empty_host_cache()
 
-    def _run_eagerly(self, arrays: Arrays, draws: Sequence[Draw]) -> torch.Tensor:
+    def _run_eagerly(self, arrays: Arrays, drawing: Arrays) -> torch.Tensor:
         """The logits `[R, V]`; where rows draw, what they drew is in `_drawn`."""
         program, _, places = self.opened()
+        num_rows = len(drawing["temperature"]) if drawing else 0
         # Where all take their likeliest token, that is what `precast.sample` gives, and it need not be told.
-        drawing = draw_arrays(draws) if any(draw.temperature for draw in draws) else {}
-        tensors = places.fill(arrays | drawing)
+        if drawing and not drawing["temperature"].any():
+            drawing = {}
+        places.fill(arrays | drawing)
+        tensors = places.filled(arrays | drawing)
         if (arrays["input_ids"] < 0).any():
             tensors["input_ids"] = self._known(tensors["input_ids"])
         logits = program(**self._given(tensors))["logits"][0]
-        if draws:
+        if num_rows:
             arguments = {name: tensors[name] for name in drawing}
-            drawn = self._sample(logits=logits, **arguments) if drawing else greedy(logits)
-            self._drawn[: len(draws)] = drawn
+            self._drawn[:num_rows] = self._sample(logits=logits, **arguments) if drawing else greedy(logits)
         return logits
 
     def _step_of(self, size: Size) -> SizedStep:
@@ -182,21 +202,28 @@ class Runner:
 
         def prepare() -> None:
             _, _, places = self.opened()
-            nothing = self._inputs.arrays([])
-            places.fill(nothing | self._inputs.padded(nothing, *size) | draw_arrays((), size.num_seqs))
+            places.fill(self._nothing, self._padding_to(size))
 
         return SizedStep(prepare, partial(self._pieces, size))
+
+    def _padding_to(self, size: Size) -> dict[str, Padding]:
+        """What makes the arrays of a step, and those of what it draws, as long as a captured one's."""
+        if size not in self._padding:
+            self._padding[size] = self._inputs.padding(*size) | draw_padding(size.num_seqs)
+        return self._padding[size]
 
     def _pieces(self, size: Size) -> Iterator[HostCall]:
         """A step of this size over whatever its places hold, cut in front of the calls that read the host."""
         program, _, places = self.opened()
-        nothing = self._inputs.arrays([])
-        lengths = {name: len(values) for name, values in self._inputs.padded(nothing, *size).items()}
-        tensors = {name: tensor[: lengths.get(name)] for name, tensor in places.tensors.items()}
+        padding = self._padding_to(size)
+        tensors = {
+            name: tensor[: padding[name].length] if name in padding else tensor
+            for name, tensor in places.tensors.items()
+        }
         tensors["input_ids"] = self._known(tensors["input_ids"])
         outputs: dict[str, torch.Tensor] = {}
         yield from program.cut(outputs, **self._given(tensors))
-        drawing = {name: tensors[name][: size.num_seqs] for name in DTYPES}
+        drawing = {name: tensors[name] for name in DTYPES}
         self._drawn[: size.num_seqs] = self._sample_captured(logits=outputs["logits"][0], **drawing)
 
     def _memory(self) -> Memory:
@@ -213,20 +240,13 @@ class Runner:
         drawn = self._drawn[(-1 - ids).clamp_(min=0)]
         return torch.where(ids < 0, drawn, ids).clamp_(min=0)
 
-    def _send(self, num_rows: int) -> None:
-        """Copy what was drawn to the host; nobody waits for it here."""
-        self._arrivals.rotate()
-        token_ids, arrived = self._arrivals[0]
-        token_ids[:num_rows].copy_(self._drawn[:num_rows], non_blocking=True)
-        arrived.record()
-
-    def _why_eager(self, num_tokens: int, draws: Sequence[Draw] | None) -> str:
-        if draws is None:
+    def _why_eager(self, num_tokens: int, *, is_drawn: bool) -> str:
+        if not is_drawn:
             return "logits are wanted"
         if not self._largest:
             return "capture is off"
         if num_tokens > self._largest:
             return "more tokens than any captured size"
-        if self.captures.failure.reason:
-            return self.captures.failure.reason
+        if self.captures.failure:
+            return self.captures.failure
         return "not captured yet" if self.captures.num_pending else "no captured size is near enough"

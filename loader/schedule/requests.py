@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 from precast.loader.cache.sequence import CachedSequence
 from precast.loader.cache.spans import PageCopy
 
 NO_TOKEN = -1
 """In the place of a drawn token: the row's logits were not finite, and its request has failed."""
+
+
+class Draw(NamedTuple):
+    """How the tokens of an answer are drawn: the arguments of `precast.sample` that are the same for all of them.
+
+    `top_k` 0 keeps all tokens.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+"""The likeliest token, always."""
 
 
 class Request(CachedSequence):
@@ -21,7 +39,9 @@ class Request(CachedSequence):
     cache to itself, so that what fits the empty cache is sure to fit.
     """
 
-    def __init__(self, request_id: int, prompt: array[int], max_length: int, priority: int = 0) -> None:
+    def __init__(
+        self, request_id: int, prompt: array[int], max_length: int, priority: int = 0, *, draw: Draw = GREEDY
+    ) -> None:
         """`prompt`: int64 token ids, at least one, and fewer than `max_length`. A higher `priority` goes first."""
         assert 0 < len(prompt) < max_length
         super().__init__(array("q", prompt))
@@ -30,6 +50,7 @@ class Request(CachedSequence):
         self.arrival = 0  # set by the scheduler
         self.prompt_length = len(prompt)
         self.max_length = max_length
+        self.draw = draw
         self.decode_index = -1
         self.runs_alone = False
 
@@ -94,7 +115,7 @@ class Step:
     saves: list[PageCopy] = dataclasses.field(default_factory=list)
     restores: list[PageCopy] = dataclasses.field(default_factory=list)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(chunk.length for chunk in self.chunks)
 
@@ -102,7 +123,7 @@ class Step:
     def requests(self) -> list[Request]:
         return [*self.decodes, *(chunk.request for chunk in self.chunks)]
 
-    @property
+    @cached_property
     def sampled(self) -> list[Request]:
         """The requests that get a token, in the order of the logits' rows."""
         return [*self.decodes, *(chunk.request for chunk in self.chunks if chunk.samples)]

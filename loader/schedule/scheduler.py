@@ -3,7 +3,7 @@
 A step has a budget of tokens. Sequences that decode come first, one token each; what is left goes to prompts, those of
 the highest priority and the oldest first, cut to the budget; while some is left, waiting requests are admitted in the
 same order. So nobody is overtaken, and only for a higher priority is a request admitted in a step in which one that
-runs has no token.
+runs has no token. Where sequences decode, the budget of prompts may be smaller, so that they wait less for a step.
 
 A sequence gets pages as it grows, nothing is reserved for its answer. When one can't grow, prefixes that nobody uses
 are given up, and then running requests are preempted: the lowest priority first, the youngest of it. They wait at
@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from precast.ir.errors import RequestError
 from precast.loader.cache.prefixes import Match, Prefixes
+from precast.loader.cache.sequence import expect_tokens, learn_tokens
 from precast.loader.cache.tables import PageTables, SequenceTable
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import NO_TOKEN, Chunk, Request, Step
@@ -51,10 +52,12 @@ class Scheduler:
         max_num_tokens: int,
         restart_length: int | None = None,
         prefixes: Prefixes | None = None,
+        most_beside: Callable[[int], int] | None = None,
     ) -> None:
         """A sequence that grows to `restart_length` tokens is computed anew, from its first token.
 
-        `prefixes` of the same tables; None: nothing is reused.
+        `prefixes` of the same tables; None: nothing is reused. `most_beside` gives the most tokens of prompts in a step
+        in which so many sequences decode, and not 0 for ever; None: as many as the step has.
         """
         self.decoding = DecodeBatch(tables.plan, max_num_seqs)
         self.num_preemptions = 0
@@ -64,6 +67,8 @@ class Scheduler:
         self._restart_length = restart_length
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
+        self._most_beside = most_beside
+        self._most_prefilled = max_num_tokens  # in this step, while sequences decode in it
         self._arrivals = itertools.count(1)
         self._waiting: list[Request] = []  # in the order of their ranks
         self._chunked: dict[int, Request] = {}  # running, computed in chunks: prompts, and what restarts
@@ -133,6 +138,9 @@ class Scheduler:
         self._steps_to_wait = max(0, self._steps_to_wait - 1)
         self._is_short = False
         self._grow_decoding()
+        self._most_prefilled = self._max_num_tokens
+        if self._most_beside is not None and len(self.decoding) and (self._chunked or self._waiting):
+            self._most_prefilled = self._most_beside(len(self.decoding))
         chunks: list[Chunk] = []
         for request in sorted(self._chunked.values(), key=_rank_of):
             if not self._is_short:
@@ -173,9 +181,7 @@ class Scheduler:
         """
         self._in_flight -= 1
         sampled = step.sampled
-        for request, token_id in zip(sampled, token_ids, strict=True):
-            if request.num_unknown:
-                request.learn(token_id)
+        learn_tokens(sampled, token_ids)
         failed = []
         if NO_TOKEN in token_ids:
             failed = [request for request, token in zip(sampled, token_ids, strict=True) if token == NO_TOKEN]
@@ -185,7 +191,8 @@ class Scheduler:
             if self._runs(request):
                 self.remove(request)
                 request.token_ids.pop()
-        self.decoding.learn(sampled)
+        if not self._in_flight:  # else each that decodes has a token in flight, and stays unknown
+            self.decoding.learn(sampled)
         for chunk in step.chunks:
             if chunk.samples and self._runs(chunk.request):
                 self._prefixes.prove(chunk.request)
@@ -210,10 +217,13 @@ class Scheduler:
         self._start_anew([*step.decodes, *(chunk.request for chunk in step.chunks)])
 
     def rollback(self, steps: Sequence[Step]) -> None:
-        """Launched steps that will not arrive: their requests go back to what is known, and are computed anew."""
+        """Launched steps that will not arrive: their requests go back to what is known, and are computed anew.
+
+        What was kept for reuse is given up: it may be what these steps were to write.
+        """
         self._in_flight = 0
-        self._prefixes.drop_points()
         self._start_anew([request for step in steps for request in step.requests])
+        self._prefixes.clear()
 
     def _start_anew(self, requests: Iterable[Request]) -> None:
         for request in dict.fromkeys(requests):
@@ -234,7 +244,7 @@ class Scheduler:
         self._tables.evict(request.table, request.num_computed)
         if row is None:
             return
-        request.expect(row)
+        expect_tokens([request], row)
         request.num_pending += 1
         del self._chunked[request.id]
         if len(request.token_ids) in (self._restart_length, request.max_length):
@@ -324,14 +334,17 @@ class Scheduler:
     # --- who runs ------------------------------------------------------------------------------------------------
 
     def _budget(self, chunks: Sequence[Chunk]) -> int:
-        """Tokens that the step can still compute."""
-        return self._max_num_tokens - len(self.decoding) - sum(chunk.length for chunk in chunks)
+        """Tokens that the step can still compute, of prompts."""
+        taken = sum(chunk.length for chunk in chunks)
+        left = self._max_num_tokens - len(self.decoding) - taken
+        return min(left, self._most_prefilled - taken) if len(self.decoding) else left
 
     def _admit_to(self, chunks: list[Chunk], *, above: int | None = None) -> None:
         """Admit who waits first, while there is room: all, or those of a priority `above`."""
         while self._waiting and (above is None or self._waiting[0].priority > above):
             # Where as many decode as a step has tokens, one of them may have to give up its place.
-            if not self._budget(chunks) and len(self.decoding) < self._max_num_tokens:
+            is_full = len(self.decoding) == self._max_num_tokens and self._most_prefilled
+            if not self._budget(chunks) and not is_full:
                 break
             if not self._admit(self._waiting[0], chunks):
                 break

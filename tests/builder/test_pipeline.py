@@ -63,8 +63,9 @@ def test_every_pass_is_of_a_stage_and_the_stages_are_in_order() -> None:
 
 
 def test_names_are_unique_and_each_module_of_a_stage_has_a_pass() -> None:
-    names = [each.name for each in pipeline.passes()]
-    places = {(each.stage, each.run.__module__) for each in pipeline.passes()}
+    known = (*pipeline.passes(), *pipeline.lowered_passes())
+    names = [each.name for each in known]
+    places = {(each.stage, each.run.__module__) for each in known}
 
     assert len(set(names)) == len(names)
     files = Path(pipeline.__file__).parent.joinpath("passes").glob("*/[a-z]*.py")
@@ -110,7 +111,7 @@ def test_passes_up_to_the_caches_come_first() -> None:
     early, late = pipeline.split(pipeline.passes(), "shard")
 
     assert (*early, *late) == pipeline.passes()
-    assert early[-1].name == "fuse_residual_norm"
+    assert early[-1].name == "fuse_norm_residual_norm"
     assert late[0].name == "insert_states"
 
 
@@ -131,8 +132,8 @@ def test_disabled_passes_are_left_out() -> None:
             "the pass match_activations can't be disabled: fuse_gated_activation can't run without it",
             "disable these, too, or leave it in",
         ),
-        ("insert_caches", "the pass insert_caches can't be disabled: no target runs", "disable passes before"),
-        ("plan_pages", "the pass plan_pages can't be disabled: no target runs", "disable passes before"),
+        ("insert_caches", "the pass insert_caches can't be disabled: no target runs", "disable passes that only"),
+        ("plan_pages", "the pass plan_pages can't be disabled: no target runs", "disable passes that only"),
     ],
 )
 def test_a_pass_that_cannot_be_disabled(name: str, message: str, fix: str) -> None:

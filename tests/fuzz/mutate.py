@@ -15,7 +15,22 @@ from typing import Any
 import msgspec
 
 from precast.ir.graph.infer import apply_shape_rule, misfits
-from precast.ir.graph.schema import Apply, Arg, Const, Dim, DtypeArg, Expr, Graph, Items, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import (
+    Apply,
+    Arg,
+    Const,
+    Dim,
+    DtypeArg,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Ref,
+    Step,
+    Steps,
+    TensorType,
+    Value,
+)
 from precast.ir.memory import caches
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import ArgDef, OpDef
@@ -227,9 +242,23 @@ def _argument(arg: ArgDef, types: Mapping[str, TensorType], rng: random.Random) 
         return Const(rng.random() < 0.5)
     if arg.kind == "str":
         return Const(rng.choice(("silu", "gelu", "none", "")))
+    if arg.kind == "Steps":
+        return _steps(rng)
     if arg.kind.startswith("float"):
         return Const(rng.choice((0.0, 0.5, -1.0, 1e308, float("inf"))))
     return _size(rng)
+
+
+def _steps(rng: random.Random) -> Steps:
+    """Steps of a fused op of one operand; some of them are none."""
+    ops = ("aten.neg.default", "aten.silu.default", "aten.add.Tensor", "aten.cumsum.default")
+    steps = []
+    for count in range(rng.randint(0, 4)):
+        given = [Ref("x0"), *(Ref(f"s{i}") for i in range(count))]
+        op = rng.choice(ops)
+        args: dict[str, Ref | Const | DtypeArg | Items] = {"self": rng.choice(given[-2:])}
+        steps.append(Step(op, args | ({"other": rng.choice([*given, Const(0.5)])} if "add" in op else {})))
+    return Steps(tuple(steps), (f"s{max(len(steps) - 1, 0)}",))
 
 
 def _tensor(name: str, types: Mapping[str, TensorType], rng: random.Random) -> Ref:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import triton
@@ -17,7 +16,7 @@ from graph_text import parse_graph
 
 from precast.ir.graph.schema import Expr, TensorType
 from precast.ir.graph.symbols import add, ceildiv, mul
-from precast.kernels.launch import Launched, as_function
+from precast.kernels.launch import Launched, as_function, launched_of
 from precast.kernels.records import Launch, Launches, Pointer, Record, Stride
 from precast.kernels.registry import Implementation
 from precast.kernels.use import Use
@@ -93,7 +92,7 @@ def test_sizes_of_a_step_reach_the_launches() -> None:
     )
 
     def choose(use: Use) -> tuple[Implementation, ...]:
-        launched = Launched(SIX, use)
+        launched = launched_of(SIX, use)
         return (Implementation({}, launched, allocates=False, expressions=launched.expressions),)
 
     program = restore(graph, device=DEVICE, choose=choose)
@@ -103,20 +102,13 @@ def test_sizes_of_a_step_reach_the_launches() -> None:
 
 
 def test_tensors_of_a_list_and_several_results() -> None:
-    def each(use: Use) -> tuple[Launch, ...]:
-        return tuple(scaled(Pointer(f"tensors.{i}"), Pointer(f"out.{i}"), 3, (8, 1), i + 1.0) for i in range(2))
-
-    launched = Launched(record(each), use_of_nothing())
+    launched = Launched([scaled(Pointer(f"tensors.{i}"), Pointer(f"out.{i}"), 3, (8, 1), i + 1.0) for i in range(2)])
     x = [torch.randn(3, 8, device=DEVICE) for _ in range(2)]
     out = tuple(torch.empty_like(each) for each in x)
     launched(tensors=x, out=out)
 
     assert torch.equal(out[0], x[0])
     assert torch.equal(out[1], 2 * x[1])
-
-
-def use_of_nothing() -> Any:
-    return msgspec.UNSET
 
 
 def test_an_op_without_results_returns_nothing() -> None:

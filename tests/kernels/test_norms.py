@@ -1,4 +1,4 @@
-"""rms_norm, residual_rms_norm and layer_norm: by hand, and against the models that they are taken from."""
+"""The rms norms, with sums and in a row, and layer_norm: by hand, and against the models that they are taken from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from precast.kernels.layer_norm.layer_norm import layer_norm
+from precast.kernels.rms_norm.norm_residual_norm import norm_residual_norm
 from precast.kernels.rms_norm.residual_rms_norm import residual_rms_norm
 from precast.kernels.rms_norm.rms_norm import rms_norm
 
@@ -72,6 +73,28 @@ def test_residual_rms_norm_is_sum_then_norm(dtype: torch.dtype) -> None:
 
     assert torch.equal(total, x + residual)
     assert torch.equal(y, rms_norm(x + residual, weight, eps=1e-5, offset=1.0, cast_before_scale=False))
+
+
+def test_norm_residual_norm_by_hand() -> None:
+    x, residual = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 1.0]])
+    inner_weight, weight = torch.tensor([12.5**0.5, 0.0]), torch.tensor([1.0, 3.0])
+    y, total = norm_residual_norm(x, residual, inner_weight, weight, eps=0.0, cast_before_scale=True)
+
+    torch.testing.assert_close(total, torch.tensor([[4.0, 1.0]]))
+    torch.testing.assert_close(y, torch.tensor([[4.0, 3.0]]) / 8.5**0.5)
+
+
+@each_dtype
+def test_norm_residual_norm_is_gemmas(dtype: torch.dtype) -> None:
+    """After attention, and before the feed-forward layer."""
+    after, inner_weight = with_random_weight(Gemma3RMSNorm(33, eps=1e-6), dtype)
+    before, weight = with_random_weight(Gemma3RMSNorm(33, eps=1e-6), dtype)
+    x, residual = torch.randn(1, 7, 33).to(dtype), torch.randn(1, 7, 33).to(dtype)
+    rule = {"eps": 1e-6, "offset": 1.0, "cast_before_scale": False}
+    y, total = norm_residual_norm(x, residual, inner_weight, weight, **rule)
+
+    assert torch.equal(total, residual + after(x))
+    assert torch.equal(y, before(residual + after(x)))
 
 
 @pytest.mark.parametrize(("has_weight", "has_bias"), [(True, True), (True, False), (False, False)])

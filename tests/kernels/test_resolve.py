@@ -10,7 +10,7 @@ from graph_text import parse_graph
 from msgspec.structs import replace
 
 from precast.ir.errors import BundleError, TargetError
-from precast.ir.graph.schema import Dtype, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Dtype, Expr, Node, Ref, TensorType, Value
 from precast.ir.graph.symbols import add
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
@@ -19,7 +19,7 @@ from precast.kernels.latent_attention.limits import MAX_ABSORBED
 from precast.kernels.records import Condition, Record, nothing
 from precast.kernels.sources import digest, sources
 from precast.kernels.stateful.limits import MAX_WALKED
-from precast.kernels.use import GPU, Target, Use, types_in, use_of
+from precast.kernels.use import GPU, Target, Use, statics_in, types_in, use_of
 
 CPU = Target("cpu")
 OLD = Target("cuda", (8, 0))
@@ -65,9 +65,9 @@ main {
 def uses(target: Target, *, cached: Dtype = "bfloat16") -> dict[str, Use]:
     """The layer's nodes by what they make, `write` for the one that makes nothing."""
     graph = parse_graph(LAYER.replace("KV", "floordiv(2, tp)").replace("CACHED", cached))
-    types = types_in(graph)
+    types, statics = types_in(graph), statics_in(graph)
     nodes = [node for node in graph.main if isinstance(node, Node)]
-    return {node.outputs[0].name if node.outputs else "write": use_of(node, types, target) for node in nodes}
+    return {node.outputs[0].name if node.outputs else "write": use_of(node, types, target, statics) for node in nodes}
 
 
 def chosen(found: dict[str, Use]) -> dict[str, str]:
@@ -81,13 +81,15 @@ def not_triton(why: str) -> str:
 
 
 ANYWHERE = {
-    "normed": "reference.rms_norm", "fused": "torch.linear.default", "heads": "torch.reshape.default",
-    "q": "torch.slice.Tensor", "k": "torch.slice.Tensor", "v": "torch.slice.Tensor", "turned_q": "reference.rotary",
-    "turned_k": "reference.rotary", "flat": "torch.reshape.default", "projected": "torch.linear.default",
+    "fused": "torch.linear.default", "heads": "torch.reshape.default", "q": "torch.slice.Tensor",
+    "k": "torch.slice.Tensor", "v": "torch.slice.Tensor", "flat": "torch.reshape.default",
+    "projected": "torch.linear.default",
 }  # fmt: skip
-ON_GPUS = {"write": "triton.write_kv", "y": "triton.paged_attention"}
+TRITON_ROWS = {"normed": "triton.rms_norm", "turned_q": "triton.rotary", "turned_k": "triton.rotary"}
+TORCH_ROWS = {"normed": "reference.rms_norm", "turned_q": "reference.rotary", "turned_k": "reference.rotary"}
+ON_GPUS = {"write": "triton.write_kv", "y": "triton.paged_attention", **TRITON_ROWS}
+IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention", **TORCH_ROWS}
 OF_FEW_TOKENS = "not triton.paged_attention.small: T is {}, it takes 0 to 64"
-IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention"}
 
 
 # --- the layer ---------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def test_a_layer_on_gpus(target: Target) -> None:
     assert {resolve(use).record.control for use in found.values()} == {"static"}
     assert resolve(found["y"], {"T": 65, "B": 1}).reason == "the fastest of 3; " + OF_FEW_TOKENS.format(65)
     assert resolve(found["y"], {"T": 64, "B": 1}).record.name == "triton.paged_attention.small"
-    assert resolve(found["fused"]).reason == "the only one"
+    assert resolve(found["heads"]).reason == "the only one"
 
 
 def test_a_layer_on_a_cpu() -> None:
@@ -136,7 +138,7 @@ def test_a_cache_of_8_bits_wants_a_gpu_that_converts() -> None:
 
     assert chosen(uses(GPU, cached="float8_e4m3fn")) == {**ANYWHERE, **ON_GPUS}
     found = uses(OLD, cached="float8_e4m3fn")
-    assert chosen(found) == {**ANYWHERE, **IN_TORCH}
+    assert chosen(found) == {**ANYWHERE, **IN_TORCH, **TRITON_ROWS}
     assert resolve(found["write"]).reason == f"the fastest of 2; not triton.write_kv: it wants {wanted}"
 
 
@@ -191,8 +193,8 @@ def test_rows_choose() -> None:
     use = in_8_bits(GPU)
     few, many = (resolve(use, {"T": rows}, records=with_those(use)) for rows in (1, 64))
 
-    assert few == (FEW, "the fastest of 3")
-    assert many == (MANY, "the fastest of 3; not cuda.few_rows: T is 64, it takes 1 to 8")
+    assert few == (FEW, "the fastest of 5")
+    assert many == (MANY, "the fastest of 5; not cuda.few_rows: T is 64, it takes 1 to 8")
 
 
 def test_the_world_s_size_chooses() -> None:
@@ -227,6 +229,54 @@ def test_a_newest_capability_is_a_bound_too() -> None:
         resolve(use, records=(past,))
 
 
+# --- the weight stream -------------------------------------------------------------------------------------------
+
+
+def product(
+    *, rows: Expr = "T", width: int = 256, dtype: Dtype = "bfloat16", target: Target = GPU, static: bool = True
+) -> Use:
+    """A linear layer of a weight that is a param, or that an op makes."""
+    types = {"input": TensorType(dtype, (1, rows, width)), "weight": TensorType(dtype, (384, width))}
+    result = Value("y", TensorType(dtype, (1, rows, 384)))
+    node = Node("aten.linear.default", {name: Ref(name) for name in types}, (result,))
+    return use_of(node, types, target, {"weight"} if static else frozenset())
+
+
+@pytest.mark.parametrize("rows", ["T", "R"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_pass_for_up_to_8_rows(rows: str, dtype: Dtype) -> None:
+    none, few, many = cases(product(rows=rows, dtype=dtype))
+
+    assert [case.sizes for case in (none, few, many)] == [{rows: (0, 0)}, {rows: (1, 8)}, {rows: (9, None)}]
+    assert few.choice.record.name == {"T": "cuda.linear", "R": "cuda.linear_of_logits"}[rows]
+    assert (few.choice.record.control, few.choice.record.allocates) == ("static", False)
+    assert none.choice.record.name == many.choice.record.name == "torch.linear.default"
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        (product(static=False), "it wants weight and bias in row-major order that no op makes"),
+        (product(width=264), "it wants an input of a multiple of 32 elements, and sizes of the weight known at load"),
+        (product(rows="B"), "it wants rows that are tokens"),
+        (product(dtype="float32"), "input is float32, it takes bfloat16, float16"),
+        (product(target=OLD), "it wants compute capability 9.0 or higher"),
+        (product(target=Target("cuda", (10, 0))), "it wants compute capability 9.0 or lower"),
+        (product(target=GPU._replace(kinds=frozenset(("torch", "triton")))), "cuda is not installed"),
+    ],
+    ids=["made", "width", "rows", "dtype", "old", "new", "not installed"],
+)
+def test_what_the_weight_stream_does_not_take(use: Use, why: str) -> None:
+    (case,) = cases(use)
+
+    assert case.choice.record.name == "torch.linear.default"
+    assert f"not cuda.linear: {why}" in case.choice.reason
+
+
+def test_params_of_blocks_and_of_main_are_no_ops_results() -> None:
+    assert {name for name, use in uses(GPU).items() if len(cases(use)) == 3} == {"fused", "projected"}
+
+
 # --- classes of sizes --------------------------------------------------------------------------------------------
 
 
@@ -253,8 +303,17 @@ def test_sizes_of_two_symbols_make_a_grid() -> None:
 
 
 def test_one_record_is_one_case() -> None:
-    for name, use in uses(GPU).items():
-        assert (cases(use) == (Case({}, resolve(use)),)) == (name != "y")
+    for use in uses(CPU).values():
+        assert cases(use) == (Case({}, resolve(use)),)
+
+
+def test_sizes_of_records_that_take_no_size_make_no_classes() -> None:
+    use = in_8_bits(GPU)
+    never = replace(FEW, sizes={"B": (1, 4)}, takes=(Condition("the impossible", lambda use: False),))
+
+    found = cases(use, records=(never, MANY))
+
+    assert [case.sizes for case in found] == [{}]
 
 
 def test_what_was_measured_comes_first() -> None:
@@ -359,7 +418,7 @@ def test_grouped_products_read_the_host_where_torch_has_no_kernel(
 ) -> None:
     use = grouped_products(dtype, outer)
 
-    (case,) = cases(use._replace(target=Target("cuda", capability)))
+    (case,) = cases(use._replace(target=Target("cuda", capability, kinds=GPU.kinds - {"triton"})))
 
     assert case.choice.record.control == control
 

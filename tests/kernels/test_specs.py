@@ -73,9 +73,10 @@ def keyword_only_of(spec: OpSpec) -> set[str]:
 
 
 def test_every_precast_op_of_the_table_has_a_spec() -> None:
+    """But the fused op, whose steps torch's schemas can't write: `test_fused.py` and `fused_steps.py` are about it."""
     expected = {f"{name}@{version}" for name, version in ops.names() if name.startswith("precast.")}
 
-    assert set(SPECS) == expected
+    assert set(SPECS) | {"precast.fused@1"} == expected
     assert list(SPECS) == sorted(SPECS)
 
 

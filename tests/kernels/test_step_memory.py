@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Arg, Block, Call, Const, Graph, Items, Node, Ref, Symbol, TensorType, Value
 from precast.kernels import step_memory
-from precast.kernels.use import GPU, LONGEST
+from precast.kernels.sampling.limits import MAX_SORTED, row_bytes
+from precast.kernels.use import GPU, LONGEST, Target
 
 ROW = 512
 
@@ -128,3 +131,36 @@ def test_a_step_holds_the_logits_while_tokens_are_drawn_from_them() -> None:
     assert drawn > symbols.evaluate(step_memory.peak(graph(made, logits="l"), GPU), sizes)
     assert drawn == symbols.evaluate(step_memory.step_peak(graph(made, logits="l", more="l"), GPU), sizes)
     assert step_memory.step_peak(graph(made, out="l"), GPU) == step_memory.peak(graph(made, out="l"), GPU)
+
+
+VOCABULARY = 128_256
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256])
+def test_drawing_counts_what_draws(rows: int) -> None:
+    """In Triton a few lists a row, whatever the vocabulary; op by op a greedy step's copy of logits, some at a time."""
+    logits = TensorType("bfloat16", (rows, VOCABULARY))
+    searched = rows * row_bytes()
+    copied = 2 * min(rows, max(1, MAX_SORTED // VOCABULARY)) * VOCABULARY + 64 * rows + (16 << 10)
+
+    assert step_memory.drawing(logits, GPU, captured=True) == searched
+    assert step_memory.drawing(logits, GPU, captured=False) == max(searched, copied)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_drawing_counts_a_sort_where_nothing_else_draws(captured: bool) -> None:
+    logits = TensorType("float16", (3, VOCABULARY))
+    old = Target("cuda", (7, 5))
+
+    assert step_memory.drawing(logits, old, captured=captured) > 42 * 3 * VOCABULARY
+
+
+def test_a_captured_step_counts_its_own_way_to_draw() -> None:
+    made = node("precast.gather_rows", value("l", 1, "R", VOCABULARY), x=Ref("x"), rows=Ref("x"))
+    found = graph(made, logits="l")
+    sizes = {"T": 1, "R": 1, LONGEST: 1}
+    eager, captured = (
+        symbols.evaluate(step_memory.step_peak(found, GPU, captured=each), sizes) for each in (False, True)
+    )
+
+    assert eager - captured == 4 * VOCABULARY + 64 + (16 << 10) - row_bytes()

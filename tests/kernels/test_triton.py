@@ -13,24 +13,30 @@ from typing import Any
 
 import pytest
 import torch
+from fused_cases import CASES, Case, node_of
 
 from precast.ir.graph.schema import Const, Dtype, Node, Ref, TensorType, Value
 from precast.ir.graph.symbols import add
 from precast.kernels.attention.launches import SMALL_STEP
 from precast.kernels.choices import records_of, resolve
+from precast.kernels.fused.launches import launches
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.use import Target, Use, use_of
 
 triton = pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES = NAMES | {torch.bool: "i1", torch.int32: "i32", torch.int64: "i64"}
 BY_NAME = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
 }  # fmt: skip
 SHARED_BYTES = 160 * 1024
 
 
-ANYWHERE = ("launched.py", "walked_states.py", "absorbed_latents.py")
+ANYWHERE = (
+    "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "fused_steps.py", "routed_experts.py",
+    "walked_states.py", "absorbed_latents.py",
+)  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
 
@@ -286,3 +292,27 @@ def test_tiles_hold_whole_queries(group: int, dtype: Dtype, capability: tuple[in
                 assert found["BLOCK_Q"] >= 1
                 assert found["BLOCK_Q"] * found["BLOCK_H"] <= found["BLOCK_M"]
                 assert all(n >= 16 and n & (n - 1) == 0 for n in (found["BLOCK_M"], found["BLOCK_N"]))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_fused_op_compiles_for_hopper(case: Case, half: torch.dtype) -> None:
+    from precast.kernels.fused import triton as kernels
+
+    (launch,) = launches(use_of(*node_of(case, half), Target("cuda", (9, 0))))
+    given = dict(zip(kernels.fused_kernel.arg_names, launch.args, strict=False))
+    missing = {name: None for name, arg in given.items() if arg is None}
+    types = [half if dtype == "half" else getattr(torch, dtype) for dtype, _ in case.operands]
+    pointers = {f"x{i}": f"*{TYPES[dtype]}" for i, dtype in enumerate(types)}
+    pointers |= {name: f"*{NAMES[half]}" for name, arg in given.items() if name.startswith("y") and arg is not None}
+
+    made = compiled(
+        kernels.fused_kernel,
+        {**missing, **launch.constants},
+        pointers,
+        {"num_warps": launch.num_warps, "num_stages": 3},
+    )
+
+    assert made.metadata.shared <= SHARED_BYTES
+    assert not case.exact or "fma.rn" not in made.asm["ptx"]

@@ -21,10 +21,10 @@ from precast.ir.graph import symbols
 from precast.ir.graph.schema import Const, DtypeArg, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.kernels import registry
-from precast.kernels.choices import CPU_COPIES, CPU_COPIES_OF_OTHERS, cases, workspace
+from precast.kernels.choices import CPU_COPIES, CPU_COPIES_OF_OTHERS, cases, runnable, workspace
 from precast.kernels.dtypes import NAMES
 from precast.kernels.sampling import sample as sampling
-from precast.kernels.step_memory import drawing
+from precast.kernels.sampling.records import greedy_workspace
 from precast.kernels.use import GPU, LONGEST, Target, Use
 
 Sequences = list[tuple[int, int]]
@@ -222,6 +222,17 @@ def _residual_norm(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sam
     return {"x": made.pop("x"), "residual": _normal(dtype, 1, _tokens(sequences), 512), **made}
 
 
+def _two_norms(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    return _residual_norm(sequences, dtype, **rule) | {"inner_weight": _normal(dtype, 512)}
+
+
+def _turned(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    made, count = _write_kv(sequences, dtype), _tokens(sequences)
+    tables = {name: _normal(dtype, 1, count, 32) for name in ("cos", "sin")}
+    return {"q": _normal(dtype, 1, count, 16, 64), **made, **tables, "q_weight": None, "k_weight": None,
+            "interleaved": False, **rule}  # fmt: skip
+
+
 def _gated(sequences: Sequences, dtype: torch.dtype) -> Sample:
     return {"x": _normal(dtype, 1, _tokens(sequences), 1024), "kind": "silu"}
 
@@ -293,6 +304,9 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "grouped linear": ("grouped_linear", _grouped, {"bias": False}, 1.1),
     "grouped linear, bias": ("grouped_linear", _grouped, {"bias": True}, 1.1),
     "residual rms norm": ("residual_rms_norm", _residual_norm, {"cast_before_scale": True}, 1.05),
+    "norm, residual norm": ("norm_residual_norm", _two_norms, {"cast_before_scale": False, "offset": 1.0}, 1.5),
+    "rotary, write kv": ("rotary_write_kv", _turned, {}, 2.0),
+    "norm, rotary, write kv": ("rotary_write_kv", _turned, {"eps": 1e-6}, 2.0),
     "gated activation": ("gated_activation", _gated, {}, 1.05),
     "embedding": ("embedding", _embedded, {}, 1.05),
     "rotary tables": ("rotary_tables", _tables, {}, 1.25),
@@ -378,14 +392,39 @@ def test_sizes_of_no_pages_can_be_evaluated(make: Callable[..., Sample], target:
     assert 0 <= nothing < something
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 6, 40, 41, 60, 100])
-def test_sampling_takes_what_the_record_says(rows: int) -> None:
-    given = _drawn(rows, 100_000)
-    sampling.sample(**given)
-    found, expected = peak_bytes(lambda: sampling.sample(**given), CUDA), _drawing(rows, 100_000)
+ROWS = [1, 2, 6, 40, 41, 60, 100, 256]
 
-    assert found <= expected <= 1.1 * found, f"{expected / found:.4f} of the measured"
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("version", [1, 2])
+def test_sampling_takes_what_the_record_says(rows: int, version: int) -> None:
+    given = _drawn(rows, 100_000)
+    for record in runnable("precast.sample", version, registry.target_of(CUDA)):
+        function = registry.function_of(record)
+        function(**given)
+        found = peak_bytes(partial(function, **given), CUDA)
+        expected = symbols.evaluate(record.workspace(_sampling(given["logits"], version)), {})
+
+        assert found <= expected + ROUNDED, f"{record.name}: {expected / found:.4f} of the measured"
+        assert expected <= 1.1 * found + ROUNDED, f"{record.name}: {expected / found:.4f} of the measured"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_likeliest_tokens_take_what_is_said(rows: int, device: str) -> None:
+    logits = torch.randn(rows, 100_000, device=device).bfloat16()
+    sampling.greedy(logits)
+    found = peak_bytes(lambda: sampling.greedy(logits), torch.device(device))
+    expected = symbols.evaluate(greedy_workspace(_sampling(logits, 2)), {})
+
+    assert found <= expected <= 1.1 * found + ROUNDED, f"{expected / found:.4f} of the measured"
+
+
+def _sampling(logits: torch.Tensor, version: int) -> Use:
+    tokens = Value("tokens", TensorType("int64", (len(logits),)))
+    node = Node("precast.sample", {"logits": Ref("logits")}, (tokens,), version)
+    return Use(node, {"logits": Operand(_type(logits), True)}, GPU)
 
 
 def _drawn(rows: int, size: int) -> Sample:
@@ -393,10 +432,6 @@ def _drawn(rows: int, size: int) -> Sample:
     others = {"seeds": torch.arange(rows), "steps": torch.arange(rows), "top_k": torch.full((rows,), 50).int()}
     each = {name: values.to(CUDA) for name, values in {**flat, **others}.items()}
     return {"logits": torch.randn(rows, size, device=CUDA).bfloat16(), **each}
-
-
-def _drawing(rows: int, size: int) -> int:
-    return symbols.evaluate(drawing(TensorType("bfloat16", (rows, size)), GPU), {})
 
 
 def test_a_cpu_holds_so_many_copies() -> None:

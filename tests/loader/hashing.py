@@ -11,7 +11,7 @@ With a rope a token's hash depends on the length by which its key would be rotat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import torch
 from tiny import VOCAB, Groups, rule_of
 
 from precast.ir.graph.schema import Arg, Const, Graph, Node, TensorType, Value
+from precast.loader.program.instructions import HostCall
 
 Hashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
@@ -48,6 +49,8 @@ def with_rope(graph: Graph, rope: Rope) -> Graph:
 class HashingProgram:
     """A stand-in for the restored graph: it takes the graph's inputs and reads and writes the cache tensors."""
 
+    num_binds = 1
+
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -71,6 +74,9 @@ class HashingProgram:
         spans = [slice(first, end) for first, end in pairwise(bounds)]
         if self._state is not None:
             for rows, slot, end in zip(spans, given["slot_ids"].tolist(), ends, strict=True):
+                if slot < 0:  # empty: it has no state
+                    assert rows.start == rows.stop
+                    continue
                 begins = end == rows.stop - rows.start
                 x[rows], after = _mixed(x[rows], 0 if begins else int(self._state[slot]))
                 self._state[slot] = after
@@ -87,6 +93,11 @@ class HashingProgram:
         logits = torch.zeros(1, len(chosen), VOCAB)
         logits[0, torch.arange(len(chosen)), torch.from_numpy(chosen.astype(np.int64))] = 1
         return {"logits": logits}
+
+    def cut(self, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor) -> Iterator[HostCall]:
+        """The whole step as one call that reads the host, as a restored program is cut."""
+        outputs["logits"] = logits = torch.empty(1, len(inputs["logit_rows"]), VOCAB)
+        yield HostCall(lambda **given: self(**given)["logits"], inputs, (logits,), allocates=True)
 
     def _write(self, layer: int, slots: Ints, x: Hashes) -> None:
         kept = slots >= 0

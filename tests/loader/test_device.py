@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,6 +129,22 @@ def test_work_of_a_stream_is_waited_for(device: Device) -> None:
         done.record()
     done.synchronize()
     assert tensor_of(third).tolist() == [1]
+
+
+def test_the_time_between_two_events(device: Device) -> None:
+    first, second, last = (device.event(timed=True) for _ in range(3))
+    began = time.perf_counter()
+    first.record()
+    tensor = torch.zeros(1 << 20, device=device.name)
+    second.record()
+    for _ in range(9):
+        tensor += 1
+    last.record()
+    last.synchronize()
+    spent = time.perf_counter() - began
+    parts = device.seconds_between(first, second), device.seconds_between(second, last)
+    assert all(0 < part < spent for part in parts)
+    assert sum(parts) == pytest.approx(device.seconds_between(first, last), abs=1e-5)
 
 
 def test_memory_that_is_free(device: Device) -> None:

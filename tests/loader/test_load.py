@@ -265,6 +265,7 @@ def test_an_opened_bundle_and_a_begun_timeline_are_carried_on(bundle: Path, chec
         ({"max_num_tokens": True}, "max_num_tokens is True"),
         ({"max_num_tokens": 1.5}, "max_num_tokens is 1.5"),
         ({"cache_bytes": 0}, "cache_bytes is 0"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens is 0, expected an integer of at least 1"),
         ({"device": "gpu"}, "device is 'gpu', expected 'cpu', 'cuda'"),
         ({"device": 3.5}, "device is 3.5"),
         ({"bundle": None}, "bundle is None, expected a path or a Bundle"),

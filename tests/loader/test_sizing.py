@@ -23,6 +23,7 @@ from precast.loader.sizing import (
     GRAPH_NODE_BYTES,
     ArenaSize,
     EngineLimits,
+    addresses_of,
     capacities,
     check_limits,
     size_arena,
@@ -41,7 +42,7 @@ def sized(*, device: CpuDevice | CudaDevice = CPU, free: int = 2**34, **options:
     return size_arena(GRAPH, EngineLimits(**{**defaults, **options}), device, free=free)
 
 
-def peak(device: CpuDevice | CudaDevice) -> Expr:
+def peak(device: CpuDevice) -> Expr:
     """Of a step's activations."""
     return step_memory.step_peak(GRAPH, target_of(torch.device(device.name)))
 
@@ -70,7 +71,13 @@ def test_slabs_of_an_arena_on_a_cpu(options: Any, slabs: int) -> None:
 @pytest.mark.parametrize("spare", [0, 10**6, 10**9])
 def test_slabs_of_an_arena_on_a_gpu_are_arithmetic(spare: int) -> None:
     options = {"max_num_seqs": 64, "max_num_tokens": 8192, "max_seq_len": 10**6}
-    needed = step_bytes(GRAPH, EngineLimits(**options), peak(CUDA))
+    addresses = addresses_of(GRAPH, EngineLimits(**options), CUDA)
+    target = target_of(torch.device(CUDA.name))
+    others = step_bytes(GRAPH, EngineLimits(**options), step_memory.step_peak(GRAPH, target, addresses))
+
+    def needed(slabs: int) -> int:
+        return addresses.num_bytes + others(slabs)
+
     free = CUDA_RESERVE + needed(0) + spare + 10**7
     size = sized(device=CUDA, free=free, **options)
     found = size.num_slabs
@@ -159,7 +166,9 @@ def test_captured_steps_have_activations_and_graphs_of_their_own() -> None:
     limits = EngineLimits(64, 8192, 10**6)
     none, some = (size_arena(GRAPH, limits, CUDA, free=2**31, captured_sizes=sizes) for sizes in ((), (1, 64, 8)))
 
-    activations = step_bytes(GRAPH, limits._replace(max_num_tokens=64), peak(CUDA))(some.num_slabs)
+    target, addresses = target_of(torch.device(CUDA.name)), addresses_of(GRAPH, limits, CUDA)
+    captured = step_memory.step_peak(GRAPH, target, addresses, captured=True)
+    activations = step_bytes(GRAPH, limits._replace(max_num_tokens=64), captured)(some.num_slabs)
     nodes = 4 + 3 * 14  # of main, and of the block that it calls once a layer
     assert none.graphs == 0
     assert some.graphs == activations + 3 * nodes * GRAPH_NODE_BYTES

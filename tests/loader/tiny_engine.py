@@ -9,13 +9,14 @@ import torch
 from tiny import random_weights, tiny_graph, tiny_model
 
 from precast.ir.graph.schema import Graph
-from precast.kernels.registry import Implementation
+from precast.kernels.registry import Implementation, implementations
 from precast.kernels.use import Use
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
 from precast.loader.program.restore import restore
+from precast.loader.run.places import Places
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
@@ -37,6 +38,8 @@ def engine_on(
     slabs: int = 90,
     eos: tuple[int, ...] = (),
     reuses: bool = False,
+    tokens: int = 64,
+    max_prefill_tokens: int | None = None,
 ) -> Engine:
     """The tiny model; its caches and activations are NaN where nothing was written."""
     graph = tiny_graph() if graph is None else graph
@@ -46,7 +49,7 @@ def engine_on(
     memory = CacheMemory(graph.caches, slabs, device)
     memory.arena.fill_(0xFF)
     program.bind(memory.tensors)
-    limits = EngineLimits(seqs, 64, 64)
+    limits = EngineLimits(seqs, tokens, 64)
     addresses = sizing.addresses_of(graph, limits, device)
     program.place(addresses, torch.full((addresses.num_bytes,), 0xFF, dtype=torch.uint8, device=on))
     runner = Runner(wrap(program), graph, memory, device, limits, captured_sizes=sizes)
@@ -57,6 +60,7 @@ def engine_on(
         timeline=Timeline(),
         reuses_prefixes=reuses,
         runs_ahead=runs_ahead,
+        max_prefill_tokens=max_prefill_tokens,
     )
 
 
@@ -71,3 +75,38 @@ class FailsOnce:
         if self.left == 0:
             raise torch.OutOfMemoryError("no memory")
         return self.program(**inputs)
+
+
+class Interrupts:
+    """For `choose`: makes one op of the model raise at its n-th call, op by op, as it is warmed up, or captured.
+
+    There are three such calls in each run of the model, one a layer.
+    """
+
+    def __init__(self, error: BaseException, call: int) -> None:
+        self.error, self.left = error, call
+
+    def __call__(self, use: Use) -> Sequence[Implementation]:
+        found = implementations(use)
+        if use.node.op != "precast.rms_norm":
+            return found
+        return [each._replace(function=self.raising(each.function)) for each in found]
+
+    def raising(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which counts its calls."""
+
+        def run(**arguments: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise self.error
+            return function(**arguments)
+
+        return run
+
+
+def poison(places: Places, number: int) -> None:
+    """Let all places hold this number, lengths and pages too; whatever a step needs it has to write again."""
+    for tensor in places.tensors.values():
+        tensor.fill_(number)
+    for host in places._hosts:  # on a CPU they are the places, and hold nothing of the last step any more
+        host._written = {}

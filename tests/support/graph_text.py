@@ -47,6 +47,8 @@ from precast.ir.graph.schema import (
     Stack,
     StateGroup,
     StateSpec,
+    Step,
+    Steps,
     Symbol,
     TensorType,
     Tie,
@@ -66,6 +68,14 @@ Typed = tuple[str, TensorType | None]
 def parse_graph(text: str) -> Graph:
     """The graph that `text` writes down. Raises TextError; checks nothing else."""
     return _GraphParser(Cursor(text)).graph()
+
+
+def parse_steps(text: str) -> Steps:
+    """The steps of a fused op that `text` writes down, in their braces. Raises TextError; checks nothing else."""
+    cursor = Cursor(text)
+    steps = cursor.inside("{", lambda: _steps(cursor), "}")
+    cursor.kind("end", "the end of the text")
+    return steps
 
 
 class _GraphParser:
@@ -357,11 +367,29 @@ def _named(cursor: Cursor, item: Callable[[], Item], closing: str) -> dict[str, 
 
 
 def _arg(cursor: Cursor) -> Arg:
+    if cursor.at("{"):
+        return cursor.inside("{", lambda: _steps(cursor), "}")
     if cursor.at("["):
         return Items(cursor.list("[", lambda: _item(cursor), "]"))
     if any(map(cursor.at, _DTYPES)):
         return DtypeArg(_dtype(cursor))
     return _item(cursor)
+
+
+def _steps(cursor: Cursor) -> Steps:
+    """`%s0 = op@1(...), ..., return %s0`"""
+    steps: list[Step] = []
+    while not cursor.takes("return"):
+        at = cursor.now
+        if cursor.ref() != f"s{len(steps)}":
+            at.refuse(f"expected %s{len(steps)} or 'return'")
+        cursor.expect("=")
+        op = cursor.name("an op")
+        if cursor.takes("@") and cursor.int() != 1:
+            at.refuse("a step is an op at version 1")
+        steps.append(Step(op, cursor.inside("(", lambda: _named(cursor, lambda: _arg(cursor), ")"), ")")))  # type: ignore[arg-type]
+        cursor.expect(",")
+    return Steps(tuple(steps), cursor.items(cursor.ref, "}"))
 
 
 def _item(cursor: Cursor) -> Ref | Const | Dim:

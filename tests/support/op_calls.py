@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from graph_text import parse_steps
+
 from precast.ir.graph.schema import Apply, Dtype, Expr, TensorType
 
 T1 = Apply("add", ("T", 1))
@@ -28,11 +30,21 @@ PAGED: Args = {
 }  # fmt: skip
 PACKED: Args = {"q": Q, "k": K, "v": K, "sinks": None, "cu_seqlens": t("int32", B1), "window": None}
 WRITE: Args = {"k": K, "v": K, "k_cache": PAGES, "v_cache": PAGES, "slot_mapping": t("int64", "T")}
+TURNED: Args = {
+    **WRITE, "q": Q, "cos": f32(1, "T", 8), "sin": f32(1, "T", 8), "q_weight": f32(16), "k_weight": f32(16),
+    "eps": 1e-6,
+}  # fmt: skip
 LATENT: Args = {"latent": f32(1, "T", 16), "k_rope": f32(1, "T", 3)}
 LATENT_HEADS: Args = {"q": f32(1, "T", 4, 10), "weight": f32(60, 16), "cu_seqlens": t("int32", B1), "value_size": 8}
 LATENT_PAGES: Args = {
     **LATENT_HEADS, "cache": f32("P", 4, 19), "kv_lens": t("int32", "B"), "page_indices": t("int32", "N"),
     "page_indptr": t("int32", B1), "page_start": t("int32", "B"),
+}  # fmt: skip
+FUSED: Args = {
+    "x0": f32(1, "T", 8), "x1": f32(8), "steps": parse_steps(
+        "{%s0 = aten.silu.default(self=%x0), %s1 = aten.silu.default(self=%x1), "
+        "%s2 = aten.mul.Tensor(self=%s0, other=%s1), return %s2}"
+    ),
 }  # fmt: skip
 WRITE_LATENT: Args = {**LATENT, "cache": f32("P", 4, 19), "slot_mapping": t("int64", "T")}
 SCAN_CHANNELS: Args = {
@@ -91,12 +103,14 @@ SAMPLE: Args = {
 }  # fmt: skip
 NORM: Args = {"x": f32(1, "T", 8), "weight": f32(8)}
 STREAM: Args = {**NORM, "residual": f32(1, "T", 8)}
+TWO_NORMS: Args = {**STREAM, "inner_weight": f32(8)}
 
 OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8)}, (f32(1, "T", 8),)),
     ("rms_norm", NORM, (f32(1, "T", 8),)),
     ("rms_norm", {**NORM, "weight": None}, (f32(1, "T", 8),)),
     ("residual_rms_norm", STREAM, (f32(1, "T", 8), f32(1, "T", 8))),
+    ("norm_residual_norm", TWO_NORMS, (f32(1, "T", 8), f32(1, "T", 8))),
     ("layer_norm", {**NORM, "bias": f32(8)}, (f32(1, "T", 8),)),
     ("layer_norm", {**NORM, "weight": None, "bias": None}, (f32(1, "T", 8),)),
     ("rope_frequencies", ROPE, (f32(1, "T", 8),)),
@@ -108,6 +122,7 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("rotary", {**ROTARY, "cos": f32(1, "T", PAIRS), "sin": f32(1, "T", PAIRS)}, (Q,)),
     ("gated_activation", {"x": f32(1, "T", 6), "kind": "silu"}, (f32(1, "T", 3),)),
     ("gated_activation", {"x": f32("T", Apply("mul", ("H", 2))), "kind": "gelu"}, (f32("T", "H"),)),
+    ("fused", FUSED, (f32(1, "T", 8),)),
     ("attention", PACKED, (Q,)),
     ("attention", {**PACKED, "v": t("bfloat16", 1, "T", 2, 24), "window": 7}, (t("bfloat16", 1, "T", 8, 24),)),
     ("attention", {**PACKED, "q": t("bfloat16", 1, "T", HEADS, 16)}, (t("bfloat16", 1, "T", HEADS, 16),)),
@@ -119,6 +134,13 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ),
     ("write_kv", WRITE, ()),
     ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8}, ()),
+    ("rotary_write_kv", TURNED, (Q,)),
+    ("rotary_write_kv", {**TURNED, "q_weight": None}, (Q,)),
+    (
+        "rotary_write_kv",
+        {**TURNED, "q_weight": None, "k_weight": None, "eps": None, "k_cache": PAGES8, "v_cache": PAGES8},
+        (Q,),
+    ),
     ("write_latent", {**WRITE_LATENT, "cache": t("float8_e4m3fn", "P", 4, 19)}, ()),
     ("paged_attention", {**PAGED, "k_cache": PAGES8, "v_cache": PAGES8}, (Q,)),
     ("paged_latent_attention", {**LATENT_PAGES, "cache": t("float8_e4m3fn", "P", 4, 19)}, (f32(1, "T", 4, 8),)),

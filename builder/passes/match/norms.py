@@ -8,9 +8,9 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.match import Add, Bind, Bindings, Cast, Either, Mul, Number, Op, match
+from precast.builder.graph.nodes import argument
 from precast.builder.passes.graph_pass import graph_pass, node_pass, one_spelling_of_views
 
-aten = torch.ops.aten
 aten, ops = (torch.ops.aten, torch.ops.precast)
 
 _X = Cast(Bind("x"))
@@ -94,6 +94,27 @@ def fuse_residual_norm(ctx: PassContext, node: FxNode) -> FxNode | None:
     normed, stream = ctx.item(fused, 0), ctx.item(fused, 1)
     ctx.replace(total, stream)
     return normed
+
+
+@node_pass(stage="match", version=1, requires=("match_norms",))
+def fuse_norm_residual_norm(ctx: PassContext, node: FxNode) -> FxNode | None:
+    """residual_rms_norm(r, rms_norm(x)) -> norm_residual_norm(x, r): one launch after a layer's last product.
+
+    Legal when both norms are equal but for their weights, and the inner one is for the sum alone.
+    """
+    if node.target is not ops.residual_rms_norm.default:
+        return None
+    for inner, residual in (node.args[:2], node.args[1::-1]):
+        if inner.target is not ops.rms_norm.default or inner.args[1] is None or inner is residual:
+            continue
+        if len(inner.users) == 1 and _rule(inner) == _rule(node):
+            x, inner_weight = inner.args
+            return ctx.call(ops.norm_residual_norm.default, x, residual, inner_weight, node.args[2], **node.kwargs)
+    return None
+
+
+def _rule(norm: FxNode) -> list[Any]:
+    return [argument(norm, name) for name in ("eps", "offset", "cast_before_scale")]
 
 
 def _one_type(total: FxNode, ctx: PassContext) -> bool:

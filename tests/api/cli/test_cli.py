@@ -247,7 +247,8 @@ def test_an_answer_that_failed_is_in_the_fields_and_in_the_exit_code(
 def test_run_in_fields(bundle: Path, command: Command) -> None:
     result = command(
         "run", bundle, "--weights", MODEL, "--device", "cpu", "--json", "--prompt", OPENING, "--token-ids", "1",
-        "--max-tokens", "5", "--max-num-seqs", "2", "--max-num-tokens", "7", "--cache-bytes", "4000000",
+        "--max-tokens", "5", "--max-num-seqs", "2", "--max-num-tokens", "7", "--max-prefill-tokens", "3",
+        "--cache-bytes", "4000000",
     )  # fmt: skip
 
     assert (result.exit_code, result.stderr) == (0, "")
@@ -260,7 +261,7 @@ def test_run_in_fields(bundle: Path, command: Command) -> None:
     assert second["prompt_token_ids"] == [1]
     assert (OPENING + rest(OPENING)).startswith(second["text"])
     assert [len(output["token_ids"]) for output in found["outputs"]] == [5, 5]
-    assert found["stats"]["tokens_sampled"] == 10
+    assert (found["stats"]["tokens_sampled"], found["stats"]["prefill_budget"]) == (10, 3)
     phases = {phase["name"]: phase for phase in found["timeline"]["phases"]}
     assert list(phases) == ["import", "context", "bundle", "weights", "pools", "first token"]
     assert all(phase["seconds"] >= 0 for phase in phases.values())

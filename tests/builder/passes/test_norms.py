@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fx_text import assert_leaves, assert_rewrites
 
-from precast.builder.passes.match.norms import fuse_residual_norm, match_norms
+from precast.builder.passes.match.norms import fuse_norm_residual_norm, fuse_residual_norm, match_norms
 
 # --- rms norm ----------------------------------------------------------------------------------------------------
 
@@ -372,3 +372,48 @@ def test_a_chain_of_sums_with_a_norm_that_comes_late() -> None:
         return v1, v3, v4
         """,
     )
+
+
+# --- two norms in a row ------------------------------------------------------------------------------------------
+
+TWO_NORMS = """
+x: input(float32, 1, T, 8)
+r: input(float32, 1, T, 8)
+a: param(float32, 8)
+w: param(float32, 8)
+inner = precast.rms_norm(x, {weight}, eps={eps}, offset=1.0, cast_before_scale={cast})
+y, s = precast.residual_rms_norm({sum}, w, eps=1e-06, offset=1.0, cast_before_scale=False)
+z = aten.add.Tensor(y, s)
+return z{more}
+"""
+IN_A_ROW = {"weight": "a", "eps": "1e-06", "cast": "False", "sum": "r, inner", "more": ""}
+
+
+@pytest.mark.parametrize("order", ["r, inner", "inner, r"])
+def test_a_norm_before_the_sum_is_taken_in(order: str) -> None:
+    assert_rewrites(
+        fuse_norm_residual_norm,
+        TWO_NORMS.format(**IN_A_ROW | {"sum": order}),
+        """
+        v0 = precast.norm_residual_norm(x, r, a, w, eps=1e-06, offset=1.0, cast_before_scale=False)
+        v1 = v0[0]
+        v2 = v0[1]
+        v3 = aten.add.Tensor(v1, v2)
+        return v3
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        pytest.param({"weight": "None"}, id="no weight"),
+        pytest.param({"eps": "1e-05"}, id="another eps"),
+        pytest.param({"cast": "True"}, id="another rounding"),
+        pytest.param({"more": ", inner"}, id="used elsewhere"),
+        pytest.param({"sum": "inner, inner"}, id="the norm twice"),
+        pytest.param({"sum": "r, x", "more": ", inner"}, id="not in the sum"),
+    ],
+)
+def test_near_two_norms_in_a_row(differs: dict[str, str]) -> None:
+    assert_leaves(fuse_norm_residual_norm, TWO_NORMS.format(**IN_A_ROW | differs))

@@ -15,6 +15,7 @@ import torch
 from op_calls import (
     B1,
     EXPERTS,
+    FUSED,
     GROUPED,
     LATENT,
     LATENT_HEADS,
@@ -33,6 +34,8 @@ from op_calls import (
     STREAM,
     T1,
     TABLES,
+    TURNED,
+    TWO_NORMS,
     WRITE,
     WRITE_LATENT,
     Args,
@@ -347,6 +350,8 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.rope_frequencies", {**ROPE, "kind": "dynamic"}, "one set"),
     ("precast.rope_frequencies", {**ROPE, "long": f32(9)}, "long: expected shape"),
     ("precast.rope_frequencies", {**ROPE, "lengths": t("int32", 1, "T")}, "lengths: expected dtype"),
+    ("precast.norm_residual_norm", {**TWO_NORMS, "inner_weight": f32(7)}, "inner_weight: expected shape"),
+    ("precast.norm_residual_norm", {**TWO_NORMS, "residual": f32(1, "T", 1)}, "residual: expected shape"),
     ("precast.rotary_tables", {**TABLES, "inv_freq": f32("T", 8)}, "inv_freq"),
     ("precast.rotary_tables", {**TABLES, "inv_freq": f32()}, "inv_freq"),
     ("precast.rotary_tables", {**TABLES, "dtype": "int64"}, "dtype: expected dtype"),
@@ -384,6 +389,14 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.attention", {**PACKED, "slopes": f32(2)}, "slopes: expected shape"),
     ("precast.attention", {**PACKED, "slopes": t("bfloat16", 8)}, "slopes: expected dtype float32"),
     ("precast.attention", {**PACKED, "cu_seqlens": t("int64", B1)}, "cu_seqlens: expected dtype int32"),
+    ("precast.rotary_write_kv", {**TURNED, "q": t("bfloat16", 1, "T", 8, 12)}, "q's tokens and head size"),
+    ("precast.rotary_write_kv", {**TURNED, "q": f32(1, "T", 8, 16)}, "q: expected dtype bfloat16, found float32"),
+    ("precast.rotary_write_kv", {**TURNED, "slot_mapping": t("int64", "B")}, "slot_mapping: expected shape"),
+    ("precast.rotary_write_kv", {**TURNED, "v_cache": PAGES8}, "v_cache: expected dtype"),
+    ("precast.rotary_write_kv", {**TURNED, "cos": f32(1, "T", 9), "sin": f32(1, "T", 9)}, "9 pairs don't fit"),
+    ("precast.rotary_write_kv", {**TURNED, "k_weight": f32(8)}, "k_weight: expected shape"),
+    ("precast.rotary_write_kv", {**TURNED, "eps": None}, "q_weight: expected none without eps"),
+    ("precast.rotary_write_kv", {**TURNED, "q_weight": None, "eps": None}, "k_weight: expected none without eps"),
     ("precast.write_kv", {**WRITE, "slot_mapping": t("int64", "B")}, "slot_mapping: expected shape"),
     ("precast.write_kv", {**WRITE, "slot_mapping": t("int32", "T")}, "slot_mapping: expected dtype"),
     ("precast.write_kv", {**WRITE, "k": t("bfloat16", 1, "T", 4, 16)}, "k_cache's heads"),
@@ -430,6 +443,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.sample", {**SAMPLE, "logits": f32(1, "B", 99)}, "logits: expected 2"),
     ("precast.sample", {**SAMPLE, "top_k": t("int64", "B")}, "top_k: expected dtype int32"),
     ("precast.sample", {**SAMPLE, "top_p": f32()}, "top_p: expected shape"),
+    ("precast.fused", {**FUSED, "x1": f32(7)}, r"step s2, aten.mul.Tensor: shapes \[1, T, 8\], \[7\] don't broadcast"),
 ]
 
 
@@ -446,7 +460,7 @@ STRICT = [*((f"precast.{op}", args) for op, args, _ in OURS), *PRODUCTS]
 # (op, argument): where an op takes an argument of any dtype or rank, or a cache in float8, on purpose.
 ANY_DTYPE = {("precast.gather_rows", "x")}
 MAY_BE_FLOAT8 = {
-    *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "paged_attention") for name in "kv"),
+    *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "rotary_write_kv", "paged_attention") for name in "kv"),
     *((f"precast.{op}", "cache") for op in ("write_latent", "paged_latent_attention")),
 }
 ANY_RANK = {
@@ -454,6 +468,8 @@ ANY_RANK = {
     ("precast.rms_norm", "x"),
     ("precast.layer_norm", "x"),
     ("precast.gated_activation", "x"),
+    ("precast.fused", "x0"),
+    ("precast.fused", "x1"),
     ("aten.linear.default", "input"),
     ("aten.addmm.default", "self"),
     ("aten.matmul.default", "self"),

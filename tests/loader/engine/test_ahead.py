@@ -73,6 +73,7 @@ def test_what_arrives_after_an_end_is_in_no_answer() -> None:
     whole = alone(PROMPT, 20)
     engine = engine_on(CPU, eos=(whole[1],))
     found, other = engine.generate([PROMPT, [5]], [greedy(20), greedy(20, ignore_eos=True)])
+    assert found.prompt_token_ids == PROMPT
     assert (found.token_ids, found.finish_reason) == (whole[:2], "stop")
     assert other.token_ids == alone([5], 20)
 
@@ -134,6 +135,41 @@ def test_a_step_that_fails_after_the_next_was_launched_rolls_back_both(call: int
     run_on(engine, events)
     assert tokens_of(events[first]) == alone(PROMPT, 12, **model)
     assert tokens_of(events[second]) == alone([5], 12, **model)
+
+
+def test_a_request_of_the_later_step_alone_is_rolled_back_too() -> None:
+    engine = engine_on(CPU)
+    FailsToArrive(engine, 1)
+    first = engine.submit(PROMPT, greedy(6))
+    engine.step()
+    second = engine.submit([5], greedy(6))
+    with pytest.raises(RuntimeError, match="lost a step"):
+        engine.step()
+    events = rest(engine)
+    assert tokens_of(events[first]) == alone(PROMPT, 6)
+    assert tokens_of(events[second]) == alone([5], 6)
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["pages", "states"])
+def test_what_a_lost_step_was_to_write_is_not_reused(state: bool) -> None:
+    """A prefix becomes known as its step is launched. If that fails, nothing may have been written."""
+    model: dict[str, Any] = {"graph": tiny_graph(state=state)}
+    if state:
+        model["weights"] = random_weights(1, 3)
+    prompt = [(5 * i) % 47 for i in range(30)]
+    engine = engine_on(CPU, reuses=True, **model)
+    _, memory, _ = engine._runner.opened()
+    before = memory.arena.clone()
+    FailsToArrive(engine, 1)
+    first = engine.submit(prompt, greedy(6))
+    engine.step()
+    second = engine.submit([*prompt, 3, 4], greedy(6))
+    with pytest.raises(RuntimeError, match="lost a step"):
+        engine.step()
+    memory.arena.copy_(before)
+    events = rest(engine)
+    assert tokens_of(events[first]) == alone(prompt, 6, **model)
+    assert tokens_of(events[second]) == alone([*prompt, 3, 4], 6, **model)
 
 
 @pytest.mark.parametrize("call", [1, 2, 5])

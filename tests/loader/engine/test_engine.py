@@ -874,6 +874,7 @@ def test_counters() -> None:
     nothing = {
         "steps": 0, "captured_steps": 0, "piecewise_steps": 0, "eager_steps": 0, "eager_reasons": {},
         "tokens_padded": 0, "graphs": 0, "graphs_pending": 0, "capture_seconds": 0.0,
+        "prefill_budget": 6,
         "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
         "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0,
         "requests_failed": 0, "preemptions": 0, "tokens_reused": 0, "prefix_spans": 0, "slabs": 75, "slabs_free": 75,
@@ -910,7 +911,7 @@ def test_counters() -> None:
     found = after.pop("pools")
     assert after == {
         **nothing, "steps": 3, "eager_steps": 3, "eager_reasons": {"capture is off": 3},
-        "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4,
+        "tokens_prefilled": 11, "tokens_decoded": 2, "tokens_sampled": 4, "prefill_budget": 5,
         "requests_waiting": 1, "requests_running": 2, "prefix_spans": 1, "slabs_free": 69,
     }  # fmt: skip
     # The first has 11 tokens: its first page of 4 is behind the window, though a known block keeps it.

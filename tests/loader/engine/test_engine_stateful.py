@@ -1,4 +1,5 @@
-"""Any order of requests, forks, steps, cancellations, preemptions, failures, over any geometry: right tokens, no leak.
+"""Any order of requests, forks, steps, captures, cancellations, preemptions, failures, over any geometry: right tokens,
+no leak.
 
 Each answer is compared with the model without a cache: the tiny model in plain torch, or the one that hashes, which is
 exact. After each action every page is counted: it has as many holders as tables, known spans, points and pending
@@ -17,6 +18,7 @@ import sys
 import time
 from array import array
 from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -26,16 +28,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tiny import VOCAB, Groups, random_weights, reference_logits, tiny_graph, tiny_model
+from tiny_engine import poison
 
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
+from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import Event
+from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import restore
-from precast.loader.run.runner import Runner
+from precast.loader.run.runner import Runner, Ticket
 from precast.loader.schedule.requests import Request
 from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
@@ -44,6 +49,8 @@ from precast.loader.torch_device import CpuDevice
 CPU = torch.device("cpu")
 EXAMPLES, ACTIONS = 40, 100
 MAX_LENGTH = 48
+SIZES = (1, 2, 5, 12, 40)
+"""Tokens of captured steps: few, so that most steps are padded."""
 ROPES = (Rope("longrope", 20), Rope("dynamic", 14))
 TIE = 1e-3
 """Logits nearer than this are equal: chunks are summed in another order than whole sequences."""
@@ -87,17 +94,36 @@ def model_of(number: int) -> tuple[Graph, dict[str, torch.Tensor]]:
 
 
 class FailsWhenTold:
-    """A program that runs out of memory after it has written, when it is told to."""
+    """A program that raises `fails`, after it has written, when it is told to; op by op, in a capture, in a replay."""
 
     def __init__(self, program: Any) -> None:
-        self.program, self.fails = program, False
+        self.program = program
+        self.fails: BaseException | None = None
+
+    @property
+    def num_binds(self) -> int:
+        """As `Program` has it."""
+        return int(self.program.num_binds)
 
     def __call__(self, **inputs: torch.Tensor) -> Any:
-        found = self.program(**inputs)
-        if self.fails:
-            self.fails = False
-            raise torch.OutOfMemoryError("no memory")
-        return found
+        return self.told(self.program)(**inputs)
+
+    def cut(self, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor) -> Iterator[HostCall]:
+        """As `Program` has it."""
+        for call in self.program.cut(outputs, **inputs):
+            yield call._replace(function=self.told(call.function))
+
+    def told(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which raises `fails` once it is done."""
+
+        def run(**arguments: torch.Tensor) -> Any:
+            found = function(**arguments)
+            if self.fails is not None:
+                error, self.fails = self.fails, None
+                raise error
+            return found
+
+        return run
 
 
 class MemoryThatFails(CacheMemory):
@@ -109,6 +135,11 @@ class MemoryThatFails(CacheMemory):
         if self.fails:
             raise torch.OutOfMemoryError("no memory")
         super().copy_page(group, source, target)
+
+
+def lost(ticket: Ticket) -> list[int]:
+    """In the place of `Runner.collect`."""
+    raise ConnectionError
 
 
 tokens = st.integers(0, 3) | st.integers(0, VOCAB - 1)
@@ -128,6 +159,8 @@ class EngineMachine(RuleBasedStateMachine):
         hashes=st.booleans(),
         rope=st.sampled_from((None, *ROPES)),
         runs_ahead=st.booleans(),
+        captures=st.booleans(),
+        max_prefill_tokens=st.none() | st.integers(1, 9),
     )
     def load(
         self,
@@ -139,6 +172,8 @@ class EngineMachine(RuleBasedStateMachine):
         hashes: bool,
         rope: Rope | None,
         runs_ahead: bool,
+        captures: bool,
+        max_prefill_tokens: int | None,
     ) -> None:
         self.graph, self.weights = model_of(number)
         self.rope = rope if hashes else None
@@ -151,25 +186,28 @@ class EngineMachine(RuleBasedStateMachine):
         self.hashes = hashes
         self.memory = memory = MemoryThatFails(self.graph.caches, slabs, CpuDevice())
         memory.arena.fill_(0xFF)
-        self.program = FailsWhenTold(self.made(memory))
+        limits = EngineLimits(max_num_seqs, max_num_tokens, MAX_LENGTH)
+        self.program = FailsWhenTold(self.made(memory, limits))
         self.max_num_seqs = max_num_seqs
         self.runs_ahead = runs_ahead
-        limits = EngineLimits(max_num_seqs, max_num_tokens, MAX_LENGTH)
-        runner = Runner(self.program, self.graph, memory, CpuDevice(), limits)
+        sizes = [size for size in SIZES if size <= max_num_tokens] if captures else []
+        runner = Runner(self.program, self.graph, memory, CpuDevice(), limits, captured_sizes=sizes)
         self.engine = Engine(
             runner, tiny_model(MAX_LENGTH), tokenizer_files={}, timeline=Timeline(), reuses_prefixes=reuses,
-            runs_ahead=runs_ahead,
+            runs_ahead=runs_ahead, max_prefill_tokens=max_prefill_tokens,
         )  # fmt: skip
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.answers: dict[int, list[int]] = {}
         self.whole: list[list[int]] = []  # prompts with their answers, to fork from
 
-    def made(self, memory: CacheMemory) -> Any:
+    def made(self, memory: CacheMemory, limits: EngineLimits) -> Any:
         if self.hashes:
             return HashingProgram(memory.tensors, self.groups, self.layers, state=self.state, rope=self.rope)
         program = restore(self.graph, device=CPU)
         program.bind(self.weights)
         program.bind(memory.tensors)
+        addresses = sizing.addresses_of(self.graph, limits, CpuDevice())
+        program.place(addresses, torch.full((addresses.num_bytes,), 0xFF, dtype=torch.uint8))
         return program
 
     # --- actions -----------------------------------------------------------------------------------------------
@@ -221,16 +259,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine._scheduler.preempt(running[which % len(running)])
 
     @precondition(lambda self: self.asked)
-    @rule()
-    def fail(self) -> None:
-        self.program.fails = True
+    @rule(error=st.sampled_from((torch.OutOfMemoryError, KeyboardInterrupt)))
+    def fail(self, error: type[BaseException]) -> None:
+        self.program.fails = error()
         try:
             self.read(self.engine.step())
-        except torch.OutOfMemoryError:
+        except error:
             return
         # It only waited for what is in flight.
         assert self.runs_ahead
-        self.program.fails = False
+        self.program.fails = None
 
     @precondition(lambda self: self.asked)
     @rule()
@@ -240,6 +278,42 @@ class EngineMachine(RuleBasedStateMachine):
         with contextlib.suppress(torch.OutOfMemoryError):
             self.read(self.engine.step())
         self.memory.fails = False
+
+    @precondition(lambda self: self.running())
+    @rule(count=st.integers(1, 3))
+    def lose(self, count: int) -> None:
+        """The device loses what is in flight: nothing of it has been written, and its tokens never arrive."""
+        runner = self.engine._runner
+        self.engine._land()
+        before = self.memory.arena.clone()
+        runner.collect = lost  # type: ignore[method-assign]
+        try:
+            for _ in range(count):
+                self.read(self.engine.step())
+            self.engine._land()
+        except ConnectionError:
+            self.memory.arena.copy_(before)
+        finally:
+            del runner.collect
+        assert not self.engine._flights
+
+    @precondition(lambda self: self.engine.stats.graphs_pending)
+    @rule(error=st.sampled_from((None, KeyboardInterrupt, torch.OutOfMemoryError)))
+    def capture(self, error: type[BaseException] | None) -> None:
+        """All that is left to capture, but for an error; what was interrupted stays to be captured."""
+        self.program.fails = None if error is None else error()
+        pending, done = self.engine.stats.graphs_pending, self.engine.stats.graphs
+        with contextlib.suppress(KeyboardInterrupt):
+            self.engine.wait_until_captured()
+        assert self.program.fails is None
+        left = {None: (0, done + pending), KeyboardInterrupt: (pending, done), torch.OutOfMemoryError: (0, done)}
+        assert (self.engine.stats.graphs_pending, self.engine.stats.graphs) == left[error]
+
+    @rule(number=st.sampled_from((-1, 31, 1 << 30)))
+    def poison(self, number: int) -> None:
+        """What places hold beyond a step's own inputs, garbage lengths and page numbers, is never looked at."""
+        _, _, places = self.engine._runner.opened()
+        poison(places, number)
 
     @rule(prompt=prompts)
     def logits(self, prompt: list[int]) -> None:
@@ -406,7 +480,7 @@ TestEngineMachine.settings = settings(
 
 WEIGHTS = {
     "add": 20, "fork": 15, "step": 50, "cancel": 3, "preempt": 3, "fail": 2, "fail_early": 2, "logits": 3, "forget": 1,
-    "give_up": 1,
+    "give_up": 1, "capture": 30, "poison": 2, "lose": 2,
 }  # fmt: skip
 """How often the long run draws each action."""
 
@@ -419,7 +493,8 @@ def act(machine: EngineMachine, draw: random.Random, longest: int) -> str:
 
     can = {"fork": machine.whole or machine.asked, "cancel": machine.asked, "fail": machine.asked}
     can["fail_early"] = machine.asked
-    can["preempt"] = machine.running()
+    can["preempt"] = can["lose"] = machine.running()
+    can["capture"] = machine.engine.stats.graphs_pending
     names = [name for name in WEIGHTS if can.get(name, True)]
     (name,) = draw.choices(names, [WEIGHTS[name] for name in names])
     which = draw.randrange(100)
@@ -433,6 +508,10 @@ def act(machine: EngineMachine, draw: random.Random, longest: int) -> str:
         "step": {"count": draw.randint(1, 8)},
         "logits": {"prompt": some(draw.randint(1, 30))},
         "cancel": {"which": which},
+        "lose": {"count": 1 + which % 3},
+        "fail": {"error": (torch.OutOfMemoryError, KeyboardInterrupt)[which % 2]},
+        "capture": {"error": (None, KeyboardInterrupt, torch.OutOfMemoryError)[which % 3]},
+        "poison": {"number": (-1, 31, 1 << 30)[which % 3]},
         "preempt": {"which": which},
     }
     getattr(machine, name)(**values.get(name, {}))
@@ -458,6 +537,8 @@ def run(actions: int, seed: int, script: int = 300) -> Counter[str]:
             "hashes": draw.random() < 0.9,
             "rope": draw.choice((None, None, *ROPES)),
             "runs_ahead": draw.random() < 0.7,
+            "captures": draw.random() < 0.3,
+            "max_prefill_tokens": draw.choice((None, None, 1, 3, 9)),
         }
         try:
             machine.load(**options)
@@ -469,7 +550,8 @@ def run(actions: int, seed: int, script: int = 300) -> Counter[str]:
             error.add_note(f"seed {seed}, after {done} actions, with {options}")
             raise
         happened.update(
-            steps=stats.steps, preemptions=stats.preemptions, tokens_reused=stats.tokens_reused,
+            steps=stats.steps, replayed=stats.steps - stats.eager_steps, preemptions=stats.preemptions,
+            tokens_reused=stats.tokens_reused,
             pages_evicted=sum(usage.pages_evicted for usage in stats.pools.values()),
         )  # fmt: skip
     return happened
@@ -477,7 +559,8 @@ def run(actions: int, seed: int, script: int = 300) -> Counter[str]:
 
 def test_ten_thousand_actions_at_random() -> None:
     happened = run(10_000, seed=0)
-    assert all(happened[name] > 0 for name in (*WEIGHTS, "preemptions", "tokens_reused", "pages_evicted")), happened
+    counted = ("replayed", "preemptions", "tokens_reused", "pages_evicted")
+    assert all(happened[name] > 0 for name in (*WEIGHTS, *counted)), happened
 
 
 def main() -> None:

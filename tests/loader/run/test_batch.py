@@ -187,6 +187,25 @@ def test_a_table_can_change_while_a_traceback_holds_what_was_made_of_it() -> Non
     del broken.request.table.pages["near"][:]  # what `release` does
 
 
+def test_padding_is_empty_slots_and_tokens_of_no_sequence() -> None:
+    """Whatever is added has no tokens, no length and no state, and is written nowhere; page lists are left out."""
+    inputs = BatchInputs(tiny_graph(state=True))
+    arrays = inputs.arrays([chunk(3, [7, 8], near=[4, 5], far=[2], state=6)])
+    padded = {
+        name: [*arrays[name].tolist(), *[arrays[name][-1] if fill is None else fill] * (length - len(arrays[name]))]
+        for name, (length, fill) in inputs.padding(4, 3).items()
+    }
+    slots = {name: arrays[name].tolist() for name in ("slot_mapping_near", "slot_mapping_far")}
+    assert padded == {
+        "input_ids": [7, 8, 0, 0], "positions": [3, 4, 0, 0], "cu_seqlens": [0, 2, 2, 2], "kv_lens": [5, 0, 0],
+        "logit_rows": [1, 0, 0], "slot_ids": [6, -1, -1],
+        "page_indptr_near": [0, 2, 2, 2], "page_start_near": [0, 0, 0],
+        "slot_mapping_near": [*slots["slot_mapping_near"], -1, -1],
+        "page_indptr_far": [0, 1, 1, 1], "page_start_far": [0, 0, 0],
+        "slot_mapping_far": [*slots["slot_mapping_far"], -1, -1],
+    }  # fmt: skip
+
+
 def test_without_wanted_logits_there_is_one_row_to_ignore() -> None:
     assert lists([chunk(0, [1, 2], near=[0], far=[0], logits="none")])["logit_rows"] == [0]
 

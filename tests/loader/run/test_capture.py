@@ -5,16 +5,11 @@ On the CPU a capture records what torch does, op by op, and what reads the host 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 from tiny import VOCAB
-from tiny_engine import SIZES, engine_on
+from tiny_engine import SIZES, Interrupts, engine_on
 
-from precast.kernels.registry import Implementation
-from precast.kernels.use import Use
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
@@ -158,31 +153,6 @@ def test_the_largest_is_captured_first_and_a_step_takes_the_least_that_is_near(d
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------
-
-
-class Interrupts:
-    """Makes one op of the model raise while it is captured, or warmed up, for the n-th time."""
-
-    def __init__(self, error: BaseException, call: int) -> None:
-        self.error, self.left = error, call
-
-    def __call__(self, use: Use) -> Sequence[Implementation]:
-        from precast.kernels.registry import implementations
-
-        found = implementations(use)
-        if use.node.op != "precast.rms_norm":
-            return found
-
-        def raising(function: Any) -> Any:
-            def run(**arguments: Any) -> Any:
-                self.left -= 1
-                if self.left == 0:
-                    raise self.error
-                return function(**arguments)
-
-            return run
-
-        return [each._replace(function=raising(each.function)) for each in found]
 
 
 @pytest.mark.parametrize("call", [1, 4, 5, 8, 9, 13])

@@ -17,7 +17,7 @@ from tiny import tiny_graph
 from precast.ir.memory import caches
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Buffer
-from precast.loader.run.batch import Arrays
+from precast.loader.run.batch import Arrays, Padding
 from precast.loader.run.places import ALIGNMENT, GAP_BYTES, Places, joined
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import EngineLimits, size_arena
@@ -84,9 +84,10 @@ def step(count: int) -> Arrays:
 
 def test_each_step_finds_its_arrays_at_the_same_addresses(places: Places) -> None:
     addresses = set()
-    for count in (5, 1, 0, 3):
+    for count in (1, 5, 0, 3):
         arrays = step(count)
-        tensors = places.fill(arrays)
+        places.fill(arrays)
+        tensors = places.filled(arrays)
         assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
             name: values.tolist() for name, values in arrays.items()
         }
@@ -108,6 +109,42 @@ def test_short_inputs_take_one_copy_and_of_lists_what_is_used() -> None:
 
     # a, b, c and the beginning of `long` would be one range but for `list` between them, of which nothing is used.
     assert device.copied == [68, 200, 28]
+
+
+def test_arrays_are_made_longer_with_a_number_or_with_their_last_one(places: Places) -> None:
+    places.fill({name: np.full(length, 31, dtype) for name, (dtype, length) in CAPACITIES.items()})
+
+    arrays = {"a": np.array([1, 2], np.int32), "b": np.array([7, 9]), "c": np.zeros(0, np.float32)}
+    places.fill(arrays, {"a": Padding(4, -1), "b": Padding(3, None), "c": Padding(2, 1.0)})
+
+    found = {name: places.tensors[name][:length].tolist() for name, length in (("a", 4), ("b", 3), ("c", 2))}
+    assert found == {"a": [1, 2, -1, -1], "b": [7, 9, 9], "c": [1.0, 1.0]}
+
+
+def test_what_stays_is_right_whatever_is_written_between(places: Places) -> None:
+    """The same array that can't be written to, in steps of one padding, of another, and without it in between."""
+    fixed, other = np.array([1, 2], np.int32), np.array([8, 9], np.int32)
+    for values in (fixed, other):
+        values.flags.writeable = False
+    short, long = {"a": Padding(3, -1)}, {"a": Padding(4, 0)}
+    for values, padding, expected in (
+        *[(fixed, short, [1, 2, -1])] * 3,
+        *[(other, short, [8, 9, -1])] * 2,
+        *[(fixed, long, [1, 2, 0, 0])] * 3,
+        (other, None, [8, 9]),
+        *[(fixed, short, [1, 2, -1])] * 3,
+    ):
+        places.fill({"a": values, "c": np.zeros(8, np.float32)}, padding)
+        assert places.tensors["a"][: len(expected)].tolist() == expected
+
+
+def test_an_array_that_was_changed_is_written_again(places: Places) -> None:
+    padding = {"b": Padding(3, 0)}
+    values = np.array([4, 5])
+    for first in range(5):
+        values[0] = first
+        places.fill({"b": values}, padding)
+        assert places.tensors["b"].tolist() == [first, 5, 0]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3 * GAP_BYTES), st.integers(0, 2 * GAP_BYTES)), max_size=9))

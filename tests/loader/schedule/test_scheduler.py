@@ -86,6 +86,43 @@ def test_decodes_come_first_and_prompts_take_what_is_left() -> None:
     assert run(queue) == [(1, 1, True), (2, 1, True), (3, 1, True)]
 
 
+def test_prompts_have_a_budget_of_their_own_beside_those_that_decode() -> None:
+    queue = Scheduler(tables(), max_num_seqs=8, max_num_tokens=16, most_beside=lambda count: 2 + count)
+    queue.submit(request(1, prompt=10, answer=3))
+    queue.submit(request(2, prompt=12, answer=9))
+    assert run(queue) == [(1, 10, True), (2, 6, False)], "nobody decodes yet"
+    queue.submit(request(3, prompt=8, answer=1))
+    assert run(queue) == [(1, 1, True), (2, 3, False)]
+    assert run(queue) == [(1, 1, True), (2, 3, True)]
+    assert run(queue) == [(2, 1, True), (3, 3, False)]
+    queue.remove(queue.decoding.requests[0])
+    assert run(queue) == [(3, 5, True)], "nobody decodes any more"
+
+
+def test_what_is_left_of_the_budget_of_prompts_goes_to_the_next_one() -> None:
+    queue = Scheduler(tables(), max_num_seqs=8, max_num_tokens=16, most_beside=lambda _: 5)
+    queue.submit(request(1, prompt=1, answer=9))
+    run(queue)
+    for number in (2, 3, 4):
+        queue.submit(request(number, prompt=3, answer=1, first=number))
+    assert run(queue) == [(1, 1, True), (2, 3, True), (3, 2, False)]
+    assert run(queue) == [(1, 1, True), (3, 1, True), (4, 3, True)]
+
+
+@pytest.mark.parametrize("limit", [{"seqs": 1}, {"tokens": 1}, {}], ids=str)
+def test_a_step_without_a_budget_of_prompts_decodes_and_admits_nobody(limit: dict[str, int]) -> None:
+    """Not even one of a higher priority, for which another would have to give up its place."""
+    found = iter((0, 3))
+    options = {"max_num_seqs": limit.get("seqs", 8), "max_num_tokens": limit.get("tokens", 16)}
+    queue = Scheduler(tables(), **options, most_beside=lambda _: next(found))
+    queue.submit(request(1, prompt=1, answer=9))
+    run(queue)
+    queue.submit(request(2, prompt=1, answer=2, priority=1, first=5))
+    assert run(queue) == [(1, 1, True)]
+    assert (queue.num_waiting, queue.num_preemptions) == (1, 0)
+    assert (2, 1, True) in run(queue)
+
+
 def test_no_more_sequences_run_than_allowed() -> None:
     queue = scheduler(seqs=2)
     for number in (1, 2, 3):
@@ -573,21 +610,38 @@ actions = st.one_of(
 )
 
 
+budgets = st.lists(st.integers(0, 6), max_size=3).filter(lambda found: any(found) or not found)
+"""Of prompts, in turns; none: as many as the step has."""
+
+
 @settings(max_examples=200)
-@given(st.lists(actions, max_size=60), st.integers(1, 6), st.integers(1, 12), st.integers(4, 40), st.booleans())
-def test_invariants(script: list[Any], seqs: int, tokens: int, slabs: int, reuses: bool) -> None:
+@given(
+    st.lists(actions, max_size=60), st.integers(1, 6), st.integers(1, 12), st.integers(4, 40), st.booleans(), budgets
+)
+def test_invariants(script: list[Any], seqs: int, tokens: int, slabs: int, reuses: bool, budgets: list[int]) -> None:
     memory, inputs = tables(slabs), BatchInputs(GRAPH)
     prefixes = Prefixes(memory) if reuses else None
-    queue = Scheduler(memory, max_num_seqs=seqs, max_num_tokens=tokens, prefixes=prefixes)
+    given: list[int] = []
+
+    def beside(count: int) -> int:
+        assert count == len(queue.decoding) > 0
+        given.append(budgets[len(given) % len(budgets)])
+        return given[-1]
+
+    queue = Scheduler(
+        memory, max_num_seqs=seqs, max_num_tokens=tokens, prefixes=prefixes, most_beside=beside if budgets else None
+    )
     alive: dict[int, Request] = {}
     submitted = 0
 
     def step() -> None:
-        preemptions = queue.num_preemptions
+        preemptions, asked = queue.num_preemptions, len(given)
         decoding = set(map(id, queue.decoding.requests))
         planned = queue.schedule()
         assert bool(planned.num_tokens) == bool(alive), "there is work, and the step does none"
         assert planned.num_tokens <= tokens
+        most = given[-1] if len(given) > asked else tokens
+        assert not planned.decodes or sum(chunk.length for chunk in planned.chunks) <= most
         computed = [*planned.decodes, *(chunk.request for chunk in planned.chunks)]
         assert len({each.id for each in computed}) == len(computed)
         if preemptions == queue.num_preemptions:
@@ -595,7 +649,7 @@ def test_invariants(script: list[Any], seqs: int, tokens: int, slabs: int, reuse
         best = min(alive.values(), key=lambda each: each.rank, default=None)
         running = [each for each in alive.values() if any(each.table.pages.values())]
         assert len(running) == queue.num_running <= seqs
-        if best is not None and any(best.table.pages.values()):
+        if most and best is not None and any(best.table.pages.values()):
             assert best in computed, "the first of all stands still"
         for group in ("near", "far"):
             owners = Counter(page for each in running for page in each.table.pages[group])

@@ -169,8 +169,55 @@ def write_kv(draw: Draw) -> Iterator[Sample]:
     yield sample([1, -1, 2], 2, 2, 8, 8, draw.dtype) | {"k": fused[:, :, 2:4], "v": fused[:, :, 4:]}
 
 
+def rotary_write_kv(draw: Draw) -> Iterator[Sample]:
+    def sample(
+        slots: list[int], heads: int, kv_heads: int, size: int, value: int, pairs: int,
+        dtype: torch.dtype | None = None, **more: Any,
+    ) -> Sample:  # fmt: skip
+        tokens = len(slots)
+        angle = draw.uniform(1, tokens, pairs, high=6.3, dtype=torch.float32)
+        return {
+            "q": draw.normal(1, tokens, heads, size),
+            "k": draw.normal(1, tokens, kv_heads, size),
+            "v": draw.normal(1, tokens, kv_heads, value),
+            "cos": angle.cos().to(draw.dtype),
+            "sin": angle.sin().to(draw.dtype),
+            "q_weight": None,
+            "k_weight": None,
+            "k_cache": draw.normal(3, 4, kv_heads, size, dtype=dtype),
+            "v_cache": draw.normal(3, 4, kv_heads, value, dtype=dtype),
+            "slot_mapping": draw.of(slots, torch.int64),
+            "interleaved": False,
+            **more,
+        }
+
+    def weights(size: int) -> Sample:
+        return {"q_weight": draw.uniform(size, low=0.5), "k_weight": draw.uniform(size, low=0.5), "eps": 1e-6}
+
+    for interleaved in (False, True):
+        yield sample([9, 0, 4, 11], 4, 2, 16, 16, 8, interleaved=interleaved)
+        yield sample([-1, 7, -1, 0, 2, -1], 7, 1, 40, 24, 5, interleaved=interleaved, **weights(40), offset=1.0)
+    yield sample([5, -1, 3], 3, 3, 72, 72, 36, **weights(72), cast_before_scale=True)
+    yield sample([5, 6], 2, 1, 7, 3, 0, eps=1e-5)
+    yield sample([8], 6, 2, 12, 5, 3, **weights(12) | {"q_weight": None})
+    yield sample([-1, -1], 2, 2, 8, 8, 4)
+    yield sample([], 2, 1, 8, 8, 4, **weights(8))
+    empty = sample([-1], 2, 1, 8, 8, 4)
+    yield empty | {"k_cache": empty["k_cache"][:0], "v_cache": empty["v_cache"][:0]}
+    yield sample([1, 2], 4, 2, 16, 16, 8, torch.bfloat16)
+    # By quarters of a turn nothing is rounded but what is stored: no more of it can be asked of 8 bits.
+    quarters = sample([3, -1, 0, 7], 4, 2, 16, 8, 8, torch.float8_e4m3fn)
+    cos, sin = ([[[1.0, 0.0, -1.0, 0.0] * 2] * 4], [[[0.0, 1.0, 0.0, -1.0] * 2] * 4])
+    yield quarters | {"cos": draw.of(cos, draw.dtype), "sin": draw.of(sin, draw.dtype)}
+    # Slices of the fused product, and tables in float32.
+    fused, made = draw.normal(1, 3, 7 * 8).view(1, 3, 7, 8), sample([1, -1, 2], 4, 1, 8, 8, 4, **weights(8))
+    parts = {"q": fused[:, :, :4], "k": fused[:, :, 4:5], "v": fused[:, :, 6:]}
+    yield made | parts | {"cos": made["cos"].float(), "sin": made["sin"].float()}
+
+
 SAMPLES = {
     ("precast.attention", 1): attention,
     ("precast.paged_attention", 1): paged_attention,
     ("precast.write_kv", 1): write_kv,
+    ("precast.rotary_write_kv", 1): rotary_write_kv,
 }

@@ -36,6 +36,23 @@ def residual_rms_norm(draw: Draw) -> Iterator[Sample]:
             }
 
 
+def norm_residual_norm(draw: Draw) -> Iterator[Sample]:
+    for sample in residual_rms_norm(draw):
+        # Near 1, as a model's are: what is rounded otherwise stays small.
+        size = sample["x"].shape[-1]
+        weights = {"inner_weight": draw.uniform(size, low=0.5), "weight": draw.uniform(size, low=0.5)}
+        yield sample | weights
+    fused = draw.normal(1, 3, 5, 12)
+    yield {
+        "x": fused[:, :, 1:4],
+        "residual": draw.normal(1, 3, 3, 12),
+        "inner_weight": draw.uniform(12, low=0.5),
+        "weight": draw.uniform(12, low=0.5),
+        "eps": 1e-5,
+        "cast_before_scale": True,
+    }
+
+
 def layer_norm(draw: Draw) -> Iterator[Sample]:
     yield {"x": draw.normal(1, 5, 33), "weight": draw.normal(33), "bias": draw.normal(33), "eps": 1e-5}
     yield {"x": draw.normal(1, 1, 8), "weight": draw.normal(8), "bias": None, "eps": 1e-6}
@@ -46,5 +63,6 @@ def layer_norm(draw: Draw) -> Iterator[Sample]:
 SAMPLES = {
     ("precast.rms_norm", 1): rms_norm,
     ("precast.residual_rms_norm", 1): residual_rms_norm,
+    ("precast.norm_residual_norm", 1): norm_residual_norm,
     ("precast.layer_norm", 1): layer_norm,
 }

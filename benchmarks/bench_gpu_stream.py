@@ -1,0 +1,238 @@
+"""On a Hopper GPU: the linear layers of a decode step of Llama 3.1 8B, by the weight stream and by cuBLAS.
+
+The 129 products of a step (qkv, o, gate and up, down in 32 layers, and the head), over 15 GB of distinct random
+weights, are one CUDA graph. Baselines in the same run: cuBLAS, the weight stream without programmatic dependent launch,
+and one launch that reads all 15 GB, which is what the memory gives. Goals: at most 3.65 ms and 1.06 times that one
+launch at 1 row, 3.85 ms and 1.12 times at 8 rows; the same logits with dependent launch and without, bit for bit.
+
+    python benchmarks/bench_gpu_stream.py [--out FILE] [--variants]
+
+`--variants` also times other sizes of pieces, and what of x is kept; they are printed and not written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+
+from precast.kernels import cuda_launch
+from precast.kernels.linear.records import stream
+
+LAYERS = 32
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+HEAD = (128256, 4096)
+ROWS = (1, 2, 4, 8)
+GOALS = {1: (3.65, 1.06), 8: (3.85, 1.12)}
+"""By rows: milliseconds at most, and how many times one launch that reads everything."""
+VARIANTS: dict[str, dict[str, int]] = {
+    "as it is": {},
+    "pieces of 2 KiB": {"LONG_PIECE_ROWS": 0},
+    "pieces of 4 KiB up to 1 row": {"LONG_PIECE_ROWS": 1},
+    "pieces of 4 KiB up to 4 rows": {"LONG_PIECE_ROWS": 4},
+    "x kept up to 16 KiB": {"X_KEPT_BYTES": 16 << 10},
+    "x kept up to 72 KiB": {"X_KEPT_BYTES": 72 << 10},
+}
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes `x` [rows, inputs] times `weight` [outputs, inputs] transposed into `y` [rows, outputs]."""
+
+
+def cublas(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+    """By torch, which calls cuBLAS."""
+    torch.mm(x, weight.t(), out=y)
+
+
+def streamed(*, pdl: bool, **constants: int) -> Product:
+    """By the weight stream."""
+
+    kernels: dict[tuple[int, ...], cuda_launch.Kernel] = {}
+
+    def product(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+        launch = stream(len(x), *weight.shape, "bfloat16")
+        sizes = (x.stride(0), 1, 0, len(x), *weight.shape)
+        args = (y.data_ptr(), x.data_ptr(), weight.data_ptr(), None, None, *sizes)
+        if sizes not in kernels:
+            function = cuda_launch.function_of(launch.kernel, tuple({**launch.constants, **constants}.items()), 0)
+            kernels[sizes] = cuda_launch.Kernel(
+                function, len(args), num_threads=launch.block, shared_bytes=launch.shared_bytes, pdl=pdl
+            )
+        (grid,) = launch.grid
+        assert isinstance(grid, int)
+        kernels[sizes].launch((grid,), args, torch.cuda.current_stream().cuda_stream)
+
+    return product
+
+
+class Model:
+    """Weights in the order in which a step reads them, and the buffers between them."""
+
+    def __init__(self) -> None:
+        shapes = [*(SHAPES.items()), ("head", HEAD)]
+        each = [(name, shape) for _ in range(LAYERS) for name, shape in shapes[:-1]] + shapes[-1:]
+        self.all = torch.empty(
+            sum(outputs * inputs for _, (outputs, inputs) in each), dtype=torch.bfloat16, device="cuda"
+        )
+        self.weights: dict[str, list[torch.Tensor]] = {name: [] for name, _ in shapes}
+        at = 0
+        for name, (outputs, inputs) in each:
+            weight = self.all[at : at + outputs * inputs].view(outputs, inputs)
+            self.weights[name].append(weight.normal_(0, inputs**-0.5))
+            at += weight.numel()
+        self.first = torch.randn(max(ROWS), 4096, device="cuda").bfloat16()
+        sizes = {"x": 4096, "qkv": 6144, "gate_up": 28672, "logits": HEAD[0], "wide": 14336}
+        self.buffers = {name: torch.randn(max(ROWS) * size, device="cuda").bfloat16() for name, size in sizes.items()}
+
+    def buffer(self, name: str, rows: int, size: int) -> torch.Tensor:
+        """The first `size` elements of so many rows, one after the other in memory."""
+        return self.buffers[name][: rows * size].view(rows, size)
+
+    def step(self, product: Product, rows: int) -> None:
+        """Product after product; each takes as many elements of the last one's result as it wants."""
+        x = self.buffer("x", rows, 4096)
+        for layer in range(LAYERS):
+            qkv, wide = self.buffer("qkv", rows, 6144), self.buffer("gate_up", rows, 28672)
+            product(x, self.weights["qkv"][layer], qkv)
+            product(self.buffer("qkv", rows, 4096), self.weights["o"][layer], x)
+            product(x, self.weights["gate_up"][layer], wide)
+            product(self.buffer("gate_up", rows, 14336), self.weights["down"][layer], x)
+        product(x, self.weights["head"][0], self.buffer("logits", rows, HEAD[0]))
+
+    def error(self, product: Product, rows: int) -> float:
+        """The largest relative error of a product over the five shapes, against float32; results are NaN before."""
+        found = []
+        for weights in self.weights.values():
+            outputs, inputs = weights[-1].shape
+            x = self.first.repeat(1, 4)[:rows, :inputs].contiguous()
+            y = torch.full((rows, outputs), torch.nan, device="cuda", dtype=torch.bfloat16)
+            product(x, weights[-1], y)
+            expected = x.float() @ weights[-1].float().t()
+            found.append(((y.float() - expected).norm() / expected.norm()).item())
+        return max(error if error == error else float("inf") for error in found)
+
+    def alone(self, product: Product, rows: int) -> Iterator[tuple[str, float]]:
+        """By shape, the microseconds of one product among products of that shape."""
+        for name, weights in self.weights.items():
+            outputs, inputs = weights[0].shape
+            x, y = self.buffer("wide", rows, inputs), self.buffer("logits", rows, outputs)
+            many = weights * (4 if len(weights) == 1 else 1)
+
+            def all_of_them(many: list[torch.Tensor] = many, x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+                for weight in many:
+                    product(x, weight, y)
+
+            yield name, 1000 * milliseconds(captured(all_of_them)) / len(many)
+
+
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """`run` once, and then as a graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph, *, runs: int = 11, warm_ups: int = 3) -> float:
+    """The median time of a replay."""
+    times = []
+    for index in range(warm_ups + runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if index >= warm_ups:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def read_rate(model: Model) -> float:
+    """TB/s of one launch over all weights, as if they were one."""
+    weight = model.all[: model.all.numel() // (16 * 4096) * (16 * 4096)].view(-1, 4096)
+    y, product = torch.empty(1, len(weight), dtype=torch.bfloat16, device="cuda"), streamed(pdl=False)
+    graph = captured(lambda: product(model.first[:1], weight, y))
+    return 2 * weight.numel() / milliseconds(graph) / 1e9
+
+
+def bits(model: Model, product: Product, rows: int) -> torch.Tensor:
+    """The logits of a step, as integers, after NaN in all that it writes."""
+    for buffer in model.buffers.values():
+        buffer.fill_(torch.nan)
+    model.buffer("x", rows, 4096).copy_(model.first[:rows])
+    model.step(product, rows)
+    return model.buffer("logits", rows, HEAD[0]).view(torch.int16).clone()
+
+
+def measure(model: Model, rows: int, one_launch: float) -> dict[str, Any]:
+    """The row of the table for so many rows; printed as well."""
+    size = 2 * model.all.numel()
+    products = {"cublas": cublas, "stream": streamed(pdl=False), "stream_pdl": streamed(pdl=True)}
+    times = {name: milliseconds(captured(lambda p=product: model.step(p, rows))) for name, product in products.items()}
+    expected = bits(model, products["stream"], rows)
+    same = all(torch.equal(bits(model, products["stream_pdl"], rows), expected) for _ in range(3))
+    row = {
+        **{f"{name}_milliseconds": round(time, 3) for name, time in times.items()},
+        "times_one_launch": round(times["stream_pdl"] * one_launch * 1e9 / size, 3),
+        "largest_relative_error": round(model.error(products["stream_pdl"], rows), 5),
+        "has_the_bits_without_pdl": same,
+        "microseconds": {
+            name: {shape: round(time, 2) for shape, time in model.alone(products[name], rows)}
+            for name in ("cublas", "stream_pdl")
+        },
+    }
+    print(f"rows {rows}", *(f"{key} {value}" for key, value in row.items()), sep="  ", flush=True)
+    return row
+
+
+def print_variants(model: Model) -> None:
+    """Milliseconds of a step by rows, and microseconds of each shape, of kernels compiled with other numbers."""
+    for name, constants in VARIANTS.items():
+        product = streamed(pdl=True, **constants)
+        for rows in ROWS:
+            step = milliseconds(captured(lambda p=product, n=rows: model.step(p, n)))
+            shapes = {shape: round(time, 2) for shape, time in model.alone(product, rows)}
+            print(f"{name:30s} rows {rows}  {step:.3f} ms  {shapes}", flush=True)
+
+
+def main() -> None:
+    """Measure and write `results/gpu_stream.json`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_stream.json")
+    parser.add_argument("--variants", action="store_true")
+    given = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("needs a GPU of compute capability 9.0: nothing measured")
+        return
+    torch.manual_seed(0)
+    model = Model()
+    one_launch = read_rate(model)
+    print(f"one launch over {2 * model.all.numel() / 1e9:.3f} GB: {one_launch:.3f} TB/s", flush=True)
+    table = {str(rows): measure(model, rows, one_launch) for rows in ROWS}
+    met = {
+        f"at_most_{most}_ms_at_{rows}_rows": table[str(rows)]["stream_pdl_milliseconds"] <= most
+        for rows, (most, _) in GOALS.items()
+    } | {
+        f"at_most_{times}_times_one_launch_at_{rows}_rows": table[str(rows)]["times_one_launch"] <= times
+        for rows, (_, times) in GOALS.items()
+    }
+    if given.variants:
+        print_variants(model)
+    figures = {
+        "gigabytes": round(2 * model.all.numel() / 1e9, 3),
+        "one_launch_terabytes_per_second": round(one_launch, 3),
+        "rows": table,
+        "goals": met,
+        "is_goal_met": all(met.values()) and all(row["has_the_bits_without_pdl"] for row in table.values()),
+    }
+    harness.write(given.out, "gpu_stream", figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Rewrites the bundle's own graph, once it is lowered."""

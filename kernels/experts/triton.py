@@ -1,0 +1,221 @@
+"""Experts in Triton for any number of tokens: pairs of a token and one of its experts, in the order of experts.
+
+1. `order_kernel` lists the pairs by expert, those of an expert in the order of tokens;
+2. `grouped_kernel` multiplies tiles of an expert's rows by its weight, and activates what it made;
+3. `grouped_kernel` again for the second product;
+4. `sum_kernel` adds up the pairs of each token, in the order of `expert_ids`.
+
+As many programs are launched as any choice of experts can need; those without rows return at once. Nothing is read
+back, and nothing is added atomically: with the same tiles, a token gets the same numbers in every run, whatever other
+tokens there are. A weight that no token goes to isn't read.
+"""
+
+# To pyright a kernel that is called by another returns nothing.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from precast.kernels.experts.triton_activation import activated, gated
+from precast.kernels.triton_chain import wait_for_previous
+
+
+@triton.jit
+def _expert_of(ids_ptr, pair, num_pairs, stride_t, stride_j, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The experts of pairs, NUM_EXPERTS for an id that is no expert's; NUM_EXPERTS + 1 beyond the last pair."""
+    place = (pair // TOP_K).to(tl.int64) * stride_t + pair % TOP_K * stride_j
+    found = tl.load(ids_ptr + place, mask=pair < num_pairs, other=0)
+    is_expert = (found >= 0) & (found < NUM_EXPERTS)
+    expert = tl.where(is_expert, found, NUM_EXPERTS).to(tl.int32)
+    return tl.where(pair < num_pairs, expert, NUM_EXPERTS + 1)
+
+
+@triton.jit
+def order_kernel(  # type: ignore[no-untyped-def]
+    starts_ptr,
+    pairs_ptr,
+    ids_ptr,
+    num_pairs,
+    stride_t,
+    stride_j,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The pairs of one expert, and where they start; the last program has those of no expert, and the end of all."""
+    wait_for_previous(PDL)
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num_pairs, BLOCK):
+        found = _expert_of(ids_ptr, first + lane, num_pairs, stride_t, stride_j, TOP_K, NUM_EXPERTS)
+        before += (found < expert).to(tl.int32)
+    start = tl.sum(before, 0)
+    tl.store(starts_ptr + expert, start)
+    if expert == NUM_EXPERTS:
+        tl.store(starts_ptr + expert + 1, num_pairs)
+    for first in range(0, num_pairs, BLOCK):
+        found = _expert_of(ids_ptr, first + lane, num_pairs, stride_t, stride_j, TOP_K, NUM_EXPERTS)
+        is_own = (found == expert).to(tl.int32)
+        place = start + tl.cumsum(is_own, 0) - 1
+        tl.store(pairs_ptr + place, first + lane, mask=found == expert)
+        start += tl.sum(is_own, 0)
+
+
+@triton.jit
+def _tile(starts_ptr, LISTED: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The expert of this program, and its first row and the end of its expert's; LISTED or more if it has none."""
+    each = tl.arange(0, EXPERTS_BLOCK)
+    begin = tl.load(starts_ptr + each, mask=each < LISTED, other=0)
+    end = tl.load(starts_ptr + each + 1, mask=each < LISTED, other=0)
+    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, 0)
+    tile = tl.program_id(1)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    first = begin + (tile - ends + tiles) * BLOCK_M
+    is_own = each == expert
+    return expert, tl.sum(tl.where(is_own, first, 0), 0), tl.sum(tl.where(is_own, end, 0), 0)
+
+
+@triton.jit
+def _product(weight, x, total, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`total` and the product of rows of the weight and rows of tokens; `SWAPPED`: tokens are its columns."""
+    if SWAPPED:
+        total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
+    else:
+        total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def grouped_kernel(  # type: ignore[no-untyped-def]
+    y_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    starts_ptr,
+    pairs_ptr,
+    x_stride_m,
+    x_stride_k,
+    weight_stride_e,
+    weight_stride_n,
+    weight_stride_k,
+    bias_stride_e,
+    bias_stride_n,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIZE_K: tl.constexpr,
+    SIZE_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATHERS: tl.constexpr,
+    SCATTERS: tl.constexpr,
+    ZEROES: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N numbers of up to BLOCK_M rows of one expert.
+
+    It `GATHERS` row `pair // TOP_K` of x, or takes them in order; it `SCATTERS` them to the row of their pair, or
+    leaves them in order. `ZEROES`: rows of no expert become zeros, or else they aren't written.
+    """
+    wait_for_previous(PDL)
+    expert, first, end = _tile(starts_ptr, NUM_EXPERTS + ZEROES, EXPERTS_BLOCK, BLOCK_M)
+    if expert >= NUM_EXPERTS + ZEROES:
+        return
+    row = first + tl.arange(0, BLOCK_M)
+    is_row = row < end
+    pair = row
+    if GATHERS or SCATTERS:
+        pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
+    source = pair // TOP_K if GATHERS else row
+    target = pair if SCATTERS else row
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_n = n < SIZE_N
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
+    weight_ptr += expert.to(tl.int64) * weight_stride_e
+    gate_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
+    value_ptrs = gate_ptrs + SIZE_N * weight_stride_n
+
+    ROWS: tl.constexpr = BLOCK_N if SWAPPED else BLOCK_M
+    COLUMNS: tl.constexpr = BLOCK_M if SWAPPED else BLOCK_N
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    value = gate
+    last = SIZE_K
+    if ZEROES:
+        last = tl.where(expert < NUM_EXPERTS, SIZE_K, 0)
+    for start in range(0, last, BLOCK_K):
+        is_x, is_weight = is_row[:, None], is_n[:, None]
+        if SIZE_K % BLOCK_K != 0:
+            is_k = start + k[None, :] < SIZE_K
+            is_x, is_weight = is_x & is_k, is_weight & is_k
+        x = tl.load(x_ptrs, mask=is_x, other=0.0)
+        gate = _product(tl.load(gate_ptrs, mask=is_weight, other=0.0), x, gate, SWAPPED, PRECISION)
+        if IS_GATED:
+            value = _product(tl.load(value_ptrs, mask=is_weight, other=0.0), x, value, SWAPPED, PRECISION)
+            value_ptrs += BLOCK_K * weight_stride_k
+        gate_ptrs += BLOCK_K * weight_stride_k
+        x_ptrs += BLOCK_K * x_stride_k
+
+    if HAS_BIAS:
+        is_own = is_n & (expert < NUM_EXPERTS)
+        bias_ptrs = bias_ptr + expert.to(tl.int64) * bias_stride_e + n * bias_stride_n
+        bias = tl.load(bias_ptrs, mask=is_own, other=0.0).to(tl.float32)
+        gate += bias[:, None] if SWAPPED else bias[None, :]
+        if IS_GATED:
+            bias = tl.load(bias_ptrs + SIZE_N * bias_stride_n, mask=is_own, other=0.0).to(tl.float32)
+            value += bias[:, None] if SWAPPED else bias[None, :]
+    if IS_GATED:
+        gate = gated(gate, value, ACTIVATION, ALPHA, LIMIT, OFFSET)
+    elif ACTIVATION != "":
+        gate = activated(gate, ACTIVATION, ALPHA)
+    target = target.to(tl.int64) * SIZE_N
+    if SWAPPED:
+        y_ptrs = y_ptr + target[None, :] + n[:, None]
+        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[None, :] & is_n[:, None])
+    else:
+        y_ptrs = y_ptr + target[:, None] + n[None, :]
+        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_n[None, :])
+
+
+@triton.jit
+def sum_kernel(  # type: ignore[no-untyped-def]
+    y_ptr,
+    rows_ptr,
+    ids_ptr,
+    weights_ptr,
+    ids_stride_t,
+    ids_stride_j,
+    weights_stride_t,
+    weights_stride_j,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The weighted sum of the rows [T * TOP_K, SIZE] of a token, for BLOCK numbers; those of no expert aren't read."""
+    wait_for_previous(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        expert = tl.load(ids_ptr + token * ids_stride_t + j * ids_stride_j)
+        is_expert = (expert >= 0) & (expert < NUM_EXPERTS)
+        weight = tl.load(weights_ptr + token * weights_stride_t + j * weights_stride_j, mask=is_expert, other=0.0)
+        row = tl.load(rows_ptr + (token * TOP_K + j) * SIZE + d, mask=is_expert & (d < SIZE), other=0.0)
+        total += weight.to(tl.float32) * row.to(tl.float32)
+    tl.store(y_ptr + token * SIZE + d, total.to(y_ptr.dtype.element_ty), mask=d < SIZE)

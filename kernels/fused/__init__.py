@@ -1,0 +1,1 @@
+"""Steps of arithmetic and sums along rows, in one launch."""

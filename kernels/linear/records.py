@@ -1,0 +1,95 @@
+"""What computes linear layers beside torch: for few rows, the weight stream, on Hopper."""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Dtype, Expr
+from precast.ir.graph.symbols import mul
+from precast.kernels.records import Condition, Launch, Pointer, Record, Stride, nothing
+from precast.kernels.use import Use
+
+MAX_ROWS = 8
+"""Rows of the input that a weight passes for: the columns of one mma. cuBLAS is as fast from about 16 on."""
+
+_TILE = 16
+"""Rows of the weight that are multiplied together."""
+_STEP = 32
+"""The input's width is a multiple of it."""
+_NUM_SMS = 132
+"""Streaming multiprocessors of H100 SXM, H200 and GH200. On a GPU with fewer the grid takes a second round."""
+_THREADS = 320
+_SHARED_BYTES = 227_840
+"""Dynamic shared memory: what the kernel itself leaves of a block's 227 KiB."""
+
+
+def stream(
+    rows: Expr,
+    outputs: int,
+    inputs: int,
+    dtype: Dtype,
+    *,
+    bias: bool = False,
+    residual: bool = False,
+    gate: str | None = None,
+) -> Launch:
+    """The weight stream, as `stream.cu` describes it, over an op's `input` [..., rows, inputs] and `weight` [outputs,
+    inputs]; with its `bias` [outputs], its `residual` [..., rows, columns], and the `gate` of a gated feed-forward
+    layer (silu, gelu, gelu_tanh), which makes half as many columns as there are outputs.
+
+    Weight and bias must lie in row-major order and be written by no kernel of the step.
+    """
+    columns = _TILE if gate is None else _TILE // 2
+    num_tiles = -(-outputs // (_TILE // columns) // columns)
+    constants = {"BIAS": bias, "RESIDUAL": residual, "FLOAT16": dtype == "float16"}
+    return Launch(
+        "precast.kernels.linear/stream.cu:stream_linear",
+        grid=(min(_NUM_SMS, num_tiles),),
+        args=(
+            Pointer("out.0"), Pointer("input"), Pointer("weight"), Pointer("bias") if bias else None,
+            Pointer("residual") if residual else None, Stride("input", -2), Stride("input", -1),
+            Stride("residual", -2) if residual else 0, rows, outputs, inputs,
+        ),
+        constants=constants if gate is None else {**constants, "GATE": gate},
+        block=_THREADS,
+        shared_bytes=_SHARED_BYTES,
+        pdl=True,
+    )  # fmt: skip
+
+
+def launches(use: Use) -> tuple[Launch, ...]:
+    """The weight stream, of a linear layer."""
+    outputs, inputs = use.number("weight", 0), use.number("weight", 1)
+    assert outputs is not None
+    assert inputs is not None
+    assert use.dtype is not None
+    return (stream(mul(*use.shape("input")[:-1]), outputs, inputs, use.dtype, bias=use.has("bias")),)
+
+
+def _has_steps(use: Use) -> bool:
+    outputs, inputs = use.number("weight", 0), use.number("weight", 1)
+    return outputs is not None and inputs is not None and inputs % _STEP == 0
+
+
+def _is_static(use: Use) -> bool:
+    """It is read before the kernels in front have ended."""
+    given = [use.operands[name] for name in ("weight", "bias") if use.has(name)]
+    return all(each.is_contiguous and not each.is_activation for each in given)
+
+
+def _stream(name: str, symbol: str, of: str) -> Record:
+    def counts(use: Use) -> bool:
+        shape = use.shape("input")
+        return len(shape) > 1 and shape[-2] == symbol and all(size == 1 for size in shape[:-2])
+
+    return Record(
+        name=name, op="aten.linear.default", runs=launches, workspace=nothing, kind="cuda", devices=("cuda",),
+        min_capability=(9, 0), max_capability=(9, 0), allocates=False, sizes={symbol: (1, MAX_ROWS)},
+        dtypes=dict.fromkeys(("input", "weight", "bias"), ("bfloat16", "float16")),
+        takes=(
+            Condition(f"rows that are {of}", counts),
+            Condition(f"an input of a multiple of {_STEP} elements, and sizes of the weight known at load", _has_steps),
+            Condition("weight and bias in row-major order that no op makes", _is_static),
+        ),
+    )  # fmt: skip
+
+
+RECORDS = (_stream("cuda.linear", "T", "tokens"), _stream("cuda.linear_of_logits", "R", "rows of logits"))

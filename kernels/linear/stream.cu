@@ -1,0 +1,411 @@
+// stream_linear: y[m, n] = sum over k of x[m, k] * w[n, k], for 1 to 8 rows of x, as fast as memory gives the weights.
+//
+// The weights lie as a checkpoint has them, w[outputs, inputs] in row-major order. 16 rows of w are a tile, and the
+// CTAs, one to an SM, share the tiles out in runs. In a CTA
+//
+//   - one thread of a producer warp copies pieces of rows into a ring in shared memory, far ahead of those who read it;
+//   - one more warp brings the pieces of x;
+//   - eight warps multiply: mma.m16n8k16 with the weights as its 16 rows and the rows of x as its 8 columns. Each warp
+//     takes every eighth run of 32 k, whatever the pieces are, into two sums; the 16 sums are added in one order.
+//
+// So a row of y does not depend on the other rows of x, nor on how many there are, nor on the grid, bit for bit.
+//
+// Programmatic dependent launch: the kernel lets the next one start at once, and waits for the one in front before it
+// reads x or the residual, or writes y. Weights and bias must not be written by a kernel in front of it: the ring is
+// filled before the wait, which is where the time between two kernels goes otherwise.
+//
+// Defines:
+//   FLOAT16          elements are float16; else bfloat16
+//   BIAS             bias[outputs] is added before y is rounded
+//   RESIDUAL         residual[m, n] is added to the rounded product, and the sum rounded; it may be y
+//   GATE=f           f is silu, gelu or gelu_tanh; y[m, n] = f(a) * b, where a is the rounded product with row n of the
+//                    first half of w, and b that with row n of the second; y has half as many columns as w has rows
+//   X_KEPT_BYTES, LONG_PIECE_ROWS   see `plan`
+//
+// inputs must be a multiple of 32, w aligned to 16 bytes; x may have any strides, and lies best in rows aligned to 16
+// bytes. All threads take all memory that the launch gives: dynamic shared memory is the ring.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef u16 Element;
+
+constexpr int TILE = 16;              // rows of w in a tile
+constexpr int ROWS = 8;               // rows of x at most
+constexpr int WARPS = 8;              // that multiply
+constexpr int STEP = 32;              // k that a warp takes at a time
+constexpr int TURN = STEP * WARPS;    // k after which it is the same warp's turn: pieces are multiples of it
+constexpr int W_WARP = WARPS, X_WARP = WARPS + 1;
+constexpr int THREADS = 32 * (WARPS + 2);
+constexpr int MAX_STAGES = 12;        // pieces of 16 rows in the ring
+constexpr int MAX_X_SLOTS = 8;        // pieces of x in shared memory
+constexpr int MAX_PASS = 8;           // tiles that share one reading of x
+constexpr int PAD = 16;               // bytes after a piece, so that ldmatrix finds its 8 rows in different banks
+
+#ifndef X_KEPT_BYTES
+#define X_KEPT_BYTES 36864            // x is kept in shared memory up to so many bytes, else read once a pass
+#endif
+#ifndef LONG_PIECE_ROWS
+#define LONG_PIECE_ROWS 2             // pieces of 2048 k (4 KiB a row) up to so many rows of x, else of 1024
+#endif
+
+#ifdef GATE
+constexpr int HALVES = 2;             // rows 0 to 7 of a tile are gates, rows 8 to 15 values
+#else
+constexpr int HALVES = 1;
+#endif
+constexpr int TILE_COLUMNS = TILE / HALVES;    // columns of y that a tile makes
+
+// --- what PTX has and C++ has not ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and lets the phase end only when copies have brought so many bytes.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+
+// True in one thread of the warp; unlike a comparison with a lane's number, it leaves the code behind it uniform.
+__device__ __forceinline__ bool elected() {
+  u32 chosen;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
+  return chosen;
+}
+
+__device__ __forceinline__ u64 read_once_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void copy_once(u32 to, const Element* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void copy(u32 to, const Element* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 to, Element value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
+}
+
+// Four 8 x 8 matrices of elements; lane 8 i + j gives the address of row j of matrix i.
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+#ifdef FLOAT16
+#define MMA_TYPES "f32.f16.f16.f32"
+#else
+#define MMA_TYPES "f32.bf16.bf16.f32"
+#endif
+
+// sums[16 x 8] += a[16 x 16] * b[16 x 8]
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float widened(Element value) {
+  float wide;
+#ifdef FLOAT16
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
+#else
+  wide = __uint_as_float((u32)value << 16);
+#endif
+  return wide;
+}
+
+__device__ __forceinline__ Element rounded(float value) {
+  Element narrow;
+#ifdef FLOAT16
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
+#endif
+  return narrow;
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void sync_multiplying_warps() {
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
+}
+
+__device__ __forceinline__ u32 dynamic_shared_bytes() {
+  u32 bytes;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+  return bytes;
+}
+
+// --- activations ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float silu(float a) { return a / (1.0f + __expf(-a)); }
+__device__ __forceinline__ float gelu(float a) { return 0.5f * a * (1.0f + erff(a * 0.7071067811865476f)); }
+__device__ __forceinline__ float gelu_tanh(float a) {
+  return 0.5f * a * (1.0f + tanhf(0.7978845608028654f * (a + 0.044715f * a * a * a)));
+}
+
+// --- what a CTA does ------------------------------------------------------------------------------------------------
+
+struct Plan {
+  int first, end;         // the tiles of this CTA
+  int pass;               // tiles that share one reading of x
+  int piece, pieces;      // k of a piece of a row, the last one may be shorter; pieces of a row
+  int pitch;              // bytes from a row's piece to the next row's in shared memory
+  int x_slots, stages;    // pieces of x and of w in shared memory
+  bool keeps_x;           // each piece of x has a slot of its own
+
+  __device__ int length(int index, int inputs) const { return min(piece, inputs - index * piece); }
+};
+
+// Few rows of x stay in shared memory, and tile follows tile: memory is read in the order in which it lies. More of x
+// comes anew in each pass, and takes less of the ring. Long pieces are faster, where x leaves the ring room for them.
+// The ring is empty until this is known, so there is one division.
+__device__ __forceinline__ Plan planned(int rows, int columns, int inputs) {
+  Plan plan;
+  const u32 tiles = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, each = tiles / gridDim.x;
+  const u32 more = tiles - each * gridDim.x;    // so many CTAs have one more than `each`
+  plan.first = each * blockIdx.x + min(blockIdx.x, more);
+  plan.end = plan.first + each + (blockIdx.x < more);
+  const int log_longest = rows <= LONG_PIECE_ROWS ? 11 : 10;
+  plan.pieces = (inputs + (1 << log_longest) - 1) >> log_longest;
+  plan.piece = plan.pieces > 1 ? 1 << log_longest : (inputs + TURN - 1) / TURN * TURN;
+  plan.pitch = plan.piece * (int)sizeof(Element) + PAD;
+  plan.keeps_x = plan.pieces <= 2 || (plan.pieces <= MAX_X_SLOTS && rows * plan.pieces * plan.pitch <= X_KEPT_BYTES);
+  plan.x_slots = plan.keeps_x ? plan.pieces : 2;
+  plan.pass = plan.keeps_x ? 1 : MAX_PASS;
+  const int stage = TILE * plan.pitch;
+  int left = (int)dynamic_shared_bytes() - rows * plan.x_slots * plan.pitch;
+#pragma unroll 1
+  for (plan.stages = 0; left >= stage && plan.stages < MAX_STAGES; left -= stage) plan.stages++;
+  return plan;
+}
+
+// A place in a ring: whoever walks it meets each barrier in one phase after the other.
+struct Place {
+  int at;
+  u32 parity;
+
+  __device__ __forceinline__ void advance(int length) {
+    if (++at == length) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// One thread: the pieces of w, in the order in which they are multiplied. It waits for nothing but room in the ring.
+__device__ __forceinline__ void produce_weights(
+    const Plan& plan, const Element* w, int columns, int inputs, u32 ring, u32 full, u32 empty) {
+  const u64 policy = read_once_policy();
+  Place place = {0, 1};    // the first round finds the ring empty
+  for (int start = plan.first; start < plan.end; start += plan.pass)
+    for (int index = 0; index < plan.pieces; index++)
+      for (int tile = start; tile < min(start + plan.pass, plan.end); tile++) {
+        const int column = tile * TILE_COLUMNS, present = min(TILE_COLUMNS, columns - column);
+        const u32 bytes = plan.length(index, inputs) * sizeof(Element);
+        const u32 barrier = full + place.at * 8, to = ring + place.at * TILE * plan.pitch;
+        const Element* from = w + (i64)column * inputs + index * plan.piece;
+        barrier_wait(empty + place.at * 8, place.parity);
+        barrier_expect(barrier, bytes * present * HALVES);
+#pragma unroll
+        for (int row = 0; row < TILE; row++) {
+          const int half = row / TILE_COLUMNS, in_half = row % TILE_COLUMNS;
+          if (in_half < present)
+            copy_once(to + row * plan.pitch, from + ((i64)half * columns + in_half) * inputs, bytes, barrier, policy);
+        }
+        place.advance(plan.stages);
+      }
+}
+
+// One warp: the pieces of x, once if they are kept, else once a pass.
+__device__ __forceinline__ void produce_x(
+    const Plan& plan, const Element* x, i64 row_stride, i64 stride, int rows, int inputs, u32 slots, u32 full,
+    u32 empty) {
+  const int lane = threadIdx.x % 32;
+  const bool copies = stride == 1 && (u64)x % 16 == 0 && (rows == 1 || row_stride % 8 == 0);
+  Place place = {0, 1};
+  for (int start = plan.first; start < plan.end; start += plan.pass) {
+    for (int index = 0; index < plan.pieces; index++) {
+      const int begin = index * plan.piece, length = plan.length(index, inputs);
+      const u32 barrier = full + place.at * 8, to = slots + place.at * rows * plan.pitch;
+      barrier_wait(empty + place.at * 8, place.parity);
+      if (copies) {
+        if (elected()) {
+          barrier_expect(barrier, rows * length * sizeof(Element));
+          for (int row = 0; row < rows; row++)
+            copy(to + row * plan.pitch, x + row * row_stride + begin, length * sizeof(Element), barrier);
+        }
+      } else {
+        for (int row = 0; row < rows; row++)
+          for (int k = lane; k < length; k += 32)
+            store_shared(to + row * plan.pitch + k * sizeof(Element), x[row * row_stride + (begin + k) * stride]);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barrier);
+      }
+      __syncwarp();
+      place.advance(plan.x_slots);
+    }
+    if (plan.keeps_x) return;
+  }
+}
+
+// A warp's part of a tile's product with a piece of x: of each run of TURN, its STEP.
+__device__ __forceinline__ void multiply_piece(float (&sums)[2][4], u32 w_rows, u32 x_rows, int length) {
+#pragma unroll 4
+  for (int k = 0; k < length; k += TURN) {
+    u32 a[4], b[4];
+    load_matrices(b, x_rows + k * sizeof(Element));
+    load_matrices(a, w_rows + k * sizeof(Element));
+    multiply_add(sums[0], a, b[0], b[1]);
+    load_matrices(a, w_rows + (k + STEP / 2) * sizeof(Element));
+    multiply_add(sums[1], a, b[2], b[3]);
+  }
+}
+
+typedef float Partials[WARPS][TILE][ROWS];
+
+// The sum over the warps of row `row` of a tile with row `m` of x.
+__device__ __forceinline__ float summed(const Partials& partials, int row, int m) {
+  float sum = partials[0][row][m];
+#pragma unroll
+  for (int warp = 1; warp < WARPS; warp++) sum += partials[warp][row][m];
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
+    Element* y, const Element* x, const Element* w, const Element* bias, const Element* residual, i64 x_row_stride,
+    i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ u64 w_full[MAX_STAGES], w_empty[MAX_STAGES], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
+  __shared__ Partials partials;
+  let_next_kernel_start();
+  const int rows = (int)num_rows, columns = (int)num_outputs / HALVES, inputs = (int)num_inputs;
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (warp == W_WARP && elected()) {
+    for (int i = 0; i < MAX_STAGES; i++) {
+      barrier_init(shared_address(&w_full[i]), 1);
+      barrier_init(shared_address(&w_empty[i]), WARPS);
+    }
+    for (int i = 0; i < MAX_X_SLOTS; i++) {
+      barrier_init(shared_address(&x_full[i]), 1);
+      barrier_init(shared_address(&x_empty[i]), WARPS);
+    }
+    barrier_init_fence();
+  }
+  const Plan plan = planned(rows, columns, inputs);
+  const u32 ring = shared_address(memory), slots = ring + plan.stages * TILE * plan.pitch;
+  __syncthreads();
+
+  if (warp == W_WARP) {
+    if (elected())
+      produce_weights(plan, w, columns, inputs, ring, shared_address(w_full), shared_address(w_empty));
+    return;
+  }
+  wait_for_kernel_in_front();
+  if (warp == X_WARP) {
+    produce_x(plan, x, x_row_stride, x_stride, rows, inputs, slots, shared_address(x_full), shared_address(x_empty));
+    return;
+  }
+
+  const int own_row = threadIdx.x % TILE_COLUMNS, own_m = threadIdx.x / TILE_COLUMNS;    // what it writes of a tile
+  // Where the lane points ldmatrix to: of w 16 rows x 16 k, of x 8 rows x 32 k; rows that x has not are its last.
+  const u32 w_lane = (lane % 16) * plan.pitch + (warp * STEP + lane / 16 * 8) * sizeof(Element);
+  const u32 x_lane = min(lane % 8, rows - 1) * plan.pitch + (warp * STEP + lane / 8 * 8) * sizeof(Element);
+  Place w_place = {0, 0}, x_place = {0, 0};
+  for (int start = plan.first; start < plan.end; start += plan.pass) {
+    const int count = min(plan.pass, plan.end - start);
+    float sums[MAX_PASS][2][4] = {};
+    Element biases[MAX_PASS][HALVES] = {};    // asked for early, as the residual: nothing would hide it at the end
+#ifdef RESIDUAL
+    Element residuals[MAX_PASS] = {};
+#endif
+#pragma unroll
+    for (int i = 0; i < MAX_PASS; i++) {
+      const int column = (start + i) * TILE_COLUMNS + own_row;
+      if (i < count && own_m < rows && column < columns) {
+#ifdef BIAS
+        for (int half = 0; half < HALVES; half++) biases[i][half] = bias[half * columns + column];
+#endif
+#ifdef RESIDUAL
+        residuals[i] = residual[own_m * residual_row_stride + column];
+#endif
+      }
+    }
+    for (int index = 0; index < plan.pieces; index++) {
+      // Each warp's own steps in the piece; the last piece may be too short for some of the warps.
+      const int length = plan.length(index, inputs) - warp * STEP;
+      barrier_wait(shared_address(&x_full[x_place.at]), x_place.parity);
+      const u32 x_rows = slots + x_place.at * rows * plan.pitch + x_lane;
+#pragma unroll
+      for (int i = 0; i < MAX_PASS; i++)
+        if (i < count) {
+          barrier_wait(shared_address(&w_full[w_place.at]), w_place.parity);
+          multiply_piece(sums[i], ring + w_place.at * TILE * plan.pitch + w_lane, x_rows, length);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(shared_address(&w_empty[w_place.at]));
+          w_place.advance(plan.stages);
+        }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&x_empty[x_place.at]));
+      x_place.advance(plan.x_slots);
+      if (plan.keeps_x) x_place.parity = 0;    // what is kept stays in its first phase
+    }
+#pragma unroll
+    for (int i = 0; i < MAX_PASS; i++)
+      if (i < count) {
+        sync_multiplying_warps();    // the tile before has been read
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          partials[warp][lane / 4 + j / 2 * 8][lane % 4 * 2 + j % 2] = sums[i][0][j] + sums[i][1][j];
+        sync_multiplying_warps();
+        const int column = (start + i) * TILE_COLUMNS + own_row;
+        if (own_m < rows && column < columns) {
+          float value = summed(partials, own_row, own_m) + widened(biases[i][0]);
+#ifdef GATE
+          const float factor = summed(partials, own_row + TILE_COLUMNS, own_m) + widened(biases[i][1]);
+          value = GATE(widened(rounded(value))) * widened(rounded(factor));
+#endif
+#ifdef RESIDUAL
+          value = widened(rounded(value)) + widened(residuals[i]);
+#endif
+          y[(i64)own_m * columns + column] = rounded(value);
+        }
+      }
+  }
+}

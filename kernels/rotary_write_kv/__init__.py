@@ -1,0 +1,1 @@
+"""What is done to queries, keys and values between their product and attention, at once."""

@@ -1,0 +1,211 @@
+// Runs kernels/linear/stream.cu on a CPU: a thread for each of a block's, one block after the other.
+//
+// "stream.inc" is the kernel's source without the functions that are PTX, which are written here in C++. What they are
+// given is checked (alignment, room in shared memory, arrivals at barriers), w and x end in front of a page that may
+// not be read, and shared memory and results are NaN before. Arguments: rows, outputs, inputs, blocks, bytes of shared
+// memory, and how x lies (0 in row-major order, 1 with gaps of 16 bytes between rows, 2 every second element).
+// Prints the largest error relative to 1 + |expected|, and a checksum of the first row.
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __align__(n) alignas(n)
+#define CHECK(what) \
+  ((what) ? (void)0 : (printf("line %d: %s does not hold\n", __LINE__, #what), fflush(stdout), _Exit(1)))
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef u16 Element;
+using std::min;
+
+struct Index { unsigned x; };
+static thread_local Index threadIdx;
+static Index blockIdx, gridDim;
+alignas(128) static unsigned char shared[256 << 10];    // dynamic shared memory; addresses count from here
+static u32 shared_bytes;
+static std::unique_ptr<std::barrier<>> of_block, of_multiplying_warps, of_warp[10];
+
+static u32 warp_of() { return threadIdx.x / 32; }
+static u32 lane_of() { return threadIdx.x % 32; }
+inline void __syncthreads() { of_block->arrive_and_wait(); }
+inline void __syncwarp() { of_warp[warp_of()]->arrive_and_wait(); }
+inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source asks for a warp's number
+inline float __expf(float a) { return expf(a); }
+inline u32 shared_address(const void* at) { return (u32)((const char*)at - (const char*)shared); }
+inline unsigned char* at(u32 address) { return shared + (int)address; }
+inline u32 dynamic_shared_bytes() { return shared_bytes; }
+
+struct Barrier { int count, pending; i64 bytes; u32 phase; };
+static std::map<u32, Barrier> barriers;
+static std::mutex lock;
+
+inline void barrier_init(u32 barrier, u32 count) {
+  std::lock_guard held(lock);
+  barriers[barrier] = {(int)count, (int)count, 0, 0};
+}
+inline void barrier_init_fence() {}
+static void change(u32 barrier, int arrivals, i64 bytes) {
+  std::lock_guard held(lock);
+  Barrier& found = barriers.at(barrier);
+  CHECK(found.pending >= arrivals);
+  found.pending -= arrivals;
+  found.bytes += bytes;
+  CHECK(found.bytes >= 0);
+  if (found.pending == 0 && found.bytes == 0) {
+    found.phase ^= 1;
+    found.pending = found.count;
+  }
+}
+inline void barrier_arrive(u32 barrier) { change(barrier, 1, 0); }
+inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
+inline void barrier_wait(u32 barrier, u32 parity) {
+  for (;; std::this_thread::yield()) {
+    std::lock_guard held(lock);
+    if (barriers.at(barrier).phase != parity) return;
+  }
+}
+
+inline bool elected() { return lane_of() == 0; }
+inline u64 read_once_policy() { return 0; }
+inline void copy(u32 to, const Element* from, u32 bytes, u32 barrier) {
+  CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0 && to + bytes <= shared_bytes);
+  memcpy(at(to), from, bytes);
+  change(barrier, 0, -(i64)bytes);
+}
+inline void copy_once(u32 to, const Element* from, u32 bytes, u32 barrier, u64) { copy(to, from, bytes, barrier); }
+inline void store_shared(u32 to, Element value) {
+  CHECK(to + sizeof(Element) <= shared_bytes);
+  memcpy(at(to), &value, sizeof(Element));
+}
+
+static float widened(Element value) {
+  const u32 bits = (u32)value << 16;
+  float wide;
+  memcpy(&wide, &bits, 4);
+  return wide;
+}
+static Element rounded(float value) {
+  u32 bits;
+  memcpy(&bits, &value, 4);
+  return std::isnan(value) ? 0x7fff : (Element)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static u32 addresses[10][32], given_a[10][32][4], given_b[10][32][2];
+inline void load_matrices(u32 (&to)[4], u32 from) {
+  CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
+  addresses[warp_of()][lane_of()] = from;
+  __syncwarp();
+  for (int i = 0; i < 4; i++) memcpy(&to[i], at(addresses[warp_of()][8 * i + lane_of() / 4]) + lane_of() % 4 * 4, 4);
+  __syncwarp();
+}
+inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const u32 warp = warp_of(), lane = lane_of(), b[2] = {b0, b1};
+  memcpy(given_a[warp][lane], a, sizeof a);
+  memcpy(given_b[warp][lane], b, sizeof b);
+  __syncwarp();
+  for (int j = 0; j < 4; j++) {
+    const int row = lane / 4 + j / 2 * 8, column = lane % 4 * 2 + j % 2;
+    for (int k = 0; k < 16; k++) {    // a pair of neighbouring k is a register
+      const u32 from_a = given_a[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16;
+      const u32 from_b = given_b[warp][column * 4 + k % 8 / 2][k / 8] >> k % 2 * 16;
+      sums[j] += widened((Element)from_a) * widened((Element)from_b);
+    }
+  }
+  __syncwarp();
+}
+
+static std::atomic<int> num_waiting;
+inline void let_next_kernel_start() {}
+inline void wait_for_kernel_in_front() { num_waiting++; }
+inline void sync_multiplying_warps() { of_multiplying_warps->arrive_and_wait(); }
+
+#include "stream.inc"
+
+// Normal numbers that end where memory does.
+static Element* drawn(size_t count, float scale) {
+  static std::mt19937 generator(1);
+  const size_t page = 4096, bytes = count * sizeof(Element), pages = (bytes + page - 1) / page * page;
+  char* begin = (char*)mmap(nullptr, pages + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(begin != MAP_FAILED && mprotect(begin + pages, page, PROT_NONE) == 0);
+  Element* made = (Element*)(begin + pages - bytes);
+  std::normal_distribution<float> normal;
+  for (size_t i = 0; i < count; i++) made[i] = rounded(normal(generator) * scale);
+  return made;
+}
+
+int main(int, char** given) {
+  const int rows = atoi(given[1]), outputs = atoi(given[2]), inputs = atoi(given[3]), lies = atoi(given[6]);
+  const int columns = outputs / HALVES, residual_stride = columns + 5;
+  gridDim.x = atoi(given[4]);
+  shared_bytes = atoi(given[5]);
+  const i64 stride = lies == 2 ? 2 : 1, row_stride = lies == 0 ? inputs : lies == 1 ? inputs + 8 : 2 * inputs + 3;
+  const Element* w = drawn((size_t)outputs * inputs, 1 / sqrtf(inputs));
+  const Element* bias = drawn(outputs, 1);
+  const Element* x = drawn((rows - 1) * row_stride + (inputs - 1) * stride + 1, 1);
+  const Element* residual = drawn((size_t)rows * residual_stride, 1);
+  const size_t beyond = 64;
+  std::vector<Element> y((size_t)rows * columns + beyond, 0x7fff);
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
+    memset(shared, 0xff, sizeof shared);
+    barriers.clear();
+    num_waiting = 0;
+    of_block = std::make_unique<std::barrier<>>(THREADS);
+    of_multiplying_warps = std::make_unique<std::barrier<>>(32 * WARPS);
+    for (auto& each : of_warp) each = std::make_unique<std::barrier<>>(32);
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < THREADS; i++)
+      threads.emplace_back([=, &y] {
+        threadIdx.x = i;
+        stream_linear(y.data(), x, w, bias, residual, row_stride, stride, residual_stride, rows, outputs, inputs);
+      });
+    for (auto& each : threads) each.join();
+    CHECK(num_waiting == THREADS - 32);    // all but the warp that asks for weights
+  }
+
+  const auto product = [&](int m, int n) {
+    double sum = 0;
+    for (int k = 0; k < inputs; k++)
+      sum += (double)widened(x[m * row_stride + k * stride]) * widened(w[(i64)n * inputs + k]);
+#ifdef BIAS
+    sum += widened(bias[n]);
+#endif
+    return (float)sum;
+  };
+  double largest = 0;
+  u64 checksum = 0;
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < columns; n++) {
+      float expected = product(m, n);
+#ifdef GATE
+      expected = GATE(widened(rounded(expected))) * widened(rounded(product(m, columns + n)));
+#endif
+#ifdef RESIDUAL
+      expected = widened(rounded(expected)) + widened(residual[m * residual_stride + n]);
+#endif
+      const double error = fabs(widened(y[(size_t)m * columns + n]) - expected) / (1 + fabs(expected));
+      largest = std::isnan(error) ? INFINITY : std::max(largest, error);
+      if (m == 0) checksum = checksum * 1099511628211u + y[n];
+    }
+  for (size_t i = 0; i < beyond; i++) CHECK(y[(size_t)rows * columns + i] == 0x7fff);
+  printf("%g %llu\n", largest, checksum);
+}

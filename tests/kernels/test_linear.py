@@ -1,0 +1,370 @@
+"""The weight stream: compiled without a GPU; on one against float32, alone, in chains and in CUDA graphs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from precast.kernels import cuda_source
+from precast.kernels.gated_activation.gated_activation import gated_activation
+from precast.kernels.launch import as_function, launched_of
+from precast.kernels.linear.records import RECORDS, stream
+from precast.kernels.records import Record, nothing
+
+FILE, HOPPER = "linear/stream.cu", (9, 0)
+BLOCK_BYTES = 227 << 10
+"""Shared memory that a block may have on Hopper."""
+VARIANTS = [
+    {}, {"BIAS": True}, {"FLOAT16": True}, {"RESIDUAL": True}, {"GATE": "silu"},
+    {"GATE": "gelu", "BIAS": True, "RESIDUAL": True, "FLOAT16": True},
+]  # fmt: skip
+
+needs_nvrtc = pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
+
+
+# --- without a GPU -----------------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("constants", VARIANTS, ids=lambda each: " ".join(each) or "plain")
+def test_it_compiles_to_the_same_bytes_each_time(constants: dict[str, Any]) -> None:
+    given = tuple(constants.items())
+    first = cuda_source.compiled(FILE, given, HOPPER)
+    cuda_source.compiled.cache_clear()
+
+    assert cuda_source.compiled(FILE, given, HOPPER) == first
+    assert cuda_source.compiled(FILE, given, HOPPER) is cuda_source.compiled(FILE, given, HOPPER)
+    assert first.startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+def test_its_ring_fits_beside_what_it_keeps_itself(tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton", reason="cuobjdump comes with Triton, which is published for Linux only")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = tmp_path / "stream.cubin"
+    cubin.write_bytes(cuda_source.compiled(FILE, (("GATE", "gelu"), ("BIAS", True), ("RESIDUAL", True)), HOPPER))
+    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    used = dict(word.split(":") for word in said.split() if word.count(":") == 1 and word[-1].isdigit())
+
+    assert int(used["SHARED"]) - 1024 + stream("T", 64, 64, "bfloat16").shared_bytes <= BLOCK_BYTES
+    assert int(used["REG"]) * stream("T", 64, 64, "bfloat16").block <= 65536
+    assert (used["STACK"], used["LOCAL"]) == ("0", "0")
+
+
+def test_where_the_compiler_is_missing_the_error_says_what_to_install() -> None:
+    code = (
+        "import sys\nsys.modules['cuda.bindings'] = None\n"
+        "from precast.ir.errors import TargetError\nfrom precast.kernels.cuda_source import compiled\n"
+        f"try: compiled({FILE!r}, (), (9, 0))\n"
+        "except TargetError as error: print(error.code, error)"
+    )
+    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+
+    assert run.stdout.startswith("dependency-missing")
+    assert "pip install cuda-bindings nvidia-cuda-nvrtc" in run.stdout
+
+
+def test_a_tile_for_each_block_and_none_without() -> None:
+    assert [stream("T", outputs, 64, "bfloat16").grid for outputs in (1, 16, 17, 128256)] == [(1,), (1,), (2,), (132,)]
+    assert [stream("T", outputs, 64, "bfloat16", gate="silu").grid for outputs in (2, 16, 18)] == [(1,), (1,), (2,)]
+
+
+# --- its source on a CPU -----------------------------------------------------------------------------------------
+
+PTX, PLAIN = "// --- what PTX has and C++ has not", "// --- activations"
+"""Between these lines of the source are the functions that `stream_on_cpu.cpp` has too."""
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
+    """Runs the kernel's source: the largest error of a variant and the checksum of the first row's results."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to compile the kernel's source for this CPU")
+    folder, here = tmp_path_factory.mktemp("stream"), Path(__file__).parent
+    source = (here.parents[1] / "kernels" / FILE).read_text(encoding="utf-8")
+    plain = source[: source.index(PTX)] + source[source.index(PLAIN) :]
+    plain = re.sub(r"^typedef .*(u16|u32|u64|i64|Element);\n", "", plain, flags=re.MULTILINE).replace('extern "C"', "")
+    plain = plain.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
+    (folder / "stream.inc").write_text(plain, encoding="utf-8")
+
+    @cache
+    def built(defines: str) -> Path:
+        program = folder / f"stream{defines.replace(' ', '_')}"
+        flags = ["-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas", f"-I{folder}", *defines.split()]
+        subprocess.run([compiler, *flags, here / "stream_on_cpu.cpp", "-o", program], check=True)
+        return program
+
+    def execute(*numbers: int, defines: str = "") -> tuple[float, int]:
+        done = subprocess.run([built(defines), *map(str, numbers)], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{numbers}: {done.stdout} {done.stderr}"
+        error, checksum = done.stdout.split()
+        return float(error), int(checksum)
+
+    return execute
+
+
+ALL_SHARED = stream("T", 64, 64, "bfloat16").shared_bytes
+EVERYTHING = "-DBIAS -DRESIDUAL -DGATE=gelu_tanh"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "blocks", "shared_bytes"),
+    [(1, 32, 1, ALL_SHARED), (50, 544, 3, ALL_SHARED), (17, 2880, 1, ALL_SHARED), (130, 2080, 1, 120_000)],
+    ids=["least", "short", "two lengths of pieces", "two passes"],
+)
+def test_source_on_a_cpu(
+    on_cpu: Callable[..., tuple[float, int]], outputs: int, inputs: int, blocks: int, shared_bytes: int
+) -> None:
+    """The same for 1, 2, 3 and 8 rows, whose pieces differ in length, and x in what is kept of it."""
+    found = [on_cpu(rows, outputs, inputs, blocks, shared_bytes, 0) for rows in (1, 2, 3, 8)]
+
+    assert all(error < 2**-8 for error, _ in found)
+
+
+@pytest.mark.parametrize("lies", [0, 1, 2], ids=["row-major", "gaps", "every second"])
+def test_source_on_a_cpu_with_all_that_it_can(on_cpu: Callable[..., tuple[float, int]], lies: int) -> None:
+    for rows in (1, 5):
+        error, _ = on_cpu(rows, 54, 288, 2, ALL_SHARED, lies, defines=EVERYTHING)
+
+        assert error < 3 * 2**-8
+
+
+def test_source_on_a_cpu_gives_a_row_the_same_bits_among_others(on_cpu: Callable[..., tuple[float, int]]) -> None:
+    """Nor do they depend on the grid, or on the ring's length."""
+    found = {on_cpu(rows, 20, 2080, 1, ALL_SHARED, 0)[1] for rows in (1, 2, 3, 8)}
+    found |= {on_cpu(1, 20, 2080, blocks, size, 0)[1] for blocks, size in ((2, ALL_SHARED), (1, 150_000))}
+
+    assert len(found) == 1
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper() -> torch.device:
+    """The GPU, if it is one that the weight stream runs on."""
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip(f"needs compute capability 9.0, and this GPU has {torch.cuda.get_device_capability()}")
+    return torch.device("cuda")
+
+
+def drawn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def layer(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A weight that keeps the deviation of its input."""
+    return drawn(outputs, inputs, scale=inputs**-0.5, dtype=dtype)
+
+
+def run(
+    x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = True, **more: Any
+) -> torch.Tensor:
+    """The weight stream's results over `x` [rows, inputs], in `out` or in new memory full of NaN."""
+    gate = more.pop("gate", None)
+    columns = weight.shape[0] // (1 if gate is None else 2)
+    if out is None:
+        out = torch.full((len(x), columns), torch.nan, dtype=x.dtype, device=x.device)
+    dtype = "float16" if x.dtype == torch.float16 else "bfloat16"
+    launch = stream(len(x), *weight.shape, dtype, bias="bias" in more, residual="residual" in more, gate=gate)
+    record = Record(
+        name="cuda.tried", op="aten.linear.default", runs=lambda use: (launch._replace(pdl=pdl),), workspace=nothing,
+        kind="cuda", allocates=False,
+    )  # fmt: skip
+    use: Any = None
+    launched_of(record, use)(input=x, weight=weight, out=out, **more)
+    return out
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The product in float32, rounded once."""
+    y = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return y.to(x.dtype)
+
+
+close = partial(torch.testing.assert_close, rtol=1e-2, atol=1e-2)
+SHAPES = [
+    (1, 32), (16, 32), (17, 64), (1000, 4096), (384, 2880), (5, 1024), (250, 544), (2048, 2048), (2112, 7168),
+    (4096, 14336), (6144, 4096), (40000, 5120), (128256, 1056),
+]  # fmt: skip
+ROWS = (1, 2, 3, 5, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_products(hopper: torch.device, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool) -> None:
+    """By the record, as the loader calls it."""
+    weight, bias = layer(outputs, inputs, dtype), drawn(outputs, dtype=dtype) if has_bias else None
+    for rows in ROWS:
+        x = drawn(1, rows, inputs, dtype=dtype)
+        out = torch.full((1, rows, outputs), torch.nan, dtype=dtype, device=hopper)
+        as_function(RECORDS[0])(input=x, weight=weight, bias=bias, out=out)
+
+        close(out, exact(x, weight, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x[:, 16 : 16 + 1056],
+        lambda x: x[:, 3 : 3 + 1056],
+        lambda x: x[:, : 2 * 1056 : 2],
+        lambda x: x.reshape(-1)[1:].as_strided((x.shape[0], 1056), (1057, 1)),
+        lambda x: x[:, : 1056].t().contiguous().t(),
+        lambda x: x[:1, :1056].expand(x.shape[0], 1056),
+    ],
+    ids=["aligned", "odd", "every second", "odd rows", "transposed", "expanded"],
+)  # fmt: skip
+def test_rows_that_lie_anyhow(hopper: torch.device, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight = layer(500, 1056)
+    for rows in ROWS:
+        x = cut(drawn(rows, 2200))
+
+        close(run(x, weight), exact(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), [(1000, 4096), (4096, 14336), (384, 2880), (30000, 2048)])
+def test_a_row_does_not_depend_on_the_others(hopper: torch.device, outputs: int, inputs: int) -> None:
+    x, weight = drawn(8, inputs), layer(outputs, inputs)
+    together = run(x, weight)
+
+    for rows in range(1, 9):
+        assert torch.equal(run(x[:rows], weight), together[:rows])
+    for row in range(8):
+        assert torch.equal(run(x[row : row + 1], weight), together[row : row + 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(2, 64), (36, 544), (2000, 4096), (28672, 1024)])
+def test_gated(hopper: torch.device, outputs: int, inputs: int, kind: str) -> None:
+    """As the product, rounded, and the gate after it; with a bias and a residual too."""
+    weight, bias = layer(outputs, inputs), drawn(outputs)
+    for rows in ROWS:
+        x, residual = drawn(rows, inputs), drawn(rows, outputs // 2)
+
+        close(run(x, weight, gate=kind), gated_activation(exact(x, weight), kind=kind), rtol=2e-2, atol=2e-2)
+        expected = gated_activation(exact(x, weight, bias), kind=kind) + residual
+        close(run(x, weight, gate=kind, bias=bias, residual=residual), expected, rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 14336), (1000, 544)])
+def test_residual_in_place(hopper: torch.device, outputs: int, inputs: int) -> None:
+    """Rounded as the product and the sum are apart."""
+    weight = layer(outputs, inputs)
+    for rows in ROWS:
+        x, residual = drawn(rows, inputs), drawn(rows, outputs)
+        expected = run(x, weight) + residual
+        run(x, weight, residual=residual, out=residual)
+
+        assert torch.equal(residual, expected)
+
+
+@pytest.mark.gpu
+def test_a_residual_that_lies_apart(hopper: torch.device) -> None:
+    x, weight, wide = drawn(5, 544), layer(200, 544), drawn(5, 777)
+
+    assert torch.equal(run(x, weight, residual=wide[:, 7:207]), run(x, weight) + wide[:, 7:207])
+
+
+class Chain:
+    """Layers of different sizes in turn, between two pairs of buffers that are written again and again."""
+
+    def __init__(self, rows: int, num_layers: int) -> None:
+        self.rows = rows
+        self.weights = [layer(*((2048, 4096) if i % 2 == 0 else (4096, 2048))) for i in range(num_layers)]
+        self.x, self.narrow, self.wide = (drawn(rows, size) for size in (4096, 2048, 4096))
+        self.logits = torch.full((rows, 32000), torch.nan, dtype=torch.bfloat16, device="cuda")
+        self.head = layer(32000, 4096)
+
+    def __call__(self, pdl: bool, between: Callable[[], Any] = lambda: None) -> None:
+        given = self.x
+        for index, weight in enumerate(self.weights):
+            out = self.narrow if index % 2 == 0 else self.wide
+            run(given, weight, out=out, pdl=pdl)
+            between()
+            given = out
+        run(given, self.head, out=self.logits, pdl=pdl)
+
+    def expected(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The logits for each input, one kernel after the other."""
+        found = []
+        for x in xs:
+            self.x.copy_(x)
+            self(False)
+            found.append(self.logits.clone())
+        return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_chain_that_overlaps_has_the_same_bits(hopper: torch.device, rows: int) -> None:
+    chain = Chain(rows, 40)
+    (expected,) = chain.expected([chain.x.clone()])
+    for _ in range(20):
+        chain.logits.fill_(torch.nan)
+        chain(True)
+
+        assert torch.equal(chain.logits, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("has_others", [False, True], ids=["alone", "among torch's"])
+def test_a_captured_chain_follows_its_inputs(hopper: torch.device, rows: int, has_others: bool) -> None:
+    """Kernels of torch's and copies between them neither start early nor are passed by."""
+    chain, other = Chain(rows, 20), drawn(rows, 4096)
+
+    def between() -> None:
+        if has_others:
+            chain.wide.mul_(1.0)
+            other.copy_(chain.wide)
+            chain.wide.copy_(other)
+
+    xs = [drawn(rows, 4096) for _ in range(100)]
+    expected = chain.expected(xs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(True, between)
+    for x, logits in zip(xs, expected, strict=True):
+        chain.x.copy_(x)
+        chain.logits.fill_(torch.nan)
+        graph.replay()
+
+        assert torch.equal(chain.logits, logits)
+
+
+@pytest.mark.gpu
+def test_first_launched_while_a_stream_is_captured(hopper: torch.device) -> None:
+    """A process of its own: nothing is compiled or loaded before the capture."""
+    code = """
+import torch
+from precast.kernels.launch import as_function
+from precast.kernels.linear.records import RECORDS
+x, w = torch.randn(2, 512, device="cuda").bfloat16(), torch.randn(300, 512, device="cuda").bfloat16()
+y, graph = torch.zeros(2, 300, dtype=torch.bfloat16, device="cuda"), torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    as_function(RECORDS[0])(input=x, weight=w, out=y)
+graph.replay()
+torch.testing.assert_close(y, x @ w.t(), rtol=1e-2, atol=0.3)
+print("the same")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert done.stdout == "the same\n", done.stderr

@@ -1,0 +1,51 @@
+"""Launches of Triton's kernels, compiled for compute capability 9.0 without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from precast.ir.graph.schema import Dtype, TensorType
+from precast.kernels.records import Launch, Pointer, Stride
+
+_NAMES: Mapping[Dtype, str] = {
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
+    "int64": "i64",
+}  # fmt: skip
+
+
+def compiled(launch: Launch, types: Mapping[str, TensorType]) -> Any:
+    """The kernel as it is compiled for contiguous tensors of these types, results by "out.0" and so on.
+
+    Addresses and the strides of rows are multiples of 16, elements lie side by side.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, _, name = launch.kernel.partition(":")
+    kernel = getattr(import_module(module), name)
+    signature, constants, attributes = dict[str, str](), dict[str, Any](launch.constants), {}
+    given = iter(launch.args)
+    for i, parameter in enumerate(kernel.arg_names):
+        arg = None if parameter in constants else next(given)
+        signature[parameter] = "i32"
+        if arg is None:
+            constants.setdefault(parameter, None)
+        elif isinstance(arg, Pointer):
+            signature[parameter] = "*" + _NAMES[arg.dtype or types[arg.tensor].dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(arg, Stride) and arg.axis == len(types[arg.tensor].shape) - 1:
+            constants[parameter] = 1
+        elif isinstance(arg, Stride):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(arg, float):
+            signature[parameter] = "fp32"
+        elif arg in (0, 1):
+            constants[parameter] = arg
+    assert next(given, None) is None, f"{launch.kernel} takes fewer arguments"
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "launch_pdl": launch.pdl}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
