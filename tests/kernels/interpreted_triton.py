@@ -86,6 +86,7 @@ def without_rounding(sample: Sample) -> Sample:
         (PAGED_ATTENTION, PAGED["triton.paged_attention.small"], torch.float32),
         (PAGED_ATTENTION, PAGED["triton.paged_attention"], torch.float16),
     ],
+    ids=["attention float32", "attention float16", "small tiles float32", "paged float16"],
 )
 def test_samples(
     spec: OpSpec, function: Callable[..., torch.Tensor], dtype: torch.dtype, same: Callable[..., None]
