@@ -33,6 +33,7 @@ from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.kernels.attention import launches as attention
 from precast.kernels.attention.launches import Splits, Tile
+from precast.kernels.choices import resolve
 from precast.kernels.dtypes import NAMES
 from precast.kernels.launch import launched_of
 from precast.kernels.records import Launch, Record
@@ -150,14 +151,23 @@ class Choice(NamedTuple):
 
 def launches_of(use: Use, case: Case, choice: Choice) -> tuple[Launch, ...]:
     """The launches of a choice."""
-    is_small = case.seqs * case.queries <= attention.SMALL_STEP
-    splits = choice.splits or attention.splits_of(use)
-    small = attention.split_launches(use, choice.split or attention.split_tile(use), splits, is_small=is_small)
-    if choice.splits is not None and choice.splits.most == 1:
-        small = small[:1]
-    large = attention.context_launch(use, choice.context or attention.context_tile(use), programs=choice.programs)
-    found = small if is_small else (large, *small)
+    if choice._replace(pdl=True) == Choice():
+        found = chosen_launches(use, case)
+    else:
+        is_small = case.seqs * case.queries <= attention.SMALL_STEP
+        slots = range(case.seqs, case.seqs + 1)
+        tile = choice.split or attention.split_tile(use, slots if is_small else None)
+        small = attention.split_launches(use, tile, choice.splits or attention.splits_of(use), is_small=is_small)
+        large = attention.context_launch(use, choice.context or attention.context_tile(use), programs=choice.programs)
+        found = small if is_small else (large, *small)
     return tuple(each if choice.pdl else each._replace(pdl=False) for each in found)
+
+
+def chosen_launches(use: Use, case: Case) -> tuple[Launch, ...]:
+    """Those of the record that a step of these sizes gets."""
+    runs = resolve(use, {"T": case.seqs * case.queries, "B": case.seqs}).record.runs
+    assert not isinstance(runs, str), "attention on GPUs is launches"
+    return runs(use)
 
 
 def record_of(model: Model, case: Case, choice: Choice) -> Record:
@@ -215,9 +225,8 @@ def compile_all(names: list[str], cases: list[Case], *, sweep: bool) -> float:
     for name in names:
         for case in cases:
             for choice in choices_of(MODELS[name], case) if sweep else [Choice()]:
-                # Lengths don't matter, nor how many sequences there are, but for whether the step is small.
-                is_small = case.seqs * case.queries <= attention.SMALL_STEP
-                same = Case(1, 1024, 1024) if case.queries > 1 else Case(1 if is_small else 65, 1, 256)
+                # Lengths don't matter.
+                same = Case(1, 1024, 1024) if case.queries > 1 else case._replace(tokens=256)
                 jobs.append((MODELS[name], same, choice, capability))
     # What the others need besides comes first.
     jobs.sort(key=lambda job: job[2] != Choice())
@@ -302,30 +311,15 @@ def baseline(model: Model, case: Case) -> float | None:
     return round(microseconds([lambda: attend(q, k, v, is_causal=True, enable_gqa=True)] * 2), 1)
 
 
-def before(given: list[Given]) -> tuple[float, torch.Tensor]:
-    """The kernel without parts, and what it computes."""
-    import attention_before
-
-    def call(each: Given) -> None:
-        attention_before.paged_attention(**each.arguments, out=each.out)
-
-    us = microseconds([lambda each=each: call(each) for each in repeated(given)])  # type: ignore[misc]
-    return us, given[0].out.clone()
-
-
 def measure(model: Model, case: Case, *, sweep: bool, deadline: float) -> dict[str, Any]:
     """One row of the table."""
     given = layers_of(model, case, "cuda")
     us = microseconds(calls_of(given, model, case, Choice()))
     row: dict[str, Any] = {"us": round(us, 2), **rate(model, case, us)}
-    found = given[0].out.clone()
-    was, expected = before(given)
-    row["before_us"] = round(was, 2)
-    row["difference"] = round(float((found - expected).abs().max()), 5)
     if (other := baseline(model, case)) is not None:
         row["torch_us"] = other
     if sweep:
-        row["tried"] = try_all(model, case, given, expected, deadline)
+        row["tried"] = try_all(model, case, given, given[0].out.clone(), deadline)
     return row
 
 

@@ -16,12 +16,19 @@ PROGRAMS = 264
 """Programs that share the large tiles: two for each multiprocessor of an H100."""
 SLOTS = (2, 8, 32)
 """The ends of ranges of slots for sequences, for each of which keys are split in another way."""
-WANTED_PROGRAMS = 1024
-"""Programs that read keys at once, if each of them gets some."""
+FEW_SLOTS, MANY_SLOTS = SLOTS[0], SLOTS[-1] + 1
+"""Slots up to which, and from which on, small steps have tiles of their own."""
+WANTED_PROGRAMS = (1024, 256, 256)
+"""Programs that read keys at once, if each of them gets some, by `SLOTS`. On an H200, a head of 128 elements: one
+sequence of 4096 keys takes 26 us in 32 parts and 27 us in 8, one of 32768 is fastest in 64. Eight of 4096 take 51 us in
+4 parts, 61 us in 8 and 74 us in 16: 256 programs are two for each multiprocessor, the others wait for their turn."""
 LEAST_PARTS, MOST_PARTS = 4, 128
-"""Of a sequence's keys."""
+"""Of a sequence's keys, where they are split."""
 FEW_KEYS, MANY_KEYS = 64, 256
 """Keys of a part at least, in steps of few slots and of many."""
+WHOLE_KEYS, WHOLE_WIDE_KEYS = 512, 128
+"""Keys of a sequence that are not split, with heads of up to 128 elements and with larger ones. On an H200, 8 sequences
+of 256 keys take 9 us in one part and 17 us in 4; with heads of 256 elements 4 parts are faster, by 1 us."""
 PARTS = 2048
 """Elements of partial results that are joined at a time, at most, if that is one part at least."""
 _KERNELS = "precast.kernels.attention.triton:"
@@ -38,10 +45,12 @@ class Tile(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Into how many parts the keys of a small tile are split at most, and how many keys a part has at least."""
+    """Into how many parts the keys of a small tile are split at most, how many keys a part has at least, and how many
+    keys are not split at all."""
 
     most: Expr
     least_keys: Expr
+    whole_keys: Expr = 0
 
 
 def power_of_two(size: int) -> int:
@@ -69,25 +78,44 @@ def context_tile(use: Use, keys: str = "k_cache", values: str = "v_cache") -> Ti
     return Tile(128, 64, 4, 3)
 
 
-def split_tile(use: Use, keys: str = "k_cache", values: str = "v_cache") -> Tile:
-    """Of sequences with few queries: the least rows that the tensor cores take, and many keys on their way."""
-    size = power_of_two(max(_number(use, keys, 3), _number(use, values, 3), 16))
-    is_wide = use.width("q") > 2
-    n = max(16, min(64, (8192 if has_large_memory(use) else 4096) // size) // (2 if is_wide else 1))
+def split_tile(use: Use, slots: range | None = None) -> Tile:
+    """Of sequences with few queries: the least rows that the tensor cores take, and many keys on their way.
+
+    `slots`: how many slots for sequences the step may have, None for any. Times are of an H200.
+    """
+    size = power_of_two(max(_number(use, "k_cache", 3), _number(use, "v_cache", 3), 16))
+    is_wide, is_large = use.width("q") > 2, has_large_memory(use)
+    if slots is not None and is_large and not is_wide:
+        if slots[-1] <= FEW_SLOTS and size == 128:
+            # One sequence of 4096 keys: 26 us, in steps of 64 keys 74 us.
+            return Tile(16, 128, 8, 2)
+        if slots[-1] <= FEW_SLOTS and size == 256:
+            # One sequence that sees 1024 keys: 13.3 us, in 3 stages 14.6 us.
+            return Tile(16, 32, 4, 4)
+        if slots[0] >= MANY_SLOTS and size == 128:
+            # 64 sequences of 256 keys: 26 us, in 3 stages 29 us; less memory lets more programs run at once.
+            return Tile(16, 64, 4, 2)
+    n = max(16, min(64, (8192 if is_large else 4096) // size) // (2 if is_wide else 1))
     return Tile(16, n, 4, 1 if is_wide else 3)
 
 
 def splits_of(use: Use) -> Splits:
     """By the slots for sequences that a step has, and nothing else that steps differ in.
 
-    Few slots: so many parts that all of a GPU reads one sequence. Many: a few parts all the same, because one of the
-    sequences may be much longer than the others. A sequence gets the same result whatever others are in the step, if
-    that has slots within the same range.
+    Few slots: so many parts that all of a GPU reads one sequence. More: a few parts all the same, because one of the
+    sequences may be much longer than the others; the short ones are whole. One or two slots leave most of a GPU idle,
+    and split short sequences too. Many slots fill it alone: 64 sequences of 256 keys take 22 us whole and 26 us in
+    parts, 256 of 4096 keys 976 us and 1030 us. A sequence gets the same result whatever others are in the step, if that
+    has slots within the same range.
     """
-    heads = _number(use, "k_cache", 2)
-    most = [max(LEAST_PARTS, min(MOST_PARTS, WANTED_PROGRAMS // (slots * heads))) for slots in SLOTS]
-    least_keys = [FEW_KEYS if slots <= 8 else MANY_KEYS for slots in SLOTS]
-    return Splits(*(_by_slots(_sequences(use), each) for each in ((*most, LEAST_PARTS), (*least_keys, MANY_KEYS))))
+    heads, size = _number(use, "k_cache", 2), max(_number(use, "k_cache", 3), _number(use, "v_cache", 3))
+    most = [
+        max(LEAST_PARTS, min(MOST_PARTS, programs // (slots * heads)))
+        for slots, programs in zip(SLOTS, WANTED_PROGRAMS, strict=True)
+    ]
+    whole = WHOLE_KEYS if size <= 128 else WHOLE_WIDE_KEYS
+    by_slots = ((*most, 1), (FEW_KEYS, FEW_KEYS, MANY_KEYS, MANY_KEYS), (0, whole, whole, whole))
+    return Splits(*(_by_slots(_sequences(use), each) for each in by_slots))
 
 
 def _by_slots(slots: Expr, values: Sequence[int]) -> Expr:
@@ -100,12 +128,13 @@ def _by_slots(slots: Expr, values: Sequence[int]) -> Expr:
     return found
 
 
-def paged(use: Use, *, is_small: bool) -> tuple[Launch, ...]:
+def paged(use: Use, *, is_small: bool, slots: range | None = None) -> tuple[Launch, ...]:
     """`precast.paged_attention`.
 
     `is_small`: in small tiles only, for steps of few tokens. Else sequences of several queries have large ones.
+    `slots`: as `split_tile` takes them.
     """
-    small = split_launches(use, split_tile(use), splits_of(use), is_small=is_small)
+    small = split_launches(use, split_tile(use, slots), splits_of(use), is_small=is_small)
     return small if is_small else (context_launch(use, context_tile(use)), *small)
 
 
@@ -148,7 +177,10 @@ def context_launch(
 
 
 def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool) -> tuple[Launch, ...]:
-    """Small tiles: of all sequences of a small step, of those with one query in others; and their parts, joined."""
+    """Small tiles: of all sequences of a small step, of those with one query in others; and their parts, joined.
+
+    Nothing is launched to join them where no sequence has more than one: the grid is empty then.
+    """
     shape = _heads(use, tile, "k_cache", None if is_small else 1)
     tokens, sequences = use.shape("q")[1], _sequences(use)
     heads, value_size = _number(use, "q", 2), _number(use, "v_cache", 3)
@@ -174,7 +206,7 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool) -> t
     queries, columns = power_of_two(shape.queries), max(16, power_of_two(value_size))
     second = Launch(
         kernel=_KERNELS + "merge_kernel",
-        grid=(tiles, heads),
+        grid=(mul(tiles, minimum(add(splits.most, -1), 1)), heads),
         args=(Pointer("out.0"), *partial, *_lists(use, True, False), tokens, sequences, *splits),
         constants=constants
         | {

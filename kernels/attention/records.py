@@ -8,7 +8,7 @@ from typing import Any
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul
 from precast.kernels.attention import launches, workspace
-from precast.kernels.attention.launches import SMALL_STEP
+from precast.kernels.attention.launches import FEW_SLOTS, MANY_SLOTS, SMALL_STEP
 from precast.kernels.records import Condition, Record, nothing, reference, reference_on_cpu
 from precast.kernels.use import Use, numbers
 
@@ -48,10 +48,19 @@ _PAGED: dict[str, Any] = {
     "allocates": False,
 }  # fmt: skip
 
+_SMALL_STEPS: dict[str, tuple[int, int | None]] = {
+    "few": (0, FEW_SLOTS), "small": (FEW_SLOTS + 1, MANY_SLOTS - 1), "many": (MANY_SLOTS, None),
+}  # fmt: skip
+"""By slots for sequences: tiles differ."""
+
 RECORDS = (
-    Record(
-        name="triton.paged_attention.small", **_PAGED, sizes={"T": (0, SMALL_STEP)},
-        workspace=partial(launches.partial_bytes, is_small=True), runs=partial(launches.paged, is_small=True),
+    *(
+        Record(
+            name=f"triton.paged_attention.{name}", **_PAGED, sizes={"T": (0, SMALL_STEP), "B": slots},
+            workspace=partial(launches.partial_bytes, is_small=True),
+            runs=partial(launches.paged, is_small=True, slots=range(slots[0], (slots[1] or SMALL_STEP) + 1)),
+        )
+        for name, slots in _SMALL_STEPS.items()
     ),
     Record(
         name="triton.paged_attention", **_PAGED,

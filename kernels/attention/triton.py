@@ -468,6 +468,7 @@ def _small_tile(  # type: ignore[no-untyped-def]
     num_seqs,
     num_splits,
     least_keys,
+    whole_keys,
     MOST_QUERIES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -504,11 +505,13 @@ def _small_tile(  # type: ignore[no-untyped-def]
     )
     start, _, _, end = _range(first_query, num_queries, kv_len, num_slots, page_start, BLOCK_Q, BLOCK_N, WINDOW, CHUNK)
     blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK_N)
-    split = tl.maximum(tl.cdiv(blocks, num_splits), tl.cdiv(least_keys, BLOCK_N)) * BLOCK_N
+    part_blocks = tl.maximum(tl.cdiv(blocks, num_splits), tl.cdiv(least_keys, BLOCK_N))
+    # Few keys are one part: its program writes the result, and nothing else has anything to do.
+    split = tl.where(end - start <= whole_keys, tl.maximum(blocks, part_blocks), part_blocks) * BLOCK_N
     return seq, first_token, first_query, num_queries, first_page, kv_len, page_start, start, end, split
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_splits", "least_keys"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_splits", "least_keys", "whole_keys"])
 def split_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     partial_ptr,
@@ -527,6 +530,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     num_seqs,
     num_splits,
     least_keys,
+    whole_keys,
     q_stride_t,
     q_stride_h,
     q_stride_d,
@@ -559,17 +563,17 @@ def split_kernel(  # type: ignore[no-untyped-def]
 ):
     """One tile (see `_small_tile`), one key head, and one of `num_splits` parts of the tile's keys.
 
-    A part has `least_keys` or more: how many parts there are depends on the keys that the tile sees. Where it is one,
-    its program writes the result. Else each writes the sums of its weighted values, partial [rows, H, splits, Dv], and
-    the highest score and the total of its weights, weight [rows, H, splits, 2]. A row belongs to a token, or with
-    MOST_QUERIES (of 1) to a sequence.
+    A part has `least_keys` or more, and up to `whole_keys` are one: how many parts there are depends on the keys that
+    the tile sees. Where it is one, its program writes the result. Else each writes the sums of its weighted values,
+    partial [rows, H, splits, Dv], and the highest score and the total of its weights, weight [rows, H, splits, 2]. A
+    row belongs to a token, or with MOST_QUERIES (of 1) to a sequence.
     """
     begin(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     GROUPS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     seq, first_token, first_query, num_queries, first_page, kv_len, page_start, start, end, split = _small_tile(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
-        least_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
+        least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
     )  # fmt: skip
     part = tl.program_id(2)
     low = start + part * split
@@ -606,7 +610,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
         tl.store(weight_ptr + 2 * place + 1, total, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_splits", "least_keys"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_splits", "least_keys", "whole_keys"])
 def merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     partial_ptr,
@@ -619,6 +623,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     num_seqs,
     num_splits,
     least_keys,
+    whole_keys,
     MOST_QUERIES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -639,7 +644,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     begin(PDL)
     seq, first_token, first_query, num_queries, _, _, _, start, end, split = _small_tile(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
-        least_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
+        least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
     )  # fmt: skip
     if num_queries <= 0:
         return

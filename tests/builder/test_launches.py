@@ -28,14 +28,15 @@ def launches(block: Block | Graph) -> list[str]:
         name = node.op.removeprefix("precast.").removeprefix("aten.").removesuffix(".default")
         is_one = isinstance(record.runs, str) and (record.kind != "torch" or node.op == "aten.linear.default")
         assert is_one or not isinstance(record.runs, str), f"{node.op} is many operations: {record.name}"
-        count = 1 if isinstance(record.runs, str) else len(record.runs(use))
+        # Attention has one to three, by the sizes of the step.
+        count = 1 if isinstance(record.runs, str) or name == "paged_attention" else len(record.runs(use))
         found += ["rms" if "rms" in name or "norm" in name else name] * count
     return found
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma3", "phi3"])
-def test_a_dense_layer_is_nine_launches(variant: str, tmp_path: Path) -> None:
-    """Four products, attention, and one launch for all that stands between two of these."""
+def test_a_dense_layer_is_eight_launches_and_attention(variant: str, tmp_path: Path) -> None:
+    """Four products, and one launch for all that stands between two of these or beside attention."""
     bundle = build(families.make_config(variant), tmp_path / "bundle", dtype="bfloat16")
 
     assert bundle.graph.blocks

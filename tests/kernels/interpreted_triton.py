@@ -33,22 +33,35 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn
 PAGED = {
-    record.name: as_function(record) for record in records_of("precast.paged_attention", 1) if record.kind == "triton"
+    record.name: as_function(record)
+    for record in records_of("precast.paged_attention", 1)
+    if record.name in ("triton.paged_attention.small", "triton.paged_attention")
 }
+"""Small tiles alone, and with large ones. Other records have other sizes of tiles, in half precision."""
 (PACKED,) = (as_function(record) for record in records_of("precast.attention", 1) if record.kind == "triton")
+MIXED = [(5, 5), (1, 33), (0, 4), (19, 71), (1, 1)]
+DECODE = [(1, length) for length in (1, 17, 64, 75)]
+STEPS = {
+    "mixed": ("triton.paged_attention", MIXED),
+    "mixed, small tiles": ("triton.paged_attention.small", MIXED),
+    "decode": ("triton.paged_attention", DECODE),
+}
+each_step = pytest.mark.parametrize(
+    ("attend", "sequences"), [(PAGED[name], step) for name, step in STEPS.values()], ids=STEPS
+)
 each_paged = pytest.mark.parametrize("attend", PAGED.values(), ids=PAGED)
-MIXED = [(5, 5), (1, 33), (0, 4), (40, 101), (1, 1), (17, 17)]
-DECODE = [(1, length) for length in (1, 16, 17, 64, 65, 130)]
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs take turns here. So there are few, but some with two tiles, and sequences of two parts and more."""
+    """Programs take turns here. So there are few, but some with two tiles, and sequences of two parts."""
     monkeypatch.setattr(launches, "PROGRAMS", 3)
-    monkeypatch.setattr(launches, "MOST_PARTS", 4)
-    monkeypatch.setattr(launches, "LEAST_PARTS", 3)
+    monkeypatch.setattr(launches, "MOST_PARTS", 2)
+    monkeypatch.setattr(launches, "LEAST_PARTS", 2)
     monkeypatch.setattr(launches, "MANY_KEYS", 16)
     monkeypatch.setattr(launches, "FEW_KEYS", 16)
+    monkeypatch.setattr(launches, "WHOLE_KEYS", 20)
+    monkeypatch.setattr(launches, "WHOLE_WIDE_KEYS", 20)
     monkeypatch.setattr(triton, "SEQUENCES", tl.constexpr(4))
 
 
@@ -65,11 +78,15 @@ def without_rounding(sample: Sample) -> Sample:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("spec", "function"),
-    [(ATTENTION, PACKED), *((PAGED_ATTENTION, function) for function in PAGED.values())],
-    ids=["attention", *PAGED],
+    ("spec", "function", "dtype"),
+    [
+        (ATTENTION, PACKED, torch.float32),
+        (ATTENTION, PACKED, torch.float16),
+        (PAGED_ATTENTION, PAGED["triton.paged_attention.small"], torch.float32),
+        (PAGED_ATTENTION, PAGED["triton.paged_attention"], torch.float16),
+    ],
+    ids=["attention float32", "attention float16", "small tiles float32", "paged float16"],
 )
 def test_samples(
     spec: OpSpec, function: Callable[..., torch.Tensor], dtype: torch.dtype, same: Callable[..., None]
@@ -95,14 +112,11 @@ def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]
     assert count > 5
 
 
-@each_paged
-def test_pages_far_apart(
-    attend: Callable[..., torch.Tensor], copied: Callable[[Sample], Sample], same: Callable[..., None]
-) -> None:
+def test_pages_far_apart(copied: Callable[[Sample], Sample], same: Callable[..., None]) -> None:
     """Where a page is doesn't depend on the dtype."""
-    for sample in samples_of(PAGED_ATTENTION, Draw(torch.float32, CPU)):
+    for sample in list(samples_of(PAGED_ATTENTION, Draw(torch.float32, CPU)))[::3]:
         spread, _ = with_strided_caches(sample)
-        same(PAGED_ATTENTION, attend(**spread), paged_attention(**sample))
+        same(PAGED_ATTENTION, PAGED["triton.paged_attention"](**spread), paged_attention(**sample))
     for sample in samples_of(WRITE_KV, Draw(torch.float32, CPU)):
         if has_cache_of(sample, torch.bfloat16):
             continue
@@ -141,8 +155,7 @@ def test_write_kv_stays_inside_the_cache(copied: Callable[[Sample], Sample]) -> 
     assert torch.equal(memory[1, 1], new[0, 2])
 
 
-@each_paged
-@pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
+@each_step
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "value", "page_size", "more"),
     [
@@ -184,21 +197,18 @@ def test_odd_sizes(
 
 
 @each_paged
-@pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "value", "page_size", "more"),
+    ("dtype", "heads", "kv_heads", "size", "value", "page_size", "more"),
     [
-        (4, 1, 64, 64, 16, {}),
-        (7, 1, 80, 72, 5, {"window": 65, "cut": True}),
-        (6, 2, 24, 40, 1, {"slopes": True, "soft_cap": 4.0, "padding": 5}),
-        (1, 1, 256, 256, 32, {"chunk": 37, "sinks": True}),
+        (torch.float16, 4, 1, 64, 64, 16, {}),
+        (torch.float32, 7, 1, 80, 72, 5, {"window": 65, "cut": True}),
+        (torch.float16, 6, 2, 24, 40, 1, {"slopes": True, "soft_cap": 4.0, "padding": 5}),
+        (torch.float32, 1, 1, 256, 256, 32, {"chunk": 37, "sinks": True}),
     ],
     ids=str,
 )
 def test_odd_sizes_of_float8(
     attend: Callable[..., torch.Tensor],
-    sequences: list[tuple[int, int]],
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
@@ -214,7 +224,7 @@ def test_odd_sizes_of_float8(
     if "slopes" in more:
         more = more | {"slopes": draw.uniform(heads, dtype=torch.float32)}
     sample = paged_sample(
-        draw, sequences, heads=heads, kv_heads=kv_heads, size=size, value=value, page_size=page_size,
+        draw, MIXED, heads=heads, kv_heads=kv_heads, size=size, value=value, page_size=page_size,
         cache_dtype=FLOAT8, **more,
     )  # fmt: skip
 
@@ -223,7 +233,7 @@ def test_odd_sizes_of_float8(
 
 @each_paged
 def test_many_more_query_heads_than_rows(attend: Callable[..., torch.Tensor], same: Callable[..., None]) -> None:
-    sample = paged_sample(Draw(torch.float32, CPU), [*DECODE[:3], (2, 9)], heads=71, kv_heads=1, size=16)
+    sample = paged_sample(Draw(torch.float32, CPU), [(1, 17), (2, 9)], heads=71, kv_heads=1, size=16)
 
     same(PAGED_ATTENTION, attend(**sample), paged_attention(**sample))
 
@@ -276,10 +286,10 @@ def copy_sequence(source: Sample, slot: int, target: Sample, place: int) -> None
 
 
 def test_more_parts_are_the_same_result(monkeypatch: pytest.MonkeyPatch, same: Callable[..., None]) -> None:
-    sample = paged_sample(Draw(torch.float32, CPU), [(1, 300), (2, 200)], heads=4, kv_heads=2, size=16, page_size=8)
+    sample = paged_sample(Draw(torch.float32, CPU), [(1, 300), (2, 200)], heads=2, kv_heads=2, size=16, page_size=8)
     expected = paged_attention(**sample)
     results = []
-    for most in (1, 2, 5, 9):
+    for most in (1, 2, 9):
         monkeypatch.setattr(launches, "MOST_PARTS", most)
         monkeypatch.setattr(launches, "LEAST_PARTS", most)
         results.append(PAGED["triton.paged_attention.small"](**sample))
@@ -287,3 +297,56 @@ def test_more_parts_are_the_same_result(monkeypatch: pytest.MonkeyPatch, same: C
 
     # The parts exist: their sums are rounded in other places.
     assert not all(torch.equal(results[0], each) for each in results[1:])
+
+
+@each_paged
+def test_a_short_sequence_is_whole_beside_long_ones(
+    attend: Callable[..., torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    poisoned_workspace: list[torch.Tensor],
+    same: Callable[..., None],
+) -> None:
+    """Its result never lies in the workspace, which is NaN at first, and is that of a step without parts."""
+    monkeypatch.setattr(launches, "WHOLE_KEYS", 40)
+    lengths = (40, 41, 120, 7)
+    sample = paged_sample(
+        Draw(torch.float32, CPU), [(1, length) for length in lengths], heads=2, kv_heads=1, size=16, page_size=8
+    )
+    found = attend(**sample)
+    # Elements of two parts of the rows that have them; rows are tokens, or slots.
+    partial = poisoned_workspace[-1].view(torch.float32)[: len(lengths) * 2 * 2 * 16].view(len(lengths), -1)
+    written = [bool((~row.isnan()).all()) for row in partial]
+    untouched = [bool(row.isnan().all()) for row in partial]
+    monkeypatch.setattr(launches, "WHOLE_KEYS", 1000)
+    whole = attend(**sample)
+
+    same(PAGED_ATTENTION, found, paged_attention(**sample))
+    assert written == [False, True, True, False]
+    assert untouched == [True, False, False, True]
+    assert [torch.equal(x, y) for x, y in zip(found[0], whole[0], strict=True)] == [True, False, False, True]
+
+
+@pytest.fixture
+def poisoned_workspace(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Workspaces are full of NaN when they are given to launches; here they are, the last one last."""
+    made: list[torch.Tensor] = []
+
+    def poisoned(*size: Any, **more: Any) -> torch.Tensor:
+        found = empty(*size, **more)
+        if found.dtype == torch.uint8:
+            found.fill_(0xFF)
+            made.append(found)
+        return found
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", poisoned)
+    return made
+
+
+@each_paged
+def test_many_slots_are_whole(attend: Callable[..., torch.Tensor], same: Callable[..., None]) -> None:
+    """With more slots than `launches.SLOTS` tells apart; most of them are empty."""
+    sequences = [(1, 60), (2, 50), (1, 5), *[(0, 0)] * 30]
+    sample = paged_sample(Draw(torch.float32, CPU), sequences, heads=2, kv_heads=1, size=16, page_size=8, padding=1)
+
+    same(PAGED_ATTENTION, attend(**sample), paged_attention(**sample))

@@ -77,7 +77,7 @@ def chosen(found: dict[str, Use]) -> dict[str, str]:
 
 def not_triton(why: str) -> str:
     """Why none of the kernels of attention is chosen."""
-    return "; ".join(f"not triton.paged_attention{each}: {why}" for each in (".small", ""))
+    return "; ".join(f"not triton.paged_attention{each}: {why}" for each in (*SMALL, ""))
 
 
 ANYWHERE = {
@@ -89,7 +89,8 @@ TRITON_ROWS = {"normed": "triton.rms_norm", "turned_q": "triton.rotary", "turned
 TORCH_ROWS = {"normed": "reference.rms_norm", "turned_q": "reference.rotary", "turned_k": "reference.rotary"}
 ON_GPUS = {"write": "triton.write_kv", "y": "triton.paged_attention", **TRITON_ROWS}
 IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention", **TORCH_ROWS}
-OF_FEW_TOKENS = "not triton.paged_attention.small: T is {}, it takes 0 to 64"
+SMALL = (".few", ".small", ".many")
+OF_FEW_TOKENS = "; ".join(f"not triton.paged_attention{each}: T is 65, it takes 0 to 64" for each in SMALL)
 
 
 # --- the layer ---------------------------------------------------------------------------------------------------
@@ -101,8 +102,10 @@ def test_a_layer_on_gpus(target: Target) -> None:
 
     assert chosen(found) == {**ANYWHERE, **ON_GPUS}
     assert {resolve(use).record.control for use in found.values()} == {"static"}
-    assert resolve(found["y"], {"T": 65, "B": 1}).reason == "the fastest of 3; " + OF_FEW_TOKENS.format(65)
-    assert resolve(found["y"], {"T": 64, "B": 1}).record.name == "triton.paged_attention.small"
+    assert resolve(found["y"], {"T": 65, "B": 1}).reason == "the fastest of 5; " + OF_FEW_TOKENS
+    by_slots = {2: "few", 3: "small", 32: "small", 33: "many", 64: "many"}
+    for slots, name in by_slots.items():
+        assert resolve(found["y"], {"T": 64, "B": slots}).record.name == f"triton.paged_attention.{name}"
     assert resolve(found["heads"]).reason == "the only one"
 
 
@@ -325,7 +328,9 @@ def test_what_was_measured_comes_first() -> None:
 
     assert resolve(use, {"T": 64}, measured=measured) == (resolve(uses(CPU)["y"]).record, "measured")
     assert resolve(use, {"T": 65}, measured=measured).record.name == "triton.paged_attention"
-    assert [case.sizes for case in cases(use, measured=measured)] == [{"T": (0, 64)}, {"T": (65, None)}]
+    found = [(case.sizes["T"], case.choice.reason) for case in cases(use, measured=measured)]
+    assert {tokens for tokens, reason in found if reason == "measured"} == {(0, 64)}
+    assert {tokens for tokens, reason in found if reason != "measured"} == {(65, None)}
 
 
 def recurrence(dtype: Dtype) -> Use:
@@ -455,7 +460,7 @@ def test_records_are_frozen() -> None:
 
 
 def test_a_digest_is_that_of_the_sources_that_run() -> None:
-    _, triton, torch_ = records_of("precast.paged_attention", 1)[:3]
+    _, _, _, triton, torch_ = records_of("precast.paged_attention", 1)[:5]
     linear = replace(FEW, runs="torch:ops.aten.linear.default")
 
     assert sources(linear) == ()

@@ -16,7 +16,7 @@ import torch
 from fused_cases import CASES, Case, node_of
 
 from precast.ir.graph.schema import Const, Dtype, Node, Ref, TensorType, Value
-from precast.ir.graph.symbols import add
+from precast.ir.graph.symbols import add, evaluate
 from precast.kernels.attention.launches import SMALL_STEP
 from precast.kernels.choices import records_of, resolve
 from precast.kernels.fused.launches import launches
@@ -157,9 +157,9 @@ def paged_use(
     ],
     ids=lambda use: f"{use.node.outputs[0].type.dtype} {use.shape('q')[2:]} {use.target.text}",
 )
-@pytest.mark.parametrize("tokens", [1, SMALL_STEP + 1])
-def test_paged_attention_compiles(use: Use, tokens: int) -> None:
-    launches = resolve(use, {"T": tokens}).record.runs
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (3, 3), (33, 33), (SMALL_STEP + 1, 1)])
+def test_paged_attention_compiles(use: Use, tokens: int, slots: int) -> None:
+    launches = resolve(use, {"T": tokens, "B": slots}).record.runs
     assert callable(launches)
     for launch in launches(use):
         found = compiled_launch(use, launch)
@@ -277,13 +277,28 @@ def test_scans_compile_for_hopper(size: int, value: int, more: dict[str, bool]) 
     assert found.metadata.shared <= 4096
 
 
+@pytest.mark.parametrize("tokens", [SMALL_STEP, 256])
+def test_nothing_is_joined_in_steps_of_many_slots(tokens: int) -> None:
+    use = paged_use((9, 0), "bfloat16", 32, 8, 128)
+    programs = {}
+    for slots in (1, 2, 8, 32, 33, 64):
+        launches = resolve(use, {"T": tokens, "B": slots}).record.runs
+        assert callable(launches)
+        split, merge = (
+            [evaluate(size, {"T": tokens, "B": slots}) for size in launch.grid] for launch in launches(use)[-2:]
+        )
+        programs[slots] = (split[-1], 0 not in merge)
+
+    assert programs == {1: (64, True), 2: (64, True), 8: (4, True), 32: (4, True), 33: (1, False), 64: (1, False)}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 12, 16, 71, 128])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
 def test_tiles_hold_whole_queries(group: int, dtype: Dtype, capability: tuple[int, int]) -> None:
     for size in (8, 64, 80, 128, 192, 256, 512):
         use = paged_use(capability, dtype, 2 * group, 2, size)
-        for record in records_of("precast.paged_attention", 1)[:2]:
+        for record in records_of("precast.paged_attention", 1)[:4]:
             assert callable(record.runs)
             for launch in record.runs(use):
                 if launch.kernel.endswith("merge_kernel"):
