@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from precast.kernels.dtypes import BY_NAME
-from precast.kernels.launch import triton_function
+from precast.kernels.named import named
 from precast.kernels.records import Launch, Pointer, Stride
 
 
@@ -21,4 +21,4 @@ def compile_launch(launch: Launch, tensors: Mapping[str, torch.Tensor]) -> None:
         return tensors[arg.tensor].stride(arg.axis) if isinstance(arg, Stride) else arg
 
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "launch_pdl": launch.pdl}
-    triton_function(launch.kernel).warmup(*map(argument, launch.args), grid=(1,), **launch.constants, **options)
+    named(launch.kernel).warmup(*map(argument, launch.args), grid=(1,), **launch.constants, **options)

@@ -15,7 +15,7 @@ import torch
 from cuda.bindings import driver
 
 from precast.kernels.cuda_launch import Kernel, function_of, relaxed_capture
-from precast.kernels.launch import triton_function
+from precast.kernels.named import named
 from precast.kernels.records import Launch
 
 Run = Callable[[Sequence[int], Sequence[Any]], None]
@@ -77,7 +77,7 @@ def _kind(value: Any) -> int:
 def _compiled(launch: Launch, args: Sequence[Any]) -> _Compiled:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "launch_pdl": launch.pdl}
     with relaxed_capture():
-        made = triton_function(launch.kernel).warmup(*args, grid=(1,), **launch.constants, **options)
+        made = named(launch.kernel).warmup(*args, grid=(1,), **launch.constants, **options)
         made._init_handles()
     assert not made.metadata.global_scratch_size, f"{launch.kernel} wants memory of its own"
     takes = tuple(

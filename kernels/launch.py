@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -22,6 +21,7 @@ from precast.ir.ops import table as ops
 from precast.ir.ops.op import OpDef
 from precast.kernels.calls import with_signature
 from precast.kernels.dtypes import BY_NAME, NAMES
+from precast.kernels.named import named
 from precast.kernels.records import Launch, Pointer, Record, Stride
 from precast.kernels.use import Target, Use
 
@@ -194,11 +194,4 @@ def _run_of(launch: Launch, device: torch.device) -> Callable[[Sequence[int], Se
 def _interpret(launch: Launch, grid: Sequence[int], args: Sequence[Any]) -> None:
     """In Triton's interpreter."""
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    triton_function(launch.kernel)[tuple(grid)](*args, **launch.constants, **options)
-
-
-@cache
-def triton_function(named: str) -> Any:
-    """The function of Triton's that a launch names `module:function`."""
-    module, _, name = named.partition(":")
-    return getattr(import_module(module), name)
+    named(launch.kernel)[tuple(grid)](*args, **launch.constants, **options)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from precast.ir.ops import table as ops
 from precast.kernels import cuda_source
 from precast.kernels.choices import all_records, cases, fastest
 from precast.kernels.launch import as_function, launched_of
+from precast.kernels.named import named
 from precast.kernels.records import Ranges, Record
 from precast.kernels.spec import OpSpec
 from precast.kernels.use import GPU, Target, Use
@@ -109,11 +109,4 @@ def target_of(device: torch.device) -> Target:
 
 def function_of(record: Record) -> Callable[..., Any]:
     """The function that a record names, imported when it is first wanted; or its launches as one."""
-    return _named(record.runs) if isinstance(record.runs, str) else as_function(record)
-
-
-@cache
-def _named(runs: str) -> Callable[..., Any]:
-    module, _, path = runs.partition(":")
-    function: Callable[..., Any] = attrgetter(path)(import_module(module))
-    return function
+    return named(record.runs) if isinstance(record.runs, str) else as_function(record)

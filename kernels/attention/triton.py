@@ -11,6 +11,10 @@ Scores are kept in base 2: exp2 is an instruction, exp is not. Keys and values o
 converted to its type as they are loaded: products are those of the activations, however the cache is stored.
 """
 
+# To pyright, Triton's extras have no names, its constants don't decide which branch is there, and some functions never
+# return.
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import os

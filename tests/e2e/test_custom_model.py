@@ -46,7 +46,7 @@ def test_its_parts_are_ops_and_caches_of_their_kinds(tmp_path: Path) -> None:
     bundle = precast.build(PatchworkConfig(), tmp_path / "bundle")
 
     assert {"precast.paged_attention", "precast.stateful_causal_conv", "precast.stateful_state_space_scan",
-            "precast.experts", "precast.route", "precast.rotary"} <= bundle.manifest.ops.keys()  # fmt: skip
+            "precast.experts", "precast.route", "precast.rotary_write_kv"} <= bundle.manifest.ops.keys()  # fmt: skip
     assert sorted(len(group.slots) for group in groups(bundle.graph.caches)) == [1, 1, 2, 2]
     assert precast_share(bundle.graph) > 0.98
 
