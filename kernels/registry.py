@@ -99,11 +99,12 @@ def resolve(
 
 
 def target_of(device: torch.device) -> Target:
-    """The target that a device is, with what is installed here; Triton is published for Linux alone."""
+    """The target that a device is, with what is installed here: Triton, and the bindings by which kernels are launched."""
     target = Target("cpu") if device.type == "cpu" else GPU
     if device.type == "cuda" and torch.cuda.is_available():
         target = target._replace(capability=torch.cuda.get_device_capability(device))
-    has = {"triton": find_spec("triton") is not None, "cuda": cuda_source.is_installed()}
+    can_launch = cuda_source.is_installed()
+    has = {"triton": can_launch and find_spec("triton") is not None, "cuda": can_launch}
     return target._replace(kinds=target.kinds - {kind for kind, is_there in has.items() if not is_there})
 
 

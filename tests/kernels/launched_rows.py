@@ -122,7 +122,11 @@ def test_the_inner_norm_is_rounded_before_the_sum(dtype: torch.dtype) -> None:
     rule = {"eps": 1e-6, "offset": 1.0, "cast_before_scale": False}
     normed, total = launched("norm_residual_norm")(x, residual, inner_weight, weight, **rule)
 
-    assert torch.equal(total, residual + launched("rms_norm")(x, inner_weight, **rule))
+    expected = residual + launched("rms_norm")(x, inner_weight, **rule)
+    if dtype == torch.float32:  # a GPU may multiply and add with one rounding
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(total, expected)
     assert torch.equal(normed, launched("rms_norm")(total, weight, **rule))
 
 
