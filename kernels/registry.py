@@ -99,7 +99,7 @@ def resolve(
 
 
 def target_of(device: torch.device) -> Target:
-    """The target that a device is, with what is installed here: Triton, and the bindings by which kernels are launched."""
+    """The target that a device is, with what is installed here: Triton, and the bindings that launch kernels."""
     target = Target("cpu") if device.type == "cpu" else GPU
     if device.type == "cuda" and torch.cuda.is_available():
         target = target._replace(capability=torch.cuda.get_device_capability(device))
