@@ -104,3 +104,12 @@ HAS_SHORT_ROWS = Condition(
     f"x with at most two axes of more than one row, and a last one of 1 to {_LONGEST_ROW} elements",
     lambda use: _has_rows(use) and known(use, "x", -1) <= _LONGEST_ROW,
 )
+
+
+def overlaps(use: Use, *early: str) -> bool:
+    """Whether the launch may begin while the kernel in front still runs: `early` arguments are read by then.
+
+    So no op of the step may make them.
+    """
+    made = [use.operands[name].is_activation for name in early if use.has(name)]
+    return use.target.capability >= (9, 0) and not any(made)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from precast.ir.graph.symbols import ceildiv
 from precast.kernels.records import Launch, Pointer, Stride
-from precast.kernels.rows import real, rows_of, tile_of
+from precast.kernels.rows import overlaps, real, rows_of, tile_of
 from precast.kernels.use import Use
 
 
 def layer_norm(use: Use) -> tuple[Launch, ...]:
     """One launch."""
-    rows, tile, has_pdl = rows_of(use, "x"), tile_of(use, "x"), use.target.capability >= (9, 0)
+    rows, tile, has_pdl = rows_of(use, "x"), tile_of(use, "x"), overlaps(use, "weight", "bias")
     given = [name if use.has(name) else None for name in ("weight", "bias")]
     return (
         Launch(

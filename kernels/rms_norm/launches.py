@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from precast.ir.graph.symbols import ceildiv
 from precast.kernels.records import Launch, Pointer, Stride
-from precast.kernels.rows import real, rows_of, tile_of
+from precast.kernels.rows import overlaps, real, rows_of, tile_of
 from precast.kernels.use import Use
 
 
 def rms_norm(use: Use) -> tuple[Launch, ...]:
     """One launch for `rms_norm`, `residual_rms_norm` and `norm_residual_norm`."""
-    rows, tile, has_pdl = rows_of(use, "x"), tile_of(use, "x"), use.target.capability >= (9, 0)
+    rows, tile, has_pdl = rows_of(use, "x"), tile_of(use, "x"), overlaps(use, "inner_weight", "weight")
     has_residual = use.has("residual")
     weights = [name if use.has(name) else None for name in ("inner_weight", "weight")]
     return (

@@ -50,8 +50,11 @@ CALLS: list[tuple[str, Args]] = [
 ]
 
 
-def use(op: str, args: Args, target: Target = GPU) -> Use:
-    """The use that a node of these arguments is."""
+PARAMS = frozenset(("weight", "inner_weight", "bias"))
+
+
+def use(op: str, args: Args, target: Target = GPU, params: frozenset[str] = PARAMS) -> Use:
+    """The use that a node of these arguments is, of which `params` are no values of the step."""
     types = {name: value for name, value in args.items() if isinstance(value, TensorType)}
     definition = ops.lookup(f"precast.{op}", 1)
     assert definition is not None
@@ -65,7 +68,7 @@ def use(op: str, args: Args, target: Target = GPU) -> Use:
         },
         tuple(Value(f"out.{i}", kind) for i, kind in enumerate(outputs)),
     )
-    return use_of(node, types, target)
+    return use_of(node, types, target, params)
 
 
 def launches(found: Use) -> tuple[Launch, ...]:
@@ -105,6 +108,24 @@ def test_a_row_is_one_launch_compiled_for_hopper(
     assert order[waits:].count("ld.global") > 0
     assert ("ld.global" in order[:waits]) == (args.get("weight") is not None)
     assert len(weights) > 0
+
+
+@pytest.mark.parametrize("made", ["weight", "bias"])
+def test_weights_that_the_step_makes_are_waited_for(made: str) -> None:
+    """They would be read while the kernel that makes them still runs."""
+    args: Args = {"x": HIDDEN, "weight": WEIGHT, "bias": WEIGHT, "eps": 1e-5}
+    (launch,) = launches(use("layer_norm", args, params=PARAMS - {made}))
+
+    assert not launch.pdl
+    assert launch.constants["PDL"] is False
+
+
+@pytest.mark.parametrize("made", ["weight", "inner_weight"])
+def test_weights_of_two_norms_that_the_step_makes_are_waited_for(made: str) -> None:
+    args: Args = {**NORM, "residual": HIDDEN, "inner_weight": WEIGHT}
+    (launch,) = launches(use("norm_residual_norm", args, params=PARAMS - {made}))
+
+    assert not launch.pdl
 
 
 def test_nothing_waits_below_hopper() -> None:
