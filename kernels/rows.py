@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import numel
+from precast.kernels.blocks import num_warps, power_of_two
 from precast.kernels.records import Condition, Launches, Record, Stride, nothing
 from precast.kernels.use import Use
 
@@ -65,16 +66,6 @@ def tile_of(use: Use, name: str) -> Tile:
     block = power_of_two(width)
     rows = max(_TILE // block, 1)
     return Tile(rows, width, block, num_warps(rows * block))
-
-
-def power_of_two(size: int) -> int:
-    """The smallest power of two that is not below `size`; 1 for 0."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def num_warps(elements: int) -> int:
-    """Warps for a block of so many elements, a power of two: 8 elements a thread, where 16 warps are enough."""
-    return min(max(elements // 256, 1), 16)
 
 
 def known(use: Use, name: str, axis: int) -> int:

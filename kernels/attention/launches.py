@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, minimum, mul
+from precast.kernels.blocks import power_of_two
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.use import Use
 
@@ -51,11 +52,6 @@ class Splits(NamedTuple):
     most: Expr
     least_keys: Expr
     whole_keys: Expr = 0
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()
 
 
 def has_large_memory(use: Use) -> bool:

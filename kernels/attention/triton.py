@@ -11,37 +11,19 @@ Scores are kept in base 2: exp2 is an instruction, exp is not. Keys and values o
 converted to its type as they are loaded: products are those of the activations, however the cache is stored.
 """
 
-# To pyright, Triton's extras have no names, its constants don't decide which branch is there, and some functions never
-# return.
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# To pyright, Triton's constants don't decide which branch is there, and some functions never return.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
-
-import os
 
 import triton
 import triton.language as tl
 
+from precast.kernels.triton_chain import wait_for_previous
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 SEQUENCES = tl.constexpr(512)
 """Sequences that a program looks at together, to find the one that it works for."""
-_ON_GPU = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Lets the next kernel begin, and waits for the one in front, where kernels overlap.
-
-    The next one waits in turn, until this one has ended.
-    """
-    if PDL and _ON_GPU:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -403,7 +385,7 @@ def context_kernel(  # type: ignore[no-untyped-def]
     A sequence's later queries see more keys, so its last tile comes first; the order in which programs take tiles turns
     round after each, or the first program would have the most work each time.
     """
-    begin(PDL)
+    wait_for_previous(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     GROUPS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     num_tiles = 0
@@ -572,7 +554,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     partial [rows, H, splits, Dv], and the highest score and the total of its weights, weight [rows, H, splits, 2]. A
     row belongs to a token, or with MOST_QUERIES (of 1) to a sequence.
     """
-    begin(PDL)
+    wait_for_previous(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     GROUPS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     seq, first_token, first_query, num_queries, first_page, kv_len, page_start, start, end, split = _small_tile(
@@ -645,7 +627,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
     ROWS is at least BLOCK_Q; PARTS are joined at a time, in order.
     """
-    begin(PDL)
+    wait_for_previous(PDL)
     seq, first_token, first_query, num_queries, _, _, _, start, end, split = _small_tile(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
         least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.triton import power_of_two
+from precast.kernels.blocks import power_of_two
 
 
 @triton.jit

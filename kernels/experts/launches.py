@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, ceildiv, floordiv, minimum, mul
+from precast.kernels.blocks import power_of_two
 from precast.kernels.records import Launch, Launches, Pointer, Stride
 from precast.kernels.use import Use
 
@@ -119,12 +120,12 @@ def up_strips(size: int, num_bytes: int) -> Strips:
     Several rows at a time, in short pieces: on an H200 one token of Qwen3-30B-A3B took 23 us, and 29 with strips of 4
     and 1 rows in pieces of 1024.
     """
-    return Strips(8, min(_power_of_two(size), 1024 // num_bytes), 4)
+    return Strips(8, min(power_of_two(size), 1024 // num_bytes), 4)
 
 
 def down_strips(size: int, num_bytes: int) -> Strips:
     """The strips of the second product's rows of `size` elements of `num_bytes`."""
-    return Strips(4, min(_power_of_two(size), 512 // num_bytes), 4)
+    return Strips(4, min(power_of_two(size), 512 // num_bytes), 4)
 
 
 def tiles_of(average: float | None, use: Use, name: str, *, gated: bool) -> Tiles:
@@ -198,7 +199,7 @@ def _few(use: Use, up: Strips | None, down: Strips | None) -> tuple[Launch, ...]
         ),
         {
             **common, "SIZE_K": sizes.inner, "SIZE_N": sizes.width, "HAS_BIAS": use.has("down_bias"),
-            "BLOCK_J": _power_of_two(sizes.top_k), "BLOCK_N": down.n, "BLOCK_K": down.k, "PDL": has_pdl(use),
+            "BLOCK_J": power_of_two(sizes.top_k), "BLOCK_N": down.n, "BLOCK_K": down.k, "PDL": has_pdl(use),
         },
         down.num_warps,
         pdl=has_pdl(use),
@@ -250,7 +251,7 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
     up = up or tiles_of(average, use, "up", gated=bool(use.constant("gated")))
     down = down or tiles_of(average, use, "down", gated=False)
     experts, pairs = sizes.num_experts, sizes.pairs
-    block = _ORDER_BLOCKS[-1] if tokens is None else _power_of_two(tokens * sizes.top_k)
+    block = _ORDER_BLOCKS[-1] if tokens is None else power_of_two(tokens * sizes.top_k)
     first = {
         **_ungated(experts, sizes.top_k, sizes.width, sizes.inner, "up_bias", use), **_between(use), "GATHERS": True,
     }  # fmt: skip
@@ -330,7 +331,7 @@ def _ungated(
 ) -> dict[str, int | float | bool | str]:
     """Constants of `grouped_kernel` for a product alone, of rows as they lie."""
     return {
-        "NUM_EXPERTS": num_experts, "EXPERTS_BLOCK": _power_of_two(num_experts + 1), "TOP_K": top_k, "SIZE_K": size_k,
+        "NUM_EXPERTS": num_experts, "EXPERTS_BLOCK": power_of_two(num_experts + 1), "TOP_K": top_k, "SIZE_K": size_k,
         "SIZE_N": size_n, "HAS_BIAS": use.has(bias), "IS_GATED": False, "ACTIVATION": "", "ALPHA": 1.0, "LIMIT": 0.0,
         "OFFSET": 0.0, "GATHERS": False, "SCATTERS": False, "ZEROES": False,
     }  # fmt: skip
@@ -377,7 +378,3 @@ def _step(use: Use, name: str, axis: int) -> Stride | int:
 
 def _aligned(num_bytes: Expr) -> Expr:
     return mul(_ALIGNED, ceildiv(num_bytes, _ALIGNED))
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from precast.ir.graph.symbols import mul
+from precast.kernels.blocks import num_warps, power_of_two
 from precast.kernels.records import Launch, Pointer
-from precast.kernels.rows import known, num_warps, power_of_two, rows_of
+from precast.kernels.rows import known, rows_of
 from precast.kernels.use import Use
 
 _BLOCK = 1024

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from precast.kernels.attention.attend import Pages, check_window
-from precast.kernels.attention.triton import LOG2_E, find_sequence, power_of_two, weights_of
+from precast.kernels.attention.triton import LOG2_E, find_sequence, weights_of
+from precast.kernels.blocks import power_of_two
 from precast.kernels.calls import implements
 from precast.kernels.latent_attention.expand import LatentScoring, sizes_of, split
 

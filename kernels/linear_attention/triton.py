@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.triton import power_of_two
+from precast.kernels.blocks import power_of_two
 from precast.kernels.linear_attention.step import token_decays
 from precast.kernels.stateful.forms import forms
 from precast.kernels.stateful.triton import tokens_of, zeros

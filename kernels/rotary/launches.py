@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from precast.ir.graph.symbols import ceildiv, mul
+from precast.kernels.blocks import num_warps, power_of_two
 from precast.kernels.records import Launch, Pointer, Stride
-from precast.kernels.rows import known, num_warps, power_of_two, real
+from precast.kernels.rows import known, real
 from precast.kernels.use import Use
 
 _TILE = 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from precast.kernels.blocks import power_of_two
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.use import Use
 
@@ -27,8 +28,8 @@ def launches(use: Use) -> tuple[Launch, ...]:
         "TOP_GROUPS": int(use.constant("top_groups") or 1),
         "SUMS_TWO": use.constant("group_score") in (None, "top2"), "HAS_BIAS": use.has("bias"),
         "NORMALISES": bool(use.constant("normalise")), "EPSILON": given["epsilon"], "FLOOR": given["floor"],
-        "SCALE": 1.0 if scale is None else float(scale), "SIZE": size, "BLOCK_G": _power_of_two(groups),
-        "BLOCK_E": _power_of_two(size), "BLOCK_K": _power_of_two(top_k), "PDL": has_pdl,
+        "SCALE": 1.0 if scale is None else float(scale), "SIZE": size, "BLOCK_G": power_of_two(groups),
+        "BLOCK_E": power_of_two(size), "BLOCK_K": power_of_two(top_k), "PDL": has_pdl,
     }  # fmt: skip
     args = (
         Pointer("out.0"), Pointer("out.1"), Pointer("logits"), bias[0], Stride("logits", 0), Stride("logits", 1),
@@ -40,7 +41,3 @@ def launches(use: Use) -> tuple[Launch, ...]:
             1 if num_experts <= _ONE_WARP else 4, pdl=has_pdl,
         ),
     )  # fmt: skip
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
