@@ -26,6 +26,24 @@ def with_strided_caches(sample: Sample) -> tuple[Sample, list[torch.Tensor]]:
     return strided, between
 
 
+def with_distant_caches(sample: Sample) -> Sample:
+    """The sample with equal cache tensors whose last page begins 2^31 elements behind the first, or further.
+
+    What lies between pages has all bits set. A cache of two pages or fewer stays as it is: no page is so large.
+    """
+    return sample | {name: _distant(sample[name]) for name in CACHES if name in sample and len(sample[name]) > 2}
+
+
+def _distant(cache: torch.Tensor) -> torch.Tensor:
+    pages, inner = cache.shape[0], math.prod(cache.shape[1:])
+    stride = 16 * math.ceil(2**31 / (pages - 1) / 16)
+    memory = torch.full(
+        ((pages * stride + inner) * cache.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=cache.device
+    )
+    far = memory.view(cache.dtype).as_strided(cache.shape, (stride, *cache.stride()[1:]))
+    return far.copy_(cache)
+
+
 def _spread(cache: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     pages, inner = cache.shape[0], math.prod(cache.shape[1:])
     size = cache.dtype.itemsize

@@ -1,0 +1,38 @@
+"""Caches of more than 2^31 elements: each kernel finds the pages at their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from op_samples.draw import Draw, Sample
+from op_samples.table import samples_of
+from strided import CACHES, with_distant_caches
+
+from precast.kernels import registry
+from precast.kernels.choices import runnable
+from precast.kernels.spec import OpSpec
+
+CACHE_OPS = [spec for spec in registry.specs() if any(arg.name in CACHES for arg in spec.definition.args)]
+BYTES = 24 << 30
+"""Of a GPU, at least: the two caches of a sample, in bfloat16, twice."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", CACHE_OPS, ids=lambda spec: spec.name)
+def test_pages_beyond_two_to_the_31_elements(
+    spec: OpSpec, copied: Callable[[Sample], Sample], same: Callable[..., None]
+) -> None:
+    device = torch.device("cuda")
+    if torch.cuda.mem_get_info()[0] < BYTES:
+        pytest.skip(f"less than {BYTES >> 30} GiB of memory are free")
+    for record in runnable(spec.name, 1, registry.target_of(device)):
+        for sample in samples_of(spec, Draw(torch.bfloat16, device)):
+            expected, far = copied(sample), with_distant_caches(sample)
+            wanted = spec.reference(**expected)
+
+            same(spec, registry.function_of(record)(**far), wanted)
+
+            for name in spec.definition.mutated:
+                same(spec, far[name], expected[name])
