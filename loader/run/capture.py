@@ -131,6 +131,10 @@ class Captures:
             self._steps[size] = CapturedStep(self._capture(step_of(size)), memory)
         except torch.OutOfMemoryError as error:
             self.stop("memory ran out for graphs", error)
+        except BaseException:
+            if not self._steps:  # torch gives up a pool with the last graph that used it
+                self._pool = self._device.pool()
+            raise
         else:
             self._pending.remove(size)
             self._size_for.clear()

@@ -19,6 +19,11 @@ BYTES = 24 << 30
 """Of a GPU, at least: the two caches of a sample, in bfloat16, twice."""
 
 
+def has_pages(sample: Sample) -> bool:
+    """More than two, so that they can be far apart."""
+    return all(len(sample[name]) > 2 for name in CACHES if name in sample)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", CACHE_OPS, ids=lambda spec: spec.name)
 def test_pages_beyond_two_to_the_31_elements(
@@ -27,8 +32,10 @@ def test_pages_beyond_two_to_the_31_elements(
     device = torch.device("cuda")
     if torch.cuda.mem_get_info()[0] < BYTES:
         pytest.skip(f"less than {BYTES >> 30} GiB of memory are free")
-    for record in runnable(spec.name, 1, registry.target_of(device)):
-        for sample in samples_of(spec, Draw(torch.bfloat16, device)):
+    samples = [given for given in samples_of(spec, Draw(torch.bfloat16, device)) if has_pages(given)][:2]
+    assert samples
+    for record in runnable(spec.name, spec.version, registry.target_of(device), control="static"):
+        for sample in samples:
             expected, far = copied(sample), with_distant_caches(sample)
             wanted = spec.reference(**expected)
 

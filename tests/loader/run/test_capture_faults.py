@@ -178,6 +178,29 @@ def test_all_pieces_are_captured_on_one_stream_and_from_one_pool(
         assert streams == {None, used[0][0]}
 
 
+def test_a_pool_without_a_graph_is_not_used_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives up a pool with its last graph: what is captured after an interrupted first one has a new one."""
+    used: list[object] = []
+    capture = device.capture
+
+    def noted(stream: object, pool: object) -> Any:
+        used.append(pool)
+        return capture(stream, pool)
+
+    monkeypatch.setattr(device, "capture", noted)
+    if device.kind == "cpu":  # whose pools are None
+        monkeypatch.setattr(device, "pool", object)
+    interrupts = Interrupts(KeyboardInterrupt(), 2 * NUM_LAYERS)
+    engine = engine_on(device, choose=interrupts)
+    for left in (4 * NUM_LAYERS, 0):  # as the second size is captured; never
+        with pytest.raises(KeyboardInterrupt):
+            engine.wait_until_captured()
+        interrupts.left = left
+    engine.wait_until_captured()
+    first, second = dict.fromkeys(used)
+    assert used == [first] * used.count(first) + [second] * used.count(second)
+
+
 def capturing_stream(device: Device) -> object:
     """The stream of the capture that is under way, if one is."""
     if device.kind == "cpu" or not torch.cuda.is_current_stream_capturing():
