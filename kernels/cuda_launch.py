@@ -55,9 +55,9 @@ def relaxed_capture() -> Iterator[None]:
 
 
 class At(NamedTuple):
-    """An argument of a kernel that each launch is given anew: its index among those."""
+    """An argument of a kernel that each launch is given anew: its place among those."""
 
-    index: int
+    place: int
 
 
 class Kernel:
@@ -78,11 +78,11 @@ class Kernel:
         pdl: bool = False,
     ) -> None:
         # The driver reads all of it from this memory; a launch writes its grid and its arguments there.
-        num_given = 1 + max((arg.index for arg in args if isinstance(arg, At)), default=-1)
+        num_given = 1 + max((arg.place for arg in args if isinstance(arg, At)), default=-1)
         constants = [_bits(arg) for arg in args if not isinstance(arg, At)]
         self._values = (ctypes.c_uint64 * (num_given + len(constants)))(*[0] * num_given, *constants)
         behind = itertools.count(num_given)
-        indices = [arg.index if isinstance(arg, At) else next(behind) for arg in args]
+        indices = [arg.place if isinstance(arg, At) else next(behind) for arg in args]
         first = ctypes.addressof(self._values)
         self._places = (ctypes.c_void_p * len(args))(*(first + 8 * index for index in indices))
         self._config = config = _Config(blockDim=(num_threads, 1, 1), sharedMemBytes=shared_bytes)

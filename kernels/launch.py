@@ -37,7 +37,7 @@ class Launched:
     def __init__(self, launches: Sequence[Launch], workspace: Expr = 0) -> None:
         given = (workspace, *(expr for launch in launches for expr in _expressions(launch)))
         self.expressions = tuple(dict.fromkeys(expr for expr in given if not isinstance(expr, int)))
-        self._places = {expr: i for i, expr in enumerate(self.expressions)}
+        self._places: dict[Expr, int] = {expr: i for i, expr in enumerate(self.expressions)}
         self._num_bytes = _number(workspace, self._places)
         self._launches = launches
         names = [arg.tensor for launch in launches for arg in launch.args if isinstance(arg, Pointer)]
