@@ -56,15 +56,16 @@ def streamed(*, pdl: bool, **constants: int) -> Product:
     def product(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         launch = stream(len(x), *weight.shape, "bfloat16")
         sizes = (x.stride(0), 1, 0, len(x), *weight.shape)
-        args = (y.data_ptr(), x.data_ptr(), weight.data_ptr(), None, None, *sizes)
+        args = (y.data_ptr(), x.data_ptr(), weight.data_ptr(), 0, 0, *sizes)
         if sizes not in kernels:
             function = cuda_launch.function_of(launch.kernel, tuple({**launch.constants, **constants}.items()), 0)
             kernels[sizes] = cuda_launch.Kernel(
-                function, len(args), num_threads=launch.block, shared_bytes=launch.shared_bytes, pdl=pdl
-            )
+                function, [*map(cuda_launch.At, range(len(args)))], num_threads=launch.block,
+                shared_bytes=launch.shared_bytes, pdl=pdl,
+            )  # fmt: skip
         (grid,) = launch.grid
         assert isinstance(grid, int)
-        kernels[sizes].launch((grid,), args, torch.cuda.current_stream().cuda_stream)
+        kernels[sizes].launch((grid, 1, 1), args, torch.cuda.current_stream().cuda_stream)
 
     return product
 

@@ -78,6 +78,8 @@ class NoProgram:
         outputs |= self(**inputs)
         return iter(())
 
+    warm_up = cut
+
 
 def engine_of(windows: tuple[int | None, ...], num_states: int, sizes: tuple[int, ...]) -> Engine:
     """An engine for up to 256 sequences on empty graphs of these sizes."""

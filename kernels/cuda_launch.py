@@ -9,11 +9,12 @@ The driver works in the context that torch made current on this thread. Imported
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from cuda.bindings import driver
 
@@ -53,44 +54,74 @@ def relaxed_capture() -> Iterator[None]:
         _checked(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
+class At(NamedTuple):
+    """An argument of a kernel that each launch is given anew: its place among those."""
+
+    place: int
+
+
 class Kernel:
     """A kernel with all that stays the same from launch to launch. One thread at a time launches it.
 
-    `pdl`: programmatic dependent launch; the kernel may start before the one in front of it in the stream has ended.
+    `args` are its arguments in order. Integers, those of a launch too, are passed as 64 bits (`long long`, pointers),
+    of which a parameter takes as many as it has; floats as float32, None as a null pointer. `pdl`: programmatic
+    dependent launch; the kernel may start before the one in front of it in the stream has ended.
     """
 
     def __init__(
         self,
         function: driver.CUfunction,
-        num_args: int,
+        args: Sequence[At | int | float | None],
         *,
         num_threads: int,
         shared_bytes: int = 0,
         pdl: bool = False,
     ) -> None:
-        self._function = function
-        self._config = config = driver.CUlaunchConfig()
-        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
-        config.sharedMemBytes = shared_bytes
-        if pdl:
-            config.attrs, config.numAttrs = [_pdl()], 1
-        self._values = (ctypes.c_uint64 * num_args)()
+        # The driver reads all of it from this memory; a launch writes its grid and its arguments there.
+        num_given = 1 + max((arg.place for arg in args if isinstance(arg, At)), default=-1)
+        constants = [_bits(arg) for arg in args if not isinstance(arg, At)]
+        self._values = (ctypes.c_uint64 * (num_given + len(constants)))(*[0] * num_given, *constants)
+        behind = itertools.count(num_given)
+        indices = [arg.place if isinstance(arg, At) else next(behind) for arg in args]
         first = ctypes.addressof(self._values)
-        self._places = (ctypes.c_void_p * num_args)(*range(first, first + 8 * num_args, 8))
-        self._params = ctypes.addressof(self._places)
+        self._places = (ctypes.c_void_p * len(args))(*(first + 8 * index for index in indices))
+        self._config = config = _Config(blockDim=(num_threads, 1, 1), sharedMemBytes=shared_bytes)
+        if pdl:
+            config.attrs, config.numAttrs = int(_pdl().getPtr()), 1
+        self._function = function
+        self._pack_grid = partial(struct.Struct("3I").pack_into, memoryview(config).cast("B"), 0)
+        self._pack = partial(struct.Struct(f"{num_given}q").pack_into, memoryview(self._values).cast("B"), 0)
+        self._call = partial(
+            launch_function(), ctypes.addressof(config), int(function), ctypes.addressof(self._places), None
+        )
 
-    def launch(self, grid: Sequence[int], args: Sequence[int | float | None], stream: int = 0) -> None:
-        """Launch it on a stream, captured or not, over `grid`, 1 to 3 sizes.
+    def launch(self, grid: Sequence[int], values: Sequence[int], stream: int = 0) -> None:
+        """Launch it on a stream, captured or not, over a `grid` of 3 sizes. `values`: the arguments that are `At`."""
+        self._pack_grid(*grid)
+        self._pack(*values)
+        self._config.hStream = stream
+        if status := self._call():
+            raise RuntimeError(f"the CUDA driver refuses: {driver.CUresult(status).name}")
 
-        `args`: integers and addresses are passed as 64 bits (`long long`, pointers), of which a parameter takes as many
-        as it has; floats as float32, None as a null pointer.
-        """
-        config, values = self._config, self._values
-        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-        config.hStream = stream
-        for i, arg in enumerate(args):
-            values[i] = arg if type(arg) is int and arg >= 0 else _bits(arg)
-        _checked(driver.cuLaunchKernelEx(config, self._function, self._params, 0))
+
+class _Config(ctypes.Structure):
+    """`CUlaunchConfig` of the driver."""
+
+    _fields_ = (
+        ("gridDim", ctypes.c_uint * 3), ("blockDim", ctypes.c_uint * 3), ("sharedMemBytes", ctypes.c_uint),
+        ("hStream", ctypes.c_void_p), ("attrs", ctypes.c_void_p), ("numAttrs", ctypes.c_uint),
+    )  # fmt: skip
+
+
+@cache
+def launch_function() -> Callable[[int, int, int, int | None], int]:
+    """The driver's `cuLaunchKernelEx`: addresses of config, function and arguments in, `CUresult` out.
+
+    `cuda.bindings` has it too, and spends several times as long on the objects around a call as the driver on a launch.
+    """
+    call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    call.argtypes, call.restype = (ctypes.c_void_p,) * 4, ctypes.c_int
+    return call
 
 
 def _bits(arg: int | float | None) -> int:

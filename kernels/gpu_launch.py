@@ -8,84 +8,145 @@ Imported when a kernel is first launched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from cuda.bindings import driver
 
-from precast.kernels.cuda_launch import Kernel, function_of, relaxed_capture
+from precast.ir.graph.schema import Apply, Expr
+from precast.kernels.cuda_launch import At, Kernel, function_of, relaxed_capture
 from precast.kernels.named import named
-from precast.kernels.records import Launch
+from precast.kernels.records import Launch, Pointer, Stride
 
-Run = Callable[[Sequence[int], Sequence[Any]], None]
-"""Launches a kernel over a grid with these arguments: tensors for pointers, None for those that aren't given."""
+Tensors = Mapping[str, torch.Tensor]
+Run = Callable[[Tensors, Sequence[int]], None]
+"""Launches a kernel with these tensors, by the names that launches give them, and these sizes."""
+ReadArgs = Callable[[Tensors, Sequence[int]], Sequence[Any]]
+"""The arguments of a launch as Triton compiles for them."""
+
+_MANY = 4096
+"""Of how many different arguments it is remembered which of Triton's kernels takes them."""
 
 
-def run_of(launch: Launch) -> Run:
-    """What runs the launch, on the current device and stream."""
-    return _cuda(launch) if launch.block else _triton(launch)
+def run_of(launch: Launch, places: Mapping[Expr, int], read_args: ReadArgs, device: int) -> Run:
+    """What runs the launch on a device, which is the current one, on its current stream.
+
+    `places` says where the values of expressions stand among a run's sizes.
+    """
+    given = _Given(launch, places)
+    kernel_for = _cuda(launch, given, device) if launch.block else _Triton(launch, given, read_args).kernel_for
+    current_stream = torch._C._cuda_getCurrentRawStream  # what `torch.cuda.current_stream` makes an object of
+
+    def run(tensors: Tensors, sizes: Sequence[int]) -> None:
+        grid = given.grid(sizes)
+        if 0 not in grid:
+            addresses, numbers = given.addresses(tensors, sizes), given.numbers(tensors, sizes)
+            kernel = kernel_for(addresses, numbers, tensors, sizes)
+            kernel.launch(grid, addresses + numbers, current_stream(device))
+
+    return run
 
 
-def _cuda(launch: Launch) -> Run:
-    kernels: dict[int, Kernel] = {}  # by device
+class _Given:
+    """What changes from one run of a launch to the next: its grid, addresses, and numbers, which are strides and sizes.
 
-    def run(grid: Sequence[int], args: Sequence[Any]) -> None:
-        device = torch.cuda.current_device()
-        if device not in kernels:
+    `args` says of each argument of the kernel where it stands among addresses and numbers, or that it is a constant.
+    """
+
+    def __init__(self, launch: Launch, places: Mapping[Expr, int]) -> None:
+        pointers = [arg for arg in launch.args if isinstance(arg, Pointer)]
+        strides = [arg for arg in launch.args if isinstance(arg, Stride)]
+        sizes = [arg for arg in launch.args if isinstance(arg, (str, Apply))]
+        indices = {arg: At(i) for i, arg in enumerate(dict.fromkeys((*pointers, *strides, *sizes)))}
+        self.args = [indices[arg] if isinstance(arg, (Pointer, Stride, str, Apply)) else arg for arg in launch.args]
+        pointers, strides = list(dict.fromkeys(pointers)), list(dict.fromkeys(strides))
+        self._names = [each.tensor for each in pointers]
+        self._offsets = [(i, _place(each.offset, places)) for i, each in enumerate(pointers) if each.offset != 0]
+        self._strides = [(each.tensor, each.axis) for each in strides]
+        self._sizes = [places[each] for each in dict.fromkeys(sizes)]
+        self._grid = [_place(size, places) for size in (*launch.grid, 1, 1)[:3]]
+
+    def grid(self, sizes: Sequence[int]) -> list[int]:
+        """Three sizes."""
+        return [number if place is None else sizes[place] for place, number in self._grid]
+
+    def addresses(self, tensors: Tensors, sizes: Sequence[int]) -> list[int]:
+        """Of the tensors."""
+        found = [tensors[name].data_ptr() for name in self._names]
+        for i, (place, number) in self._offsets:
+            found[i] += number if place is None else sizes[place]
+        return found
+
+    def numbers(self, tensors: Tensors, sizes: Sequence[int]) -> list[int]:
+        """The strides, and then the sizes."""
+        found = [sizes[place] for place in self._sizes]
+        return [tensors[name].stride(axis) for name, axis in self._strides] + found if self._strides else found
+
+
+def _place(expr: Expr, places: Mapping[Expr, int]) -> tuple[int | None, int]:
+    """Where the value stands among a run's sizes, or the value if it is a constant."""
+    return (None, expr) if isinstance(expr, int) else (places[expr], 0)
+
+
+KernelFor = Callable[[list[int], list[int], Tensors, Sequence[int]], Kernel]
+
+
+def _cuda(launch: Launch, given: _Given, device: int) -> KernelFor:
+    made: list[Kernel] = []
+
+    def kernel_for(*_: object) -> Kernel:
+        if not made:
             function = function_of(launch.kernel, tuple(launch.constants.items()), device)
-            kernels[device] = Kernel(
-                function, len(args), num_threads=launch.block, shared_bytes=launch.shared_bytes, pdl=launch.pdl
+            made.append(
+                Kernel(function, given.args, num_threads=launch.block, shared_bytes=launch.shared_bytes, pdl=launch.pdl)
             )
-        kernels[device].launch(grid, [_value(arg) for arg in args], torch.cuda.current_stream().cuda_stream)
+        return made[0]
 
-    return run
-
-
-class _Compiled(NamedTuple):
-    """A kernel of Triton's for arguments of some kind, and which of them it takes: others became constants."""
-
-    kernel: Kernel
-    takes: tuple[int, ...]
+    return kernel_for
 
 
-def _triton(launch: Launch) -> Run:
-    compiled: dict[tuple[int, ...], _Compiled] = {}
+class _Triton:
+    """The kernels that Triton compiled for a launch."""
 
-    def run(grid: Sequence[int], args: Sequence[Any]) -> None:
-        values = [_value(arg) for arg in args]
-        key = (torch.cuda.current_device(), *map(_kind, values))
-        if key not in compiled:
-            compiled[key] = _compiled(launch, args)
-        kernel, takes = compiled[key]
-        kernel.launch(grid, [values[i] for i in takes], torch.cuda.current_stream().cuda_stream)
+    def __init__(self, launch: Launch, given: _Given, read_args: ReadArgs) -> None:
+        self._launch, self._given, self._read_args = launch, given, read_args
+        self._by_kinds: dict[tuple[int, ...], Kernel] = {}
+        self._by_values: dict[tuple[int, ...], Kernel] = {}
 
-    return run
+    def kernel_for(self, addresses: list[int], numbers: list[int], tensors: Tensors, sizes: Sequence[int]) -> Kernel:
+        """The one for these arguments, compiled where they are the first of their kinds."""
+        bits = 0
+        for address in addresses:
+            bits |= address
+        # Addresses are nearly always multiples of 16; of what they are besides, kernels know nothing.
+        key = (*numbers, *(address & 15 for address in addresses)) if bits & 15 else tuple(numbers)
+        kernel = self._by_values.get(key)
+        if kernel is None:
+            kinds = tuple(map(_kind, addresses + numbers))
+            if kinds not in self._by_kinds:
+                self._by_kinds[kinds] = _compiled(self._launch, self._given.args, self._read_args(tensors, sizes))
+            if len(self._by_values) >= _MANY:
+                self._by_values.clear()
+            kernel = self._by_values[key] = self._by_kinds[kinds]
+        return kernel
 
 
-def _value(arg: Any) -> Any:
-    return arg.data_ptr() if isinstance(arg, torch.Tensor) else arg
-
-
-def _kind(value: Any) -> int:
-    """What Triton compiles kernels apart for: None and 1 as constants, multiples of 16, integers of 64 bits."""
-    if type(value) is not int:
-        return -1 if value is None else 0
+def _kind(value: int) -> int:
+    """What Triton compiles kernels apart for: 1 as a constant, multiples of 16, integers of 64 bits."""
     return 1 if value == 1 else (value & 15 == 0) << 1 | (value >= 2**31) << 2
 
 
-def _compiled(launch: Launch, args: Sequence[Any]) -> _Compiled:
+def _compiled(launch: Launch, given: Sequence[At | int | float | None], args: Sequence[Any]) -> Kernel:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "launch_pdl": launch.pdl}
     with relaxed_capture():
         made = named(launch.kernel).warmup(*args, grid=(1,), **launch.constants, **options)
         made._init_handles()
     assert not made.metadata.global_scratch_size, f"{launch.kernel} wants memory of its own"
-    takes = tuple(
-        i for i, kind in zip(range(len(args)), made.src.signature.values(), strict=False) if kind != "constexpr"
-    )
+    # Others became constants.
+    takes = [arg for arg, kind in zip(given, made.src.signature.values(), strict=False) if kind != "constexpr"]
     # Behind the arguments, Triton's kernels take two pointers for memory of their own: none here.
-    kernel = Kernel(
-        driver.CUfunction(made.function), len(takes) + 2, num_threads=32 * made.metadata.num_warps,
+    return Kernel(
+        driver.CUfunction(made.function), [*takes, None, None], num_threads=32 * made.metadata.num_warps,
         shared_bytes=made.metadata.shared, pdl=launch.pdl,
     )  # fmt: skip
-    return _Compiled(kernel, takes)

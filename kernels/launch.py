@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -26,6 +24,8 @@ from precast.kernels.records import Launch, Pointer, Record, Stride
 from precast.kernels.use import Target, Use
 
 _Reader = Callable[[Mapping[str, Any], Sequence[int]], Any]
+_Run = Callable[[Mapping[str, Any], Sequence[int]], None]
+"""Runs a launch with a call's tensors, by the names that launches give them, and its `sizes`."""
 
 
 class Launched:
@@ -37,27 +37,44 @@ class Launched:
     def __init__(self, launches: Sequence[Launch], workspace: Expr = 0) -> None:
         given = (workspace, *(expr for launch in launches for expr in _expressions(launch)))
         self.expressions = tuple(dict.fromkeys(expr for expr in given if not isinstance(expr, int)))
-        places: dict[Expr, int] = {expr: i for i, expr in enumerate(self.expressions)}
-        self._num_bytes = _number(workspace, places)
+        self._places: dict[Expr, int] = {expr: i for i, expr in enumerate(self.expressions)}
+        self._num_bytes = _number(workspace, self._places)
         self._launches = launches
-        self._grids = [[_number(size, places) for size in launch.grid] for launch in launches]
-        self._args = [[_reader(arg, places) for arg in launch.args] for launch in launches]
-        self._runs: list[Callable[[Sequence[int], Sequence[Any]], None]] = []
+        names = [arg.tensor for launch in launches for arg in launch.args if isinstance(arg, Pointer)]
+        self._first = next(name for name in names if name != "workspace")
+        self._listed = {name.partition(".")[0] for name in names if "." in name} - {"out"}
+        self._runs: dict[int, list[_Run]] = {}  # by the index of the GPU; -1 for the CPU
 
-    def __call__(self, /, *, sizes: Sequence[int] = (), out: Any = (), **arguments: Any) -> None:
+    def __call__(self, /, *, sizes: Sequence[int] = (), out: Any = (), **tensors: Any) -> None:
         """Launch all of them, on the current stream. `out`: the result, or a tuple of several."""
-        tensors = {**arguments, "out": (out,) if isinstance(out, torch.Tensor) else out}
-        first = _first(tensors)
+        if isinstance(out, torch.Tensor):
+            tensors["out.0"] = out
+        else:
+            tensors |= _named("out", out)
+        for name in self._listed:
+            tensors |= _named(name, tensors[name])
+        first = tensors[self._first]
         if num_bytes := self._num_bytes(sizes):
             tensors["workspace"] = torch.empty(num_bytes, dtype=torch.uint8, device=first.device)
+        index = first.get_device()
         # A kernel runs on the current device, whatever device the tensors are on.
-        is_elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
-        with torch.cuda.device_of(first) if is_elsewhere else nullcontext():
-            self._runs = self._runs or [_run_of(launch, first.device) for launch in self._launches]
-            for run, grid, args in zip(self._runs, self._grids, self._args, strict=True):
-                blocks = [size(sizes) for size in grid]
-                if 0 not in blocks:
-                    run(blocks, [read(tensors, sizes) for read in args])
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self._run(index, tensors, sizes)
+        else:
+            self._run(index, tensors, sizes)
+
+    def _run(self, index: int, tensors: Mapping[str, Any], sizes: Sequence[int]) -> None:
+        runs = self._runs.get(index)
+        if runs is None:
+            runs = self._runs[index] = [_run_of(launch, self._places, index) for launch in self._launches]
+        for run in runs:
+            run(tensors, sizes)
+
+
+def _named(name: str, listed: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a list as launches name them."""
+    return {f"{name}.{i}": each for i, each in enumerate(listed)}
 
 
 def launched_of(record: Record, use: Use) -> Launched:
@@ -103,7 +120,7 @@ def _definition(record: Record) -> OpDef:
 def _use_of(record: Record, arguments: Mapping[str, Any]) -> Use:
     """The use that these arguments are, all sizes of which are known."""
     args = {name: _arg(name, value) for name, value in arguments.items() if value is not None}
-    tensors = dict(_by_name(arguments, ()))
+    tensors = dict(_by_name(arguments))
     types = {name: TensorType(NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
     results = apply_shape_rule(_definition(record), args, types)
     outputs = tuple(Value(f"out.{i}", kind) for i, kind in enumerate(results))
@@ -127,18 +144,17 @@ def _arg(name: str, value: Any) -> Arg:
 
 
 def _empty(kind: TensorType, arguments: Mapping[str, Any]) -> torch.Tensor:
-    device = next(iter(dict(_by_name(arguments, ())).values())).device
+    device = next(iter(dict(_by_name(arguments)).values())).device
     return torch.empty([symbols.evaluate(size, {}) for size in kind.shape], dtype=BY_NAME[kind.dtype], device=device)
 
 
-def _by_name(arguments: Mapping[str, Any], out: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _by_name(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors as launches name them."""
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, (list, tuple)):
             yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, torch.Tensor))
-    yield from ((f"out.{i}", each) for i, each in enumerate((out,) if isinstance(out, torch.Tensor) else out))
 
 
 def _expressions(launch: Launch) -> Iterator[Expr]:
@@ -158,40 +174,37 @@ def _number(expr: Expr, places: Mapping[Expr, int]) -> Callable[[Sequence[int]],
 def _reader(arg: Pointer | Stride | Expr | float | None, places: Mapping[Expr, int]) -> _Reader:
     """What gives the argument of a launch, of a call's tensors and `sizes`."""
     if isinstance(arg, Pointer):
-        find = _finder(arg.tensor)
+        name = arg.tensor
         if arg.dtype is None:
-            return lambda tensors, sizes: find(tensors)
+            return lambda tensors, sizes: tensors[name]
         offset, dtype = _number(arg.offset, places), BY_NAME[arg.dtype]
-        return lambda tensors, sizes: find(tensors)[offset(sizes) :].view(dtype)
+        return lambda tensors, sizes: tensors[name][offset(sizes) :].view(dtype)
     if isinstance(arg, Stride):
-        find, axis = _finder(arg.tensor), arg.axis
-        return lambda tensors, sizes: find(tensors).stride(axis)
+        name, axis = arg.tensor, arg.axis
+        return lambda tensors, sizes: tensors[name].stride(axis)
     if arg is None or isinstance(arg, float):
         return lambda tensors, sizes: arg
     value = _number(arg, places)
     return lambda tensors, sizes: value(sizes)
 
 
-def _finder(name: str) -> Callable[[Mapping[str, Any]], torch.Tensor]:
-    """What finds a tensor by the name that launches give it."""
-    whole, _, index = name.partition(".")
-    return (lambda tensors: tensors[whole][int(index)]) if index else itemgetter(name)
+def _run_of(launch: Launch, places: Mapping[Expr, int], index: int) -> _Run:
+    """What runs the launch on this GPU, or on the CPU (-1)."""
+    readers = [_reader(arg, places) for arg in launch.args]
 
+    def read_args(tensors: Mapping[str, Any], sizes: Sequence[int]) -> list[Any]:
+        return [read(tensors, sizes) for read in readers]
 
-def _first(tensors: Mapping[str, Any]) -> torch.Tensor:
-    flat = (each for value in tensors.values() for each in (value if isinstance(value, (list, tuple)) else (value,)))
-    return next(each for each in flat if isinstance(each, torch.Tensor))
+    if index >= 0:
+        from precast.kernels import gpu_launch
 
-
-def _run_of(launch: Launch, device: torch.device) -> Callable[[Sequence[int], Sequence[Any]], None]:
-    if device.type == "cpu":
-        return partial(_interpret, launch)
-    from precast.kernels import gpu_launch
-
-    return gpu_launch.run_of(launch)
-
-
-def _interpret(launch: Launch, grid: Sequence[int], args: Sequence[Any]) -> None:
-    """In Triton's interpreter."""
+        return gpu_launch.run_of(launch, places, read_args, index)
+    grid = [_number(size, places) for size in launch.grid]
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    named(launch.kernel)[tuple(grid)](*args, **launch.constants, **options)
+
+    def interpret(tensors: Mapping[str, Any], sizes: Sequence[int]) -> None:
+        blocks = tuple(size(sizes) for size in grid)
+        if 0 not in blocks:
+            named(launch.kernel)[blocks](*read_args(tensors, sizes), **launch.constants, **options)
+
+    return interpret

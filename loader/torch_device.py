@@ -70,6 +70,8 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
     """The memory of a buffer of this backend as a tensor."""
     owner = buffer.owner
     assert isinstance(owner, torch.Tensor), "the buffer is of another backend"
+    if buffer.dtype == "uint8" and len(buffer.shape) == 1 and buffer.strides == (1,) and owner.dtype == torch.uint8:
+        return owner.narrow(0, buffer.pointer - owner.data_ptr(), buffer.shape[0])
     dtype = dtypes.BY_NAME[buffer.dtype]
     flat = owner if owner.dtype == dtype else owner.view(dtype)
     offset = (buffer.pointer - owner.data_ptr()) // flat.element_size()
@@ -192,6 +194,7 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
+        self._index = index
         self._device = torch.device("cuda", index)
 
     def alloc(self, num_bytes: int, *, pinned: bool = False) -> Buffer:
@@ -201,7 +204,10 @@ class CudaDevice:
 
     def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """As the interface says."""
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        if stream is None:
+            tensor_of(target).copy_(tensor_of(source), non_blocking=True)
+            return
+        with torch.cuda.stream(stream):
             tensor_of(target).copy_(tensor_of(source), non_blocking=True)
 
     def load(self, image: bytes, name: str) -> Kernel:
@@ -257,7 +263,7 @@ class CudaDevice:
 
     def use(self, stream: Stream = None) -> AbstractContextManager[object]:
         """As the interface says."""
-        return torch.cuda.device(self._device) if stream is None else torch.cuda.stream(stream)
+        return torch.cuda.device(self._index) if stream is None else torch.cuda.stream(stream)
 
     def free_bytes(self) -> int:
         """What the driver and torch's allocator have free."""

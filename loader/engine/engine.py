@@ -379,7 +379,7 @@ class Engine:
             step = self._scheduler.schedule()
             assert step.num_tokens, "requests wait, nothing runs, and the first of them can't be admitted"
         try:
-            ticket = self._runner.launch(step, self._scheduler.decoding)
+            ticket = self._runner.launch(step, self._scheduler.decoding, is_timed=self._is_timed(step))
         except BaseException:
             try:
                 self._land()
@@ -447,10 +447,16 @@ class Engine:
         self._scheduler.arrived(flight.step, drawn)
         self._hand_out(flight.step.sampled, drawn)
 
+    def _is_timed(self, step: Step) -> bool:
+        """Whether the budget wants to know how long the step takes. Steps between captures tell nothing."""
+        if not step.decodes or self._max_prefill_tokens is not None or self._runner.captures.num_pending:
+            return False
+        return self._budget.is_wanted(has_prompts=bool(step.chunks))
+
     def _measure(self, flight: _Flight) -> None:
-        """Tell the budget how long a step took in which sequences decoded. It was collected."""
+        """Tell the budget how long a step took, which was collected."""
         step, ticket = flight.step, flight.ticket
-        if step.decodes and not self._runner.captures.num_pending:
+        if ticket.began is not None:
             num_tokens = step.num_tokens + ticket.padding
             self._budget.measured(num_tokens, self._runner.seconds(ticket), has_prompts=bool(step.chunks))
 

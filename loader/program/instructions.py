@@ -96,16 +96,23 @@ class Instructions:
         """Whether one of them reads the host."""
         return bool(self._cuts)
 
+    def __len__(self) -> int:
+        return len(self._instructions)
+
     def cut(self, frame: Frame) -> Iterator[HostCall]:
         """Run all but the calls that read the host, and stop in front of each of those.
 
         Its results are allocated by then, so that whoever captures this piece holds them in its memory.
         """
-        for position, instruction in enumerate(self._instructions):
-            if position in self._cuts:
-                yield from self._cuts[position](frame)
-            else:
-                instruction(frame)
+        for position in range(len(self)):
+            yield from self.cut_at(position, frame)
+
+    def cut_at(self, position: int, frame: Frame) -> Iterator[HostCall]:
+        """The same for one of them alone."""
+        if position in self._cuts:
+            yield from self._cuts[position](frame)
+        else:
+            self._instructions[position](frame)
 
 
 def op_action(

@@ -30,7 +30,7 @@ from precast.kernels.registry import Implementation, implementations, target_of
 from precast.kernels.use import Use, statics_in, types_in, use_of
 from precast.loader.program import instructions
 from precast.loader.program.binding import Binding, Sizes
-from precast.loader.program.instructions import Action, Frame, HostCall, Instructions, Out
+from precast.loader.program.instructions import Action, Frame, HostCall, Instructions, Out, Registers
 
 Choose = Callable[[Use], Sequence[Implementation]]
 
@@ -115,6 +115,16 @@ class Program:
         """
         frame = self._main.frame(inputs, self._inputs.bind(inputs, self._static_sizes))
         yield from self._main.instructions.cut(frame)
+        outputs |= self._main.outputs(frame)
+
+    def warm_up(self, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor) -> Iterator[HostCall]:
+        """As `cut`, but of the calls of a block the first alone runs, and gives its results for all of them.
+
+        All calls of a block run the same instructions over sizes, types and strides that are the same: after one of
+        them, whatever is compiled or made when it is first used is there. What is computed is of no use.
+        """
+        frame = self._main.frame(inputs, self._inputs.bind(inputs, self._static_sizes))
+        yield from self._main.warm_up(frame)
         outputs |= self._main.outputs(frame)
 
     def _check_symbols(self) -> None:
@@ -202,10 +212,13 @@ class _Main:
         self.places: dict[str, list[tuple[Frame, int]]] = {name: [] for name in statics}
         blocks = {block.name: _Block(block, nodes) for block in graph.blocks}
         actions: list[Action] = []
+        self._calls: dict[int, tuple[str, Registers]] = {}  # by position: the block that is called, and its results
         types, static = types_in(graph), statics_in(graph)
         for item in graph.main:
             if isinstance(item, ir.Call):
-                actions.append(self._call_action(item, blocks[item.block], layout))
+                action = self._call_action(item, blocks[item.block], layout)
+                self._calls[len(actions)] = item.block, action.writes
+                actions.append(action)
             else:
                 actions += nodes.actions(item, types, static, layout)
         self._inputs = tuple((value.name, layout[value.name]) for value in graph.inputs)
@@ -235,6 +248,20 @@ class _Main:
         for register, value in self._of_sizes[1]:
             frame[register] = value
         return frame
+
+    def warm_up(self, frame: Frame) -> Iterator[HostCall]:
+        """See `Program.warm_up`."""
+        results: dict[str, list[Any]] = {}
+        for position in range(len(self.instructions)):
+            block, registers = self._calls.get(position, ("", ()))
+            if block not in results:
+                yield from self.instructions.cut_at(position, frame)
+                made = [frame[register] for register in registers]
+                if block and all(value is not None for value in made):  # else one of them isn't read after this call
+                    results[block] = made
+            else:
+                for register, value in zip(registers, results[block], strict=True):
+                    frame[register] = value
 
     def place(self, addresses: Addresses, memory: torch.Tensor) -> None:
         """See `Program.place`."""

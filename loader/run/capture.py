@@ -5,10 +5,11 @@ sequence are empty sequences, and tokens without one are written nowhere. It is 
 Else it is cut in front of each call that does: graphs and calls then take turns, and a call's results lie in memory of
 the graph in front of it.
 
-Each size goes through three phases. *Warm-up* runs it once, so that kernels are compiled and libraries have their
-workspaces. *Capture* records it. *Replay* is what steps do from then on. Both of the first run with empty slots: no
-cache is written, and of what they make nothing is kept but the graph. Every step fills all of its inputs, so there is
-none to restore; what was drawn last, which the next step may take as its tokens, the runner saves and puts back.
+Each size goes through three phases. *Warm-up* runs it once, of equal layers the first alone, so that kernels are
+compiled and libraries have their workspaces. *Capture* records it. *Replay* is what steps do from then on. Both of the
+first run with empty slots: no cache is written, and of what they make nothing is kept but the graph. Every step fills
+all of its inputs, so there is none to restore; what was drawn last, which the next step may take as its tokens, the
+runner saves and puts back.
 
 All graphs are captured on one stream and share one pool of memory, the largest first: they never run at once, and no
 result is read from a graph's memory after its step.
@@ -40,9 +41,10 @@ class Size(NamedTuple):
 
 
 class SizedStep(NamedTuple):
-    """What runs a step of one size, again and again, over the places of its inputs: see `Runner`."""
+    """What runs a step of one size over the places of its inputs: see `Runner`. `warm_up` uses each kernel once."""
 
     prepare: Callable[[], None]
+    warm_up: Callable[[], Iterator[HostCall]]
     pieces: Callable[[], Iterator[HostCall]]
 
 
@@ -158,9 +160,9 @@ class Captures:
         parts: list[CapturedGraph | HostCall] = []
         with collector_held(), torch.inference_mode():
             step.prepare()
-            for call in step.pieces():
+            for call in step.warm_up():
                 call.replay()
-            self._device.synchronize()
+            # The device may still be at the warm-up, and at the step in front of it: what is recorded doesn't run.
             pieces = step.pieces()
             while True:
                 with self._device.capture(self._stream, self._pool) as graph:

@@ -1,11 +1,12 @@
-"""Fixed memory for the inputs of a step: each has a place on the device, with the same address in every step.
+"""Fixed memory for the inputs of a step: in all steps of one layout each has a place with the same address.
 
-The places lie one after the other, the shortest first, each as long as the engine's limits let its array become. Pinned
-memory of the host is laid out in the same way, twice: one is filled while the other's copies may still be under way. A
-step's arrays are written there, each from the beginning of its place,
-and what they fill is copied to the device. Filled ranges less than `GAP_BYTES` apart are copied together, so all short
-inputs take one copy; of a page list, which can be megabytes long, only what the step filled is copied. On a CPU the
-host's memory is the device's, and nothing is copied.
+A layout puts places one after the other, the shortest first. In the widest one each is as long as the engine's limits
+let its array become. A captured step has a layout of its own, in which each is as long as that step's array, and what
+it reads is a few kilobytes at the beginning; page lists, whose length varies, come last. Pinned memory of the host is
+laid out in the same way, twice: one is filled while the other's copies may still be under way. A step's arrays are
+written there, each from the beginning of its place, and what they fill is copied to the device. Filled ranges less than
+`GAP_BYTES` apart are copied together, so a decode step takes one copy; of a page list, which can be megabytes long,
+only what the step filled is copied. On a CPU the host's memory is the device's, and nothing is copied.
 
 What a step leaves as it was, such as how tokens are drawn, is the same array as in the step before, and is not written
 to the host's memory again.
@@ -33,84 +34,126 @@ GAP_BYTES = 1 << 16
 """What a link of 25 to 50 GB/s moves in the 2 microseconds that one more copy takes."""
 
 
-class Places:
-    """Memory for arrays by name, on the device and on the host. `tensors` are the whole places, `[length]` each."""
+class Layout:
+    """Where the array of each name lies, in memory of the host and of the device.
 
-    def __init__(self, capacities: Capacities, device: Device) -> None:
-        self._device = device
-        order = sorted(capacities, key=lambda name: _num_bytes(*capacities[name]))
-        sizes = (_num_bytes(*capacities[name]) for name in order)
-        starts = dict(zip(order, itertools.accumulate(sizes, initial=0), strict=False))
+    `tensors` are the whole places on the device, `[length]` each. `padding`: how arrays are made as long as a captured
+    step's; those that it doesn't name are left as they are.
+    """
+
+    def __init__(
+        self, capacities: Capacities, padding: Mapping[str, Padding], target: Buffer, sources: Iterable[Buffer]
+    ) -> None:
+        self.padding = padding
+        sizes = {name: _bytes_of(capacity) for name, capacity in capacities.items()}
+        order = sorted(sizes, key=lambda name: (bool(padding) and name not in padding, sizes[name]))
+        ends = itertools.accumulate((sizes[name] for name in order), initial=0)
+        starts = dict(zip(order, ends, strict=False))
         # Where each place begins and what one element takes, in bytes, in the order of the places.
         self._extents = {name: (starts[name], np.dtype(capacities[name][0]).itemsize) for name in order}
-        num_bytes = places_bytes(capacities)
-        self._target = device.alloc(num_bytes)
-        on_host = [self._target] if device.kind == "cpu" else [device.alloc(num_bytes, pinned=True) for _ in range(2)]
-        self._hosts = deque(_Host(source, capacities, starts, device.event()) for source in on_host)
-        self._lengths: dict[str, int] = {}  # of the arrays that were copied last, and the ranges of bytes of these
-        self._ranges: list[tuple[int, int]] = []
-        # Whoever looks at a whole place finds numbers there that the host has written, zeros at first.
-        tensor_of(self._target).zero_()
         self.tensors = {
-            name: tensor_of(self._target.view(starts[name], (length,), dtype=dtype))
+            name: tensor_of(target.view(starts[name], (length,), dtype=dtype))
             for name, (dtype, length) in capacities.items()
         }
+        memories = map(host_bytes, sources)
+        self.arrays: list[dict[str, Array]] = [
+            {name: np.frombuffer(memory, dtype, length, starts[name]) for name, (dtype, length) in capacities.items()}
+            for memory in memories
+        ]
+        self._lengths: dict[str, int] = {}  # of the arrays of the last step, and the ranges of bytes of these
+        self._ranges: list[tuple[int, int]] = []
 
-    @property
-    def address(self) -> int:
-        """Where the places begin on the device."""
-        return self._target.pointer
-
-    def fill(self, arrays: Arrays, padding: Mapping[str, Padding] | None = None) -> None:
-        """Put the arrays in their places, made longer as `padding` says.
-
-        An array that can't be written to must not change in other ways either: where the same one is given again, it
-        is not written again. Copies are made in the order of the device's current stream.
-        """
-        self._hosts.rotate()
-        host = self._hosts[0]
-        host.copied.synchronize()  # copies of the step before the last may still read it
-        lengths = host.write(arrays, padding or {})
-        if host.source is self._target:
-            return
+    def ranges(self, lengths: dict[str, int]) -> list[tuple[int, int]]:
+        """Where what arrays of these lengths fill begins and ends, in bytes: what is to be copied."""
         if lengths != self._lengths:
             self._lengths, self._ranges = lengths, joined(self._used(lengths))
-        for start, end in self._ranges:
-            size = (end - start,)
-            self._device.copy(self._target.view(start, size), host.source.view(start, size))
-        host.copied.record()
-
-    def filled(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """The arrays that fill the places, as tensors `[len]` on the device, by name. They hold until the next step."""
-        return {name: self.tensors[name][: len(values)] for name, values in arrays.items()}
+        return self._ranges
 
     def _used(self, lengths: Mapping[str, int]) -> Iterable[tuple[int, int]]:
-        """Of arrays of these lengths, where each begins and ends, in bytes and in their order."""
+        """Of each array, in order."""
         for name, (start, item_bytes) in self._extents.items():
             if name in lengths:
                 yield start, start + item_bytes * lengths[name]
 
 
-class _Host:
-    """Memory of the host in the layout of the places: `copied` is passed when the device has what was written there."""
+class Places:
+    """Memory for arrays by name, on the device and on the host; `widest` is the layout of steps of any size."""
 
-    def __init__(self, source: Buffer, capacities: Capacities, starts: Mapping[str, int], copied: Event) -> None:
-        memory = host_bytes(source)
-        self.source = source
-        self.copied = copied
-        self.arrays: dict[str, Array] = {
-            name: np.frombuffer(memory, dtype, length, starts[name]) for name, (dtype, length) in capacities.items()
+    def __init__(self, capacities: Capacities, device: Device) -> None:
+        self._device = device
+        self._capacities = capacities
+        num_bytes = places_bytes(capacities)
+        self._target = device.alloc(num_bytes)
+        on_host = [self._target] if device.kind == "cpu" else [device.alloc(num_bytes, pinned=True) for _ in range(2)]
+        self._hosts = deque(_Host(i, source) for i, source in enumerate(on_host))
+        # Whoever looks at a whole place finds numbers there that the host has written, zeros at first.
+        tensor_of(self._target).zero_()
+        self.widest = Layout(capacities, {}, self._target, on_host)
+
+    @property
+    def address(self) -> int:
+        """Where the places begin on the device, in each layout."""
+        return self._target.pointer
+
+    def layout(self, padding: Mapping[str, Padding]) -> Layout:
+        """A layout for steps whose arrays are made as long as `padding` says; those without it may have any length."""
+        fitting = {
+            name: (dtype, padding[name].length if name in padding else most)
+            for name, (dtype, most) in self._capacities.items()
         }
-        self._written: dict[str, Array] = {}
-        self._padding: Mapping[str, Padding] | None = None
+        assert all(length <= self._capacities[name][1] for name, (_, length) in fitting.items()), "beyond the limits"
+        sources = sorted(self._hosts, key=lambda host: host.index)
+        return Layout(fitting, padding, self._target, [host.source for host in sources])
 
-    def write(self, arrays: Arrays, padding: Mapping[str, Padding]) -> dict[str, int]:
+    def fill(self, arrays: Arrays, until: Event, layout: Layout | None = None) -> None:
+        """Put the arrays in their places, made longer as the layout says. None: the widest.
+
+        An array that can't be written to must not change in other ways either: where the same one is given again, it
+        is not written again. Copies are made in the order of the device's current stream, on which the caller records
+        `until` afterwards: the host's memory is not filled again before that is passed.
+        """
+        layout = layout or self.widest
+        self._hosts.rotate()
+        host = self._hosts[0]
+        if host.until is not None:
+            host.until.synchronize()  # copies of the step before the last may still read it
+        lengths = host.write(arrays, layout)
+        if host.source is self._target:
+            return
+        host.until = until
+        for start, end in layout.ranges(lengths):
+            size = (end - start,)
+            self._device.copy(self._target.view(start, size), host.source.view(start, size))
+
+    def passed(self, event: Event) -> None:
+        """The caller has waited for this event since it was recorded last."""
+        for host in self._hosts:
+            if host.until is event:
+                host.until = None
+
+    def filled(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+        """The arrays that fill the widest layout, as tensors `[len]` on the device, by name, until the next step."""
+        return {name: self.widest.tensors[name][: len(values)] for name, values in arrays.items()}
+
+
+class _Host:
+    """Memory of the host: which one, and what is passed when the device has what was written there last."""
+
+    def __init__(self, index: int, source: Buffer) -> None:
+        self.index = index
+        self.source = source
+        self.until: Event | None = None
+        self._written: dict[str, Array] = {}
+        self._layout: Layout | None = None
+
+    def write(self, arrays: Arrays, layout: Layout) -> dict[str, int]:
         """Write the arrays with their padding; how long they are then.
 
-        One that can't be written to is left out if it is what was written here the last time, with the same padding.
+        One that can't be written to is left out if it is what was written here the last time, in the same layout.
         """
-        written = self._written if padding is self._padding else {}
-        self._written, self._padding = arrays, padding
+        written = self._written if layout is self._layout else {}
+        self._written, self._layout = arrays, layout
+        places, padding = layout.arrays[self.index], layout.padding
         lengths = {}
         for name, values in arrays.items():
             count = len(values)
@@ -118,7 +161,7 @@ class _Host:
             lengths[name] = length
             if written.get(name) is values and not values.flags.writeable:
                 continue
-            place = self.arrays[name]
+            place = places[name]
             place[:count] = values
             if count < length:
                 place[count:length] = values[-1] if fill is None else fill
@@ -138,8 +181,9 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def places_bytes(capacities: Capacities) -> int:
     """What `Places` take for these arrays: on the device, and on a GPU twice as much pinned memory of the host."""
-    return sum(itertools.starmap(_num_bytes, capacities.values()))
+    return sum(map(_bytes_of, capacities.values()))
 
 
-def _num_bytes(dtype: Dtype, length: int) -> int:
+def _bytes_of(capacity: tuple[Dtype, int]) -> int:
+    dtype, length = capacity
     return aligned(int(np.dtype(dtype).itemsize) * length, ALIGNMENT)

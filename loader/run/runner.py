@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from precast.ir.errors import RequestError
@@ -25,33 +26,50 @@ from precast.kernels.sampling.sample import greedy
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
-from precast.loader.device import Device, Event
+from precast.loader.device import Buffer, Device, Event, host_bytes
 from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import Program
-from precast.loader.run.batch import Arrays, BatchInputs, Padding
+from precast.loader.run.batch import Arrays, BatchInputs
 from precast.loader.run.capture import Captures, Memory, Size, SizedStep
 from precast.loader.run.draws import DTYPES, draw_arrays, draw_padding
-from precast.loader.run.places import Places
+from precast.loader.run.places import Layout, Places
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Step
 from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import tensor_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class Ticket(NamedTuple):
     """A step that was launched. It draws `num_rows` tokens, which `arrived` says are in `token_ids` on the host.
 
     `logits` are `[R, V]` on the device, of a step whose logits are wanted. `ran` says how it ran: "captured",
-    "piecewise", or why it ran op by op. The device works on it from `began` to `arrived`.
+    "piecewise", or why it ran op by op. The device works on it from `began`, if that was asked for, to `arrived`.
     """
 
     ran: str
     padding: int
     logits: torch.Tensor | None
     num_rows: int
-    token_ids: torch.Tensor
+    token_ids: npt.NDArray[np.int64]
+    arrived: Event
+    began: Event | None
+
+
+class _Arrival(NamedTuple):
+    """Where the tokens of a step arrive: pinned memory of the host, and the same as numbers."""
+
+    pinned: Buffer
+    token_ids: npt.NDArray[np.int64]
     arrived: Event
     began: Event
+
+
+def _arrival(pinned: Buffer, device: Device) -> _Arrival:
+    token_ids = np.frombuffer(host_bytes(pinned), np.int64)
+    return _Arrival(pinned, token_ids, device.event(timed=True), device.event(timed=True))
 
 
 class Runner:
@@ -85,26 +103,22 @@ class Runner:
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
         # What the last step drew, for the next one; and what two steps have drawn, for the host.
-        self._drawn = tensor_of(device.alloc(8 * num_rows)).view(torch.int64)
-        self._arrivals = deque(
-            (
-                tensor_of(device.alloc(8 * num_rows, pinned=True)).view(torch.int64),
-                device.event(timed=True),
-                device.event(timed=True),
-            )
-            for _ in range(2)
-        )
+        self._drawn_bytes = device.alloc(8 * num_rows)
+        self._drawn = tensor_of(self._drawn_bytes).view(torch.int64)
+        self._arrivals = deque(_arrival(device.alloc(8 * num_rows, pinned=True), device) for _ in range(2))
+        self._prepared = device.event()  # of the inputs of a step that is captured
         self.captures = Captures(device, [Size(n, min(n, num_rows)) for n in captured_sizes])
         self._largest = max(captured_sizes, default=0)
-        self._padding: dict[Size, dict[str, Padding]] = {}
+        self._layouts: dict[Size, Layout] = {}
         empty = DecodeBatch(graph.caches, 0)
         self._nothing = self._inputs.arrays([]) | draw_arrays(empty)
         self._opened: tuple[Program, CacheMemory, Places] | None = (program, memory, places)
 
-    def launch(self, step: Step, decoding: DecodeBatch | None = None) -> Ticket:
+    def launch(self, step: Step, decoding: DecodeBatch | None = None, *, is_timed: bool = False) -> Ticket:
         """Begin a step: copy its pages, fill its inputs, run the program, draw.
 
-        `decoding` has those of `step.decodes`; None: the logits are wanted, and nothing is drawn.
+        `decoding` has those of `step.decodes`; None: the logits are wanted, and nothing is drawn. `is_timed`:
+        `seconds` will be asked for.
 
         At most two steps may be launched whose tokens are not collected. Raises RequestError after `close`, and what
         the program raises.
@@ -115,34 +129,43 @@ class Runner:
         num_rows = 0 if decoding is None else len(step.sampled)
         size = None if decoding is None else self.captures.size_for(step.num_tokens)
         self._arrivals.rotate()
-        token_ids, arrived, began = self._arrivals[0]
+        arrival = self._arrivals[0]
         with self.device.use(), torch.inference_mode():
-            began.record()
-            if step.saves or step.restores:
-                self.copy_pages([*step.saves, *step.restores])
-            logits, padding = None, 0
-            if size is None:
-                logits = self._run_eagerly(arrays, drawing)
-                ran = self._why_eager(step.num_tokens, is_drawn=decoding is not None)
-            else:
-                places.fill(arrays | drawing, self._padding_to(size))
-                num_graphs = self.captures.replay(size, self._memory())
-                ran, padding = "captured" if num_graphs == 1 else "piecewise", size.num_tokens - step.num_tokens
-            # What was drawn for whatever rows; nobody waits for it here.
-            token_ids.copy_(self._drawn, non_blocking=True)
-            arrived.record()
-        return Ticket(ran, padding, logits if decoding is None else None, num_rows, *self._arrivals[0])
+            try:
+                if is_timed:
+                    arrival.began.record()
+                if step.saves or step.restores:
+                    self.copy_pages([*step.saves, *step.restores])
+                logits, padding = None, 0
+                if size is None:
+                    logits = self._run_eagerly(arrays, drawing, arrival.arrived)
+                    ran = self._why_eager(step.num_tokens, is_drawn=decoding is not None)
+                else:
+                    places.fill(arrays | drawing, arrival.arrived, self._layout_of(size))
+                    num_graphs = self.captures.replay(size, self._memory())
+                    ran, padding = "captured" if num_graphs == 1 else "piecewise", size.num_tokens - step.num_tokens
+                # What was drawn for whatever rows; nobody waits for it here.
+                self.device.copy(arrival.pinned, self._drawn_bytes)
+            finally:
+                arrival.arrived.record()
+        began = arrival.began if is_timed else None
+        return Ticket(
+            ran, padding, logits if decoding is None else None, num_rows, arrival.token_ids, arrival.arrived, began
+        )
 
     def collect(self, ticket: Ticket) -> list[int]:
         """Wait for a step: the token id of each row that draws, -1 (`NO_TOKEN`) where its logits are not finite."""
         if not ticket.num_rows:
             return []
         ticket.arrived.synchronize()
+        if self._opened is not None:
+            self._opened[2].passed(ticket.arrived)
         token_ids: list[int] = ticket.token_ids[: ticket.num_rows].tolist()
         return token_ids
 
     def seconds(self, ticket: Ticket) -> float:
-        """How long the device took for a step; it was collected, and drew tokens."""
+        """How long the device took for a step that is timed; it was collected, and drew tokens."""
+        assert ticket.began is not None
         return self.device.seconds_between(ticket.began, ticket.arrived)
 
     def capture_next(self) -> None:
@@ -174,20 +197,24 @@ class Runner:
     def close(self) -> None:
         """Drop the program with its weights, the caches, the places of its inputs, and what is captured."""
         self.captures.drop()
+        self._layouts.clear()
+        self._arrivals.clear()
+        if self._opened is not None:
+            del self._drawn, self._drawn_bytes
         self._opened = None
         if self.device.kind == "cuda":
             torch.cuda.empty_cache()
             if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.12 and newer
                 torch.accelerator.empty_host_cache()
 
-    def _run_eagerly(self, arrays: Arrays, drawing: Arrays) -> torch.Tensor:
-        """The logits `[R, V]`; where rows draw, what they drew is in `_drawn`."""
+    def _run_eagerly(self, arrays: Arrays, drawing: Arrays, arrived: Event) -> torch.Tensor:
+        """The logits `[R, V]`; where rows draw, what they drew is in `_drawn`. `arrived` is recorded afterwards."""
         program, _, places = self.opened()
         num_rows = len(drawing["temperature"]) if drawing else 0
         # Where all take their likeliest token, that is what `precast.sample` gives, and it need not be told.
         if drawing and not drawing["temperature"].any():
             drawing = {}
-        places.fill(arrays | drawing)
+        places.fill(arrays | drawing, arrived)
         tensors = places.filled(arrays | drawing)
         if (arrays["input_ids"] < 0).any():
             tensors["input_ids"] = self._known(tensors["input_ids"])
@@ -202,27 +229,28 @@ class Runner:
 
         def prepare() -> None:
             _, _, places = self.opened()
-            places.fill(self._nothing, self._padding_to(size))
+            places.fill(self._nothing, self._prepared, self._layout_of(size))
+            self._prepared.record()
 
-        return SizedStep(prepare, partial(self._pieces, size))
+        return SizedStep(prepare, partial(self._pieces, size, is_warm_up=True), partial(self._pieces, size))
 
-    def _padding_to(self, size: Size) -> dict[str, Padding]:
-        """What makes the arrays of a step, and those of what it draws, as long as a captured one's."""
-        if size not in self._padding:
-            self._padding[size] = self._inputs.padding(*size) | draw_padding(size.num_seqs)
-        return self._padding[size]
+    def _layout_of(self, size: Size) -> Layout:
+        """Places for the arrays of a captured step, and for those of what it draws."""
+        if size not in self._layouts:
+            _, _, places = self.opened()
+            self._layouts[size] = places.layout(self._inputs.padding(*size) | draw_padding(size.num_seqs))
+        return self._layouts[size]
 
-    def _pieces(self, size: Size) -> Iterator[HostCall]:
-        """A step of this size over whatever its places hold, cut in front of the calls that read the host."""
-        program, _, places = self.opened()
-        padding = self._padding_to(size)
-        tensors = {
-            name: tensor[: padding[name].length] if name in padding else tensor
-            for name, tensor in places.tensors.items()
-        }
+    def _pieces(self, size: Size, *, is_warm_up: bool = False) -> Iterator[HostCall]:
+        """A step of this size over whatever its places hold, cut in front of the calls that read the host.
+
+        `is_warm_up`: what is called many times in it runs once.
+        """
+        program, _, _ = self.opened()
+        tensors = dict(self._layout_of(size).tensors)
         tensors["input_ids"] = self._known(tensors["input_ids"])
         outputs: dict[str, torch.Tensor] = {}
-        yield from program.cut(outputs, **self._given(tensors))
+        yield from (program.warm_up if is_warm_up else program.cut)(outputs, **self._given(tensors))
         drawing = {name: tensors[name] for name in DTYPES}
         self._drawn[: size.num_seqs] = self._sample_captured(logits=outputs["logits"][0], **drawing)
 

@@ -31,6 +31,8 @@ MIXED = 8
 """The last steps with prompts, of each size, of which the slowest but one counts: the slowest may have been held up."""
 DECODE_AFTER = 64
 """Steps with prompts after which one without is computed, where none comes by itself, to learn what it takes now."""
+DECODE_EVERY = 8
+"""Of steps without prompts, where one follows the other, so many for each that is measured: they are all alike."""
 FORGOTTEN_AFTER = 256
 """Steps with prompts after which a size that none of them had may be tried again: what made it slow, such as a long
 prompt, may be over."""
@@ -49,6 +51,14 @@ class PrefillBudget:
         self._last_mixed: dict[int, int] = {}  # the number of the last step of this size, of those with prompts
         self._num_mixed = 0
         self._since_decode = 0
+        self._unmeasured = 0  # steps without prompts
+
+    def is_wanted(self, *, has_prompts: bool) -> bool:
+        """Whether the next step, in which sequences decode, is to be measured."""
+        if has_prompts or self._since_decode or len(self._decodes) < DECODES:
+            return True
+        self._unmeasured = (self._unmeasured + 1) % DECODE_EVERY
+        return self._unmeasured == 0
 
     def measured(self, num_tokens: int, seconds: float, *, has_prompts: bool) -> None:
         """A step in which sequences decoded took so long. It computed `num_tokens`, its padding included."""

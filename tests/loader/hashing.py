@@ -99,6 +99,8 @@ class HashingProgram:
         outputs["logits"] = logits = torch.empty(1, len(inputs["logit_rows"]), VOCAB)
         yield HostCall(lambda **given: self(**given)["logits"], inputs, (logits,), allocates=True)
 
+    warm_up = cut
+
     def _write(self, layer: int, slots: Ints, x: Hashes) -> None:
         kept = slots >= 0
         slots, x = slots[kept], x[kept]

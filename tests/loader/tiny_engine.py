@@ -80,7 +80,7 @@ class FailsOnce:
 class Interrupts:
     """For `choose`: makes one op of the model raise at its n-th call, op by op, as it is warmed up, or captured.
 
-    There are three such calls in each run of the model, one a layer.
+    There are three such calls in each run of the model, one a layer, and two in a warm-up, one a block.
     """
 
     def __init__(self, error: BaseException, call: int) -> None:
@@ -106,7 +106,7 @@ class Interrupts:
 
 def poison(places: Places, number: int) -> None:
     """Let all places hold this number, lengths and pages too; whatever a step needs it has to write again."""
-    for tensor in places.tensors.values():
+    for tensor in places.widest.tensors.values():
         tensor.fill_(number)
     for host in places._hosts:  # on a CPU they are the places, and hold nothing of the last step any more
         host._written = {}

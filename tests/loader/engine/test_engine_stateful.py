@@ -108,6 +108,11 @@ class FailsWhenTold:
     def __call__(self, **inputs: torch.Tensor) -> Any:
         return self.told(self.program)(**inputs)
 
+    def warm_up(self, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor) -> Iterator[HostCall]:
+        """As `Program` has it."""
+        for call in self.program.warm_up(outputs, **inputs):
+            yield call._replace(function=self.told(call.function))
+
     def cut(self, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor) -> Iterator[HostCall]:
         """As `Program` has it."""
         for call in self.program.cut(outputs, **inputs):

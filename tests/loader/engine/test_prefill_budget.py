@@ -101,9 +101,9 @@ def test_the_time_of_a_pause_is_no_step_s() -> None:
     engine = engine_of(device)
     launch = engine._runner.launch
 
-    def paused(*arguments: Any) -> Any:
+    def paused(*arguments: Any, **options: Any) -> Any:
         device.now += 5.0
-        return launch(*arguments)
+        return launch(*arguments, **options)
 
     engine._runner.launch = paused  # type: ignore[method-assign]
 

@@ -6,12 +6,14 @@ On a CPU what is captured keeps its memory; on a GPU a piece's memory is given t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 from graph_text import parse_graph
 
 from precast.ir.errors import RequestError
+from precast.ir.graph.schema import Node
 from precast.kernels import step_memory
 from precast.kernels.registry import Implementation, implementations, target_of
 from precast.kernels.use import Use
@@ -89,14 +91,15 @@ def bound(device: Device, *, allocates: bool = True, placed: bool = True) -> Pro
 def captured(device: Device, program: Program, kept: torch.Tensor, inputs: dict[str, torch.Tensor]) -> CapturedStep:
     """The program captured over these inputs; a replay leaves the output in `kept`."""
 
-    def pieces() -> Iterator[HostCall]:
+    def pieces(run: Callable[..., Iterator[HostCall]]) -> Iterator[HostCall]:
         outputs: dict[str, torch.Tensor] = {}
-        yield from program.cut(outputs, **inputs)
+        yield from run(outputs, **inputs)
         kept.copy_(outputs["y"])
 
     captures = Captures(device, [Size(TOKENS, 1)])
     with device.use():
-        captures.capture_next(lambda size: SizedStep(lambda: None, pieces), MEMORY)
+        step = SizedStep(lambda: None, partial(pieces, program.warm_up), partial(pieces, program.cut))
+        captures.capture_next(lambda size: step, MEMORY)
     return captures._steps[Size(TOKENS, 1)]
 
 
@@ -136,3 +139,52 @@ def test_pieces_take_their_inputs_by_name_only(device: Device) -> None:
     with torch.inference_mode():
         step.replay()
     assert torch.equal(kept, program(x=x, scale=swapped)["y"])
+
+
+TWO_RESULTS = """
+symbols { T: 1.. }
+inputs { %x: float32[T, 4] }
+block layer {
+  inputs { %h: float32[T, 4] }
+  %out = aten.tanh.default(self=%h)
+  %other = aten.neg.default(self=%out)
+  return %out, %other
+}
+main {
+  %a, %p = call layer(h=%x)
+  %b, %q = call layer(h=%a)
+  %c, %r = call layer(h=%b)
+  %y = aten.add.Tensor(self=%c, other=%q)
+  return y=%y
+}
+"""
+"""The first call's second result is read by nobody, and the second call's is."""
+
+
+@pytest.mark.parametrize(("text", "expected"), [(LAYERS, 3), (TWO_RESULTS, 2)], ids=["equal calls", "unread results"])
+def test_a_warm_up_runs_a_block_once_and_all_the_rest(device: Device, text: str, expected: int) -> None:
+    """Once with all of the results that later calls stand for; a call that lacks one of them runs as well."""
+    on, graph, seen = torch.device(device.name), parse_graph(text), list[str]()
+
+    def choose(use: Use) -> list[Implementation]:
+        def noted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def run(**arguments: torch.Tensor) -> torch.Tensor:
+                seen.append(use.node.op)
+                return function(**arguments)
+
+            return run
+
+        return [each._replace(function=noted(each.function)) for each in implementations(use)]
+
+    program = restore(graph, device=on, choose=choose)
+    program.bind({name: torch.randn(4, 4, device=on) for name in program.unbound})
+    inputs = {value.name: torch.randn(TOKENS, 4, device=on) for value in graph.inputs}
+    outputs: dict[str, torch.Tensor] = {}
+    with torch.inference_mode():
+        assert list(program.warm_up(outputs, **inputs)) == []
+
+    assert seen.count("aten.tanh.default") == expected
+    assert set(seen) == {node.op for block in graph.blocks for node in block.nodes} | {
+        node.op for node in graph.main if isinstance(node, Node)
+    }
+    assert outputs["y"].shape == (TOKENS, 4)

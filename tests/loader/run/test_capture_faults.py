@@ -26,6 +26,7 @@ from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
 from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import Program
+from precast.loader.run.capture import Size
 from precast.loader.run.runner import Ticket
 from precast.loader.schedule.requests import Step
 from precast.loader.torch_device import open_device
@@ -33,7 +34,7 @@ from precast.loader.torch_device import open_device
 PROMPTS = [[5, 6, 7], [7, 7, 30, 2, 41], list(range(3, 26))]
 """Together they have no more tokens than the largest size."""
 GREEDY = SamplingParams(max_tokens=8)
-NUM_LAYERS = 3
+NUM_LAYERS, NUM_BLOCKS = 3, 2
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -54,7 +55,7 @@ def expected(device: Device, **options: Any) -> list[list[int]]:
 # --- warm-up, capture, replay ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", [2, NUM_LAYERS + 1, 2 * NUM_LAYERS], ids=["warming up", "warmed up", "half captured"])
+@pytest.mark.parametrize("call", [2, NUM_BLOCKS + 1, NUM_BLOCKS + 3], ids=["warming up", "warmed up", "half captured"])
 def test_what_was_only_warmed_up_is_not_taken_for_captured(device: Device, call: int) -> None:
     """A known fault: entries created during warm-up and taken for captured."""
     engine = engine_on(device, sizes=(4,), choose=Interrupts(KeyboardInterrupt(), call))
@@ -66,13 +67,13 @@ def test_what_was_only_warmed_up_is_not_taken_for_captured(device: Device, call:
     assert engine.stats.eager_reasons == {"not captured yet": 1}
 
 
-@pytest.mark.parametrize("call", [3 * NUM_LAYERS, 3 * NUM_LAYERS + 2], ids=["warm-up", "capture"])
+@pytest.mark.parametrize("call", [NUM_BLOCKS, NUM_BLOCKS + 2], ids=["warm-up", "capture"])
 def test_ctrl_c_in_a_capture_between_steps_loses_nothing(device: Device, call: int) -> None:
     """Steps 1 and 2 run op by op; the second one's call captures, while its tokens are in flight, and is interrupted.
 
     The capture is tried again at the next step, and what was drawn is the next step's input all the same.
     """
-    engine = engine_on(device, choose=Interrupts(KeyboardInterrupt(), call))
+    engine = engine_on(device, choose=Interrupts(KeyboardInterrupt(), 2 * NUM_LAYERS + call))
     number = engine.submit(PROMPTS[1], GREEDY)
     engine.step()
     with pytest.raises(KeyboardInterrupt):
@@ -87,7 +88,8 @@ def test_ctrl_c_in_a_capture_between_steps_loses_nothing(device: Device, call: i
 
 def test_out_of_memory_leaves_fewer_sizes_and_is_said_once(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     """Memory runs out as the third size is warmed up: two stay, and what fits neither runs op by op."""
-    engine = engine_on(device, choose=Interrupts(torch.OutOfMemoryError("no memory\nmore lines"), 4 * NUM_LAYERS + 1))
+    call = 2 * (NUM_BLOCKS + NUM_LAYERS) + 1
+    engine = engine_on(device, choose=Interrupts(torch.OutOfMemoryError("no memory\nmore lines"), call))
     engine.wait_until_captured()
     assert (engine.stats.graphs, engine.stats.graphs_pending) == (2, 0)
     assert answers(engine) == expected(device)
@@ -244,7 +246,7 @@ def test_no_garbage_is_collected_in_a_capture(device: Device, fails: bool) -> No
 
 
 class Watched:
-    """A program whose inputs are noted as it is cut into pieces."""
+    """A program whose inputs are noted as it is warmed up and cut into pieces."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.seen = program, list[dict[str, torch.Tensor]]()
@@ -256,6 +258,11 @@ class Watched:
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         return self.program(**inputs)
+
+    def warm_up(self, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor) -> Iterator[HostCall]:
+        """As `Program` has it."""
+        self.seen.append(inputs)
+        yield from self.program.warm_up(outputs, **inputs)
 
     def cut(self, outputs: dict[str, torch.Tensor], **inputs: torch.Tensor) -> Iterator[HostCall]:
         """As `Program` has it."""
@@ -299,10 +306,11 @@ def test_an_input_that_was_added_reaches_captured_steps_by_name(device: Device) 
 
     engine = engine_on(device, graph=graph, wrap=wrap)
     engine.wait_until_captured()
-    _, _, places = engine._runner.opened()
+    runner = engine._runner
     for inputs in watched[0].seen:
+        layout = runner._layout_of(Size(inputs["input_ids"].shape[-1], inputs["kv_lens"].shape[0]))
         assert {name: tensor.data_ptr() for name, tensor in inputs.items() if name != "input_ids"} == {
-            value.name: places.tensors[value.name].data_ptr() for value in graph.inputs if value.name != "input_ids"
+            value.name: layout.tensors[value.name].data_ptr() for value in graph.inputs if value.name != "input_ids"
         }
     assert answers(engine) == expected(device)
 
@@ -319,12 +327,14 @@ def test_unused_slots_with_garbage_lengths_are_emptied(device: Device, garbage: 
     _, _, places = runner.opened()
     launch = runner.launch
 
-    def launched(step: Step, *rest: Any) -> Ticket:
+    def launched(step: Step, *rest: Any, **options: Any) -> Ticket:
         poison(places, garbage)
-        ticket = launch(step, *rest)
+        ticket = launch(step, *rest, **options)
         size = step.num_tokens + ticket.padding
-        for name, (length, _) in runner._inputs.padding(size, min(size, 8)).items():
-            assert not (places.tensors[name][:length] == garbage).any(), name
+        layout = runner._layout_of(Size(size, min(size, 8)))
+        for name, (length, _) in layout.padding.items():
+            assert len(layout.tensors[name]) == length
+            assert not (layout.tensors[name] == garbage).any(), name
         return ticket
 
     runner.launch = launched  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from precast.ir.memory import caches
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Buffer
 from precast.loader.run.batch import Arrays, Padding
-from precast.loader.run.places import ALIGNMENT, GAP_BYTES, Places, joined
+from precast.loader.run.places import ALIGNMENT, GAP_BYTES, Layout, Places, joined
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import EngineLimits, size_arena
 from precast.loader.torch_device import CpuDevice, open_device
@@ -73,6 +73,16 @@ def test_the_places_of_a_runner_are_counted_and_are_freed_with_it() -> None:
     assert [alive() for _, alive in device.allocated] == [None] * 6
 
 
+PASSED = CpuDevice().event()
+
+
+def fill(places: Places, arrays: Arrays, layout: Layout | None = None) -> None:
+    """Fill them; what is copied is there when this returns."""
+    places.fill(arrays, PASSED, layout)
+    if places.widest.tensors["a"].is_cuda:
+        torch.cuda.synchronize()
+
+
 def step(count: int) -> Arrays:
     return {
         "a": np.arange(count, dtype=np.int32),
@@ -86,7 +96,7 @@ def test_each_step_finds_its_arrays_at_the_same_addresses(places: Places) -> Non
     addresses = set()
     for count in (1, 5, 0, 3):
         arrays = step(count)
-        places.fill(arrays)
+        fill(places, arrays)
         tensors = places.filled(arrays)
         assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
             name: values.tolist() for name, values in arrays.items()
@@ -105,46 +115,109 @@ def test_short_inputs_take_one_copy_and_of_lists_what_is_used() -> None:
     places = Places({**CAPACITIES, **lists}, device)
     used = {"long": np.zeros(50, np.int32), "longer": np.zeros(7, np.int32)}
 
-    places.fill({"a": np.zeros(5, np.int32), "c": np.zeros(1, np.float32), "b": np.zeros(2, np.int64), **used})
+    fill(places, {"a": np.zeros(5, np.int32), "c": np.zeros(1, np.float32), "b": np.zeros(2, np.int64), **used})
 
     # a, b, c and the beginning of `long` would be one range but for `list` between them, of which nothing is used.
     assert device.copied == [68, 200, 28]
 
 
+def test_in_a_layout_of_its_own_a_step_takes_one_copy_of_what_it_uses() -> None:
+    """As it is for a decode step: arrays that could be as long as the largest step, and one list."""
+    device = CopyingDevice()
+    places = Places(dict.fromkeys("abc", ("int64", 8192)) | {"list": ("int32", 100_000)}, device)
+    layout = places.layout({"a": Padding(4, 0), "b": Padding(2, 0), "c": Padding(4, -1)})
+    for length in (7, 900):
+        places.fill(
+            {name: np.ones(2, np.int64) for name in "abc"} | {"list": np.full(length, 9, np.int32)}, PASSED, layout
+        )
+        assert layout.tensors["a"].tolist() == [1, 1, 0, 0]
+        assert layout.tensors["b"].tolist() == [1, 1]
+        assert layout.tensors["c"].tolist() == [1, 1, -1, -1]
+        assert layout.tensors["list"][:length].tolist() == [9] * length
+
+    assert device.copied == [80 + 28, 80 + 3600]
+    assert layout.tensors["b"].data_ptr() == places.address, "the shortest is the first"
+
+
+def test_layouts_share_their_memory_and_each_step_writes_its_own(places: Places) -> None:
+    """What one layout has written is never taken for what another one holds."""
+    fixed = np.array([1, 2], np.int32)
+    fixed.flags.writeable = False
+    other = np.arange(8, dtype=np.float32)
+    cases = [
+        (places.widest, [1, 2]),
+        (places.layout({"a": Padding(3, -1)}), [1, 2, -1]),
+        (places.layout({"a": Padding(4, 0), "c": Padding(8, 0)}), [1, 2, 0, 0]),
+    ]
+    for layout, expected in [*cases, *cases, *cases[::-1]]:
+        fill(places, {"a": fixed, "c": other}, layout)
+        assert layout.tensors["a"][: len(expected)].tolist() == expected
+        assert layout.tensors["c"].tolist() == other.tolist()
+
+
 def test_arrays_are_made_longer_with_a_number_or_with_their_last_one(places: Places) -> None:
-    places.fill({name: np.full(length, 31, dtype) for name, (dtype, length) in CAPACITIES.items()})
+    fill(places, {name: np.full(length, 31, dtype) for name, (dtype, length) in CAPACITIES.items()})
 
-    arrays = {"a": np.array([1, 2], np.int32), "b": np.array([7, 9]), "c": np.zeros(0, np.float32)}
-    places.fill(arrays, {"a": Padding(4, -1), "b": Padding(3, None), "c": Padding(2, 1.0)})
+    layout = places.layout({"a": Padding(4, -1), "b": Padding(3, None), "c": Padding(2, 1.0)})
+    fill(places, {"a": np.array([1, 2], np.int32), "b": np.array([7, 9]), "c": np.zeros(0, np.float32)}, layout)
 
-    found = {name: places.tensors[name][:length].tolist() for name, length in (("a", 4), ("b", 3), ("c", 2))}
+    found = {name: layout.tensors[name].tolist() for name in ("a", "b", "c")}
     assert found == {"a": [1, 2, -1, -1], "b": [7, 9, 9], "c": [1.0, 1.0]}
 
 
 def test_what_stays_is_right_whatever_is_written_between(places: Places) -> None:
-    """The same array that can't be written to, in steps of one padding, of another, and without it in between."""
+    """The same array that can't be written to, in steps of one layout, of another, and of the widest in between."""
     fixed, other = np.array([1, 2], np.int32), np.array([8, 9], np.int32)
     for values in (fixed, other):
         values.flags.writeable = False
-    short, long = {"a": Padding(3, -1)}, {"a": Padding(4, 0)}
-    for values, padding, expected in (
+    short, long = places.layout({"a": Padding(3, -1)}), places.layout({"a": Padding(4, 0)})
+    for values, layout, expected in (
         *[(fixed, short, [1, 2, -1])] * 3,
         *[(other, short, [8, 9, -1])] * 2,
         *[(fixed, long, [1, 2, 0, 0])] * 3,
         (other, None, [8, 9]),
         *[(fixed, short, [1, 2, -1])] * 3,
     ):
-        places.fill({"a": values, "c": np.zeros(8, np.float32)}, padding)
-        assert places.tensors["a"][: len(expected)].tolist() == expected
+        fill(places, {"a": values, "c": np.zeros(8, np.float32)}, layout)
+        assert (layout or places.widest).tensors["a"][: len(expected)].tolist() == expected
 
 
 def test_an_array_that_was_changed_is_written_again(places: Places) -> None:
-    padding = {"b": Padding(3, 0)}
+    layout = places.layout({"b": Padding(3, 0)})
     values = np.array([4, 5])
     for first in range(5):
         values[0] = first
-        places.fill({"b": values}, padding)
-        assert places.tensors["b"].tolist() == [first, 5, 0]
+        fill(places, {"b": values}, layout)
+        assert layout.tensors["b"].tolist() == [first, 5, 0]
+
+
+class Waited:
+    """An event that says when it is waited for."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to note."""
+
+    wait = record
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+def test_memory_is_filled_again_when_what_follows_its_copies_is_passed() -> None:
+    """Two memories take turns; whoever has waited already need not wait again."""
+    places = Places(CAPACITIES, CopyingDevice())
+    events = [Waited() for _ in range(5)]
+    seen = []
+    for i, event in enumerate(events):
+        if i == 4:
+            places.passed(events[2])
+        places.fill(step(1), event)
+        seen.append([each.num_waits for each in events])
+
+    assert seen == [[0] * 5, [0] * 5, [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3 * GAP_BYTES), st.integers(0, 2 * GAP_BYTES)), max_size=9))
@@ -163,4 +236,4 @@ def test_ranges_are_joined_over_short_gaps(gaps: list[tuple[int, int]]) -> None:
 
 def test_what_is_longer_than_its_place_is_not_cut() -> None:
     with pytest.raises(ValueError, match="broadcast"):
-        Places(CAPACITIES, open_device("cpu")).fill({"a": np.zeros(6, np.int32)})
+        fill(Places(CAPACITIES, open_device("cpu")), {"a": np.zeros(6, np.int32)})

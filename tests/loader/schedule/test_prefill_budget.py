@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from precast.loader.schedule.prefill_budget import DECODE_AFTER, FORGOTTEN_AFTER, MIXED, PrefillBudget
+from precast.loader.schedule.prefill_budget import (
+    DECODE_AFTER,
+    DECODE_EVERY,
+    DECODES,
+    FORGOTTEN_AFTER,
+    MIXED,
+    PrefillBudget,
+)
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640)
 DECODE = 0.008
@@ -33,6 +40,18 @@ def test_steps_without_prompts_are_measured_first() -> None:
         found.append(made.beside(32))
         made.measured(32, DECODE, has_prompts=False)
     assert found == [0, 0, 0, 128]
+
+
+def test_steps_that_are_alike_are_measured_now_and_then_and_all_others_always() -> None:
+    made, wanted = PrefillBudget(8192, SIZES), []
+    for _ in range(DECODES + 2 * DECODE_EVERY):
+        wanted.append(made.is_wanted(has_prompts=False))
+        if wanted[-1]:
+            made.measured(32, DECODE, has_prompts=False)
+    assert wanted == [True] * DECODES + ([False] * (DECODE_EVERY - 1) + [True]) * 2
+
+    mixed(made, 160, 0.008)
+    assert [made.is_wanted(has_prompts=has_prompts) for has_prompts in (True, True, False)] == [True] * 3
 
 
 def test_the_least_is_filled_up_to_the_next_size() -> None:
