@@ -192,9 +192,9 @@ def test_a_pool_without_a_graph_is_not_used_again(device: Device, monkeypatch: p
     monkeypatch.setattr(device, "capture", noted)
     if device.kind == "cpu":  # whose pools are None
         monkeypatch.setattr(device, "pool", object)
-    interrupts = Interrupts(KeyboardInterrupt(), 2 * NUM_LAYERS)
+    interrupts = Interrupts(KeyboardInterrupt(), NUM_BLOCKS + NUM_LAYERS)
     engine = engine_on(device, choose=interrupts)
-    for left in (4 * NUM_LAYERS, 0):  # as the second size is captured; never
+    for left in (2 * (NUM_BLOCKS + NUM_LAYERS), 0):  # as the second size is captured; never
         with pytest.raises(KeyboardInterrupt):
             engine.wait_until_captured()
         interrupts.left = left
