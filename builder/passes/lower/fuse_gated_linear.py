@@ -28,23 +28,19 @@ def _fused(steps: Sequence[ir.Node | ir.Call], outputs: Iterable[str]) -> tuple[
     taken = Counter(outputs)
     for step in steps:
         taken.update(references(step.args) if isinstance(step, ir.Node) else step.args.values())
-    products = {step.outputs[0].name for step in steps if _is(step, "aten.linear.default")}
-    gates: dict[str, ir.Node] = {}
-    for step in steps:
-        for name in references(step.args) if _is(step, "precast.gated_activation") else ():
-            if name in products and taken[name] == 1:
-                gates[name] = step
-    gone = {id(gate) for gate in gates.values()}
-    return tuple(_with_gate(step, gates) for step in steps if id(step) not in gone)
-
-
-def _is(step: ir.Node | ir.Call, op: str) -> bool:
-    return isinstance(step, ir.Node) and (step.op, step.version) == (op, 1)
-
-
-def _with_gate(step: ir.Node | ir.Call, gates: dict[str, ir.Node]) -> ir.Node | ir.Call:
-    """The step; if it is a product that has a gate, both as one."""
-    gate = gates.get(step.outputs[0].name) if step.outputs else None
-    if gate is None:
-        return step
-    return ir.Node("precast.gated_linear", {**step.args, "kind": gate.args["kind"]}, gate.outputs)
+    nodes = [step for step in steps if isinstance(step, ir.Node) and step.version == 1]
+    products = {node.outputs[0].name: node for node in nodes if node.op == "aten.linear.default"}
+    gates = {
+        name: node
+        for node in nodes
+        if node.op == "precast.gated_activation"
+        for name in references(node.args)
+        if name in products and taken[name] == 1
+    }
+    gated = {
+        name: ir.Node("precast.gated_linear", {**products[name].args, "kind": gate.args["kind"]}, gate.outputs)
+        for name, gate in gates.items()
+    }
+    gone = {gate.outputs[0].name for gate in gates.values()}
+    left = [step for step in steps if not step.outputs or step.outputs[0].name not in gone]
+    return tuple(gated.get(step.outputs[0].name, step) if step.outputs else step for step in left)
