@@ -17,6 +17,7 @@ from precast.builder.graph.nodes import eliminate_dead_code, op_counts
 from precast.builder.passes.cache.fuse_rotary_write import fuse_rotary_write
 from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pass
+from precast.builder.passes.lower.fuse_gated_linear import fuse_gated_linear
 from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
@@ -56,7 +57,7 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 """THE ordered list."""
 
-LOWERED_PASSES: tuple[LoweredPass, ...] = (fuse_pointwise,)
+LOWERED_PASSES: tuple[LoweredPass, ...] = (fuse_gated_linear, fuse_pointwise)
 """Those after them, over the graph that the bundle holds."""
 
 _NEEDED = (insert_states, insert_caches, plan_pages, gather_logits)

@@ -127,13 +127,15 @@ def rotary(args: Args) -> tuple[TensorType, ...]:
 
 
 def gated_activation(args: Args) -> tuple[TensorType, ...]:
-    x, kind = args["x"], args["kind"]
+    x = args["x"]
     expect_dtype("x", x, *COMPUTED)
     expect(len(x.shape) > 0, "x: expected at least one dimension")
-    expect_one_of("kind", kind, ACTIVATIONS)
-    half = symbols.floordiv(x.shape[-1], 2)
-    expect_shape("x's last dimension, halved twice", (symbols.mul(half, 2),), x.shape[-1:])
-    return (TensorType(x.dtype, (*x.shape[:-1], half)),)
+    return (_gated("x's last dimension", x, args["kind"]),)
+
+
+def gated_linear(args: Args) -> tuple[TensorType, ...]:
+    (product,) = linear(args)
+    return (_gated("weight's first dimension", product, args["kind"]),)
 
 
 def gather_rows(args: Args) -> tuple[TensorType, ...]:
@@ -153,6 +155,13 @@ def sample(args: Args) -> tuple[TensorType, ...]:
         expect_shape(name, args[name].shape, logits.shape[:1])
         expect_dtype(name, args[name], dtype)
     return (TensorType("int64", logits.shape[:1]),)
+
+
+def _gated(of: str, x: TensorType, kind: str) -> TensorType:
+    expect_one_of("kind", kind, ACTIVATIONS)
+    half = symbols.floordiv(x.shape[-1], 2)
+    expect_shape(f"{of}, halved twice", (symbols.mul(half, 2),), x.shape[-1:])
+    return TensorType(x.dtype, (*x.shape[:-1], half))
 
 
 def _norm(args: Args, *weights: str) -> TensorType:
@@ -213,6 +222,12 @@ ROWS = (
     ),
     row("precast.rotary(Tensor x, Tensor cos, Tensor sin, *, bool interleaved) -> Tensor", rotary, last_of("x")),
     row("precast.gated_activation(Tensor x, *, str kind) -> Tensor", gated_activation, last_of("x")),
+    row(
+        "precast.gated_linear(Tensor input, Tensor weight, Tensor? bias=None, *, str kind) -> Tensor",
+        gated_linear,
+        last_of("input"),
+        product("input", halves=2),
+    ),
     row(
         "precast.gather_rows(Tensor x, Tensor rows) -> Tensor",
         gather_rows,

@@ -39,9 +39,10 @@ def reduction(node: Node, shapes: Shapes) -> float:
     return max(elements(node, shapes), *read)
 
 
-def product(rows: str) -> Work:
-    """Two for each element of the result and of the last dimension of the argument `rows`."""
-    return lambda node, shapes: 2.0 * math.prod(_result(node, shapes)) * _of(node, rows, shapes)[-1]
+def product(rows: str, *, halves: int = 1) -> Work:
+    """Two for each element of the result and of the last dimension of the argument `rows`; as often as the product has
+    `halves`, which one element of the result is made of."""
+    return lambda node, shapes: 2.0 * halves * math.prod(_result(node, shapes)) * _of(node, rows, shapes)[-1]
 
 
 def each(operations: int, of: str, by: str | None = None) -> Work:

@@ -56,12 +56,14 @@ def stream(
 
 
 def launches(use: Use) -> tuple[Launch, ...]:
-    """The weight stream, of a linear layer."""
+    """The weight stream, of a linear layer, or of a gated one, which names the `kind` of its gate."""
     outputs, inputs = use.number("weight", 0), use.number("weight", 1)
+    gate = use.constant("kind")
     assert outputs is not None
     assert inputs is not None
     assert use.dtype is not None
-    return (stream(mul(*use.shape("input")[:-1]), outputs, inputs, use.dtype, bias=use.has("bias")),)
+    rows = mul(*use.shape("input")[:-1])
+    return (stream(rows, outputs, inputs, use.dtype, bias=use.has("bias"), gate=None if gate is None else str(gate)),)
 
 
 def _has_steps(use: Use) -> bool:
@@ -75,14 +77,19 @@ def _is_static(use: Use) -> bool:
     return all(each.is_contiguous and not each.is_activation for each in given)
 
 
-def _stream(name: str, symbol: str, of: str) -> Record:
+def streamed(name: str, op: str, symbol: str, of: str) -> Record:
+    """The weight stream, of an op with the tensors of a linear layer, for `MAX_ROWS` rows that are counted by `symbol`.
+
+    `of` says what they are.
+    """
+
     def counts(use: Use) -> bool:
         shape = use.shape("input")
         return len(shape) > 1 and shape[-2] == symbol and all(size == 1 for size in shape[:-2])
 
     return Record(
-        name=name, op="aten.linear.default", runs=launches, workspace=nothing, kind="cuda", devices=("cuda",),
-        min_capability=(9, 0), max_capability=(9, 0), allocates=False, sizes={symbol: (1, MAX_ROWS)},
+        name=name, op=op, runs=launches, workspace=nothing, kind="cuda", devices=("cuda",), min_capability=(9, 0),
+        max_capability=(9, 0), allocates=False, sizes={symbol: (1, MAX_ROWS)},
         dtypes=dict.fromkeys(("input", "weight", "bias"), ("bfloat16", "float16")),
         takes=(
             Condition(f"rows that are {of}", counts),
@@ -92,4 +99,7 @@ def _stream(name: str, symbol: str, of: str) -> Record:
     )  # fmt: skip
 
 
-RECORDS = (_stream("cuda.linear", "T", "tokens"), _stream("cuda.linear_of_logits", "R", "rows of logits"))
+RECORDS = (
+    streamed("cuda.linear", "aten.linear.default", "T", "tokens"),
+    streamed("cuda.linear_of_logits", "aten.linear.default", "R", "rows of logits"),
+)

@@ -1,5 +1,5 @@
-"""Norms, gates and rotary embeddings in Triton against their references: odd sizes, strided rows, mixed dtypes; in
-Triton's interpreter and on GPUs.
+"""Norms, gates and rotary embeddings in Triton, and gates after products, against their references: odd sizes, strided
+rows, mixed dtypes; in Triton's interpreter and on GPUs.
 
 `test_triton.py` runs this file in a process of its own. The interpreter cuts what it converts to bfloat16 where devices
 round, so that dtype is tried on GPUs only.
@@ -18,6 +18,7 @@ from op_samples.table import samples_of
 
 from precast.kernels import registry
 from precast.kernels.choices import records_of
+from precast.kernels.gated_linear import rows_at_once
 from precast.kernels.launch import as_function
 from precast.kernels.spec import OpSpec
 
@@ -139,6 +140,29 @@ def test_gates_of_rows_anywhere(
 ) -> None:
     for x in strided(Draw(dtype, DEVICE), rows, 2 * width):
         check("gated_activation", {"x": x, "kind": kind}, same)
+
+
+@each_dtype
+@pytest.mark.parametrize("most", [1, 4, 5, 16, 2048])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+@quiet_overflow
+def test_gated_products_of_some_rows_at_once(
+    kind: str, most: int, dtype: torch.dtype, same: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of all rows or of fewer, into memory that is given, whose rows don't touch what comes after."""
+    monkeypatch.setattr(rows_at_once, "MAX_ROWS_AT_ONCE", most)
+    draw, spec = Draw(dtype, DEVICE), SPECS["gated_linear"]
+    weight, bias = draw.normal(2 * 1025, 24, scale=0.2), draw.normal(2 * 1025)
+    wide = draw.normal(1, 16, 50)
+    for x, given in ((wide[..., :24], None), (wide[:, 3:, 1:49:2], bias), (wide[:, :1, :24], bias)):
+        sample: Sample = {"input": x, "weight": weight, "bias": given, "kind": kind}
+        expected = spec.reference(**at_home(sample))
+        memory = torch.full((expected.numel() + 8,), torch.nan, dtype=dtype, device=DEVICE)
+        out = memory[: expected.numel()].view(expected.shape)
+        rows_at_once.gated_linear(**sample, out=out)
+
+        same(spec, out.cpu(), expected)
+        assert memory[expected.numel() :].isnan().all()
 
 
 @each_dtype

@@ -9,7 +9,7 @@ import pytest
 import torch
 from captured_steps import STEPS, latent_step, stateful_step
 from op_samples.draw import Draw, Sample
-from op_samples.table import samples_of
+from op_samples.table import records_of_any_size, samples_of
 
 from precast.kernels import registry
 from precast.kernels.choices import runnable
@@ -75,7 +75,7 @@ def test_a_captured_step_serves_every_other(op: str, same: Callable[..., None]) 
 def test_static_implementations_are_captured(
     spec: OpSpec, dtype: torch.dtype, copied: Callable[[Sample], Sample], same: Callable[..., None]
 ) -> None:
-    records = runnable(spec.name, spec.version, registry.target_of(CUDA))
+    records = records_of_any_size(spec, CUDA)
     static = [registry.function_of(record) for record in records if record.control == "static"]
     if not static:
         pytest.skip("reads metadata on the host")

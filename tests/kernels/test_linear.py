@@ -17,15 +17,16 @@ from torch.nn import functional
 
 from precast.kernels import cuda_source
 from precast.kernels.gated_activation.gated_activation import gated_activation
+from precast.kernels.gated_linear.records import RECORDS as GATED_RECORDS
 from precast.kernels.launch import as_function, launched_of
-from precast.kernels.linear.records import RECORDS, stream
+from precast.kernels.linear.records import MAX_ROWS, RECORDS, stream
 from precast.kernels.records import Record, nothing
 
 FILE, HOPPER = "linear/stream.cu", (9, 0)
 BLOCK_BYTES = 227 << 10
 """Shared memory that a block may have on Hopper."""
 VARIANTS = [
-    {}, {"BIAS": True}, {"FLOAT16": True}, {"RESIDUAL": True}, {"GATE": "silu"},
+    {}, {"BIAS": True}, {"FLOAT16": True}, {"RESIDUAL": True}, {"GATE": "silu"}, {"GATE": "gelu_tanh", "BIAS": True},
     {"GATE": "gelu", "BIAS": True, "RESIDUAL": True, "FLOAT16": True},
 ]  # fmt: skip
 
@@ -198,6 +199,7 @@ SHAPES = [
     (1, 32), (16, 32), (17, 64), (1000, 4096), (384, 2880), (5, 1024), (250, 544), (2048, 2048), (2112, 7168),
     (4096, 14336), (6144, 4096), (40000, 5120), (128256, 1056),
 ]  # fmt: skip
+GATED_SHAPES = [(2, 32), (18, 544), (34, 2080), (2000, 4096), (1408, 2880), (9216, 3072), (28672, 4096)]
 ROWS = (1, 2, 3, 5, 8)
 
 
@@ -261,6 +263,64 @@ def test_gated(hopper: torch.device, outputs: int, inputs: int, kind: str) -> No
         close(run(x, weight, gate=kind), gated_activation(exact(x, weight), kind=kind), rtol=2e-2, atol=2e-2)
         expected = gated_activation(exact(x, weight, bias), kind=kind) + residual
         close(run(x, weight, gate=kind, bias=bias, residual=residual), expected, rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("outputs", "inputs"), GATED_SHAPES)
+def test_gated_layers(
+    hopper: torch.device, outputs: int, inputs: int, kind: str, dtype: torch.dtype, has_bias: bool
+) -> None:
+    """By the record, as the loader calls it."""
+    weight, bias = layer(outputs, inputs, dtype), drawn(outputs, dtype=dtype) if has_bias else None
+    for rows in range(1, MAX_ROWS + 1):
+        x = drawn(1, rows, inputs, dtype=dtype)
+        out = torch.full((1, rows, outputs // 2), torch.nan, dtype=dtype, device=hopper)
+        as_function(GATED_RECORDS[0])(input=x, weight=weight, bias=bias, kind=kind, out=out)
+
+        close(out, gated_activation(exact(x, weight, bias), kind=kind), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_gated_row_does_not_depend_on_the_others(hopper: torch.device) -> None:
+    x, weight = drawn(8, 4096), layer(28672, 4096)
+    together = run(x, weight, gate="silu")
+
+    for rows in range(1, 9):
+        assert torch.equal(run(x[:rows], weight, gate="silu"), together[:rows])
+        assert torch.equal(run(x[rows - 1 : rows], weight, gate="silu"), together[rows - 1 : rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_gated_layers_in_a_captured_chain_follow_their_inputs(hopper: torch.device, rows: int) -> None:
+    """A gated layer and the one behind it, between the same two buffers, thirty times in one graph."""
+    # What a layer adds is small, or thirty that square their input would overflow.
+    weights = [(layer(2 * 3584, 1024), drawn(1024, 3584, scale=0.1 * 3584**-0.5)) for _ in range(30)]
+    x, inner = drawn(rows, 1024), drawn(rows, 3584)
+
+    def chain(pdl: bool) -> None:
+        for up, down in weights:
+            run(x, up, gate="gelu_tanh", out=inner, pdl=pdl)
+            run(inner, down, residual=x, out=x, pdl=pdl)
+
+    given = [drawn(rows, 1024) for _ in range(20)]
+    expected = []
+    for each in given:
+        x.copy_(each)
+        chain(False)
+        expected.append(x.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(True)
+    for each, wanted in zip(given, expected, strict=True):
+        x.copy_(each)
+        inner.fill_(torch.nan)
+        graph.replay()
+
+        assert torch.equal(x, wanted)
 
 
 @pytest.mark.gpu

@@ -10,11 +10,11 @@ from graph_text import parse_graph
 from msgspec.structs import replace
 
 from precast.ir.errors import BundleError, TargetError
-from precast.ir.graph.schema import Dtype, Expr, Node, Ref, TensorType, Value
-from precast.ir.graph.symbols import add
+from precast.ir.graph.schema import Arg, Const, Dtype, Expr, Node, Ref, TensorType, Value
+from precast.ir.graph.symbols import add, evaluate
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
-from precast.kernels.choices import Case, Measured, all_records, cases, records_of, resolve
+from precast.kernels.choices import Case, Measured, all_records, cases, records_of, resolve, workspace
 from precast.kernels.latent_attention.limits import MAX_ABSORBED
 from precast.kernels.records import Condition, Record, nothing
 from precast.kernels.sources import digest, sources
@@ -236,13 +236,22 @@ def test_a_newest_capability_is_a_bound_too() -> None:
 
 
 def product(
-    *, rows: Expr = "T", width: int = 256, dtype: Dtype = "bfloat16", target: Target = GPU, static: bool = True
+    *,
+    rows: Expr = "T",
+    width: int = 256,
+    dtype: Dtype = "bfloat16",
+    target: Target = GPU,
+    static: bool = True,
+    kind: str | None = None,
 ) -> Use:
-    """A linear layer of a weight that is a param, or that an op makes."""
+    """A linear layer of a weight that is a param, or that an op makes; gated if it has a kind of gate."""
     types = {"input": TensorType(dtype, (1, rows, width)), "weight": TensorType(dtype, (384, width))}
-    result = Value("y", TensorType(dtype, (1, rows, 384)))
-    node = Node("aten.linear.default", {name: Ref(name) for name in types}, (result,))
-    return use_of(node, types, target, {"weight"} if static else frozenset())
+    args: dict[str, Arg] = {name: Ref(name) for name in types}
+    node = Node("aten.linear.default", args, (Value("y", TensorType(dtype, (1, rows, 384))),))
+    if kind is not None:
+        result = Value("y", TensorType(dtype, (1, rows, 192)))
+        node = Node("precast.gated_linear", {**args, "kind": Const(kind)}, (result,))
+    return use_of(node, types, target, {"weight"} if static else frozenset())  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", ["T", "R"])
@@ -254,6 +263,44 @@ def test_weights_pass_for_up_to_8_rows(rows: str, dtype: Dtype) -> None:
     assert few.choice.record.name == {"T": "cuda.linear", "R": "cuda.linear_of_logits"}[rows]
     assert (few.choice.record.control, few.choice.record.allocates) == ("static", False)
     assert none.choice.record.name == many.choice.record.name == "torch.linear.default"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_of_gated_layers_do_too(dtype: Dtype) -> None:
+    use = product(dtype=dtype, kind="gelu")
+    none, few, many = cases(use)
+    assert not isinstance(few.choice.record.runs, str)
+    (launch,) = few.choice.record.runs(use)
+
+    assert [case.sizes for case in (none, few, many)] == [{"T": (0, 0)}, {"T": (1, 8)}, {"T": (9, None)}]
+    assert (few.choice.record.name, launch.constants["GATE"], launch.grid) == ("cuda.gated_linear", "gelu", (24,))
+    assert none.choice.record.name == many.choice.record.name == "triton.gated_linear"
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (product(dtype="float32", kind="silu"), "triton.gated_linear"),
+        (product(width=264, kind="silu"), "triton.gated_linear"),
+        (product(static=False, kind="silu"), "triton.gated_linear"),
+        (product(target=OLD, kind="silu"), "triton.gated_linear"),
+        (product(dtype="float64", kind="silu"), "reference.gated_linear"),
+        (product(target=GPU._replace(kinds=frozenset(("torch",))), kind="silu"), "reference.gated_linear"),
+        (product(target=CPU, kind="silu"), "reference.gated_linear"),
+    ],
+    ids=["float32", "width", "made", "old", "float64", "not installed", "cpu"],
+)
+def test_what_computes_other_gated_layers(use: Use, name: str) -> None:
+    (case,) = cases(use)
+
+    assert case.choice.record.name == name
+
+
+def test_a_gated_layer_holds_the_products_of_so_many_rows() -> None:
+    """For few tokens more than a layer and a gate of their own would; for many less."""
+    held = workspace(product(kind="silu"))
+
+    assert [evaluate(held, {"T": tokens}) for tokens in (1, 2048, 100_000)] == [768, 2048 * 768, 2048 * 768]
 
 
 @pytest.mark.parametrize(

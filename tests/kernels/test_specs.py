@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from op_samples.draw import Draw, Sample
-from op_samples.table import SAMPLES, samples_of
+from op_samples.table import SAMPLES, records_of_any_size, samples_of
 
 from precast.ir.graph.schema import TensorType
 from precast.ir.ops import table as ops
 from precast.kernels import dtypes, registry
-from precast.kernels.choices import runnable
 from precast.kernels.fakes import fake_of
 from precast.kernels.spec import OpSpec
 
@@ -62,7 +61,7 @@ def types_of(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 def implementations_on(spec: OpSpec, device: torch.device) -> list[Callable[..., Any]]:
     """All that computes the op on a device, but for the reference where there is more."""
-    records = runnable(spec.name, spec.version, registry.target_of(device))
+    records = records_of_any_size(spec, device)
     others = [record for record in records if not record.name.startswith("reference.")]
     return [registry.function_of(record) for record in others or records]
 
@@ -216,7 +215,7 @@ def test_results_are_new_memory(
 def test_cuda_implementation_does_not_wait_for_the_device(
     spec: OpSpec, dtype: torch.dtype, no_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    records = runnable(spec.name, spec.version, registry.target_of(torch.device("cuda")))
+    records = records_of_any_size(spec, torch.device("cuda"))
     static = [registry.function_of(record) for record in records if record.control == "static"]
     if not static:
         pytest.skip("reads metadata on the host")

@@ -102,6 +102,7 @@ SAMPLE: Args = {
     "seeds": t("int64", "B"), "steps": t("int64", "B"),
 }  # fmt: skip
 NORM: Args = {"x": f32(1, "T", 8), "weight": f32(8)}
+GATED: Args = {"input": f32(1, "T", 8), "weight": f32(6, 8), "bias": f32(6), "kind": "silu"}
 STREAM: Args = {**NORM, "residual": f32(1, "T", 8)}
 TWO_NORMS: Args = {**STREAM, "inner_weight": f32(8)}
 
@@ -122,6 +123,8 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("rotary", {**ROTARY, "cos": f32(1, "T", PAIRS), "sin": f32(1, "T", PAIRS)}, (Q,)),
     ("gated_activation", {"x": f32(1, "T", 6), "kind": "silu"}, (f32(1, "T", 3),)),
     ("gated_activation", {"x": f32("T", Apply("mul", ("H", 2))), "kind": "gelu"}, (f32("T", "H"),)),
+    ("gated_linear", GATED, (f32(1, "T", 3),)),
+    ("gated_linear", {**GATED, "bias": None, "kind": "gelu_tanh"}, (f32(1, "T", 3),)),
     ("fused", FUSED, (f32(1, "T", 8),)),
     ("attention", PACKED, (Q,)),
     ("attention", {**PACKED, "v": t("bfloat16", 1, "T", 2, 24), "window": 7}, (t("bfloat16", 1, "T", 8, 24),)),

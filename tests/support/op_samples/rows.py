@@ -30,8 +30,20 @@ def gated_activation(draw: Draw) -> Iterator[Sample]:
     yield {"x": draw.normal(1, 0, 8), "kind": "gelu"}
 
 
+def gated_linear(draw: Draw) -> Iterator[Sample]:
+    for kind in ACTIVATIONS:
+        given = {"input": draw.normal(1, 5, 9), "weight": draw.normal(34, 9, scale=0.3), "kind": kind}
+        yield {**given, "bias": None}
+        yield {**given, "bias": draw.normal(34)}
+    weight = draw.normal(2, 17, scale=0.2)
+    yield {"input": draw.normal(1, 1, 17), "weight": weight, "bias": None, "kind": "silu"}
+    yield {"input": draw.normal(1, 6, 34)[..., 1::2], "weight": weight, "bias": draw.normal(2), "kind": "silu"}
+    yield {"input": draw.normal(1, 0, 17), "weight": weight, "bias": None, "kind": "gelu"}
+
+
 SAMPLES = {
     ("precast.embedding", 1): embedding,
     ("precast.gather_rows", 1): gather_rows,
     ("precast.gated_activation", 1): gated_activation,
+    ("precast.gated_linear", 1): gated_linear,
 }

@@ -1,0 +1,1 @@
+"""The first product of a gated feed-forward layer, and its gate."""
