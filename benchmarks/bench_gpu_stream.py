@@ -60,7 +60,7 @@ def streamed(*, pdl: bool, **constants: int) -> Product:
         if sizes not in kernels:
             function = cuda_launch.function_of(launch.kernel, tuple({**launch.constants, **constants}.items()), 0)
             kernels[sizes] = cuda_launch.Kernel(
-                function, [*map(cuda_launch.At, range(len(args)))], num_threads=launch.block,
+                function, [*map(cuda_launch.At, range(len(args)))], num_given=len(args), num_threads=launch.block,
                 shared_bytes=launch.shared_bytes, pdl=pdl,
             )  # fmt: skip
         (grid,) = launch.grid

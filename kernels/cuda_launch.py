@@ -64,8 +64,9 @@ class Kernel:
     """A kernel with all that stays the same from launch to launch. One thread at a time launches it.
 
     `args` are its arguments in order. Integers, those of a launch too, are passed as 64 bits (`long long`, pointers),
-    of which a parameter takes as many as it has; floats as float32, None as a null pointer. `pdl`: programmatic
-    dependent launch; the kernel may start before the one in front of it in the stream has ended.
+    of which a parameter takes as many as it has; floats as float32, None as a null pointer. Each launch is given
+    `num_given` arguments, whether or not all of them are among the kernel's. `pdl`: programmatic dependent launch; the
+    kernel may start before the one in front of it in the stream has ended.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class Kernel:
         function: driver.CUfunction,
         args: Sequence[At | int | float | None],
         *,
+        num_given: int,
         num_threads: int,
         shared_bytes: int = 0,
         pdl: bool = False,
     ) -> None:
         # The driver reads all of it from this memory; a launch writes its grid and its arguments there.
-        num_given = 1 + max((arg.place for arg in args if isinstance(arg, At)), default=-1)
         constants = [_bits(arg) for arg in args if not isinstance(arg, At)]
         self._values = (ctypes.c_uint64 * (num_given + len(constants)))(*[0] * num_given, *constants)
         behind = itertools.count(num_given)

@@ -59,6 +59,7 @@ class _Given:
         strides = [arg for arg in launch.args if isinstance(arg, Stride)]
         sizes = [arg for arg in launch.args if isinstance(arg, (str, Apply))]
         indices = {arg: At(i) for i, arg in enumerate(dict.fromkeys((*pointers, *strides, *sizes)))}
+        self.num_given = len(indices)
         self.args = [indices[arg] if isinstance(arg, (Pointer, Stride, str, Apply)) else arg for arg in launch.args]
         pointers, strides = list(dict.fromkeys(pointers)), list(dict.fromkeys(strides))
         self._names = [each.tensor for each in pointers]
@@ -99,8 +100,11 @@ def _cuda(launch: Launch, given: _Given, device: int) -> KernelFor:
         if not made:
             function = function_of(launch.kernel, tuple(launch.constants.items()), device)
             made.append(
-                Kernel(function, given.args, num_threads=launch.block, shared_bytes=launch.shared_bytes, pdl=launch.pdl)
-            )
+                Kernel(
+                    function, given.args, num_given=given.num_given, num_threads=launch.block,
+                    shared_bytes=launch.shared_bytes, pdl=launch.pdl,
+                )
+            )  # fmt: skip
         return made[0]
 
     return kernel_for
@@ -125,7 +129,7 @@ class _Triton:
         if kernel is None:
             kinds = tuple(map(_kind, addresses + numbers))
             if kinds not in self._by_kinds:
-                self._by_kinds[kinds] = _compiled(self._launch, self._given.args, self._read_args(tensors, sizes))
+                self._by_kinds[kinds] = _compiled(self._launch, self._given, self._read_args(tensors, sizes))
             if len(self._by_values) >= _MANY:
                 self._by_values.clear()
             kernel = self._by_values[key] = self._by_kinds[kinds]
@@ -137,16 +141,16 @@ def _kind(value: int) -> int:
     return 1 if value == 1 else (value & 15 == 0) << 1 | (value >= 2**31) << 2
 
 
-def _compiled(launch: Launch, given: Sequence[At | int | float | None], args: Sequence[Any]) -> Kernel:
+def _compiled(launch: Launch, given: _Given, args: Sequence[Any]) -> Kernel:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "launch_pdl": launch.pdl}
     with relaxed_capture():
         made = named(launch.kernel).warmup(*args, grid=(1,), **launch.constants, **options)
         made._init_handles()
     assert not made.metadata.global_scratch_size, f"{launch.kernel} wants memory of its own"
     # Others became constants.
-    takes = [arg for arg, kind in zip(given, made.src.signature.values(), strict=False) if kind != "constexpr"]
+    takes = [arg for arg, kind in zip(given.args, made.src.signature.values(), strict=False) if kind != "constexpr"]
     # Behind the arguments, Triton's kernels take two pointers for memory of their own: none here.
     return Kernel(
-        driver.CUfunction(made.function), [*takes, None, None], num_threads=32 * made.metadata.num_warps,
-        shared_bytes=made.metadata.shared, pdl=launch.pdl,
+        driver.CUfunction(made.function), [*takes, None, None], num_given=given.num_given,
+        num_threads=32 * made.metadata.num_warps, shared_bytes=made.metadata.shared, pdl=launch.pdl,
     )  # fmt: skip

@@ -61,13 +61,14 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_a_launch_has_its_constants_and_what_it_is_given(noted: Driver) -> None:
+    """The last one that it is given is no argument of the kernel's: Triton leaves out those that became constants."""
     args = [At(1), None, 2.5, At(0), 7, -1, At(1)]
-    kernel = Kernel(driver.CUfunction(99), args, num_threads=96, shared_bytes=300)
+    kernel = Kernel(driver.CUfunction(99), args, num_given=3, num_threads=96, shared_bytes=300)
     noted.num_args = len(args)
     half = struct.unpack("<I", struct.pack("<f", 2.5))[0]
 
-    kernel.launch((5, 1, 2), [2**40, -3], STREAM)
-    kernel.launch((1, 1, 1), [8, 9], 0)
+    kernel.launch((5, 1, 2), [2**40, -3, 1], STREAM)
+    kernel.launch((1, 1, 1), [8, 9, 1], 0)
 
     minus = 2**64
     first, second = noted.launches
@@ -78,7 +79,7 @@ def test_a_launch_has_its_constants_and_what_it_is_given(noted: Driver) -> None:
 
 
 def test_a_kernel_may_begin_before_the_one_in_front_has_ended(noted: Driver) -> None:
-    Kernel(driver.CUfunction(99), [], num_threads=1, pdl=True).launch((1, 1, 1), [])
+    Kernel(driver.CUfunction(99), [], num_given=0, num_threads=1, pdl=True).launch((1, 1, 1), [])
 
     serialization = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     assert noted.launches[0].attributes == [(int(serialization), 1)]
@@ -87,7 +88,7 @@ def test_a_kernel_may_begin_before_the_one_in_front_has_ended(noted: Driver) -> 
 def test_a_refusal_says_the_drivers_name_for_it(noted: Driver) -> None:
     noted.status = 700
     with pytest.raises(RuntimeError, match="the CUDA driver refuses: CUDA_ERROR_ILLEGAL_ADDRESS"):
-        Kernel(driver.CUfunction(99), [], num_threads=1).launch((1, 1, 1), [])
+        Kernel(driver.CUfunction(99), [], num_given=0, num_threads=1).launch((1, 1, 1), [])
 
 
 def test_arguments_are_read_from_tensors_and_sizes(noted: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +113,9 @@ class Compiled:
     def __init__(self) -> None:
         self.seen: list[Sequence[Any]] = []
 
-    def __call__(self, launch: Launch, given: Sequence[Any], args: Sequence[Any]) -> Kernel:
+    def __call__(self, launch: Launch, given: gpu_launch._Given, args: Sequence[Any]) -> Kernel:
         self.seen.append(args)
-        return Kernel(driver.CUfunction(len(self.seen)), given, num_threads=128)
+        return Kernel(driver.CUfunction(len(self.seen)), given.args, num_given=given.num_given, num_threads=128)
 
 
 def test_tritons_kernels_are_told_apart_by_kinds_of_arguments(noted: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
