@@ -26,6 +26,8 @@ LEAST_KEYS = (128, 256, 256, 256)
 """Keys of a part at least, by `SLOTS`."""
 JOINED = 8192
 """Elements of partial results that are joined at a time, at most."""
+_WEIGHT_TILE = 1 << 14
+"""Elements of the weight that a program asks for at once, before it does anything else: 32 KiB of half precision."""
 _KERNELS = "precast.kernels.latent_attention.triton:"
 _ATTENTION = "precast.kernels.attention.triton:"
 
@@ -41,6 +43,15 @@ class Sizes(NamedTuple):
     page: int
     dtype: Dtype
     bytes: int
+
+
+class Tiles(NamedTuple):
+    """Of each kernel: rows and keys, in `expand` tokens and elements of a latent that are multiplied at a time."""
+
+    split: Tile
+    expand: Tile
+    context: Tile
+    prefix: Tile
 
 
 class Workspace(NamedTuple):
@@ -93,10 +104,14 @@ def held(use: Use, *, most_tokens: int | None) -> Expr:
     return add(workspace(use, most_tokens=most_tokens).end, 16)
 
 
-def paged(use: Use, *, most_tokens: int | None) -> tuple[Launch, ...]:
-    """`precast.paged_latent_attention`. `most_tokens`: of the steps that it is for, if all of them are absorbed."""
-    absorbed = _absorbed(use, most_tokens)
-    return absorbed if most_tokens else (*absorbed, *_expanded(use))
+def paged(use: Use, *, most_tokens: int | None, tiles: Tiles | None = None) -> tuple[Launch, ...]:
+    """`precast.paged_latent_attention`.
+
+    `most_tokens`: of the steps that it is for, if all of their tokens are absorbed. `tiles`: None for `tiles_of`.
+    """
+    tiles = tiles or tiles_of(use)
+    absorbed = _absorbed(use, most_tokens, tiles.split)
+    return absorbed if most_tokens else (*absorbed, *_expanded(use, tiles))
 
 
 def splits_of(use: Use) -> Splits:
@@ -104,7 +119,12 @@ def splits_of(use: Use) -> Splits:
     return Splits(*(by_slots(_sequences(use), each) for each in (PARTS, LEAST_KEYS, LEAST_KEYS)))
 
 
-def split_tile(use: Use) -> Tile:
+def tiles_of(use: Use) -> Tiles:
+    """What is chosen for the sizes of a use."""
+    return Tiles(_split_tile(use), _expanding_tile(use), _context_tile(use), _prefix_tile(use))
+
+
+def _split_tile(use: Use) -> Tile:
     """Of absorbed queries: heads enough to use a loaded latent often, as far as registers and shared memory go."""
     heads, width = known(use, "q", 2), use.width("q")
     if width > 2 or not has_large_memory(use):
@@ -144,14 +164,14 @@ def write_latent(use: Use) -> tuple[Launch, ...]:
     )
 
 
-def _absorbed(use: Use, most_tokens: int | None) -> tuple[Launch, ...]:
+def _absorbed(use: Use, most_tokens: int | None, tile: Tile) -> tuple[Launch, ...]:
     """Every token of a small step, or the sequences of one query."""
     sizes, place = sizes_of(use), workspace(use, most_tokens=most_tokens)
     queries, results = (Pointer("workspace", sizes.dtype, offset) for offset in (place.queries, place.results))
     by_token, by_row = _strides()[:3], (sizes.heads * sizes.latent, sizes.latent, 1)
     return (
         _product(use, queries, Pointer("q"), by_token, most_tokens, to_latent=True),
-        *_split(use, place, most_tokens),
+        *_split(use, place, most_tokens, tile),
         _product(use, Pointer("out.0"), results, by_row, most_tokens, to_latent=False),
     )  # fmt: skip
 
@@ -170,8 +190,8 @@ def _product(
     inner, size = (sizes.nope, sizes.latent) if to_latent else (sizes.latent, sizes.value)
     block_t = 16 if sizes.bytes > 2 or (most_tokens or SMALL_STEP) <= FEW_TOKENS else 64
     block_k = max(16, power_of_two(inner))
-    # A program asks for all of its part of the weight at once: 32 KiB.
-    block_n = min(max(16, 32768 // (block_k * sizes.bytes)), max(16, power_of_two(size)))
+    elements = _WEIGHT_TILE // 4 if sizes.bytes > 2 else _WEIGHT_TILE
+    block_n = min(max(16, elements // block_k), max(16, power_of_two(size)))
     return Launch(
         kernel=_KERNELS + "head_product_kernel",
         grid=(sizes.heads, -(-size // block_n), ceildiv(_rows(use, most_tokens), block_t)),
@@ -198,9 +218,9 @@ def _product(
     )
 
 
-def _split(use: Use, place: Workspace, most_tokens: int | None) -> tuple[Launch, Launch]:
+def _split(use: Use, place: Workspace, most_tokens: int | None, tile: Tile) -> tuple[Launch, Launch]:
     """Attention in the latents' space, and its parts, joined; nothing is launched to join where all are whole."""
-    sizes, tile, splits = sizes_of(use), split_tile(use), splits_of(use)
+    sizes, splits = sizes_of(use), splits_of(use)
     tokens, sequences = use.shape("q")[1], _sequences(use)
     heads = min(sizes.heads, tile.m)
     queries = tile.m // heads if most_tokens else 1
@@ -254,7 +274,7 @@ def _split(use: Use, place: Workspace, most_tokens: int | None) -> tuple[Launch,
     return first, second
 
 
-def _expanded(use: Use) -> tuple[Launch, ...]:
+def _expanded(use: Use, tiles: Tiles) -> tuple[Launch, ...]:
     """Sequences of several queries: their own tokens as keys and values, attention to them, and to what was before."""
     sizes, place = sizes_of(use), workspace(use, most_tokens=None)
     tokens, sequences = use.shape("q")[1], _sequences(use)
@@ -262,7 +282,7 @@ def _expanded(use: Use) -> tuple[Launch, ...]:
     sums = Pointer("workspace", "float32", place.sums)
     paging = (Pointer("cache"), Pointer("weight"), *_lists(True), sequences)
     made = sizes.nope + sizes.value
-    tile = _expanding_tile(use)
+    tile = tiles.expand
     block_n = min(128, max(16, power_of_two(made)))
     constants = {key: value for key, value in _scoring(use, sizes).items() if key != "SCALE"}
     expand = Launch(
@@ -284,7 +304,7 @@ def _expanded(use: Use) -> tuple[Launch, ...]:
         num_stages=tile.num_stages,
         pdl=overlaps(use),
     )
-    tile = _prefix_tile(use)
+    tile = tiles.prefix
     prefix = Launch(
         kernel=_KERNELS + "prefix_kernel",
         grid=(PROGRAMS,),
@@ -306,12 +326,12 @@ def _expanded(use: Use) -> tuple[Launch, ...]:
         num_stages=tile.num_stages,
         pdl=overlaps(use),
     )
-    return expand, _context(use, keys, values, sums), prefix
+    return expand, _context(use, keys, values, sums, tiles.context), prefix
 
 
-def _context(use: Use, keys: Pointer, values: Pointer, sums: Pointer) -> Launch:
+def _context(use: Use, keys: Pointer, values: Pointer, sums: Pointer, tile: Tile) -> Launch:
     """Attention of sequences of several queries to their own tokens."""
-    sizes, tile = sizes_of(use), _context_tile(use)
+    sizes = sizes_of(use)
     tokens, sequences = use.shape("q")[1], _sequences(use)
     size = sizes.nope + sizes.rope
     tiles = add(floordiv(tokens, tile.m), 1, minimum(sequences, floordiv(tokens, 2)))
