@@ -1,9 +1,10 @@
 """On a GPU: microseconds of latent attention a layer, launch by launch, beside what its bytes and products need.
 
 Claims: decoding sequences, absorbed, are read at the memory's rate or multiplied near the rate of products, whichever
-is slower; a prompt costs little more than attention over keys and values of every head. DeepSeek-V3's sizes in bfloat16,
-in pages of 16 tokens in random order, as many layers as are more than the L2 cache holds. Counted are the latents that
-are seen and the weight, once; of prompts the products of expanded keys and values, and of what was cached before.
+is slower; a prompt costs little more than attention over keys and values of every head. DeepSeek-V3's sizes in
+bfloat16, in pages of 16 tokens in random order, as many layers as are more than the L2 cache holds. Counted are the
+latents that are seen and the weight, once; of prompts the products of expanded keys and values, and of what was cached
+before.
 
     python benchmarks/bench_gpu_latents.py [--sweep] [--seconds N] [--out FILE]
 

@@ -18,7 +18,7 @@ SMALL_STEP = 64
 FEW_TOKENS = 16
 """Tokens of a step up to which products with the weight have the least rows that the tensor cores take."""
 PROGRAMS = 132
-"""Programs that share the tiles of what was cached before a prompt's part: one for each multiprocessor of an H100."""
+"""Programs that share tiles: one for each multiprocessor of an H100; twice as many where two fit there."""
 PARTS = (64, 8, 4, 1)
 """Parts of a sequence's keys at most, by `SLOTS`: one or two sequences alone, or eight in parts, fill a GPU; beyond 32
 slots each sequence is one part."""
@@ -284,10 +284,12 @@ def _expanded(use: Use, tiles: Tiles) -> tuple[Launch, ...]:
     made = sizes.nope + sizes.value
     tile = tiles.expand
     block_n = min(128, max(16, power_of_two(made)))
+    # Each sequence that has tiles has two tokens, and one tile that may be filled in part.
+    tiles_bound = add(floordiv(tokens, tile.m), minimum(sequences, floordiv(tokens, 2)))
     constants = {key: value for key, value in _scoring(use, sizes).items() if key != "SCALE"}
     expand = Launch(
         kernel=_KERNELS + "expand_kernel",
-        grid=(add(floordiv(tokens, tile.m), sequences), sizes.heads, -(-made // block_n)),
+        grid=(minimum(mul(tiles_bound, sizes.heads * -(-made // block_n)), 2 * PROGRAMS),),
         args=(keys, values, *paging, Stride("cache", 0), Stride("cache", 1)),
         constants=constants
         | {

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.triton import LOG2_E, SEQUENCES, find_sequence, small_tile, weights_of
+from precast.kernels.attention.triton import LOG2_E, SEQUENCES, small_tile, weights_of
 from precast.kernels.attention.triton_write_kv import rounded
 from precast.kernels.triton_chain import wait_for_previous
 
@@ -225,6 +225,51 @@ def split_kernel(  # type: ignore[no-untyped-def]
         tl.store(weight_ptr + 2 * place + 1, total, mask=row_mask)
 
 
+@triton.jit
+def _tiles_of(  # type: ignore[no-untyped-def]
+    cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, first, num_seqs, PREFIX: tl.constexpr, BLOCK_Q: tl.constexpr
+):
+    """How many tiles the SEQUENCES from `first` on have: none without several queries, and with PREFIX none without
+    keys other than theirs."""
+    b = first + tl.arange(0, SEQUENCES)
+    is_real = b < num_seqs
+    first_token = tl.load(cu_seqlens_ptr + b, mask=is_real, other=0)
+    queries = tl.load(cu_seqlens_ptr + b + 1, mask=is_real, other=0) - first_token
+    has_tiles = queries > 1
+    if PREFIX:
+        kept = tl.load(kv_lens_ptr + b, mask=is_real, other=0) - tl.load(page_start_ptr + b, mask=is_real, other=0)
+        has_tiles = has_tiles & (kept != queries)
+    return tl.where(has_tiles, (queries + BLOCK_Q - 1) // BLOCK_Q, 0)
+
+
+@triton.jit
+def _num_tiles(  # type: ignore[no-untyped-def]
+    cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, num_seqs, PREFIX: tl.constexpr, BLOCK_Q: tl.constexpr
+):
+    """Of all sequences."""
+    found = 0
+    for first in range(0, num_seqs, SEQUENCES):
+        found += tl.sum(_tiles_of(cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, first, num_seqs, PREFIX, BLOCK_Q), 0)
+    return found
+
+
+@triton.jit
+def _find_tile(  # type: ignore[no-untyped-def]
+    cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, num_seqs, tile, PREFIX: tl.constexpr, BLOCK_Q: tl.constexpr
+):
+    """A tile's sequence and first query."""
+    seq = 0
+    begin = 0
+    before = 0
+    for first in range(0, num_seqs, SEQUENCES):
+        tiles = _tiles_of(cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, first, num_seqs, PREFIX, BLOCK_Q)
+        ends = before + tl.cumsum(tiles, 0)
+        seq += tl.sum((ends <= tile).to(tl.int32), 0)
+        begin = tl.maximum(begin, tl.max(tl.where(ends <= tile, ends, 0), 0))
+        before += tl.sum(tiles, 0)
+    return seq, (tile - begin) * BLOCK_Q
+
+
 @triton.jit(do_not_specialize=["num_seqs"])
 def expand_kernel(  # type: ignore[no-untyped-def]
     k_ptr,
@@ -254,60 +299,49 @@ def expand_kernel(  # type: ignore[no-untyped-def]
 ):
     """Keys [T, H, Dn + Dr] and values [T, H, Dv] of this step's own tokens, as the cache holds their latents.
 
-    A program takes BLOCK_T tokens of a sequence of several queries, and BLOCK_N of the elements that a head's rows of
-    the weight make. Sequence b owns the tiles from `cu_seqlens[b] // BLOCK_T + b` on.
+    The programs share the tiles: BLOCK_T tokens of a sequence of several queries, and BLOCK_N of the elements that a
+    head's rows of the weight make. Tiles with the same part of the weight follow one another.
     """
     wait_for_previous(PDL)
-    tile = tl.program_id(0)
-    seq = find_sequence(cu_seqlens_ptr, num_seqs, tile, BLOCK_T)
-    first_token = tl.load(cu_seqlens_ptr + seq)
-    num_queries = tl.load(cu_seqlens_ptr + seq + 1) - first_token
-    first_query = (tile - (first_token // BLOCK_T + seq)) * BLOCK_T
-    if (num_queries < 2) | (first_query >= num_queries):
-        return
-    head = tl.program_id(1)
-    query = first_query + tl.arange(0, BLOCK_T)
-    first_page = tl.load(page_indptr_ptr + seq)
-    num_slots = (tl.load(page_indptr_ptr + seq + 1) - first_page) * PAGE_SIZE
-    position = tl.load(kv_lens_ptr + seq) - tl.load(page_start_ptr + seq) - num_queries + query
-    # A token before the sequence's first key has none: zeros, which nothing looks at.
-    exists = (query < num_queries) & (position >= 0) & (position < num_slots)
-    page = tl.load(page_indices_ptr + first_page + position // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-    slot_ptr = cache_ptr + page * cache_stride_p + position % PAGE_SIZE * cache_stride_s
-    n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask = n < NOPE + VALUE
-    rows_ptr = weight_ptr + (head * (NOPE + VALUE) + n).to(tl.int64) * LATENT
-    made = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for first in range(0, LATENT, BLOCK_K):
-        c = first + tl.arange(0, BLOCK_K)
-        latent = tl.load(slot_ptr[:, None] + c[None, :], mask=exists[:, None] & (c < LATENT)[None, :], other=0.0)
-        weight = tl.load(rows_ptr[None, :] + c[:, None], mask=n_mask[None, :] & (c < LATENT)[:, None], other=0.0)
-        made = tl.dot(latent.to(weight.dtype), weight, made, input_precision=PRECISION)
-    place = (first_token + query).to(tl.int64) * HEADS + head
-    is_query = query < num_queries
-    made = made.to(k_ptr.dtype.element_ty)
-    tl.store(k_ptr + place[:, None] * (NOPE + ROPE) + n[None, :], made, mask=is_query[:, None] & (n < NOPE)[None, :])
-    is_value = is_query[:, None] & ((n >= NOPE) & n_mask)[None, :]
-    tl.store(v_ptr + place[:, None] * VALUE + (n - NOPE)[None, :], made, mask=is_value)
-    if tl.program_id(2) == 0:
-        r = tl.arange(0, BLOCK_R)
-        rope = tl.load(slot_ptr[:, None] + LATENT + r[None, :], mask=exists[:, None] & (r < ROPE)[None, :], other=0.0)
-        rope_ptr = k_ptr + (place * (NOPE + ROPE) + NOPE)[:, None] + r[None, :]
-        tl.store(rope_ptr, rope.to(k_ptr.dtype.element_ty), mask=is_query[:, None] & (r < ROPE)[None, :])
-
-
-@triton.jit
-def _prefix_tiles(  # type: ignore[no-untyped-def]
-    cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, first, num_seqs, BLOCK_Q: tl.constexpr
-):
-    """How many tiles the SEQUENCES from `first` on have: none without several queries and keys other than theirs."""
-    b = first + tl.arange(0, SEQUENCES)
-    is_real = b < num_seqs
-    queries = tl.load(cu_seqlens_ptr + b + 1, mask=is_real, other=0) - tl.load(
-        cu_seqlens_ptr + b, mask=is_real, other=0
-    )
-    held = tl.load(kv_lens_ptr + b, mask=is_real, other=0) - tl.load(page_start_ptr + b, mask=is_real, other=0)
-    return tl.where((queries > 1) & (held != queries), (queries + BLOCK_Q - 1) // BLOCK_Q, 0)
+    PARTS: tl.constexpr = (NOPE + VALUE + BLOCK_N - 1) // BLOCK_N
+    num_tiles = _num_tiles(cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, num_seqs, False, BLOCK_T)
+    for item in range(tl.program_id(0), num_tiles * (HEADS * PARTS), tl.num_programs(0)):
+        tile = item % num_tiles
+        part = item // num_tiles % PARTS
+        head = item // num_tiles // PARTS
+        seq, first_query = _find_tile(cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, num_seqs, tile, False, BLOCK_T)
+        first_token = tl.load(cu_seqlens_ptr + seq)
+        num_queries = tl.load(cu_seqlens_ptr + seq + 1) - first_token
+        query = first_query + tl.arange(0, BLOCK_T)
+        first_page = tl.load(page_indptr_ptr + seq)
+        num_slots = (tl.load(page_indptr_ptr + seq + 1) - first_page) * PAGE_SIZE
+        position = tl.load(kv_lens_ptr + seq) - tl.load(page_start_ptr + seq) - num_queries + query
+        is_query = query < num_queries
+        # A token before the sequence's first key has none: zeros, which nothing looks at.
+        exists = is_query & (position >= 0) & (position < num_slots)
+        page = tl.load(page_indices_ptr + first_page + position // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
+        slot_ptr = cache_ptr + page * cache_stride_p + position % PAGE_SIZE * cache_stride_s
+        n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+        n_mask = n < NOPE + VALUE
+        rows_ptr = weight_ptr + (head * (NOPE + VALUE) + n).to(tl.int64) * LATENT
+        made = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        for first in range(0, LATENT, BLOCK_K):
+            c = first + tl.arange(0, BLOCK_K)
+            latent = tl.load(slot_ptr[:, None] + c[None, :], mask=exists[:, None] & (c < LATENT)[None, :], other=0.0)
+            weight = tl.load(rows_ptr[None, :] + c[:, None], mask=n_mask[None, :] & (c < LATENT)[:, None], other=0.0)
+            made = tl.dot(latent.to(weight.dtype), weight, made, input_precision=PRECISION)
+        place = (first_token + query).to(tl.int64) * HEADS + head
+        made = made.to(k_ptr.dtype.element_ty)
+        keys_ptr = k_ptr + place * (NOPE + ROPE)
+        tl.store(keys_ptr[:, None] + n[None, :], made, mask=is_query[:, None] & (n < NOPE)[None, :])
+        is_value = is_query[:, None] & ((n >= NOPE) & n_mask)[None, :]
+        tl.store(v_ptr + place[:, None] * VALUE + (n - NOPE)[None, :], made, mask=is_value)
+        if part == 0:
+            r = tl.arange(0, BLOCK_R)
+            is_rope = (r < ROPE)[None, :]
+            rope = tl.load(slot_ptr[:, None] + LATENT + r[None, :], mask=exists[:, None] & is_rope, other=0.0)
+            rope = rope.to(k_ptr.dtype.element_ty)
+            tl.store(keys_ptr[:, None] + NOPE + r[None, :], rope, mask=is_query[:, None] & is_rope)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -351,28 +385,19 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     none.
     """
     wait_for_previous(PDL)
-    num_tiles = 0
-    for first in range(0, num_seqs, SEQUENCES):
-        num_tiles += tl.sum(_prefix_tiles(cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, first, num_seqs, BLOCK_M), 0)
+    num_tiles = _num_tiles(cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, num_seqs, True, BLOCK_M)
     for item in range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0)):
-        tile = item // HEADS
         head = item % HEADS
-        seq = 0
-        end_tile = num_tiles
-        before = 0
-        for first in range(0, num_seqs, SEQUENCES):
-            tiles = _prefix_tiles(cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, first, num_seqs, BLOCK_M)
-            ends = before + tl.cumsum(tiles, 0)
-            seq += tl.sum((ends <= tile).to(tl.int32), 0)
-            end_tile = tl.minimum(end_tile, tl.min(tl.where(ends > tile, ends, num_tiles), 0))
-            before += tl.sum(tiles, 0)
+        seq, first_query = _find_tile(
+            cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, num_seqs, item // HEADS, True, BLOCK_M
+        )
         first_token = tl.load(cu_seqlens_ptr + seq)
         num_queries = tl.load(cu_seqlens_ptr + seq + 1) - first_token
         first_page = tl.load(page_indptr_ptr + seq)
         num_slots = (tl.load(page_indptr_ptr + seq + 1) - first_page) * PAGE_SIZE
         kv_len = tl.load(kv_lens_ptr + seq) - tl.load(page_start_ptr + seq)
         prefix = kv_len - num_queries
-        query = (end_tile - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        query = first_query + tl.arange(0, BLOCK_M)
         row_mask = query < num_queries
         token = (first_token + query).to(tl.int64)
         place = token * HEADS + head
@@ -399,7 +424,7 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
         full_end = tl.where(prefix > 0, end // BLOCK_N * BLOCK_N, 0)
         start = 0
         if WINDOW > 0:
-            start = tl.maximum(prefix + (end_tile - 1 - tile) * BLOCK_M - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+            start = tl.maximum(prefix + first_query - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
             start = tl.minimum(start, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
             full_end = start
         acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
