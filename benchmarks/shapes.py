@@ -48,6 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 _NEMOTRON_56B = "M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-"
 """54 scans, 54 feed-forward layers and 10 attentions, as in the published model; their order is approximate."""
 
+_NEMOTRON_8B = "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"
+
 _YARN: dict[str, Any] = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
 
 _GEMMA_3: dict[str, Any] = {
@@ -149,6 +151,28 @@ SHAPES |= {
         "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
         "max_position_embeddings": 202752, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False, "eos_token_id": 154820,
+    },
+}  # fmt: skip
+
+
+SHAPES |= {
+    # Layers of larger models, of every kind that they have, as many as one GPU holds in bfloat16.
+    "qwen3-next-80b-6-layers": {**SHAPES["qwen3-next-80b-a3b"], "num_hidden_layers": 6},
+    "deepseek-v3-4-layers": {
+        key: value
+        for key, value in (SHAPES["deepseek-v3"] | {"num_hidden_layers": 4}).items()
+        if key != "quantization_config"
+    },
+    "nemotron-h-8b": {
+        **SHAPES["nemotron-h-56b"], "hidden_size": 4096, "intermediate_size": 21504,
+        "num_hidden_layers": len(_NEMOTRON_8B), "hybrid_override_pattern": _NEMOTRON_8B,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "mamba_num_heads": 128, "ssm_state_size": 128,
+        "chunk_size": 128,
+    },
+    "gpt-oss-20b": {
+        key: value
+        for key, value in (SHAPES["gpt-oss-120b"] | {"num_hidden_layers": 24, "num_local_experts": 32}).items()
+        if key != "quantization_config"
     },
 }  # fmt: skip
 

@@ -110,11 +110,11 @@ def splits_of(use: Use) -> Splits:
         for slots, programs in zip(SLOTS, WANTED_PROGRAMS, strict=True)
     ]
     whole = WHOLE_KEYS if size <= 128 else WHOLE_WIDE_KEYS
-    by_slots = ((*most, 1), (FEW_KEYS, FEW_KEYS, MANY_KEYS, MANY_KEYS), (0, whole, whole, whole))
-    return Splits(*(_by_slots(_sequences(use), each) for each in by_slots))
+    values = ((*most, 1), (FEW_KEYS, FEW_KEYS, MANY_KEYS, MANY_KEYS), (0, whole, whole, whole))
+    return Splits(*(by_slots(_sequences(use), each) for each in values))
 
 
-def _by_slots(slots: Expr, values: Sequence[int]) -> Expr:
+def by_slots(slots: Expr, values: Sequence[int]) -> Expr:
     """The first value up to `SLOTS[0]` slots, the next one up to `SLOTS[1]`; the last one for more."""
     found: Expr = values[-1]
     for most, value, following in zip(SLOTS, values, values[1:], strict=False):
@@ -159,7 +159,7 @@ def context_launch(
     return Launch(
         kernel=_KERNELS + "context_kernel",
         grid=(minimum(items, programs or PROGRAMS),),
-        args=(Pointer("out.0"), *_tensors(use, keys, values), *_lists(use, is_paged, True), tokens, sequences,
+        args=(Pointer("out.0"), None, *_tensors(use, keys, values), *_lists(use, is_paged, True), tokens, sequences,
               *_strides(keys, values)),
         constants={
             "LEAST_QUERIES": least,
@@ -206,6 +206,7 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool) -> t
         args=(Pointer("out.0"), *partial, *_lists(use, True, False), tokens, sequences, *splits),
         constants=constants
         | {
+            "TO_TOKENS": True,
             "HEADS": heads,
             "VALUE_SIZE": value_size,
             "BLOCK_Q": shape.queries,

@@ -338,6 +338,7 @@ def _tiles_of(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def context_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
+    sums_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -381,6 +382,8 @@ def context_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """Sequences of LEAST_QUERIES or more. Its programs share the tiles, whose number is known on the device alone.
+
+    `sums` [T, H] float32, if given, gets the logarithm to base 2 of each row's sum of exponentials.
 
     A sequence's later queries see more keys, so its last tile comes first; the order in which programs take tiles turns
     round after each, or the first program would have the most work each time.
@@ -433,7 +436,7 @@ def context_kernel(  # type: ignore[no-untyped-def]
                 page_list = page_indices_ptr + first_page
                 keys_ptr = k_ptr
                 values_ptr = v_ptr
-            acc, _, total = _tile(
+            acc, highest, total = _tile(
                 q_ptr, keys_ptr, values_ptr, sinks_ptr, slopes_ptr, page_list,
                 token, head, kv_head, row_mask, position, True, start, full_start, full_end, end, page_start,
                 q_stride_t, q_stride_h, q_stride_d, k_stride_p, k_stride_s, k_stride_h, k_stride_d,
@@ -442,10 +445,13 @@ def context_kernel(  # type: ignore[no-untyped-def]
                 PRECISION,
             )  # fmt: skip
             _store(out_ptr, acc, total, token, head, row_mask, HEADS, VALUE_SIZE, BLOCK_V)
+            if sums_ptr is not None:
+                sums = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
+                tl.store(sums_ptr + token * HEADS + head, sums, mask=row_mask)
 
 
 @triton.jit
-def _small_tile(  # type: ignore[no-untyped-def]
+def small_tile(  # type: ignore[no-untyped-def]
     cu_seqlens_ptr,
     kv_lens_ptr,
     page_indptr_ptr,
@@ -547,7 +553,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile (see `_small_tile`), one key head, and one of `num_splits` parts of the tile's keys.
+    """One tile (see `small_tile`), one key head, and one of `num_splits` parts of the tile's keys.
 
     A part has `least_keys` or more, and up to `whole_keys` are one: how many parts there are depends on the keys that
     the tile sees. Where it is one, its program writes the result. Else each writes the sums of its weighted values,
@@ -557,7 +563,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     GROUPS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    seq, first_token, first_query, num_queries, first_page, kv_len, page_start, start, end, split = _small_tile(
+    seq, first_token, first_query, num_queries, first_page, kv_len, page_start, start, end, split = small_tile(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
         least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
     )  # fmt: skip
@@ -611,6 +617,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     least_keys,
     whole_keys,
     MOST_QUERIES: tl.constexpr,
+    TO_TOKENS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -625,10 +632,11 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 ):
     """Joins the parts of a tile, for one head: y = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) total_s, m = max_s m_s.
 
-    ROWS is at least BLOCK_Q; PARTS are joined at a time, in order.
+    ROWS is at least BLOCK_Q; PARTS are joined at a time, in order. TO_TOKENS: results are by token, else by row of
+    the partial results.
     """
     wait_for_previous(PDL)
-    seq, first_token, first_query, num_queries, _, _, _, start, end, split = _small_tile(
+    seq, first_token, first_query, num_queries, _, _, _, start, end, split = small_tile(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
         least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
     )  # fmt: skip
@@ -642,7 +650,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     s = tl.arange(0, PARTS)
     row_mask = (row < BLOCK_Q) & (first_query + row < num_queries)
     token = (first_token + first_query + row).to(tl.int64)
-    place = ((token if MOST_QUERIES == 0 else seq + 0 * token) * HEADS + head) * num_splits
+    place_row = token if MOST_QUERIES == 0 else seq + 0 * token
+    place = (place_row * HEADS + head) * num_splits
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
@@ -667,4 +676,4 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         acc = acc * fade[:, None] + tl.sum(values * weights[:, :, None], 0)
         highest = new_highest
     head = head + 0 * row
-    _store(out_ptr, acc, total, token, head, row_mask, HEADS, VALUE_SIZE, BLOCK_V)
+    _store(out_ptr, acc, total, token if TO_TOKENS else place_row, head, row_mask, HEADS, VALUE_SIZE, BLOCK_V)

@@ -4,10 +4,6 @@ torch here."""
 MAX_EXPANDED = 1 << 27
 """Elements of expanded keys and values that exist at a time in `precast.kernels.latent_attention.batched`, if that is
 one head at least."""
-MAX_ABSORBED = 1024
-"""Tokens of a step that `precast.kernels.latent_attention.triton` absorbs, whatever they are. Absorbed, a query and key
-costs some times what it costs expanded (DeepSeek-V3: 1088 products a head for 320): many sequences that decode are
-worth it, a long prompt is faster expanded, though what it is has to be read on the host."""
 MAX_LATENT = 512
 """Elements of a latent that `precast.kernels.latent_attention.triton` takes: so many fit into registers and shared
 memory."""

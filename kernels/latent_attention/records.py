@@ -1,16 +1,19 @@
-"""What computes latent attention: over pages Triton on GPUs, for steps of few tokens; else PyTorch, with one of the
-products of `precast.kernels.attention.batched` inside."""
+"""What computes latent attention: over pages Triton on GPUs; else PyTorch, with one of the products of
+`precast.kernels.attention.batched` inside."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, largest, maximum, minimum, mul
 from precast.kernels.attention.limits import TILE
 from precast.kernels.attention.workspace import Shape, batched, keys_of, product, queries_of
-from precast.kernels.latent_attention.limits import MAX_ABSORBED, MAX_EXPANDED, MAX_LATENT, MAX_ROPE
-from precast.kernels.records import Condition, Record, reference, reference_on_cpu
+from precast.kernels.latent_attention import launches
+from precast.kernels.latent_attention.launches import FEW_TOKENS, SMALL_STEP
+from precast.kernels.latent_attention.limits import MAX_EXPANDED, MAX_LATENT, MAX_ROPE
+from precast.kernels.records import Condition, Record, nothing, reference, reference_on_cpu
 from precast.kernels.use import Use, numbers
 
 
@@ -98,12 +101,12 @@ def _expanded(use: Use, sizes: _Latent, queries: Expr) -> Expr:
 
 def _few_elements(use: Use) -> bool:
     latent, both = use.number("weight", 1), use.number("cache", 2)
-    return latent is not None and both is not None and latent <= MAX_LATENT and both - latent <= MAX_ROPE
+    known = all(bool(use.number(*size)) for size in (("q", 2), ("q", 3), ("cache", 1)))
+    return known and latent is not None and both is not None and latent <= MAX_LATENT and 0 < both - latent <= MAX_ROPE
 
 
-def _in_triton(use: Use) -> Expr:
-    """Of each query and head what the latents are multiplied by, and what comes out."""
-    return mul(2 * use.width("q"), *use.shape("q")[1:3], use.shape("weight")[1])
+def _is_positive(x: object) -> bool:
+    return isinstance(x, (int, float)) and x > 0
 
 
 def _written(use: Use) -> Expr:
@@ -121,16 +124,35 @@ _CONVERTS = Condition(
     lambda use: use.width("cache") > 1 or use.target.capability >= (8, 9),
 )
 
+_SCALES = Condition("a scale above 0", lambda use: _is_positive(use.constant("scale")))
+_KNOWN = Condition(
+    "latents, and a part that heads share, of known sizes",
+    lambda use: all(bool(use.number(*size)) for size in (("latent", 2), ("k_rope", 2), ("cache", 1))),
+)
+_TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0)}
+_PAGED: dict[str, Any] = {
+    **_TRITON, "op": "precast.paged_latent_attention", "dtypes": {"q": ("float16", "bfloat16", "float32")},
+    "takes": (_SAME, _FITS, _SCALES, _CONVERTS), "allocates": False,
+}  # fmt: skip
+_SMALL_STEPS = {"few": (0, FEW_TOKENS), "small": (FEW_TOKENS + 1, SMALL_STEP)}
+"""By tokens: blocks differ."""
+
 RECORDS = (
     Record(
         name="torch.latent_attention", op="precast.latent_attention", workspace=_packed, control="host",
         runs="precast.kernels.latent_attention.batched:latent_attention",
     ),
+    *(
+        Record(
+            name=f"triton.paged_latent_attention.{name}", **_PAGED, sizes={"T": tokens},
+            workspace=partial(launches.held, most_tokens=tokens[1]),
+            runs=partial(launches.paged, most_tokens=tokens[1]),
+        )
+        for name, tokens in _SMALL_STEPS.items()
+    ),
     Record(
-        name="triton.paged_latent_attention", op="precast.paged_latent_attention", kind="triton", devices=("cuda",),
-        min_capability=(8, 0), dtypes={"q": ("float16", "bfloat16", "float32")}, takes=(_SAME, _FITS, _CONVERTS),
-        sizes={"T": (0, MAX_ABSORBED)}, allocates=False, workspace=_in_triton,
-        runs="precast.kernels.latent_attention.triton:paged_latent_attention",
+        name="triton.paged_latent_attention", **_PAGED,
+        workspace=partial(launches.held, most_tokens=None), runs=partial(launches.paged, most_tokens=None),
     ),
     Record(
         name="torch.paged_latent_attention", op="precast.paged_latent_attention", workspace=_paged, control="host",
@@ -138,5 +160,9 @@ RECORDS = (
     ),
     reference_on_cpu("precast.latent_attention", "latent_attention.latent_attention"),
     reference_on_cpu("precast.paged_latent_attention", "latent_attention.paged"),
+    Record(
+        name="triton.write_latent", op="precast.write_latent", **_TRITON, takes=(_KNOWN, _CONVERTS), allocates=False,
+        workspace=nothing, runs=launches.write_latent,
+    ),
     reference("precast.write_latent", "latent_attention.write_latent", _written),
 )  # fmt: skip

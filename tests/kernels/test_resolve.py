@@ -15,7 +15,7 @@ from precast.ir.graph.symbols import add, evaluate
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.kernels.choices import Case, Measured, all_records, cases, records_of, resolve, workspace
-from precast.kernels.latent_attention.limits import MAX_ABSORBED
+from precast.kernels.latent_attention.launches import FEW_TOKENS, SMALL_STEP
 from precast.kernels.records import Condition, Record, nothing
 from precast.kernels.sources import digest, sources
 from precast.kernels.stateful.limits import MAX_WALKED
@@ -418,17 +418,21 @@ def latents(latent: int, cached: Dtype) -> Use:
         **dict.fromkeys(("cu_seqlens", "page_indptr"), TensorType("int32", (add("B", 1),))),
     }  # fmt: skip
     result = Value("y", TensorType("bfloat16", (1, "T", 16, 128)))
-    node = Node("precast.paged_latent_attention", {name: Ref(name) for name in types}, (result,))
+    numbers = {"scale": Const(0.1), "value_size": Const(128)}
+    node = Node("precast.paged_latent_attention", {name: Ref(name) for name in types} | numbers, (result,))
     return use_of(node, types, GPU)
 
 
-def test_latents_are_absorbed_on_the_device_in_steps_of_few_tokens() -> None:
-    few, many = cases(latents(512, "float8_e4m3fn"))
+def test_latents_are_attended_to_on_the_device_in_steps_of_any_size() -> None:
+    found = cases(latents(512, "float8_e4m3fn"))
 
-    assert (few.sizes, many.sizes) == ({"T": (0, MAX_ABSORBED)}, {"T": (MAX_ABSORBED + 1, None)})
-    assert few.choice.record.name == "triton.paged_latent_attention"
-    assert few.choice.record.control == "static"
-    assert many.choice.record.name == "torch.paged_latent_attention"
+    assert [case.sizes["T"] for case in found] == [
+        (0, FEW_TOKENS), (FEW_TOKENS + 1, SMALL_STEP), (SMALL_STEP + 1, None),
+    ]  # fmt: skip
+    assert [case.choice.record.name.removeprefix("triton.paged_latent_attention") for case in found] == [
+        ".few", ".small", "",
+    ]  # fmt: skip
+    assert {case.choice.record.control for case in found} == {"static"}
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ SHARED_BYTES = 160 * 1024
 
 ANYWHERE = (
     "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "fused_steps.py", "routed_experts.py",
-    "walked_states.py", "absorbed_latents.py",
+    "walked_states.py", "launched_latents.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
@@ -109,7 +109,7 @@ def compiled_launch(use: Use, launch: Launch) -> Any:
             signature[param] = "i32"
         if arg is None or arg == 1 or arg == Stride("q", 3):
             constants[param] = arg if arg is None else 1
-        elif isinstance(arg, (Pointer, Stride)):
+        elif isinstance(arg, (Pointer, Stride)) or (isinstance(arg, int) and arg % 16 == 0):
             attributes[(kernel.arg_names.index(param),)] = [["tt.divisibility", 16]]
     signature = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
     major, minor = use.target.capability
@@ -202,43 +202,79 @@ def test_write_kv_compiles_for_hopper(new: str, cache: str) -> None:
     assert ("min.NaN" in found["ptx"]) == (cache == "fp8e4nv")
 
 
+def latent_use(capability: tuple[int, int], dtype: Dtype, heads: int, cache: Dtype | None = None) -> Use:
+    """Latent attention of DeepSeek's sizes in a graph."""
+    nope, rope, latent, value = 128, 64, 512, 128
+    ints, bounds = TensorType("int32", ("B",)), TensorType("int32", (add("B", 1),))
+    types = {
+        "q": TensorType(dtype, (1, "T", heads, nope + rope)),
+        "cache": TensorType(cache or dtype, ("P", 16, latent + rope)),
+        "weight": TensorType(dtype, (heads * (nope + value), latent)),
+        "cu_seqlens": bounds, "page_indptr": bounds, "kv_lens": ints, "page_start": ints,
+        "page_indices": TensorType("int32", ("N",)),
+    }  # fmt: skip
+    args = {**{name: Ref(name) for name in types}, "scale": Const((nope + rope) ** -0.5), "value_size": Const(value)}
+    results = (Value("y", TensorType(dtype, (1, "T", heads, value))),)
+    node = Node("precast.paged_latent_attention", args, results)
+    return use_of(node, types, Target("cuda", capability), statics={"weight"})
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    ("num_tokens", "cache", "capability", "rows"),
-    [(64, "bf16", (9, 0), 64), (64, "fp8e4nv", (9, 0), 32), (64, "bf16", (8, 9), 16), (1, "bf16", (9, 0), 16)],
+    "use",
+    [
+        latent_use((9, 0), "bfloat16", 128),
+        latent_use((9, 0), "bfloat16", 20, "float8_e4m3fn"),
+        latent_use((8, 9), "float16", 16, "float8_e4m3fn"),
+        latent_use((8, 0), "bfloat16", 128),
+        latent_use((9, 0), "float32", 16),
+    ],
+    ids=lambda use: f"{use.operands['cache'].type.dtype} {use.shape('q')[2]} {use.target.text}",
 )
-def test_latent_attention_compiles_for_hopper(
-    num_tokens: int, cache: str, capability: tuple[int, int], rows: int
-) -> None:
-    """Of DeepSeek-V3's sizes, with the blocks of a compute capability."""
-    from precast.kernels.latent_attention import triton as kernels
+@pytest.mark.parametrize("tokens", [1, 64, 65])
+def test_latent_attention_compiles(use: Use, tokens: int) -> None:
+    launches = resolve(use, {"T": tokens}).record.runs
+    assert callable(launches)
+    for launch in launches(use):
+        found = compiled_launch(use, launch)
 
-    cached = torch.float8_e4m3fn if cache == "fp8e4nv" else torch.bfloat16
-    blocks = kernels.blocks(num_tokens, 128, torch.bfloat16, cached, capability)
-    constants = {
-        "HAS_WINDOW": True,
-        "PAGE_SIZE": 16,
-        "HEADS": 128,
-        "GROUP": blocks.heads,
-        "LATENT": 512,
-        "ROPE": 64,
-        "BLOCK_Q": blocks.q,
-        "BLOCK_M": blocks.m,
-        "BLOCK_N": blocks.n,
-        "BLOCK_C": 512,
-        "BLOCK_R": 64,
-        "PRECISION": "tf32",
-        "q_rope_stride_r": 1,
+        assert len(found.asm["cubin"]) > 0
+        # GPUs with less shared memory than those of 8.0 and 9.0 have 99 KiB.
+        assert found.metadata.shared <= {(9, 0): 227, (8, 0): 163, (8, 9): 99}[use.target.capability] * 1024
+        has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
+        assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith("merge_kernel"))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 256])
+def test_latents_are_whole_in_steps_of_many_slots(tokens: int) -> None:
+    launches = resolve(use := latent_use((9, 0), "bfloat16", 128), {"T": tokens}).record.runs
+    assert callable(launches)
+    names = {launch.kernel.partition(":")[2]: launch for launch in launches(use)}
+    programs = {
+        slots: [evaluate(size, {"T": tokens, "B": slots}) for size in names["split_kernel"].grid][1:]
+        for slots in (1, 8, 32, 33)
     }
-    kernel = kernels.latent_attention_kernel
-    pointers = {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
-    pointers |= dict.fromkeys(("out_ptr", "q_ptr", "q_rope_ptr"), "*bf16") | {"cache_ptr": f"*{cache}"}
-    found = compiled(kernel, constants, pointers, {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages})
 
-    assert blocks.m == rows
-    # GPUs with less shared memory than those of 8.0 and 9.0 have 99 KiB.
-    assert found.metadata.shared <= (SHARED_BYTES if rows > 16 else 99 * 1024)
-    assert any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
+    assert programs == {1: [2, 64], 8: [2, 8], 32: [2, 4], 33: [2, 1]}
+    assert 0 in [evaluate(size, {"T": tokens, "B": 33}) for size in names["merge_kernel"].grid]
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 20, 71, 128])
+def test_tiles_of_latents_hold_whole_queries(heads: int) -> None:
+    for capability in ((8, 9), (9, 0)):
+        for dtype, cache in (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn")):
+            use = latent_use(capability, dtype, heads, cache)  # type: ignore[arg-type]
+            for tokens in (1, 64, 65):
+                launches = resolve(use, {"T": tokens}).record.runs
+                assert callable(launches)
+                (found,) = (
+                    each for each in launches(use) if each.kernel.endswith("latent_attention.triton:split_kernel")
+                )
+                rows, queries, each = (found.constants[name] for name in ("BLOCK_M", "BLOCK_Q", "BLOCK_H"))
+
+                assert queries * each <= rows
+                assert queries == 1 or each == heads
+                assert found.grid[1] * each >= heads
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -21,7 +21,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import CachePlan, CapturePlan, Graph, Node, Ref, TensorType, Value
 from precast.ir.memory.capture import NODE_SECONDS, WORK_PER_SECOND, capture_plan
-from precast.kernels.latent_attention.limits import MAX_ABSORBED
+from precast.kernels.stateful.limits import MAX_WALKED
 from precast.kernels.use import Target
 
 
@@ -418,24 +418,21 @@ def test_a_target_whose_attention_reads_the_host_cuts_steps_in_front_of_it(bundl
     assert re.search(r"^precast.paged_attention@1  4      torch.paged_attention  all    the only one; not", text, re.M)
 
 
-LATENT = """
-    symbols { T: 1.. B: 1.. N: 0.. P: 0.. }
+RECURRENCE = """
+    symbols { T: 1.. B: 1.. P: 0.. }
     inputs {
-      %q: float32[1, T, 4, 10] %cu: int32[(B + 1)] %kv: int32[B] %i: int32[N] %p: int32[(B + 1)] %s: int32[B]
-      %cache: float32[P, 4, 19] %w: float32[60, 16]
+      %x: float32[1, T, 8] %f: float32[1, T, 8] %state: float32[P, 8] %slots: int32[B] %cu: int32[(B + 1)] %kv: int32[B]
     }
     capture(sizes=SIZES)
     block layer {
-      inputs { %q: float32[1, T, 4, 10] %cu: int32[(B + 1)] %kv: int32[B] %i: int32[N] %p: int32[(B + 1)] %s: int32[B] }
-      params { %w: float32[60, 16] }
-      caches { %cache: float32[P, 4, 19] }
-      %o = precast.paged_latent_attention(q=%q, cache=%cache, weight=%w, cu_seqlens=%cu, kv_lens=%kv,
-        page_indices=%i, page_indptr=%p, page_start=%s, scale=1.0, value_size=8)
-      return %o
+      inputs { %x: float32[1, T, 8] %f: float32[1, T, 8] %slots: int32[B] %cu: int32[(B + 1)] %kv: int32[B] }
+      caches { %state: float32[P, 8] }
+      %y = precast.stateful_linear_recurrence(x=%x, factor=%f, state=%state, slots=%slots, cu_seqlens=%cu, kv_lens=%kv)
+      return %y
     }
     main {
-      %a = call layer(q=%q, cu=%cu, kv=%kv, i=%i, p=%p, s=%s, w=%w, cache=%cache)
-      %b = call layer(q=%q, cu=%cu, kv=%kv, i=%i, p=%p, s=%s, w=%w, cache=%cache)
+      %a = call layer(x=%x, f=%f, slots=%slots, cu=%cu, kv=%kv, state=%state)
+      %b = call layer(x=%a, f=%f, slots=%slots, cu=%cu, kv=%kv, state=%state)
       return a=%a, b=%b
     }
 """
@@ -444,15 +441,15 @@ LATENT = """
 def test_an_implementation_for_few_tokens_cuts_the_larger_steps_alone(bundle: Path) -> None:
     """The one for many reads the host, in each layer of the two."""
     opened = Bundle.open(bundle)
-    graph = parse_graph(LATENT.replace("SIZES", f"[64, {MAX_ABSORBED + 1}, {MAX_ABSORBED}, 1]"))
+    graph = parse_graph(RECURRENCE.replace("SIZES", f"[64, {MAX_WALKED + 1}, {MAX_WALKED}, 1]"))
 
     report = capture(msgspec.structs.replace(opened, graph=graph), Target.parse("sm_90"))
 
     found = report.fields["capture"]
-    assert found["pieces"] == {64: 1, MAX_ABSORBED + 1: 3, MAX_ABSORBED: 1, 1: 1}
-    assert [row["sizes"] for row in found["reads_host"]] == [(MAX_ABSORBED + 1,)]
-    more = f"{MAX_ABSORBED + 1} to {MAX_ABSORBED + 1}"
-    assert f"1: steps are captured whole (sizes 1 to {MAX_ABSORBED}); 3 (sizes {more})" in report.text
+    assert found["pieces"] == {64: 1, MAX_WALKED + 1: 3, MAX_WALKED: 1, 1: 1}
+    assert [row["sizes"] for row in found["reads_host"]] == [(MAX_WALKED + 1,)]
+    more = f"{MAX_WALKED + 1} to {MAX_WALKED + 1}"
+    assert f"1: steps are captured whole (sizes 1 to {MAX_WALKED}); 3 (sizes {more})" in report.text
 
 
 def test_a_bundle_without_a_plan_says_that_the_loader_makes_it(bundle: Path) -> None:
