@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from precast.ir.graph.symbols import add, floordiv, minimum
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, ceildiv, floordiv, minimum, mul
 from precast.kernels.blocks import power_of_two
 from precast.kernels.records import Condition, Launch, Pointer, Stride
 from precast.kernels.rows import known, real
@@ -19,8 +20,18 @@ WALKED = 16
 MOST_ROWS = 256
 """Rows of a state, the size of its keys, that chunks are computed with."""
 _NO_LIMIT = 1 << 30
+ENOUGH = 256
+"""Programs that fill a GPU."""
+LEAST_SEGMENT = 256
+"""Tokens of a segment at least: each is computed twice, its states and its results, and leaves a state in memory."""
+_LONG = 4096
+"""Tokens of a sequence whose segments fill it."""
 _WALKED_TILE = 4096
 """Elements of a state that a program of `walk_kernel` holds: 32 for each thread of 4 warps."""
+
+
+_PASSED = 1024
+"""Numbers of a state that a program takes from segment to segment."""
 
 
 class Tile(NamedTuple):
@@ -71,8 +82,46 @@ def walk(use: Use) -> tuple[Launch, ...]:
 
 
 def walk_and_chunks(use: Use, tile: Tile | None = None) -> tuple[Launch, ...]:
-    """Two launches: sequences of more than `WALKED` tokens in chunks, the others token by token."""
-    return (_chunks(use, tile or tile_of(use)), _walk(use, WALKED))
+    """Sequences of more than `WALKED` tokens in chunks, the others token by token.
+
+    Two launches, or four where a long sequence is cut into segments: states after segments, and before them, go first.
+    """
+    tile, segment = tile or tile_of(use), segment_tokens(use)
+    before = (_chunks(use, tile, segment, is_first=True), _pass(use, segment)) if segment else ()
+    return (*before, _chunks(use, tile, segment), _walk(use, WALKED))
+
+
+def segment_tokens(use: Use) -> int:
+    """Tokens of a segment; 0 where the heads of one sequence are enough programs, and it is not cut."""
+    names = _names(use)
+    programs = known(use, names.v, 2) * -(-known(use, names.v, 3) // 32)
+    return 0 if 2 * programs > ENOUGH else max(power_of_two(_LONG * programs // ENOUGH), LEAST_SEGMENT)
+
+
+def segments_workspace(use: Use) -> Expr:
+    """A state for each segment, of sequences that have several, and the sum of its decays; in float32."""
+    return _segments(use).end
+
+
+class _Segments(NamedTuple):
+    """Where they lie."""
+
+    states: Pointer | None
+    decays: Pointer | None
+    end: Expr
+
+
+def _segments(use: Use) -> _Segments:
+    """A sequence of several segments has up to twice as many places as it has whole ones."""
+    names, segment = _names(use), segment_tokens(use)
+    if not segment:
+        return _Segments(None, None, 0)
+    places = mul(add(floordiv(mul(2, use.shape(names.v)[1]), segment), 1), known(use, names.v, 2))
+    end = mul(4, places, known(use, names.k, 3), known(use, names.v, 3))
+    aligned = mul(256, ceildiv(end, 256))
+    return _Segments(
+        Pointer("workspace", "float32"), Pointer("workspace", "float32", aligned), add(aligned, mul(4, places))
+    )
 
 
 def tile_of(use: Use) -> Tile:
@@ -104,23 +153,50 @@ def _walk(use: Use, walked: int) -> Launch:
     )  # fmt: skip
 
 
-def _chunks(use: Use, tile: Tile) -> Launch:
-    names = _names(use)
+def _chunks(use: Use, tile: Tile, segment: int, *, is_first: bool = False) -> Launch:
+    names, parts = _names(use), _segments(use)
     is_wide = any(use.width(name) == 4 for name in names[:3])
     sequences = sequences_of(use)
     # So many sequences can have more tokens than are walked.
-    longer = minimum(sequences, floordiv(use.shape(names.v)[1], WALKED + 1))
+    tokens = use.shape(names.v)[1]
+    longer = minimum(sequences, floordiv(tokens, WALKED + 1))
+    programs = add(floordiv(tokens, segment), longer) if segment else longer
     return Launch(
         "precast.kernels.linear_attention.triton_states:chunks_kernel",
-        (-(-known(use, names.v, 3) // tile.e), known(use, names.v, 2), longer),
-        (*_pointers(use), sequences, *_numbers(use), *_strides(use, _decay_strides(use))),
+        (-(-known(use, names.v, 3) // tile.e), known(use, names.v, 2), programs),
+        (
+            *_pointers(use), parts.states, parts.decays, sequences, *_numbers(use),
+            *_strides(use, _decay_strides(use)),
+        ),
         {
-            **_constants(use), "BLOCK_D": max(power_of_two(known(use, names.k, 3)), 16), "BLOCK_E": tile.e,
+            **_constants(use), "SEGMENT": segment, "IS_FIRST": is_first,
+            "BLOCK_D": max(power_of_two(known(use, names.k, 3)), 16), "BLOCK_E": tile.e,
             "WALKED": WALKED, "CHUNK": tile.chunk, "EXACT": _is_exact(use),
             "PRECISION": "ieee" if is_wide else "tf32x3",
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        pdl=_has_pdl(use),
+    )  # fmt: skip
+
+
+def _pass(use: Use, segment: int) -> Launch:
+    names, parts = _names(use), _segments(use)
+    numbers = known(use, names.k, 3) * known(use, names.v, 3)
+    sequences = sequences_of(use)
+    held = (Pointer(name) if use.has(name) else None for name in ("state", "slots", "cu_seqlens", "kv_lens"))
+    constants = _constants(use)
+    return Launch(
+        "precast.kernels.linear_attention.triton_states:pass_kernel",
+        (
+            -(-numbers // _PASSED), known(use, names.v, 2),
+            minimum(sequences, floordiv(use.shape(names.v)[1], segment + 1)),
+        ),
+        (*held, parts.states, parts.decays, sequences, *_state_strides(use)),
+        {
+            **{name: constants[name] for name in ("HEADS", "SIZE", "VALUE_SIZE", "PDL")}, "BLOCK": _PASSED,
+            "SEGMENT": segment,
+        },
         pdl=_has_pdl(use),
     )  # fmt: skip
 
@@ -140,11 +216,16 @@ def _numbers(use: Use) -> tuple[float, float, float]:
 
 def _strides(use: Use, decay: tuple[Stride | int, ...]) -> tuple[Stride | int, ...]:
     names = _names(use)
-    state = tuple(Stride("state", axis) if use.has("state") else 0 for axis in (0, 1, names.rows, names.columns))
     steps = tuple(Stride("dt", axis) if use.has("dt") else 0 for axis in (1, 2))
     heads = tuple(Stride(name, 0) if use.has(name) else 0 for name in ("dt_bias", "d"))
     tokens = tuple(Stride(name, axis) for name in names[:3] for axis in (1, 2, 3))
-    return (*tokens, *decay, *steps, *heads, *state)
+    return (*tokens, *decay, *steps, *heads, *_state_strides(use))
+
+
+def _state_strides(use: Use) -> tuple[Stride | int, ...]:
+    """Over slots, heads, rows and columns."""
+    names = _names(use)
+    return tuple(Stride("state", axis) if use.has("state") else 0 for axis in (0, 1, names.rows, names.columns))
 
 
 def _decay_strides(use: Use) -> tuple[Stride | int, Stride | int]:

@@ -1,4 +1,4 @@
-"""Linear attention and state space scans in Triton, over packed sequences of any lengths: no workspace.
+"""Linear attention and state space scans in Triton, over packed sequences of any lengths.
 
 For each head, with the query q, key k and value v of a token and the state S [D, E], both ops are
 
@@ -54,6 +54,29 @@ def _longer(cu_seqlens_ptr, num_sequences, rank, WALKED: tl.constexpr):  # type:
         found = tl.maximum(found, tl.max(tl.where((is_longer == 1) & (own == rank), sequence, -1), 0))
         seen += tl.sum(is_longer, 0)
     return found
+
+
+@triton.jit
+def _segment(cu_seqlens_ptr, num_sequences, place, WALKED: tl.constexpr, SEGMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sequence of more than WALKED tokens that has this place, and which of its segments it is.
+
+    The places of the r-th such sequence begin at `first token // SEGMENT + r`: there are enough up to the next one's.
+    A place that none has gives a segment that begins at the sequence's end or later; -1 for a place before all.
+    """
+    found = -1
+    begins_at = 0
+    seen = 0
+    for first in range(0, num_sequences, _TOGETHER):
+        sequence = first + tl.arange(0, _TOGETHER)
+        begins = tl.load(cu_seqlens_ptr + sequence, mask=sequence < num_sequences, other=0)
+        ends = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=0)
+        is_longer = (ends - begins > WALKED).to(tl.int32)
+        own = begins // SEGMENT + seen + tl.cumsum(is_longer, 0) - 1
+        is_before = (is_longer == 1) & (own <= place)
+        found = tl.maximum(found, tl.max(tl.where(is_before, sequence, -1), 0))
+        begins_at = tl.maximum(begins_at, tl.max(tl.where(is_before, own, 0), 0))
+        seen += tl.sum(is_longer, 0)
+    return found, place - begins_at
 
 
 @triton.jit
@@ -207,6 +230,8 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
     slots_ptr,
     cu_seqlens_ptr,
     kv_lens_ptr,
+    passed_ptr,
+    gone_ptr,
     num_sequences,
     scale,
     dt_min,
@@ -237,26 +262,40 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    IS_FIRST: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     WALKED: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_E columns of one head's state through a sequence of more than WALKED tokens, CHUNK by CHUNK.
+    """BLOCK_E columns of one head's state through a sequence of more than WALKED tokens, or a segment, CHUNK by CHUNK.
 
     In a chunk, with g[i] the sum of its decays up to token i and S the state before it:
 
         y[i] = scale * (exp(g[i]) * q[i] S + sum over j <= i of (q[i] k[j]) exp(g[i] - g[j]) step[j] v[j])
         S    = exp(g[last]) * S + sum over j of k[j] (exp(g[last] - g[j]) step[j] v[j])^T
 
-    Arguments as those of `walk_kernel`. `EXACT`, `PRECISION`: `_dot`.
+    SEGMENT is 0, or the tokens of a segment, a multiple of CHUNK. If it IS_FIRST, only the state after each segment but
+    a sequence's last is computed, from zero, into `passed_ptr`, and the sum of its decays into `gone_ptr`. Else states
+    before segments are there (`pass_kernel`). Other arguments as those of `walk_kernel`. `EXACT`, `PRECISION`: `_dot`.
     """
     wait_for_previous(PDL)
-    sequence = _longer(cu_seqlens_ptr, num_sequences, tl.program_id(2), WALKED)
+    segment = 0
+    if SEGMENT > 0:
+        sequence, segment = _segment(cu_seqlens_ptr, num_sequences, tl.program_id(2), WALKED, SEGMENT)
+    else:
+        sequence = _longer(cu_seqlens_ptr, num_sequences, tl.program_id(2), WALKED)
     if sequence < 0:
         return
     first, count, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, sequence)
+    begin, end = 0, count
+    if SEGMENT > 0:
+        begin, end = segment * SEGMENT, tl.minimum(count, (segment + 1) * SEGMENT)
+        if (begin >= count) | (IS_FIRST & (end >= count)):
+            return
+    is_whole = count <= SEGMENT if SEGMENT > 0 else True
 
     head = tl.program_id(1)
     i = tl.arange(0, CHUNK)
@@ -268,7 +307,15 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
     state = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
     if state_ptr is not None:
         state_ptr += slot * state_stride_p
-        state = tl.load(state_ptr + state_offsets, mask=state_mask & continues, other=0.0)
+    if state_ptr is not None and not IS_FIRST:
+        state = tl.load(state_ptr + state_offsets, mask=state_mask & continues & is_whole, other=0.0)
+    if SEGMENT > 0:
+        place = (2 * first // SEGMENT + segment) * HEADS + head
+        passed_ptr += place * (SIZE * VALUE_SIZE)
+        passed_offsets = d[:, None] * VALUE_SIZE + e[None, :]
+        if not IS_FIRST:
+            state += tl.load(passed_ptr + passed_offsets, mask=state_mask & (count > SEGMENT), other=0.0)
+    gone = 0.0
 
     y_ptr += first * (HEADS * VALUE_SIZE) + head * VALUE_SIZE
     q_ptr += first * q_stride_t + head // GROUP * q_stride_h
@@ -284,12 +331,11 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
     if skip_ptr is not None:
         skip = tl.load(skip_ptr + head * skip_stride).to(tl.float32)
 
-    for start in range(0, count, CHUNK):
+    for start in range(begin, end, CHUNK):
         token = (start + i).to(tl.int64)
-        inside = token < count
+        inside = token < end
         k_mask = inside[:, None] & d_mask[None, :]
         v_mask = inside[:, None] & e_mask[None, :]
-        q = tl.load(q_ptr + token[:, None] * q_stride_t + d[None, :] * q_stride_d, mask=k_mask, other=0.0)
         k = tl.load(k_ptr + token[:, None] * k_stride_t + d[None, :] * k_stride_d, mask=k_mask, other=0.0)
         v = tl.load(v_ptr + token[:, None] * v_stride_t + e[None, :] * v_stride_e, mask=v_mask, other=0.0)
 
@@ -309,20 +355,74 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
         coarse = tl.cumsum(coarse, 0)
         last = i == CHUNK - 1
         coarse_last, fine_last = tl.sum(tl.where(last, coarse, 0.0), 0), tl.sum(tl.where(last, fine, 0.0), 0)
-        between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
-        is_before = i[:, None] >= i[None, :]
-        factor = tl.where(is_before, tl.exp(tl.where(is_before, between, 0.0)) * weight[None, :], 0.0)
         leaving = tl.exp((coarse_last - coarse) + (fine_last - fine)) * weight
-
-        scores = _dot(q, tl.trans(k), EXACT, PRECISION) * factor
-        y = _dot(q, state, EXACT, PRECISION) * tl.exp(coarse + fine)[:, None] + _dot(scores, v, EXACT, PRECISION)
         added = _dot(tl.trans(k), v.to(tl.float32) * leaving[:, None], EXACT, PRECISION)
+        if IS_FIRST:
+            gone += coarse_last + fine_last
+        else:
+            q = tl.load(q_ptr + token[:, None] * q_stride_t + d[None, :] * q_stride_d, mask=k_mask, other=0.0)
+            between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+            is_before = i[:, None] >= i[None, :]
+            factor = tl.where(is_before, tl.exp(tl.where(is_before, between, 0.0)) * weight[None, :], 0.0)
+            scores = _dot(q, tl.trans(k), EXACT, PRECISION) * factor
+            arriving = tl.exp(coarse + fine)[:, None]
+            y = _dot(q, state, EXACT, PRECISION) * arriving + _dot(scores, v, EXACT, PRECISION)
+            y *= scale
+            if skip_ptr is not None:
+                y += skip * v.to(tl.float32)
+            target = y_ptr + token[:, None] * (HEADS * VALUE_SIZE) + e[None, :]
+            tl.store(target, y.to(y_ptr.dtype.element_ty), mask=v_mask)
         state = state * tl.exp(coarse_last + fine_last) + added
-        y *= scale
-        if skip_ptr is not None:
-            y += skip * v.to(tl.float32)
-        target = y_ptr + token[:, None] * (HEADS * VALUE_SIZE) + e[None, :]
-        tl.store(target, y.to(y_ptr.dtype.element_ty), mask=v_mask)
 
+    if IS_FIRST:
+        tl.store(passed_ptr + passed_offsets, state, mask=state_mask)
+        tl.store(gone_ptr + place, gone)
+    elif state_ptr is not None:
+        tl.store(state_ptr + state_offsets, state, mask=state_mask & (slot >= 0) & (end == count))
+
+
+@triton.jit
+def pass_kernel(  # type: ignore[no-untyped-def]
+    state_ptr,
+    slots_ptr,
+    cu_seqlens_ptr,
+    kv_lens_ptr,
+    passed_ptr,
+    gone_ptr,
+    num_sequences,
+    state_stride_p,
+    state_stride_h,
+    state_stride_d,
+    state_stride_e,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK numbers of one head's state, from segment to segment of a sequence of more than SEGMENT tokens.
+
+    `passed_ptr` has the state after each segment but the last, from zero, and gets the state before each. `gone_ptr`
+    has the sums of their decays.
+    """
+    wait_for_previous(PDL)
+    sequence = _longer(cu_seqlens_ptr, num_sequences, tl.program_id(2), SEGMENT)
+    if sequence < 0:
+        return
+    first, count, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, sequence)
+    head = tl.program_id(1)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < SIZE * VALUE_SIZE
+    state = tl.zeros((BLOCK,), tl.float32)
     if state_ptr is not None:
-        tl.store(state_ptr + state_offsets, state, mask=state_mask & (slot >= 0))
+        offsets = head * state_stride_h + i // VALUE_SIZE * state_stride_d + i % VALUE_SIZE * state_stride_e
+        state = tl.load(state_ptr + slot * state_stride_p + offsets, mask=mask & continues, other=0.0)
+    place = 2 * first // SEGMENT * HEADS + head
+    last = (count - 1) // SEGMENT
+    for segment in range(0, last + 1):
+        source = passed_ptr + (place + segment * HEADS) * (SIZE * VALUE_SIZE) + i
+        added = tl.load(source, mask=mask & (segment < last), other=0.0)
+        factor = tl.exp(tl.load(gone_ptr + place + segment * HEADS, mask=segment < last, other=0.0))
+        tl.store(source, state, mask=mask)
+        state = state * factor + added

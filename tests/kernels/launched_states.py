@@ -19,6 +19,7 @@ from strided import with_strided_caches
 from precast.kernels import registry
 from precast.kernels.choices import records_of
 from precast.kernels.launch import as_function
+from precast.kernels.linear_attention import launches
 from precast.kernels.records import Record
 from precast.kernels.spec import OpSpec
 
@@ -102,6 +103,12 @@ def packed(name: str, draw: Draw, lengths: Sequence[int], *, padding: int = 3, *
     return made | state_sample(draw, sequences, (len(lengths) - 2,), shape, step["state"].dtype)
 
 
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of more than 64 tokens are cut into segments."""
+    monkeypatch.setattr(launches, "LEAST_SEGMENT", 64)
+
+
 @each_record
 def test_samples(record: Record, same: Callable[..., None]) -> None:
     for sample in samples_of(SPECS[record.op], Draw(torch.float32, DEVICE)):
@@ -143,6 +150,16 @@ def takes(record: Record, sample: Sample) -> bool:
 @pytest.mark.parametrize("step", STEPS)
 def test_steps_with_unused_sequences(record: Record, step: str, same: Callable[..., None]) -> None:
     agrees(record, stateful_step(name_of(record), Draw(torch.float32, DEVICE), step, **SMALL[name_of(record)]), same)
+
+
+@pytest.mark.parametrize("name", ["state_space_scan", "linear_attention"])
+def test_sequences_that_are_not_cut(name: str, monkeypatch: pytest.MonkeyPatch, same: Callable[..., None]) -> None:
+    monkeypatch.setattr(launches, "ENOUGH", 1)
+    for form in ("stateful_", ""):
+        (record,) = (record for record in RECORDS if record.name == f"triton.{form}{name}")
+        sample = packed(name, Draw(HALF, DEVICE), (150, 1, 20, 65))
+
+        agrees(record, sample if form else without_states(sample), same)
 
 
 @each_stateful
