@@ -20,6 +20,8 @@ import argparse
 import contextlib
 import io
 import itertools
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,11 +41,11 @@ from precast.kernels.records import Record
 
 Sample = dict[str, Any]
 CUDA = "cuda"
-TILES = tuple(
-    Tile(chunk, e, num_warps, num_stages)
-    for chunk, e in ((64, 16), (64, 32), (64, 64), (32, 32), (128, 32))
-    for num_warps, num_stages in ((4, 1), (4, 2), (4, 3), (8, 1), (8, 2))
-)
+TILES = (
+    Tile(64, 32, 4, 1), Tile(64, 32, 4, 3), Tile(64, 32, 8, 1), Tile(64, 32, 8, 2), Tile(64, 64, 4, 1),
+    Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 16, 4, 2), Tile(32, 32, 4, 2), Tile(32, 64, 4, 2),
+    Tile(128, 32, 8, 1),
+)  # fmt: skip
 CHUNK = 64
 """Tokens of a chunk, of which the floor counts products."""
 FEW_TOKENS = 512
@@ -153,7 +155,6 @@ def rates() -> dict[str, float]:
 
 def floor_us(case: Case, sample: Sample, step: Sequence[tuple[int, int]], machine: dict[str, float]) -> float:
     """The least microseconds of a call."""
-    tokens = sum(count for count, _ in step)
     read = [x for name, x in sample.items() if isinstance(x, torch.Tensor) and name != "state"]
     result = sample["x" if "x" in sample else "v"]
     state = sample["state"][0].numel() * sample["state"].element_size()
@@ -278,12 +279,35 @@ def lightning(sample: Sample) -> torch.Tensor:
 def tried(case: Case) -> dict[str, Any]:
     """Microseconds of a prompt by tile, the fastest first; in its place what went wrong."""
     found: dict[str, Any] = {}
-    base = record_of(case, 4096)
     for tile in TILES:
-        record = msgspec.structs.replace(base, runs=partial(walk_and_chunks, tile=tile))
+        record = tiled(case, tile)
         name = " ".join(map(str, tile))
         found[name] = attempt(lambda r=record: round(microseconds(ring(as_function(r), case, STEPS["prompt 4096"])), 1))
     return dict(sorted(found.items(), key=lambda item: item[1] if isinstance(item[1], float) else 1e9))
+
+
+def tiled(case: Case, tile: Tile) -> Record:
+    """What computes prompts, with other tiles."""
+    return msgspec.structs.replace(record_of(case, 4096), runs=partial(walk_and_chunks, tile=tile))
+
+
+def compile_one(job: tuple[str, Tile | None]) -> None:
+    """In a process of its own: what `main` is going to launch, into Triton's cache."""
+    name, tile = job
+    case = CASES[name]
+    with contextlib.suppress(Exception):  # its row says so
+        for tokens in (1, 64) if tile is None else (64,):
+            record = record_of(case, tokens) if tile is None else tiled(case, tile)
+            as_function(record)(**case.make(tokens), **held(case, [(tokens, tokens)], 0, states_of(case, 1)))
+        torch.cuda.synchronize()
+
+
+def compile_all(with_tiles: bool) -> None:
+    """All launches, some processes at a time."""
+    jobs: list[tuple[str, Tile | None]] = [(name, None) for name in CASES]
+    jobs += [(name, tile) for name, case in CASES.items() if case.heads and with_tiles for tile in TILES]
+    with multiprocessing.get_context("spawn").Pool(max(1, min(8, (os.cpu_count() or 2) - 2))) as pool:
+        pool.map(compile_one, jobs, chunksize=1)
 
 
 def attempt(measure: Callable[[], Any]) -> Any:
@@ -302,6 +326,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     started = time.perf_counter()
+    compile_all(arguments.tiles)
+    print(f"compiled after {time.perf_counter() - started:.0f} s", flush=True)
     with torch.inference_mode():
         machine = rates()
         figures: dict[str, Any] = {name: round(rate / 1e9) for name, rate in machine.items()}

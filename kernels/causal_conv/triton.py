@@ -24,7 +24,7 @@ def _activated(y, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
     return y / (1.0 + tl.exp(-y)) if SILU else y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
 def causal_conv_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
     x_ptr,

@@ -97,7 +97,7 @@ def _dot(a, b, EXACT: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no
         return tl.dot(a, b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
 def walk_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
     q_ptr,
@@ -216,7 +216,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
         tl.store(state_ptr + state_offsets, state, mask=state_mask & (slot >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def chunks_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
     q_ptr,
@@ -381,7 +381,7 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
         tl.store(state_ptr + state_offsets, state, mask=state_mask & (slot >= 0) & (end == count))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def pass_kernel(  # type: ignore[no-untyped-def]
     state_ptr,
     slots_ptr,
