@@ -1,10 +1,12 @@
-"""What computes causal convolutions: gathers over all tokens at once, which read nothing on the host."""
+"""What computes causal convolutions: Triton on GPUs, else gathers over all tokens at once; none reads the host."""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
+from precast.kernels.causal_conv import launches
 from precast.kernels.stateful.form_records import form_records, sequences_of
+from precast.kernels.stateful.launch_records import launch_records
 from precast.kernels.use import Use, numbers, wide
 
 
@@ -16,4 +18,7 @@ def _causal_conv(use: Use) -> Expr:
     return add(mul(narrow + 2 * full, numbers(x)), before, mul(80, x.type.shape[1]))
 
 
-RECORDS = form_records("causal_conv", "gathered", _causal_conv, control="static")
+RECORDS = (
+    *launch_records("causal_conv", launches.causal_conv, takes=(launches.HAS_KNOWN_SIZES,)),
+    *form_records("causal_conv", "gathered", _causal_conv, control="static"),
+)

@@ -1,12 +1,12 @@
-"""What computes linear attention: Triton token by token on GPUs; else chunks as products of matrices."""
+"""What computes linear attention: Triton on GPUs; else chunks as products of matrices in PyTorch."""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
 from precast.kernels.linear_attention.limits import CHUNK, ROWWISE_CHUNK
+from precast.kernels.linear_attention.state_records import state_records
 from precast.kernels.linear_attention.workspace import chunks, chunks_rowwise, has_rowwise_decay
-from precast.kernels.records import nothing
 from precast.kernels.stateful.form_records import copy_bytes, form_records, padded_tokens, staged
 from precast.kernels.use import Use, wide
 
@@ -23,4 +23,4 @@ def _linear_attention(use: Use) -> Expr:
     return add(mul(padded_tokens(use, tokens), heads, held), held_by_scan, mul(64, tokens))
 
 
-RECORDS = form_records("linear_attention", "chunked", _linear_attention, walked=nothing)
+RECORDS = (*state_records("linear_attention"), *form_records("linear_attention", "chunked", _linear_attention))

@@ -1,5 +1,5 @@
-"""Linear attention in Triton, and what is linear attention with another decay or value: state space scans, selective
-scans and the delta rule. Walks and launches: `precast.kernels.stateful.triton`.
+"""What is linear attention with another decay or value, in Triton: selective scans and the delta rule. Walks and
+launches: `precast.kernels.stateful.triton`.
 
 For each head, with the query, key and value of a token and the state S [D, E]:
 
@@ -20,9 +20,7 @@ import triton
 import triton.language as tl
 
 from precast.kernels.blocks import power_of_two
-from precast.kernels.linear_attention.step import token_decays
-from precast.kernels.stateful.forms import forms
-from precast.kernels.stateful.triton import tokens_of, zeros
+from precast.kernels.stateful.triton import tokens_of
 from precast.kernels.stateful.walks import Slots
 
 
@@ -225,22 +223,3 @@ def scan(
 
 def _strides(x: torch.Tensor | None, dims: int) -> tuple[int, ...]:
     return (0,) * dims if x is None else x.stride()
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    held: Slots,
-    scale: float,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`precast.linear_attention`, see `precast.kernels.linear_attention.linear_attention`; into `out`, if given."""
-    out = zeros(out, q, v.shape)
-    each = None if decay is None else token_decays(decay, v)[0, ..., None]
-    scan(out[0], q[0], k[0], v[0], held, scale, Rule(each))
-    return out
-
-
-linear_attention, stateful_linear_attention = forms("linear_attention", _attend)

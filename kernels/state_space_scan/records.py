@@ -1,12 +1,12 @@
-"""What computes state space scans: linear attention, in Triton token by token on GPUs, else in chunks."""
+"""What computes state space scans: Triton on GPUs; else chunks of linear attention in PyTorch."""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
 from precast.kernels.linear_attention.limits import CHUNK
+from precast.kernels.linear_attention.state_records import state_records
 from precast.kernels.linear_attention.workspace import chunks
-from precast.kernels.state_space_scan.workspace import step_sizes
 from precast.kernels.stateful.form_records import Stage, copy_bytes, form_records, padded_tokens, staged
 from precast.kernels.use import Use, wide
 
@@ -24,4 +24,4 @@ def _state_space_scan(use: Use) -> Expr:
     return add(mul(padded, heads, held), held_by_scan, given, mul(tokens, add(mul(4 * full, heads), 64)))
 
 
-RECORDS = form_records("state_space_scan", "chunked", _state_space_scan, walked=step_sizes)
+RECORDS = (*state_records("state_space_scan"), *form_records("state_space_scan", "chunked", _state_space_scan))

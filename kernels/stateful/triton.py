@@ -18,13 +18,16 @@ import triton.language as tl
 def tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, seq):  # type: ignore[no-untyped-def]
     """A sequence's first token of this step, how many it has, its slot, and whether it continues from what lies there.
 
-    Of a sequence without tokens only their number means anything.
+    Of a sequence without tokens only their number means anything. Without slots all sequences begin here, and have -1.
     """
     first = tl.load(cu_seqlens_ptr + seq)
     num_tokens = tl.load(cu_seqlens_ptr + seq + 1) - first
-    slot = tl.load(slots_ptr + seq)
-    continues = (slot >= 0) & (tl.load(kv_lens_ptr + seq) != num_tokens)
-    return first.to(tl.int64), num_tokens, slot.to(tl.int64), continues
+    if slots_ptr is None:
+        return first.to(tl.int64), num_tokens, tl.full((), -1, tl.int64), num_tokens < 0
+    else:
+        slot = tl.load(slots_ptr + seq)
+        continues = (slot >= 0) & (tl.load(kv_lens_ptr + seq) != num_tokens)
+        return first.to(tl.int64), num_tokens, slot.to(tl.int64), continues
 
 
 def zeros(out: torch.Tensor | None, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_launches import compiled as compiled_on_hopper
 from fused_cases import CASES, Case, node_of
 
 from precast.ir.graph.schema import Const, Dtype, Node, Ref, TensorType, Value
@@ -20,6 +21,7 @@ from precast.ir.graph.symbols import add, evaluate
 from precast.kernels.attention.launches import SMALL_STEP
 from precast.kernels.choices import records_of, resolve
 from precast.kernels.fused.launches import launches
+from precast.kernels.linear_attention.launches import walk_and_chunks
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.use import Target, Use, use_of
 
@@ -35,7 +37,7 @@ SHARED_BYTES = 160 * 1024
 
 ANYWHERE = (
     "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "fused_steps.py", "routed_experts.py",
-    "walked_states.py", "launched_latents.py",
+    "walked_states.py", "launched_states.py", "launched_latents.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
@@ -281,11 +283,10 @@ def test_tiles_of_latents_hold_whole_queries(heads: int) -> None:
 @pytest.mark.parametrize(
     ("size", "value", "more"),
     [
-        (128, 64, {"HAS_STEPS": True, "HAS_SKIP": True}),
         (128, 128, {"HAS_BETA": True, "NORMALISES": True}),
         (16, 5120, {"HAS_STEPS": True, "BY_ROW": True, "BY_COLUMN": True}),
     ],
-    ids=["state space scan", "delta rule", "selective scan"],
+    ids=["delta rule", "selective scan"],
 )
 def test_scans_compile_for_hopper(size: int, value: int, more: dict[str, bool]) -> None:
     from precast.kernels.linear_attention import triton as kernels
@@ -311,6 +312,55 @@ def test_scans_compile_for_hopper(size: int, value: int, more: dict[str, bool]) 
 
     assert len(found.asm["cubin"]) > 0
     assert found.metadata.shared <= 4096
+
+
+def state_use(op: str, dtype: Dtype, heads: int, groups: int, size: int, keys: int) -> Use:
+    """A scan, or linear attention, in a graph, of `heads` with values of `size` and keys of `keys` elements."""
+    ints = TensorType("int32", ("B",))
+    if op == "state_space_scan":
+        types = {
+            "x": TensorType(dtype, (1, "T", heads, size)), "dt": TensorType(dtype, (1, "T", heads)),
+            "a": TensorType("float32", (heads,)), "b": TensorType(dtype, (1, "T", groups, keys)),
+            "c": TensorType(dtype, (1, "T", groups, keys)), "d": TensorType(dtype, (heads,)),
+            "dt_bias": TensorType(dtype, (heads,)), "state": TensorType("float32", ("P", heads, size, keys)),
+        }  # fmt: skip
+    else:
+        types = {
+            "q": TensorType(dtype, (1, "T", heads, keys)), "k": TensorType(dtype, (1, "T", heads, keys)),
+            "v": TensorType(dtype, (1, "T", heads, size)), "decay": TensorType("float32", (heads,)),
+            "state": TensorType("float32", ("P", heads, keys, size)),
+        }  # fmt: skip
+    types |= {"slots": ints, "kv_lens": ints, "cu_seqlens": TensorType("int32", (add("B", 1),))}
+    numbers = {"softplus": True, "dt_min": 0.0, "dt_max": 1.0} if op == "state_space_scan" else {"scale": 1.0}
+    args = {**{name: Ref(name) for name in types}, **{name: Const(number) for name, number in numbers.items()}}
+    result = types["x" if op == "state_space_scan" else "v"]
+    return use_of(Node(f"precast.stateful_{op}", args, (Value("y", result),)), types, Target("cuda", (9, 0)))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "use",
+    [
+        state_use("state_space_scan", "bfloat16", 128, 8, 64, 128),
+        state_use("state_space_scan", "bfloat16", 256, 8, 64, 256),
+        state_use("linear_attention", "bfloat16", 64, 64, 128, 128),
+        state_use("linear_attention", "float16", 4, 4, 72, 96),
+        state_use("linear_attention", "float32", 4, 4, 33, 80),
+    ],
+    ids=lambda use: f"{use.node.op} {use.result.dtype} {use.shape('state')[1:]}",
+)
+def test_states_compile_for_hopper(use: Use) -> None:
+    types = {**{name: operand.type for name, operand in use.operands.items()}, "out.0": use.result}
+    chunks, walk = walk_and_chunks(use)
+
+    in_chunks, walked = compiled_on_hopper(chunks, types), compiled_on_hopper(walk, types)
+
+    # bfloat16 and float16 run on the tensor cores, float32 in float32; all fit what a multiprocessor has.
+    assert any(name in in_chunks.asm["ptx"] for name in ("wgmma", "mma.sync")) == (use.result.dtype != "float32")
+    assert ("tf32" in in_chunks.asm["ptx"]) == (use.result.dtype == "float16")
+    assert in_chunks.metadata.shared <= 227 * 1024
+    # A walk's sums are over some threads of a warp, or over few of its warps.
+    assert walked.metadata.shared <= 4096
 
 
 @pytest.mark.parametrize("tokens", [SMALL_STEP, 256])
