@@ -18,13 +18,38 @@ import triton.language as tl
 def tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, seq):  # type: ignore[no-untyped-def]
     """A sequence's first token of this step, how many it has, its slot, and whether it continues from what lies there.
 
-    Of a sequence without tokens only their number means anything.
+    Of a sequence without tokens only their number means anything. Without slots all sequences begin here, and have -1.
     """
     first = tl.load(cu_seqlens_ptr + seq)
     num_tokens = tl.load(cu_seqlens_ptr + seq + 1) - first
-    slot = tl.load(slots_ptr + seq)
-    continues = (slot >= 0) & (tl.load(kv_lens_ptr + seq) != num_tokens)
-    return first.to(tl.int64), num_tokens, slot.to(tl.int64), continues
+    if slots_ptr is None:
+        return first.to(tl.int64), num_tokens, tl.full((), -1, tl.int64), num_tokens < 0
+    else:
+        slot = tl.load(slots_ptr + seq)
+        continues = (slot >= 0) & (tl.load(kv_lens_ptr + seq) != num_tokens)
+        return first.to(tl.int64), num_tokens, slot.to(tl.int64), continues
+
+
+@triton.jit
+def load_ahead(x_ptrs, stride_t, token, mask, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What lies at `x_ptrs` for AHEAD tokens from `token` on, as a tuple, in the type that it has.
+
+    Nothing is computed with it yet, so that no program waits.
+    """
+    found = ()
+    for i in tl.static_range(AHEAD):
+        found += (tl.load(x_ptrs + (token + i) * stride_t, mask=mask, other=0.0),)
+    return found
+
+
+@triton.jit
+def clear_padding(out_ptr, stride_t, column, mask, cu_seqlens_ptr, num_seqs, num_tokens, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros for the tokens past the last sequence, ROWS at a time, in the columns [N] that a program has."""
+    row = tl.arange(0, ROWS)[:, None]
+    for token in range(tl.load(cu_seqlens_ptr + num_seqs), num_tokens, ROWS):
+        ptrs = out_ptr + (token + row).to(tl.int64) * stride_t + column[None, :]
+        zeros = tl.zeros((ROWS, column.shape[0]), out_ptr.dtype.element_ty)
+        tl.store(ptrs, zeros, mask=(token + row < num_tokens) & mask[None, :])
 
 
 def zeros(out: torch.Tensor | None, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -25,37 +25,23 @@ DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 # The interpreter holds bfloat16 as integers, and multiplies them as such.
 HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 SPECS = {spec.name: spec for spec in registry.specs()}
-NAMES = ("state_space_scan", "delta_rule", "linear_attention", "selective_scan", "wkv", "linear_recurrence")
+NAMES = ("state_space_scan", "linear_attention")
 SMALL: dict[str, dict[str, Any]] = {
     "state_space_scan": {"size": 5, "width": 16},
-    "delta_rule": {"size": 6, "value": 9, "heads": 2},
     "linear_attention": {"size": 10, "value": 5, "rowwise": True, "heads": 1},
-    "selective_scan": {"channels": 70, "width": 16},
-    "wkv": {"channels": 130},
-    "linear_recurrence": {"channels": 200},
 }
 ODD: list[tuple[str, dict[str, Any]]] = [
     *SMALL.items(),
     ("state_space_scan", {"size": 12, "width": 128, "heads": 2, "groups": 1}),
     ("state_space_scan", {"size": 3, "width": 256, "heads": 3, "groups": 3}),
-    ("delta_rule", {"size": 72, "value": 20, "keys": 1, "heads": 2}),
-    ("delta_rule", {"size": 128, "value": 8, "rowwise": True, "heads": 2}),
     ("linear_attention", {"size": 96, "value": 10, "heads": 2}),
     ("linear_attention", {"size": 256, "value": 3, "heads": 1}),
-    ("selective_scan", {"channels": 1, "width": 1}),
-    ("linear_recurrence", {"channels": 1, "kind": "max"}),
 ]
 LARGE: list[tuple[str, dict[str, Any]]] = [
     ("state_space_scan", {"size": 64, "width": 128, "heads": 80, "groups": 1}),
     ("state_space_scan", {"size": 64, "width": 256, "heads": 24, "groups": 8}),
-    ("delta_rule", {"size": 128, "value": 128, "keys": 16, "heads": 32}),
-    ("delta_rule", {"size": 96, "value": 72, "keys": 4, "heads": 4, "rowwise": True}),
-    ("delta_rule", {"size": 512, "value": 256}),
     ("linear_attention", {"size": 128, "value": 128, "heads": 64}),
     ("linear_attention", {"size": 72, "value": 96, "rowwise": True}),
-    ("selective_scan", {"channels": 5120, "width": 16}),
-    ("wkv", {"channels": 4096}),
-    ("linear_recurrence", {"channels": 2560}),
 ]
 """Sizes of models, which the interpreter would take minutes for."""
 
