@@ -38,7 +38,7 @@ def load_ahead(x_ptrs, stride_t, token, mask, AHEAD: tl.constexpr):  # type: ign
     """
     found = ()
     for i in tl.static_range(AHEAD):
-        found += (tl.load(x_ptrs + (token + i) * stride_t, mask=mask, other=0.0),)
+        found += (tl.load(x_ptrs + (token + i) * stride_t, mask=mask, other=0.0),)  # type: ignore[assignment]
     return found
 
 
