@@ -37,7 +37,7 @@ def load_ahead(x_ptrs, stride_t, token, mask, AHEAD: tl.constexpr):  # type: ign
     Nothing is computed with it yet, so that no program waits.
     """
     found = ()
-    for i in tl.static_range(AHEAD):
+    for i in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
         found += (tl.load(x_ptrs + (token + i) * stride_t, mask=mask, other=0.0),)  # type: ignore[assignment]
     return found
 
