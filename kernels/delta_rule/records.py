@@ -1,13 +1,18 @@
-"""What computes delta rules: Triton token by token on GPUs; else chunks with a triangular system each."""
+"""What computes delta rules: Triton on GPUs, token by token and in chunks; else chunks in PyTorch.
+
+With a decay for each element of the key, and with very long keys, Triton walks steps of up to `MAX_WALKED` tokens only.
+"""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, minimum, mul
+from precast.kernels.delta_rule import launches
 from precast.kernels.linear_attention.limits import CHUNK, ROWWISE_CHUNK
 from precast.kernels.linear_attention.workspace import has_rowwise_decay, looped
-from precast.kernels.records import nothing
 from precast.kernels.stateful.form_records import Stage, copy_bytes, form_records, padded_tokens, staged
+from precast.kernels.stateful.launch_records import launch_records
+from precast.kernels.stateful.limits import MAX_WALKED
 from precast.kernels.use import Use, wide
 
 
@@ -33,4 +38,16 @@ def _delta_rule(use: Use) -> Expr:
     return add(scan, mul(padded_tokens(use, tokens), add(held, given)), mul(64, tokens))
 
 
-RECORDS = form_records("delta_rule", "chunked", _delta_rule, walked=nothing)
+RECORDS = (
+    *launch_records(
+        "delta_rule", launches.walk, variant=".few", sizes={"T": (0, launches.FEW)}, takes=(launches.HAS_KNOWN_SIZES,)
+    ),
+    *launch_records(
+        "delta_rule", launches.chunked, workspace=launches.chunk_bytes,
+        takes=(launches.HAS_KNOWN_SIZES, launches.FITS_CHUNKS),
+    ),
+    *launch_records(
+        "delta_rule", launches.walk, variant=".walk", sizes={"T": (0, MAX_WALKED)}, takes=(launches.HAS_KNOWN_SIZES,)
+    ),
+    *form_records("delta_rule", "chunked", _delta_rule),
+)  # fmt: skip

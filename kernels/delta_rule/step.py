@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from precast.kernels.delta_rule.limits import EPSILON
 from precast.kernels.linear_attention.step import decayed, read, updated
-
-EPSILON = 1e-6
 
 
 def prepared(x: torch.Tensor, v: torch.Tensor, normalise: bool) -> torch.Tensor:

@@ -142,7 +142,7 @@ def _walk(use: Use, walked: int) -> Launch:
     decay = (*_decay_strides(use), Stride(names.decay, 3) if is_by_row else 0)
     sequences = sequences_of(use)
     return Launch(
-        "precast.kernels.linear_attention.triton_states:walk_kernel",
+        "precast.kernels.linear_attention.triton:walk_kernel",
         (-(-columns // block_e), known(use, names.v, 2), add(sequences, 1)),
         (*_pointers(use), sequences, use.shape(names.v)[1], *_numbers(use), *_strides(use, decay)),
         {
@@ -162,7 +162,7 @@ def _chunks(use: Use, tile: Tile, segment: int, *, is_first: bool = False) -> La
     longer = minimum(sequences, floordiv(tokens, WALKED + 1))
     programs = add(floordiv(tokens, segment), longer) if segment else longer
     return Launch(
-        "precast.kernels.linear_attention.triton_states:chunks_kernel",
+        "precast.kernels.linear_attention.triton:chunks_kernel",
         (-(-known(use, names.v, 3) // tile.e), known(use, names.v, 2), programs),
         (
             *_pointers(use), parts.states, parts.decays, sequences, *_numbers(use),
@@ -187,7 +187,7 @@ def _pass(use: Use, segment: int) -> Launch:
     held = (Pointer(name) if use.has(name) else None for name in ("state", "slots", "cu_seqlens", "kv_lens"))
     constants = _constants(use)
     return Launch(
-        "precast.kernels.linear_attention.triton_states:pass_kernel",
+        "precast.kernels.linear_attention.triton:pass_kernel",
         (
             -(-numbers // _PASSED), known(use, names.v, 2),
             minimum(sequences, floordiv(use.shape(names.v)[1], segment + 1)),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, minimum, mul
+from precast.kernels.selective_scan.launches import HAS_KNOWN_SIZES, selective_scan
 from precast.kernels.selective_scan.limits import MIN_TILE
-from precast.kernels.state_space_scan.workspace import step_sizes
 from precast.kernels.stateful.form_records import chunked_tokens, copy_bytes, form_records, sequences_of
+from precast.kernels.stateful.launch_records import launch_records
 from precast.kernels.use import Use, wide
 
 
@@ -26,4 +27,7 @@ def _root(tokens: Expr) -> Expr:
     return minimum(*(add(floordiv(tokens, 2 * at), at // 2 + 3) for at in (16, 32, 64, 128, 256)))
 
 
-RECORDS = form_records("selective_scan", "tiled", _selective_scan, walked=step_sizes)
+RECORDS = (
+    *launch_records("selective_scan", selective_scan, takes=(HAS_KNOWN_SIZES,)),
+    *form_records("selective_scan", "tiled", _selective_scan),
+)

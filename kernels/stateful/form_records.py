@@ -16,7 +16,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, floordiv, largest, maximum, minimum, mul
 from precast.ir.ops import table as ops
 from precast.kernels.records import Record, nothing, reference_on_cpu
-from precast.kernels.stateful.limits import MAX_TOGETHER, MAX_WALKED
+from precast.kernels.stateful.limits import MAX_TOGETHER
 from precast.kernels.use import Use, copied, wide
 
 
@@ -26,33 +26,18 @@ def form_records(
     workspace: Callable[[Use], Expr],
     *,
     control: Literal["static", "host"] = "host",
-    walked: Callable[[Use], Expr] | None = None,
 ) -> tuple[Record, ...]:
     """The records of `precast.stateful_<name>` and of `precast.<name>`, the form without a cache.
 
-    `precast.kernels.<name>.<module>` has the implementation of both. With `walked`, its workspace, there is another one
-    in the folder's module `triton`, which reads nothing on the host and goes before it in steps of few tokens. The form
-    without a cache makes new states, in the type that it computes in.
+    `precast.kernels.<name>.<module>` has the implementation of both. The form without a cache makes new states, in the
+    type that it computes in.
     """
     stateful, definition = f"precast.stateful_{name}", reference_on_cpu(f"precast.stateful_{name}", f"{name}.{name}")
     kept = Record(
         name=f"torch.stateful_{name}", op=stateful, workspace=workspace, control=control,
         runs=f"precast.kernels.{name}.{module}:stateful_{name}",
     )  # fmt: skip
-    found = (kept, definition) if walked is None else (_walk(name, walked), kept, definition)
-    return (*found, *(_fresh(record, name) for record in found))
-
-
-def _walk(name: str, workspace: Callable[[Use], Expr]) -> Record:
-    """The record of the stateful form in Triton. It computes in float32, and so takes no float64."""
-    op = ops.lookup(f"precast.stateful_{name}")
-    assert op is not None
-    tensors = [arg.name for arg in op.args if arg.kind.startswith("Tensor") and arg.name not in op.integers]
-    return Record(
-        name=f"triton.stateful_{name}", op=op.name, kind="triton", devices=("cuda",), min_capability=(8, 0),
-        dtypes=dict.fromkeys(tensors, ("float16", "bfloat16", "float32")), sizes={"T": (0, MAX_WALKED)},
-        allocates=False, workspace=workspace, runs=f"precast.kernels.{name}.triton:stateful_{name}",
-    )  # fmt: skip
+    return (kept, definition, _fresh(kept, name), _fresh(definition, name))
 
 
 def _fresh(record: Record, name: str) -> Record:

@@ -1,4 +1,4 @@
-"""The walk of `precast.kernels.stateful.walks` in Triton, for steps that a CUDA graph replays.
+"""What walks over sequences in Triton share: `precast.kernels.stateful.walks` says what a walk does.
 
 A kernel launches programs for every sequence that the metadata have room for. Each program reads on the device what its
 sequence is, keeps its part of the state in registers in float32, and goes through the sequence's tokens of this step
@@ -7,9 +7,6 @@ one after the other: the same launch serves sequences of any lengths. A sequence
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 
@@ -30,6 +27,23 @@ def tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, seq):  # type: ignore[no-u
         return first.to(tl.int64), num_tokens, slot.to(tl.int64), continues
 
 
-def zeros(out: torch.Tensor | None, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """`out`, or a new tensor of `like`'s dtype: zeros, for padding, whose tokens belong to no program."""
-    return like.new_zeros(shape) if out is None else out.zero_()
+@triton.jit
+def load_ahead(x_ptrs, stride_t, token, mask, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What lies at `x_ptrs` for AHEAD tokens from `token` on, as a tuple, in the type that it has.
+
+    Nothing is computed with it yet, so that no program waits.
+    """
+    found = ()
+    for i in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
+        found += (tl.load(x_ptrs + (token + i) * stride_t, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def clear_padding(out_ptr, stride_t, column, mask, cu_seqlens_ptr, num_seqs, num_tokens, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros for the tokens past the last sequence, ROWS at a time, in the columns [N] that a program has."""
+    row = tl.arange(0, ROWS)[:, None]
+    for token in range(tl.load(cu_seqlens_ptr + num_seqs), num_tokens, ROWS):
+        ptrs = out_ptr + (token + row).to(tl.int64) * stride_t + column[None, :]
+        zeros = tl.zeros((ROWS, column.shape[0]), out_ptr.dtype.element_ty)
+        tl.store(ptrs, zeros, mask=(token + row < num_tokens) & mask[None, :])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from precast.kernels.records import nothing
 from precast.kernels.stateful.form_records import doubled, form_records
+from precast.kernels.stateful.launch_records import launch_records
+from precast.kernels.wkv.launches import HAS_KNOWN_CHANNELS, wkv
 
-RECORDS = form_records("wkv", "doubled", doubled(17), walked=nothing)
+RECORDS = (
+    *launch_records("wkv", wkv, takes=(HAS_KNOWN_CHANNELS,)),
+    *form_records("wkv", "doubled", doubled(17)),
+)

@@ -15,6 +15,7 @@ from precast.ir.graph.symbols import add, evaluate
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.kernels.choices import Case, Measured, all_records, cases, records_of, resolve, workspace
+from precast.kernels.delta_rule import launches
 from precast.kernels.latent_attention.launches import FEW_TOKENS, SMALL_STEP
 from precast.kernels.records import Condition, Record, nothing
 from precast.kernels.sources import digest, sources
@@ -391,15 +392,43 @@ def recurrence(dtype: Dtype) -> Use:
     return use_of(node, types, GPU)
 
 
-def test_steps_of_many_tokens_are_not_walked_one_by_one() -> None:
-    few, many = cases(recurrence("bfloat16"))
+def test_recurrences_are_walked_on_the_device_in_steps_of_all_sizes() -> None:
+    (case,) = cases(recurrence("bfloat16"))
 
-    assert (few.sizes, many.sizes) == ({"T": (0, MAX_WALKED)}, {"T": (MAX_WALKED + 1, None)})
-    assert few.choice == (records_of("precast.stateful_linear_recurrence", 1)[0], "the fastest of 2")
-    assert (few.choice.record.kind, few.choice.record.control) == ("triton", "static")
-    assert not few.choice.record.allocates
-    assert many.choice.record.name == "torch.stateful_linear_recurrence"
-    assert many.choice.record.control == "host"
+    assert case.choice == (records_of("precast.stateful_linear_recurrence", 1)[0], "the fastest of 2")
+    assert (case.choice.record.kind, case.choice.record.control) == ("triton", "static")
+    assert not case.choice.record.allocates
+
+
+def delta_rule(size: int, *decays: int) -> Use:
+    """A delta rule of 4 heads in steps of T tokens and B sequences; `decays` for each element of a key, or none."""
+    q, ints = TensorType("bfloat16", (1, "T", 4, size)), TensorType("int32", ("B",))
+    types = {
+        **dict.fromkeys("qkv", q), "decay": TensorType("float32", (1, "T", 4, *decays)),
+        "beta": TensorType("bfloat16", (1, "T", 4)), "state": TensorType("float32", ("P", 4, size, size)),
+        "slots": ints, "cu_seqlens": TensorType("int32", (add("B", 1),)), "kv_lens": ints,
+    }  # fmt: skip
+    args = {**{name: Ref(name) for name in types}, "scale": Const(0.1), "normalise": Const(True)}
+    return use_of(Node("precast.stateful_delta_rule", args, (Value("y", q),)), types, GPU)
+
+
+def test_delta_rules_of_steps_of_all_sizes_read_no_host() -> None:
+    few, many, most = cases(delta_rule(128))
+
+    assert (few.sizes, many.sizes) == ({"T": (0, launches.FEW)}, {"T": (launches.FEW + 1, MAX_WALKED)})
+    assert few.choice.record.name == "triton.stateful_delta_rule.few"
+    assert {many.choice.record.name, most.choice.record.name} == {"triton.stateful_delta_rule"}
+    assert {case.choice.record.control for case in (few, many, most)} == {"static"}
+
+
+@pytest.mark.parametrize("use", [delta_rule(64, 64), delta_rule(512)], ids=["a decay for each element", "long keys"])
+def test_steps_of_many_tokens_are_not_walked_one_by_one(use: Use) -> None:
+    *walked, many = cases(use)
+
+    assert {case.choice.record.control for case in walked} == {"static"}
+    assert many.sizes == {"T": (MAX_WALKED + 1, None)}
+    assert (many.choice.record.name, many.choice.record.control) == ("torch.stateful_delta_rule", "host")
+    assert "it wants keys of up to 256 elements, and decays of whole heads" in many.choice.reason
 
 
 def test_walks_compute_in_float32() -> None:

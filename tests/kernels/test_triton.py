@@ -37,7 +37,7 @@ SHARED_BYTES = 160 * 1024
 
 ANYWHERE = (
     "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "fused_steps.py", "routed_experts.py",
-    "walked_states.py", "launched_states.py", "launched_latents.py",
+    "launched_states.py", "launched_recurrences.py", "launched_latents.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
