@@ -35,7 +35,7 @@ SHARED_BYTES = 160 * 1024
 
 ANYWHERE = (
     "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "fused_steps.py", "routed_experts.py",
-    "walked_states.py", "absorbed_latents.py",
+    "walked_states.py", "absorbed_latents.py", "hopper_attention.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
@@ -94,6 +94,7 @@ def compiled_launch(use: Use, launch: Launch) -> Any:
     """A launch for the use's GPU, over aligned tensors whose strides are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, _, name = launch.kernel.partition(":")
     kernel = getattr(import_module(module), name)
@@ -113,8 +114,9 @@ def compiled_launch(use: Use, launch: Launch) -> Any:
             attributes[(kernel.arg_names.index(param),)] = [["tt.divisibility", 16]]
     signature = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
     major, minor = use.target.capability
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
     return triton.compile(
-        ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
+        source(kernel, signature, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", 10 * major + minor, 32),
         options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
     )
