@@ -77,7 +77,7 @@ RECORDS = (
         for name, slots in _SMALL_STEPS.items()
     ),
     Record(
-        name="gluon.paged_attention", **_HOPPER,
+        name="triton.paged_attention.hopper", **_HOPPER,
         workspace=partial(launches.partial_bytes, is_small=False), runs=launches.hopper,
     ),
     Record(

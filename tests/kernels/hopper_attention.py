@@ -64,6 +64,6 @@ def test_prompts(more: dict[str, Any], size: int, same: Callable[..., None]) -> 
     }
     sample = paged_sample(draw, SEQUENCES, heads=6, kv_heads=2, size=size, page_size=8, padding=3, **given)
 
-    found = as_function(RECORDS["gluon.paged_attention"])(**sample)
+    found = as_function(RECORDS["triton.paged_attention.hopper"])(**sample)
 
     same(PAGED_ATTENTION, found, paged_attention(**sample))
