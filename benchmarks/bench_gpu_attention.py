@@ -42,6 +42,8 @@ from precast.kernels.use import Target, Use
 PAGE_SIZE = 16
 MORE_THAN_L2 = 192 << 20
 MOST_LAYERS = 96
+MOST_DIFFERENT = 0.05
+"""Of any element, between kernels."""
 
 
 class Model(NamedTuple):
@@ -57,6 +59,7 @@ MODELS = {
     "llama-8b": Model(32, 8, 128),
     "gemma-12b": Model(16, 8, 256, 1024),
     "qwen-30b": Model(32, 4, 128),
+    "gpt-oss-20b": Model(64, 8, 64, 128),
 }
 
 
@@ -76,20 +79,22 @@ class Case(NamedTuple):
 DECODE = [Case(seqs, 1, tokens) for seqs in (1, 8, 64, 256) for tokens in (256, 4096)] + [Case(1, 1, 32768)]
 PREFILL = [Case(1, 4096, 4096), Case(4, 8000, 8000), Case(1, 1024, 8192)]
 
-CONTEXT_TILES = {
-    128: [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(128, 128, 8, 3), Tile(64, 64, 4, 3),
-          Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 32, 8, 3)],
-    256: [Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3),
-          Tile(64, 64, 8, 2)],
-}  # fmt: skip
+CONTEXT_TILES = {128: [Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)], 256: [Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)]}
+HOPPER_TILES = {
+    64: [Tile(128, 128, 8, 2), Tile(128, 64, 8, 3)],
+    128: [Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)],
+    256: [Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)],
+}
 SPLIT_TILES = {
-    128: [Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 64, 4, 4), Tile(16, 32, 4, 4), Tile(16, 32, 2, 4),
-          Tile(16, 64, 2, 3), Tile(16, 128, 4, 2), Tile(16, 128, 8, 2)],
-    256: [Tile(16, 32, 4, 3), Tile(16, 32, 4, 2), Tile(16, 32, 4, 4), Tile(16, 64, 4, 2), Tile(16, 64, 8, 2),
-          Tile(16, 16, 4, 4), Tile(16, 32, 2, 3)],
+    64: [Tile(16, 64, 4, 3), Tile(16, 128, 4, 3), Tile(16, 64, 2, 3), Tile(16, 32, 2, 3)],
+    128: [Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 32, 4, 4), Tile(16, 32, 4, 3), Tile(16, 32, 4, 2),
+          Tile(16, 32, 2, 3), Tile(16, 32, 2, 2), Tile(16, 128, 8, 2)],
+    256: [Tile(16, 32, 4, 3), Tile(16, 32, 4, 2), Tile(16, 32, 4, 4), Tile(16, 64, 8, 2), Tile(16, 16, 4, 4),
+          Tile(16, 16, 4, 3), Tile(16, 16, 2, 3)],
 }  # fmt: skip
-PROGRAMS = (132, 264, 528, 1 << 20)
-SPLITS = [Splits(1, 64)] + [Splits(most, least) for least in (64, 128, 256, 512) for most in (4, 8, 16, 32, 64, 128)]
+PROGRAMS = (132, 264, 528)
+AHEAD = (64, 128, 256)
+SPLITS = [Splits(1, 64)] + [Splits(most, least) for least in (64, 256) for most in (2, 4, 8, 16, 32, 64)]
 
 
 class Given(NamedTuple):
@@ -147,20 +152,40 @@ class Choice(NamedTuple):
     splits: Splits | None = None
     programs: int | None = None
     pdl: bool = True
+    hopper: Tile | None = None
+    ahead: int | None = None
+    early: bool = True
+
+
+PLAIN = Choice(context=Tile(128, 64, 8, 2), early=False)
+"""Kernels that others are compared with: Triton's, one after the other."""
 
 
 def launches_of(use: Use, case: Case, choice: Choice) -> tuple[Launch, ...]:
     """The launches of a choice."""
-    if choice._replace(pdl=True) == Choice():
+    if choice._replace(pdl=True, early=True) == Choice():
         found = chosen_launches(use, case)
     else:
         is_small = case.seqs * case.queries <= attention.SMALL_STEP
         slots = range(case.seqs, case.seqs + 1)
         tile = choice.split or attention.split_tile(use, slots if is_small else None)
-        small = attention.split_launches(use, tile, choice.splits or attention.splits_of(use), is_small=is_small)
-        large = attention.context_launch(use, choice.context or attention.context_tile(use), programs=choice.programs)
+        ahead = attention.AHEAD if choice.ahead is None else choice.ahead
+        splits = choice.splits or attention.splits_of(use)
+        small = attention.split_launches(use, tile, splits, is_small=is_small, ahead=ahead)
+        if choice.context:
+            large = attention.context_launch(use, choice.context, programs=choice.programs)
+        else:
+            tile = choice.hopper or attention.hopper_tile(use)
+            large = attention.hopper_launch(use, tile, programs=choice.programs)
         found = small if is_small else (large, *small)
-    return tuple(each if choice.pdl else each._replace(pdl=False) for each in found)
+    if not choice.early:
+        found = tuple(each._replace(constants={**each.constants, "EARLY": False}) for each in found)
+    return found if choice.pdl else tuple(_alone(each) for each in found)
+
+
+def _alone(launch: Launch) -> Launch:
+    """The launch without overlap."""
+    return launch._replace(pdl=False, constants={**launch.constants, "PDL": False})
 
 
 def chosen_launches(use: Use, case: Case) -> tuple[Launch, ...]:
@@ -182,8 +207,10 @@ def record_of(model: Model, case: Case, choice: Choice) -> Record:
 def choices_of(model: Model, case: Case) -> Iterator[Choice]:
     """Tiles first; how work is shared is tried with the best of them."""
     yield Choice()
+    yield PLAIN
     if case.queries > 1:
-        yield from (Choice(context=tile) for tile in CONTEXT_TILES[model.size])
+        yield from (Choice(hopper=tile) for tile in HOPPER_TILES[model.size])
+        yield from (Choice(context=tile) for tile in CONTEXT_TILES.get(model.size, ()))
     else:
         yield from (Choice(split=tile) for tile in SPLIT_TILES[model.size])
 
@@ -194,8 +221,10 @@ def shared_choices_of(case: Case, best: Choice) -> Iterator[Choice]:
         yield from (best._replace(programs=programs) for programs in PROGRAMS)
     else:
         useful = [each for each in SPLITS if (each.most - 1) * each.least_keys < case.tokens]
-        yield from (best._replace(splits=each) for each in useful if each.most * case.seqs <= 2048)
+        yield best._replace(early=False)
         yield best._replace(pdl=False)
+        yield from (best._replace(ahead=ahead) for ahead in AHEAD)
+        yield from (best._replace(splits=each) for each in useful if each.most * case.seqs <= 2048)
 
 
 def compile_case(model: Model, case: Case, choice: Choice, capability: tuple[int, int]) -> None:
@@ -314,12 +343,16 @@ def baseline(model: Model, case: Case) -> float | None:
 def measure(model: Model, case: Case, *, sweep: bool, deadline: float) -> dict[str, Any]:
     """One row of the table."""
     given = layers_of(model, case, "cuda")
+    microseconds(calls_of(given, model, case, PLAIN), runs=1)
+    expected = given[0].out.clone()
     us = microseconds(calls_of(given, model, case, Choice()))
     row: dict[str, Any] = {"us": round(us, 2), **rate(model, case, us)}
+    if not (difference := float((given[0].out - expected).abs().max())) < MOST_DIFFERENT:
+        row["wrong"] = difference
     if (other := baseline(model, case)) is not None:
         row["torch_us"] = other
     if sweep:
-        row["tried"] = try_all(model, case, given, given[0].out.clone(), deadline)
+        row["tried"] = try_all(model, case, given, expected, deadline)
     return row
 
 
@@ -336,7 +369,7 @@ def try_all(model: Model, case: Case, given: list[Given], expected: torch.Tensor
             found.append([float("inf"), told(choice), str(error)[:80]])
             return float("inf")
         difference = float((given[0].out - expected).abs().max())
-        found.append([round(us, 2), told(choice), *(["wrong", difference] if not difference < 0.05 else [])])
+        found.append([round(us, 2), told(choice), *(["wrong", difference] if not difference < MOST_DIFFERENT else [])])
         return us
 
     timed = [(attempt(choice), choice) for choice in choices_of(model, case)]
@@ -344,13 +377,13 @@ def try_all(model: Model, case: Case, given: list[Given], expected: torch.Tensor
     for choice in shared_choices_of(case, best):
         attempt(choice)
     found.sort(key=lambda each: each[0])
-    return [*found[:6], *(each for each in found[6:] if len(each) > 2)]
+    return [*found[:8], *(each for each in found[8:] if len(each) > 2 or each[1] == told(PLAIN))]
 
 
 def told(choice: Choice) -> str:
     """Only what differs from what records choose."""
     parts = {name: tuple(x) if isinstance(x, tuple) else x for name, x in choice._asdict().items()}
-    return " ".join(f"{name}={x}" for name, x in parts.items() if x is not None and (name, x) != ("pdl", True))
+    return " ".join(f"{name}={x}" for name, x in parts.items() if x is not None and x is not True)
 
 
 def main() -> None:
@@ -358,18 +391,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_attention.json")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--seconds", type=float, default=150, help="after so many nothing new is tried")
+    parser.add_argument("--seconds", type=float, default=150, help="of trying, shared by the cases")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA GPU: nothing measured")
         return
-    deadline = time.perf_counter() + arguments.seconds
-    cases = DECODE + PREFILL
+    cases = PREFILL + DECODE
     compiled = compile_all(arguments.models, cases, sweep=arguments.sweep)
     table: dict[str, Any] = {}
     for name in arguments.models:
         for case in cases:
+            deadline = time.perf_counter() + arguments.seconds / (len(cases) * len(arguments.models))
             try:
                 row = measure(MODELS[name], case, sweep=arguments.sweep, deadline=deadline)
             except Exception as error:  # noqa: BLE001 - one case doesn't end the others

@@ -22,3 +22,23 @@ def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
         # First, so that the next kernel can request its weights; it waits for the end of this one itself.
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The next kernel may begin; for a kernel that reads something before it waits."""
+    if PDL and not _INTERPRETED:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Asks the L2 cache for BYTES, a multiple of 16, from each pointer on. Compute capability 9.0 or higher.
+
+    What is read later is what is there then: what an earlier kernel still writes may be asked for too.
+    """
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+            [pointers.to(tl.int64), tl.full(pointers.shape, BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

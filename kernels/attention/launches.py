@@ -15,6 +15,8 @@ SMALL_STEP = 64
 """Tokens of a step that small tiles alone compute, whatever sequences they are of."""
 PROGRAMS = 264
 """Programs that share the large tiles: two for each multiprocessor of an H100."""
+HOPPER_PROGRAMS = 132
+"""The same for tiles that fill a multiprocessor of an H100."""
 SLOTS = (2, 8, 32)
 """The ends of ranges of slots for sequences, for each of which keys are split in another way."""
 FEW_SLOTS, MANY_SLOTS = SLOTS[0], SLOTS[-1] + 1
@@ -32,6 +34,8 @@ WHOLE_KEYS, WHOLE_WIDE_KEYS = 512, 128
 of 256 keys take 9 us in one part and 17 us in 4; with heads of 256 elements 4 parts are faster, by 1 us."""
 PARTS = 2048
 """Elements of partial results that are joined at a time, at most, if that is one part at least."""
+AHEAD = 0
+"""Keys that a program with a small tile has the L2 cache fetch while the kernel in front still runs."""
 _KERNELS = "precast.kernels.attention.triton:"
 
 
@@ -72,6 +76,12 @@ def context_tile(use: Use, keys: str = "k_cache", values: str = "v_cache") -> Ti
     if size > 64:
         return Tile(128, 64, 8, 3) if is_large else Tile(128, 32, 8, 2)
     return Tile(128, 64, 4, 3)
+
+
+def hopper_tile(use: Use) -> Tile:
+    """Of sequences with many queries, where products run beside exponentials: all the registers there are."""
+    size = _number(use, "k_cache", 3)
+    return Tile(128, 64 if size > 128 else 128, 8, 2)
 
 
 def split_tile(use: Use, slots: range | None = None) -> Tile:
@@ -134,6 +144,11 @@ def paged(use: Use, *, is_small: bool, slots: range | None = None) -> tuple[Laun
     return small if is_small else (context_launch(use, context_tile(use)), *small)
 
 
+def hopper(use: Use) -> tuple[Launch, ...]:
+    """`precast.paged_attention` for steps of many tokens, on Hopper."""
+    return (hopper_launch(use, hopper_tile(use)), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
+
+
 def partial_bytes(use: Use, *, is_small: bool) -> Expr:
     """The workspace of `paged`: partial results, and for each the highest score and the total of the weights."""
     heads, value_size = _number(use, "q", 2), _number(use, "v_cache", 3)
@@ -172,7 +187,20 @@ def context_launch(
     )  # fmt: skip
 
 
-def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool) -> tuple[Launch, ...]:
+def hopper_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launch:
+    """`context_launch` of a cache, by the kernel whose products run beside exponentials."""
+    plain = context_launch(use, tile, programs=programs or HOPPER_PROGRAMS * 8 // tile.num_warps)
+    needless = ("SIZE", "VALUE_SIZE", "BLOCK_V", "PRECISION")
+    constants = {name: value for name, value in plain.constants.items() if name not in needless}
+    result, _, *args = plain.args  # sums of exponentials are wanted of the plain kernel alone
+    return plain._replace(
+        kernel="precast.kernels.attention.hopper:context_kernel",
+        args=(result, *args),
+        constants=constants | {"STAGES": tile.num_stages},
+    )
+
+
+def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahead: int = AHEAD) -> tuple[Launch, ...]:
     """Small tiles: of all sequences of a small step, of those with one query in others; and their parts, joined.
 
     Nothing is launched to join them where no sequence has more than one: the grid is empty then.
@@ -194,7 +222,7 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool) -> t
         grid=(tiles, _number(use, "k_cache", 2) * shape.groups, splits.most),
         args=(Pointer("out.0"), *partial, *_tensors(use, "k_cache", "v_cache"), *_lists(use, True, True), tokens,
               sequences, *splits, *_strides("k_cache", "v_cache")),
-        constants=constants | _tile_constants(use, tile, shape, "k_cache", "v_cache"),
+        constants=constants | _tile_constants(use, tile, shape, "k_cache", "v_cache") | {"AHEAD": ahead_of(use, ahead)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         pdl=_overlaps(use),
@@ -215,6 +243,7 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool) -> t
             "ROWS": queries,
             "PARTS": max(1, PARTS // (queries * columns)),
             **_reach(use),
+            "EARLY": _is_early(use),
             "PDL": _overlaps(use),
         },
         num_warps=4,
@@ -222,6 +251,12 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool) -> t
         pdl=_overlaps(use),
     )
     return first, second
+
+
+def ahead_of(use: Use, keys: int) -> int:
+    """`keys` where the GPU can fetch them by whole heads, else 0."""
+    row_bytes = {_number(use, name, 3) * use.width(name) for name in ("k_cache", "v_cache")}
+    return keys if _is_early(use) and all(size % 16 == 0 for size in row_bytes) else 0
 
 
 class _Shape(NamedTuple):
@@ -304,6 +339,7 @@ def _tile_constants(use: Use, tile: Tile, shape: _Shape, keys: str, values: str)
         "SOFT_CAP": float(soft_cap or 0.0),
         **_reach(use),
         "PRECISION": "ieee" if use.width("q") > 2 else "tf32",
+        "EARLY": _is_early(use),
         "PDL": _overlaps(use),
     }
 
@@ -311,3 +347,11 @@ def _tile_constants(use: Use, tile: Tile, shape: _Shape, keys: str, values: str)
 def _overlaps(use: Use) -> bool:
     """Whether kernels may begin before those in front of them have ended."""
     return use.target.capability >= (9, 0)
+
+
+def _is_early(use: Use) -> bool:
+    """Whether kernels read where sequences and pages are before they wait for the kernel in front.
+
+    Inputs of the step, as those of a cache are, are there before its first kernel.
+    """
+    return _overlaps(use) and use.has("page_indices")

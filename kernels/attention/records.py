@@ -48,6 +48,20 @@ _PAGED: dict[str, Any] = {
     "allocates": False,
 }  # fmt: skip
 
+_PLAIN_CACHE = Condition(
+    "heads of 64, 128 or 256 elements of the query's type in pages of a multiple of 8 tokens",
+    lambda use: (
+        use.number("k_cache", 3) in (64, 128, 256)
+        and use.number("k_cache", 3) == use.number("v_cache", 3)
+        and use.operands["k_cache"].type.dtype == use.operands["v_cache"].type.dtype == use.operands["q"].type.dtype
+        and (use.number("k_cache", 1) or 1) % 8 == 0
+    ),
+)
+_HOPPER: dict[str, Any] = {
+    **_PAGED, "dtypes": {"q": ("float16", "bfloat16")}, "takes": (_SCALES, _PLAIN_CACHE),
+    "min_capability": (9, 0), "max_capability": (9, 0),
+}  # fmt: skip
+
 _SMALL_STEPS: dict[str, tuple[int, int | None]] = {
     "few": (0, FEW_SLOTS), "small": (FEW_SLOTS + 1, MANY_SLOTS - 1), "many": (MANY_SLOTS, None),
 }  # fmt: skip
@@ -61,6 +75,10 @@ RECORDS = (
             runs=partial(launches.paged, is_small=True, slots=range(slots[0], (slots[1] or SMALL_STEP) + 1)),
         )
         for name, slots in _SMALL_STEPS.items()
+    ),
+    Record(
+        name="triton.paged_attention.hopper", **_HOPPER,
+        workspace=partial(launches.partial_bytes, is_small=False), runs=launches.hopper,
     ),
     Record(
         name="triton.paged_attention", **_PAGED,

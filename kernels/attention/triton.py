@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.triton_chain import wait_for_previous
+from precast.kernels.triton_chain import let_next_begin, prefetch, wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SEQUENCES = tl.constexpr(512)
@@ -379,6 +379,7 @@ def context_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sequences of LEAST_QUERIES or more. Its programs share the tiles, whose number is known on the device alone.
@@ -388,12 +389,16 @@ def context_kernel(  # type: ignore[no-untyped-def]
     A sequence's later queries see more keys, so its last tile comes first; the order in which programs take tiles turns
     round after each, or the first program would have the most work each time.
     """
-    wait_for_previous(PDL)
+    let_next_begin(PDL)
+    if not EARLY:
+        wait_for_previous(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     GROUPS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     num_tiles = 0
     for first in range(0, num_seqs + 1, SEQUENCES):
         num_tiles += tl.sum(_tiles_of(cu_seqlens_ptr, first, num_seqs, num_tokens, LEAST_QUERIES, BLOCK_Q), 0)
+    if EARLY:
+        wait_for_previous(PDL)
     num_items = num_tiles * (KV_HEADS * GROUPS)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -503,6 +508,30 @@ def small_tile(  # type: ignore[no-untyped-def]
     return seq, first_token, first_query, num_queries, first_page, kv_len, page_start, start, end, split
 
 
+@triton.jit
+def _ask_ahead(  # type: ignore[no-untyped-def]
+    k_ptr,
+    v_ptr,
+    page_indices_ptr,
+    low,
+    high,
+    k_stride_p,
+    k_stride_s,
+    v_stride_p,
+    v_stride_s,
+    AHEAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+):
+    """Has the L2 cache fetch the first AHEAD keys of those from `low` to `high`, and their values."""
+    key = tl.minimum(low + tl.arange(0, AHEAD), high - 1)
+    page = tl.load(page_indices_ptr + key // PAGE_SIZE).to(tl.int64)
+    element: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    prefetch(k_ptr + (page * k_stride_p + key % PAGE_SIZE * k_stride_s), SIZE * element)
+    prefetch(v_ptr + (page * v_stride_p + key % PAGE_SIZE * v_stride_s), VALUE_SIZE * element)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_splits", "least_keys", "whole_keys"])
 def split_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
@@ -551,6 +580,8 @@ def split_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile (see `small_tile`), one key head, and one of `num_splits` parts of the tile's keys.
@@ -560,7 +591,9 @@ def split_kernel(  # type: ignore[no-untyped-def]
     partial [rows, H, splits, Dv], and the highest score and the total of its weights, weight [rows, H, splits, 2]. A
     row belongs to a token, or with MOST_QUERIES (of 1) to a sequence.
     """
-    wait_for_previous(PDL)
+    let_next_begin(PDL)
+    if not EARLY:
+        wait_for_previous(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     GROUPS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     seq, first_token, first_query, num_queries, first_page, kv_len, page_start, start, end, split = small_tile(
@@ -569,12 +602,21 @@ def split_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     part = tl.program_id(2)
     low = start + part * split
+    high = tl.minimum(low + split, end)
+    kv_head = tl.program_id(1) // GROUPS
+    if AHEAD > 0:  # noqa: SIM102 - a constant: the branch in it is of the device
+        if (num_queries > 0) & (low < high):
+            _ask_ahead(
+                k_ptr + kv_head.to(tl.int64) * k_stride_h, v_ptr + kv_head.to(tl.int64) * v_stride_h,
+                page_indices_ptr + first_page, low, high, k_stride_p, k_stride_s, v_stride_p, v_stride_s,
+                AHEAD, PAGE_SIZE, SIZE, VALUE_SIZE,
+            )  # fmt: skip
+    if EARLY:
+        wait_for_previous(PDL)
     if num_queries <= 0:
         return
     if (low >= end) & (part > 0):
         return
-    high = tl.minimum(low + split, end)
-    kv_head = tl.program_id(1) // GROUPS
     row = tl.arange(0, BLOCK_M)
     query = first_query + row // BLOCK_H
     of_group = tl.program_id(1) % GROUPS * BLOCK_H + row % BLOCK_H
@@ -628,6 +670,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Joins the parts of a tile, for one head: y = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) total_s, m = max_s m_s.
@@ -635,11 +678,15 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     ROWS is at least BLOCK_Q; PARTS are joined at a time, in order. TO_TOKENS: results are by token, else by row of
     the partial results.
     """
-    wait_for_previous(PDL)
+    let_next_begin(PDL)
+    if not EARLY:
+        wait_for_previous(PDL)
     seq, first_token, first_query, num_queries, _, _, _, start, end, split = small_tile(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
         least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
     )  # fmt: skip
+    if EARLY:
+        wait_for_previous(PDL)
     if num_queries <= 0:
         return
     if end - start <= split:

@@ -268,6 +268,7 @@ def _split(use: Use, place: Workspace, most_tokens: int | None, tile: Tile) -> t
             "ROWS": rows,
             "PARTS": max(1, JOINED // (rows * block_c)),
             "CHUNK": 0,
+            "EARLY": False,
         },
         pdl=overlaps(use),
     )
@@ -363,6 +364,7 @@ def _context(use: Use, keys: Pointer, values: Pointer, sums: Pointer, tile: Tile
             "WINDOW": _window(use),
             "CHUNK": 0,
             "PRECISION": _precision(sizes),
+            "EARLY": False,
             "PDL": overlaps(use),
         },
         num_warps=tile.num_warps,

@@ -78,7 +78,7 @@ def chosen(found: dict[str, Use]) -> dict[str, str]:
 
 def not_triton(why: str) -> str:
     """Why none of the kernels of attention is chosen."""
-    return "; ".join(f"not triton.paged_attention{each}: {why}" for each in (*SMALL, ""))
+    return "; ".join(f"not triton.paged_attention{each}: {why}" for each in (*SMALL, ".hopper", ""))
 
 
 ANYWHERE = {
@@ -88,22 +88,30 @@ ANYWHERE = {
 }  # fmt: skip
 TRITON_ROWS = {"normed": "triton.rms_norm", "turned_q": "triton.rotary", "turned_k": "triton.rotary"}
 TORCH_ROWS = {"normed": "reference.rms_norm", "turned_q": "reference.rotary", "turned_k": "reference.rotary"}
-ON_GPUS = {"write": "triton.write_kv", "y": "triton.paged_attention", **TRITON_ROWS}
+ON_GPUS = {"write": "triton.write_kv", "y": "triton.paged_attention.hopper", **TRITON_ROWS}
+ON_OLD_GPUS = ON_GPUS | {"y": "triton.paged_attention"}
 IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention", **TORCH_ROWS}
 SMALL = (".few", ".small", ".many")
+HOPPER = "it wants compute capability 9.0 or higher"
 OF_FEW_TOKENS = "; ".join(f"not triton.paged_attention{each}: T is 65, it takes 0 to 64" for each in SMALL)
 
 
 # --- the layer ---------------------------------------------------------------------------------------------------
 
 
+def test_steps_of_many_tokens() -> None:
+    new, old = (resolve(uses(target)["y"], {"T": 65, "B": 1}).reason for target in (GPU, OLD))
+
+    assert new == "the fastest of 6; " + OF_FEW_TOKENS
+    assert old == f"the fastest of 5; {OF_FEW_TOKENS}; not triton.paged_attention.hopper: {HOPPER}"
+
+
 @pytest.mark.parametrize("target", [GPU, PAIR, OLD], ids=["one", "two", "old"])
 def test_a_layer_on_gpus(target: Target) -> None:
     found = uses(target)
 
-    assert chosen(found) == {**ANYWHERE, **ON_GPUS}
+    assert chosen(found) == {**ANYWHERE, **(ON_OLD_GPUS if target == OLD else ON_GPUS)}
     assert {resolve(use).record.control for use in found.values()} == {"static"}
-    assert resolve(found["y"], {"T": 65, "B": 1}).reason == "the fastest of 5; " + OF_FEW_TOKENS
     by_slots = {2: "few", 3: "small", 32: "small", 33: "many", 64: "many"}
     for slots, name in by_slots.items():
         assert resolve(found["y"], {"T": 64, "B": slots}).record.name == f"triton.paged_attention.{name}"
@@ -131,16 +139,17 @@ def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
     wanted = "it wants compute capability 8.0 or higher"
 
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
-    assert resolve(found["y"]).reason == "the only one; " + not_triton(wanted)
+    each = not_triton(wanted).replace(f"hopper: {wanted}", f"hopper: {HOPPER}")
+    assert resolve(found["y"]).reason == "the only one; " + each
     assert resolve(found["write"]).reason == f"the only one; not triton.write_kv: {wanted}"
     kept = [record.min_capability for record in all_records() if record.kind == "triton"]
-    assert set(kept) == {(8, 0)}
+    assert set(kept) == {(8, 0), (9, 0)}
 
 
 def test_a_cache_of_8_bits_wants_a_gpu_that_converts() -> None:
     wanted = "compute capability 8.9 or higher for a cache of 8 bits"
 
-    assert chosen(uses(GPU, cached="float8_e4m3fn")) == {**ANYWHERE, **ON_GPUS}
+    assert chosen(uses(GPU, cached="float8_e4m3fn")) == {**ANYWHERE, **ON_OLD_GPUS}
     found = uses(OLD, cached="float8_e4m3fn")
     assert chosen(found) == {**ANYWHERE, **IN_TORCH, **TRITON_ROWS}
     assert resolve(found["write"]).reason == f"the fastest of 2; not triton.write_kv: it wants {wanted}"
@@ -375,7 +384,7 @@ def test_what_was_measured_comes_first() -> None:
     )
 
     assert resolve(use, {"T": 64}, measured=measured) == (resolve(uses(CPU)["y"]).record, "measured")
-    assert resolve(use, {"T": 65}, measured=measured).record.name == "triton.paged_attention"
+    assert resolve(use, {"T": 65}, measured=measured).record.name == "triton.paged_attention.hopper"
     found = [(case.sizes["T"], case.choice.reason) for case in cases(use, measured=measured)]
     assert {tokens for tokens, reason in found if reason == "measured"} == {(0, 64)}
     assert {tokens for tokens, reason in found if reason != "measured"} == {(65, None)}
@@ -540,7 +549,7 @@ def test_records_are_frozen() -> None:
 
 
 def test_a_digest_is_that_of_the_sources_that_run() -> None:
-    _, _, _, triton, torch_ = records_of("precast.paged_attention", 1)[:5]
+    *_, triton, torch_ = records_of("precast.paged_attention", 1)[:6]
     linear = replace(FEW, runs="torch:ops.aten.linear.default")
 
     assert sources(linear) == ()

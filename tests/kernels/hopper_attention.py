@@ -1,0 +1,69 @@
+"""Attention of prompts on Hopper against its definition: in the interpreter, over what stands for Gluon, and on GPUs.
+
+`test_triton.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import gluon_on_cpu
+import pytest
+import torch
+import triton.language as tl
+from op_samples.attention import paged_sample
+from op_samples.draw import Draw
+
+from precast.kernels.attention import launches
+from precast.kernels.attention.launches import Tile
+from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
+from precast.kernels.choices import records_of
+from precast.kernels.launch import as_function
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+RECORDS = {each.name: each for each in records_of("precast.paged_attention", 1)}
+if IS_INTERPRETED:
+    hopper: Any = gluon_on_cpu.module("precast.kernels.attention.hopper")
+    SEQUENCES = [(5, 5), (1, 33), (0, 4), (19, 91), (1, 1), (40, 40)]
+else:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0", allow_module_level=True)
+    SEQUENCES = [(5, 5), (1, 333), (0, 4), (190, 910), (1, 1), (400, 400), (129, 257)]
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """In the interpreter programs take turns: there are few, some with several tiles, and tiles of several steps."""
+    if IS_INTERPRETED:
+        monkeypatch.setattr(launches, "HOPPER_PROGRAMS", 3)
+        monkeypatch.setattr(launches, "hopper_tile", lambda use: Tile(32, 16, 8, request.param))
+        monkeypatch.setattr(hopper, "SEQUENCES", tl.constexpr(4))
+
+
+@pytest.mark.parametrize(
+    ("more", "stages"),
+    [
+        ({}, 2),
+        ({"window": 20}, 3),
+        ({"window": 70, "cut": True}, 2),
+        ({"chunk": 24, "soft_cap": 5.0}, 2),
+        ({"sinks": 6, "slopes": 6}, 3),
+    ],
+    ids=str,
+    indirect=["stages"],
+)
+@pytest.mark.parametrize("size", [64] if IS_INTERPRETED else [64, 128, 256])
+@pytest.mark.usefixtures("stages")
+def test_prompts(more: dict[str, Any], size: int, same: Callable[..., None]) -> None:
+    draw = Draw(torch.float16, DEVICE)
+    given = {
+        name: draw.uniform(x, dtype=torch.float32) if name in ("sinks", "slopes") else x for name, x in more.items()
+    }
+    sample = paged_sample(draw, SEQUENCES, heads=6, kv_heads=2, size=size, page_size=8, padding=3, **given)
+
+    found = as_function(RECORDS["triton.paged_attention.hopper"])(**sample)
+
+    same(PAGED_ATTENTION, found, paged_attention(**sample))
