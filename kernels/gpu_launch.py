@@ -1,4 +1,5 @@
-"""One launch of a record on a GPU: what it names is compiled when it is first run, and launched through the driver.
+"""One launch of a record on a GPU: what it names is compiled when it is first run, and launched through the driver; or
+by a library.
 
 Imported when a kernel is first launched.
 """
@@ -24,6 +25,8 @@ Run = Callable[[Sequence[int], Sequence[Any]], None]
 
 def run_of(launch: Launch) -> Run:
     """What runs the launch, on the current device and stream."""
+    if launch.library:
+        return _library(launch)
     return _cuda(launch) if launch.block else _triton(launch)
 
 
@@ -38,6 +41,26 @@ def _cuda(launch: Launch) -> Run:
                 function, len(args), num_threads=launch.block, shared_bytes=launch.shared_bytes, pdl=launch.pdl
             )
         kernels[device].launch(grid, [_value(arg) for arg in args], torch.cuda.current_stream().cuda_stream)
+
+    return run
+
+
+def _library(launch: Launch) -> Run:
+    calls: dict[int, Callable[..., None]] = {}  # by device
+    seen: set[tuple[Any, ...]] = set()
+
+    def run(grid: Sequence[int], args: Sequence[Any]) -> None:
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+        values = [_value(arg) for arg in args]
+        sizes = (device, *(arg for arg in args if not isinstance(arg, torch.Tensor)))
+        if sizes in seen:
+            calls[device](*values, stream=stream)
+            return
+        with relaxed_capture():  # what it makes, and the modules that the library loads
+            if device not in calls:
+                calls[device] = named(launch.kernel)(**launch.constants)
+            calls[device](*values, stream=stream)
+        seen.add(sizes)
 
     return run
 
