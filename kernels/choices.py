@@ -121,6 +121,13 @@ def _resolve(
     )
 
 
+def fitting(use: Use, sizes: Mapping[str, int] | None = None) -> tuple[Record, ...]:
+    """The op's records that take a use in a step of these sizes; None: in steps of some."""
+    wanted = records_of(use.node.op, use.node.version)
+    refused = (_refusal_of_any_size(each, use) if sizes is None else _refusal(each, use, sizes) for each in wanted)
+    return tuple(record for record, why in zip(wanted, refused, strict=True) if why is None)
+
+
 def cases(use: Use, *, records: Sequence[Record] | None = None) -> tuple[Case, ...]:
     """The choice in steps of all sizes: one case, or one for each class of sizes that records or measurements tell
     apart."""

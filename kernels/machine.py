@@ -15,6 +15,7 @@ def this_machine() -> Machine:
     """The current GPU, its driver, and the versions of what computes on it."""
     return Machine(
         gpu=torch.cuda.get_device_name(),
+        capability=torch.cuda.get_device_capability(),
         driver=_driver(),
         torch=torch.__version__,
         triton=_version("triton"),

@@ -27,9 +27,11 @@ _Algorithm = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{128}$")]
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What measured: the GPU, its driver, the versions of torch, Triton and cuBLASLt; "" and 0 where it isn't there."""
+    """What measured: the GPU and its compute capability, its driver, the versions of torch, Triton and cuBLASLt; "" and
+    0 where it isn't there."""
 
     gpu: _Name
+    capability: tuple[_Count, _Count]
     driver: str
     torch: str
     triton: str
@@ -83,7 +85,9 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
-NOTHING = Table(Machine("none", "", "", "", 0))
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+NOTHING = Table(Machine("none", (0, 0), "", "", "", 0))
 """Where nothing was measured."""
 
 
@@ -118,6 +122,17 @@ def table_of(gpu: str) -> Table:
     """The table that comes with Precast for a GPU of this name, as its driver gives it; `NOTHING` where none does."""
     path = Path(__file__).parent / "measured" / f"{file_name(gpu)}.json"
     return read_table(path) if path.is_file() else NOTHING
+
+
+def gpu_at_hand() -> str | None:
+    """The name of this machine's first GPU, as the driver's files say it; None where there are none."""
+    for file in sorted(_GPUS.glob("*/information")):
+        try:
+            found = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        except (OSError, UnicodeDecodeError):
+            return None
+        return found and found[1].strip()
+    return None
 
 
 def file_name(gpu: str) -> str:

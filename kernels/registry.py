@@ -18,7 +18,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.ops import table as ops
 from precast.kernels import cuda_source
 from precast.kernels.choices import all_records, cases, fastest
-from precast.kernels.launch import as_function, launched_of
+from precast.kernels.launch import Launched, as_function, launched_of
 from precast.kernels.linear import cublaslt
 from precast.kernels.measured import Table, table_of
 from precast.kernels.named import named
@@ -79,20 +79,18 @@ def implementations(use: Use) -> tuple[Implementation, ...]:
     `implementation-missing` for a use that no record takes.
     """
     found = cases(use)
-    functions = {record.name: _function(record, use) for _, (record, _) in found}
-    return tuple(
-        Implementation(sizes, function, record.allocates, record.control == "host", expressions)
-        for sizes, (record, _) in found
-        for function, expressions in (functions[record.name],)
-    )
+    functions = {record.name: function_for(record, use) for _, (record, _) in found}
+    return tuple(_implementation(sizes, record, functions[record.name]) for sizes, (record, _) in found)
 
 
-def _function(record: Record, use: Use) -> tuple[Callable[..., Any], tuple[Expr, ...]]:
-    """What computes the use, and the expressions whose values it is given."""
-    if isinstance(record.runs, str):
-        return function_of(record), ()
-    launched = launched_of(record, use)
-    return launched, launched.expressions
+def _implementation(sizes: Ranges, record: Record, function: Callable[..., Any]) -> Implementation:
+    expressions = function.expressions if isinstance(function, Launched) else ()
+    return Implementation(sizes, function, record.allocates, record.control == "host", expressions)
+
+
+def function_for(record: Record, use: Use) -> Callable[..., Any]:
+    """The function that a record names, or its launches for a use."""
+    return function_of(record) if isinstance(record.runs, str) else launched_of(record, use)
 
 
 def resolve(

@@ -12,12 +12,13 @@ from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Block, Graph, Node, Steps
 from precast.kernels.choices import Case, cases
+from precast.kernels.measured import NOTHING
 from precast.kernels.use import Target, Use, statics_in, types_in, use_of
 
 
-def view(target: str) -> Callable[[Bundle], Report]:
-    """The view for a target as users write it. Raises ValueError for what is none."""
-    return partial(kernels, target=Target.parse(target))
+def view(target: Target) -> Callable[[Bundle], Report]:
+    """The view for a target."""
+    return partial(kernels, target=target)
 
 
 def kernels(bundle: Bundle, target: Target) -> Report:
@@ -28,14 +29,16 @@ def kernels(bundle: Bundle, target: Target) -> Report:
     has_classes = any(row["sizes"] != "all" for row in found)
     header = ("op", "dtype", "nodes", "implementation", *(("sizes",) if has_classes else ()), "control", "reason")
     lines = [tuple(str(row[name]) for name in header) for row in found]
-    text = f"target {target.text}; nodes of a block count once\n\n{table([header, *lines])}"
+    gpu = "" if target.table is NOTHING else f"; choices measured on {target.table.machine.gpu}"
+    text = f"target {target.text}{gpu}; nodes of a block count once\n\n{table([header, *lines])}"
     fused = _fused(bundle.graph)
     if fused:
         shown = [
             (*(str(row[name]) for name in ("operands", "results", "nodes")), ", ".join(row["steps"])) for row in fused
         ]
         text += f"\n\nfused ops:\n{table([('operands', 'results', 'nodes', 'steps'), *shown])}"
-    return Report({"target": target.text, "kernels": found, "fused": fused}, text)
+    measured = None if target.table is NOTHING else target.table.machine.gpu
+    return Report({"target": target.text, "measured_on": measured, "kernels": found, "fused": fused}, text)
 
 
 def _fused(graph: Graph) -> list[dict[str, Any]]:

@@ -154,9 +154,11 @@ def _library(name: str, symbol: str, of: str) -> Record:
     )  # fmt: skip
 
 
+LIBRARY = ("cublaslt.linear", "cublaslt.linear_of_logits")
+"""The names of the records whose algorithms are measured."""
 RECORDS = (
     _stream("cuda.linear", "T", "tokens"),
     _stream("cuda.linear_of_logits", "R", "rows of logits"),
-    _library("cublaslt.linear", "T", "tokens"),
-    _library("cublaslt.linear_of_logits", "R", "rows of logits"),
+    _library(LIBRARY[0], "T", "tokens"),
+    _library(LIBRARY[1], "R", "rows of logits"),
 )

@@ -53,7 +53,7 @@ def test_a_launch_has_what_was_measured_of_its_layer() -> None:
         measured(64, "b"), measured(32, "a"), measured(16, "c", dtype="bfloat16"), measured(16, "d", bias=True),
         measured(16, "e", outputs=385), measured(16, "f", inputs=255),
     )  # fmt: skip
-    table = Table(Machine("NVIDIA H200", "", "", "", 130100), products=rows)
+    table = Table(Machine("NVIDIA H200", (9, 0), "", "", "", 130100), products=rows)
 
     (launch,) = product(layer(table=table))
     (with_bias,) = product(layer(bias=True, table=table))

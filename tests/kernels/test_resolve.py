@@ -338,7 +338,7 @@ def test_sizes_of_records_that_take_no_size_make_no_classes() -> None:
     assert [case.sizes for case in found] == [{}]
 
 
-H200 = Machine("NVIDIA H200", "580.95", "2.11.0", "3.6.0", 130100)
+H200 = Machine("NVIDIA H200", (9, 0), "580.95", "2.11.0", "3.6.0", 130100)
 
 
 def measured_on(use: Use, *rows: Measured) -> Use:
