@@ -126,6 +126,17 @@ def use_of(node: Node, types: Mapping[str, TensorType], target: Target, statics:
     return Use(node, operands, target)
 
 
+def uses_in(graph: Graph, target: Target) -> list[Use]:
+    """The nodes of a graph, those of a block once."""
+    found: list[Use] = []
+    functions: list[Graph | Block] = [graph, *graph.blocks]
+    for function in functions:
+        types, statics = types_in(function), statics_in(function)
+        nodes = function.main if isinstance(function, Graph) else function.nodes
+        found += [use_of(node, types, target, statics) for node in nodes if isinstance(node, Node)]
+    return found
+
+
 def types_in(function: Graph | Block) -> dict[str, TensorType]:
     """The type of every name in `main` or in a block."""
     found: dict[str, TensorType] = {value.name: value.type for value in (*function.inputs, *function.params)}

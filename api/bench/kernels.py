@@ -16,7 +16,7 @@ import torch
 from precast.bench.steps import Step, random_tensors, sizes_of, step_inputs, steps_of
 from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Graph, Node
+from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.kernels.choices import fitting
 from precast.kernels.dtypes import BY_NAME
@@ -28,7 +28,7 @@ from precast.kernels.measured import Machine, Measured, MeasuredProduct, Table
 from precast.kernels.records import Record
 from precast.kernels.registry import Implementation, function_for, implementations, target_of
 from precast.kernels.timing import Timer
-from precast.kernels.use import Target, Use, statics_in, types_in, use_of
+from precast.kernels.use import Target, Use, uses_in
 from precast.loader.placement import Placement, bind_world
 from precast.loader.program.restore import restore
 
@@ -81,7 +81,7 @@ def measure(
 def tuned(graph: Graph, target: Target, steps: Sequence[Step], timer: Timer) -> tuple[MeasuredProduct, ...]:
     """The fastest of cuBLASLt's algorithms for each linear layer that it computes, by the rows of the steps."""
     found: dict[Any, MeasuredProduct] = {}
-    for use in _uses(graph, target):
+    for use in uses_in(graph, target):
         fits = [record for record in fitting(use) if record.name in LIBRARY]
         for record, step in ((record, step) for record in fits for step in steps):
             (symbol,) = record.sizes
@@ -187,12 +187,3 @@ def _symbols(use: Use) -> set[str]:
 def _all(function: Callable[..., Any], given: Sequence[dict[str, Any]], more: dict[str, Any]) -> None:
     for arguments in given:
         function(**arguments, **more)
-
-
-def _uses(graph: Graph, target: Target) -> list[Use]:
-    found = []
-    for function in (graph, *graph.blocks):
-        types, statics = types_in(function), statics_in(function)
-        nodes = function.main if isinstance(function, Graph) else function.nodes
-        found += [use_of(node, types, target, statics) for node in nodes if isinstance(node, Node)]
-    return found

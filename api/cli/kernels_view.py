@@ -10,10 +10,10 @@ from typing import Any
 from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Block, Graph, Node, Steps
+from precast.ir.graph.schema import Graph, Node, Steps
 from precast.kernels.choices import Case, cases
 from precast.kernels.measured import NOTHING
-from precast.kernels.use import Target, Use, statics_in, types_in, use_of
+from precast.kernels.use import Target, Use, uses_in
 
 
 def view(target: Target) -> Callable[[Bundle], Report]:
@@ -23,7 +23,7 @@ def view(target: Target) -> Callable[[Bundle], Report]:
 
 def kernels(bundle: Bundle, target: Target) -> Report:
     """A row for each op, element type and choice, with how many of the graph's nodes it stands for."""
-    rows = Counter(row for use in _uses(bundle.graph, target) for row in _rows(use))
+    rows = Counter(row for use in uses_in(bundle.graph, target) for row in _rows(use))
     names = ("op", "dtype", "implementation", "sizes", "control", "reason")
     found = [dict(zip(names, row, strict=True)) | {"nodes": rows[row]} for row in sorted(rows)]
     has_classes = any(row["sizes"] != "all" for row in found)
@@ -53,16 +53,6 @@ def _fused(graph: Graph) -> list[dict[str, Any]]:
         {"steps": list(steps), "operands": operands, "results": results, "nodes": nodes}
         for (steps, operands, results), nodes in sorted(rows.items())
     ]
-
-
-def _uses(graph: Graph, target: Target) -> list[Use]:
-    found: list[Use] = []
-    functions: list[Graph | Block] = [graph, *graph.blocks]
-    for function in functions:
-        types, statics = types_in(function), statics_in(function)
-        nodes = function.main if isinstance(function, Graph) else function.nodes
-        found += [use_of(node, types, target, statics) for node in nodes if isinstance(node, Node)]
-    return found
 
 
 def _rows(use: Use) -> list[tuple[str, ...]]:

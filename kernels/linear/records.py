@@ -131,7 +131,7 @@ def _rows(symbol: str, of: str) -> Condition:
 
 
 _STATIC = Condition("weight and bias in row-major order that no op makes", _is_static)
-_16_BITS = dict.fromkeys(("input", "weight", "bias"), ("bfloat16", "float16"))
+_16_BITS: dict[str, tuple[Dtype, ...]] = dict.fromkeys(("input", "weight", "bias"), ("bfloat16", "float16"))
 
 
 def _stream(name: str, symbol: str, of: str) -> Record:
