@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Dtype, Expr
+from precast.ir.graph.schema import Expr
 from precast.ir.ops import table as ops
 from precast.kernels import aten
+from precast.kernels.measured import Measured
 from precast.kernels.records import Ranges, Record
 from precast.kernels.use import Target, Use, size, type_bytes
 
@@ -44,15 +45,6 @@ class Case(NamedTuple):
 
     sizes: Ranges
     choice: Choice
-
-
-class Measured(NamedTuple):
-    """A row of a table of choices: for nodes of a type, in steps of these sizes, an op's records, the fastest first."""
-
-    op: str
-    dtype: Dtype
-    sizes: Ranges
-    order: tuple[str, ...]
 
 
 @cache
@@ -98,20 +90,21 @@ def fastest(op: str, version: int, target: Target, *, control: Literal["static"]
     return runnable(op, version, target, control=control)[0]
 
 
-def resolve(
-    use: Use,
-    sizes: Mapping[str, int] | None = None,
-    *,
-    records: Sequence[Record] | None = None,
-    measured: Sequence[Measured] = (),
-) -> Choice:
+def resolve(use: Use, sizes: Mapping[str, int] | None = None, *, records: Sequence[Record] | None = None) -> Choice:
     """What computes a use in a step of these sizes: of `records`, those of its op, the first that takes it.
 
-    `measured` may put others first. Raises TargetError `implementation-missing`, with what each record wants.
+    What was measured on the target may put others first. Raises TargetError `implementation-missing`, with what each
+    record wants.
     """
-    sizes = sizes or {}
+    return _resolve(use, sizes or {}, records, _measured(use))
+
+
+def _resolve(
+    use: Use, sizes: Mapping[str, int], records: Sequence[Record] | None, measured: Sequence[Measured]
+) -> Choice:
     given = records_of(use.node.op, use.node.version) if records is None else records
-    order = _measured_order(use, sizes, measured)
+    row = next((row for row in measured if _within(row.sizes, sizes)), None)
+    order = () if row is None else row.order
     tried = sorted(given, key=lambda record: order.index(record.name) if record.name in order else len(order))
     refused: list[str] = []
     for record in tried:
@@ -119,7 +112,8 @@ def resolve(
         if why is None:
             rivals = sum(_unfit(each, use.target) is None for each in tried)
             basis = "the only one" if rivals == 1 else f"the fastest of {rivals}"
-            return Choice(record, "; ".join(["measured" if record.name in order else basis, *refused]))
+            said = basis if row is None or record.name not in order else _figure(row, record.name)
+            return Choice(record, "; ".join([said, *refused]))
         refused.append(f"not {record.name}: {why}")
     raise TargetError(
         "implementation-missing",
@@ -127,15 +121,23 @@ def resolve(
     )
 
 
-def cases(use: Use, *, records: Sequence[Record] | None = None, measured: Sequence[Measured] = ()) -> tuple[Case, ...]:
-    """The choice in steps of all sizes: one case, or one for each class of sizes that records tell apart."""
+def fitting(use: Use, sizes: Mapping[str, int] | None = None) -> tuple[Record, ...]:
+    """The op's records that take a use in a step of these sizes; None: in steps of some."""
+    wanted = records_of(use.node.op, use.node.version)
+    refused = (_refusal_of_any_size(each, use) if sizes is None else _refusal(each, use, sizes) for each in wanted)
+    return tuple(record for record, why in zip(wanted, refused, strict=True) if why is None)
+
+
+def cases(use: Use, *, records: Sequence[Record] | None = None) -> tuple[Case, ...]:
+    """The choice in steps of all sizes: one case, or one for each class of sizes that records or measurements tell
+    apart."""
     given = records_of(use.node.op, use.node.version) if records is None else records
-    rows = [row for row in measured if row.op == use.node.op]
+    rows = _measured(use)
     taking = [record for record in given if _refusal_of_any_size(record, use) is None]
     found = []
     for sizes in _classes([*(record.sizes for record in taking), *(row.sizes for row in rows)]):
         least = {symbol: low for symbol, (low, _) in sizes.items()}
-        found.append(Case(sizes, resolve(use, least, records=given, measured=rows)))
+        found.append(Case(sizes, _resolve(use, least, given, rows)))
     if len({case.choice.record.name for case in found}) == 1:
         return (Case({}, found[0].choice),)
     return tuple(found)
@@ -199,12 +201,22 @@ def _capability(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _measured_order(use: Use, sizes: Mapping[str, int], measured: Sequence[Measured]) -> tuple[str, ...]:
-    """What the first row that fits says of the records' order."""
-    for row in measured:
-        if (row.op, row.dtype) == (use.node.op, use.dtype) and _within(row.sizes, sizes):
-            return row.order
-    return ()
+def _measured(use: Use) -> list[Measured]:
+    """What the target's table says of the use, in steps of some sizes each."""
+    if not use.target.table.choices:
+        return []
+    text = use.text
+    return [
+        row
+        for row in use.target.table.choices
+        if (row.op, row.dtype) == (use.node.op, use.dtype) and row.arguments in ("", text)
+    ]
+
+
+def _figure(row: Measured, name: str) -> str:
+    """What was measured of a record."""
+    times = dict(zip(row.order, row.microseconds, strict=False))
+    return f"measured: {times[name]:.1f} us" if name in times else "measured"
 
 
 def _within(ranges: Ranges, sizes: Mapping[str, int]) -> bool:

@@ -1,4 +1,5 @@
-"""One launch of a record on a GPU: what it names is compiled when it is first run, and launched through the driver.
+"""One launch of a record on a GPU: what it names is compiled when it is first run, and launched through the driver; or
+by a library.
 
 Imported when a kernel is first launched.
 """
@@ -35,17 +36,23 @@ def run_of(launch: Launch, places: Mapping[Expr, int], read_args: ReadArgs, devi
     `places` says where the values of expressions stand among a run's sizes.
     """
     given = _Given(launch, places)
+    if launch.library:
+        return _library(launch, given, device)
     kernel_for = _cuda(launch, given, device) if launch.block else _Triton(launch, given, read_args).kernel_for
-    current_stream = torch._C._cuda_getCurrentRawStream  # what `torch.cuda.current_stream` makes an object of
 
     def run(tensors: Tensors, sizes: Sequence[int]) -> None:
         grid = given.grid(sizes)
         if 0 not in grid:
             addresses, numbers = given.addresses(tensors, sizes), given.numbers(tensors, sizes)
             kernel = kernel_for(addresses, numbers, tensors, sizes)
-            kernel.launch(grid, addresses + numbers, current_stream(device))
+            kernel.launch(grid, addresses + numbers, _current_stream(device))
 
     return run
+
+
+def _current_stream(device: int) -> int:
+    """What `torch.cuda.current_stream` makes an object of."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 class _Given:
@@ -108,6 +115,29 @@ def _cuda(launch: Launch, given: _Given, device: int) -> KernelFor:
         return made[0]
 
     return kernel_for
+
+
+def _library(launch: Launch, given: _Given, device: int) -> Run:
+    calls: list[Callable[..., None]] = []
+    seen: set[tuple[int, ...]] = set()
+
+    def run(tensors: Tensors, sizes: Sequence[int]) -> None:
+        if 0 in given.grid(sizes):
+            return
+        numbers = given.numbers(tensors, sizes)
+        values = given.addresses(tensors, sizes) + numbers
+        args = [values[arg.place] if isinstance(arg, At) else arg for arg in given.args]
+        key = tuple(numbers)
+        if key in seen:
+            calls[0](*args, stream=_current_stream(device))
+            return
+        with relaxed_capture():  # what it makes, and the modules that the library loads
+            if not calls:
+                calls.append(named(launch.kernel)(**launch.constants))
+            calls[0](*args, stream=_current_stream(device))
+        seen.add(key)
+
+    return run
 
 
 class _Triton:

@@ -51,6 +51,9 @@ class Launch(NamedTuple):
     order of the kernel's, without its `constants`, which are compiled in; None for a tensor that isn't given. `block`
     are the threads of a block of CUDA C++, and `shared_bytes` what it is given of shared memory. `pdl`: it may begin
     before the kernel in front of it has ended, and waits for that by itself.
+
+    `library`: `kernel` is a class of ours, made of the constants for a device, which is then called with the arguments
+    and a `stream`: addresses, integers, None. It launches what a library has, unless a size of the grid is 0.
     """
 
     kernel: str
@@ -62,6 +65,7 @@ class Launch(NamedTuple):
     block: int = 0
     shared_bytes: int = 0
     pdl: bool = False
+    library: bool = False
 
 
 Launches = Callable[[Use], tuple[Launch, ...]]

@@ -18,7 +18,9 @@ from precast.ir.graph.schema import Expr
 from precast.ir.ops import table as ops
 from precast.kernels import cuda_source
 from precast.kernels.choices import all_records, cases, fastest
-from precast.kernels.launch import as_function, launched_of
+from precast.kernels.launch import Launched, as_function, launched_of
+from precast.kernels.linear import cublaslt
+from precast.kernels.measured import Table, table_of
 from precast.kernels.named import named
 from precast.kernels.records import Ranges, Record
 from precast.kernels.spec import OpSpec
@@ -76,14 +78,19 @@ def implementations(use: Use) -> tuple[Implementation, ...]:
     Raises BundleError `op-unknown` for a name or version that isn't in the op table, and TargetError
     `implementation-missing` for a use that no record takes.
     """
-    return tuple(_implementation(use, sizes, record) for sizes, (record, _) in cases(use))
+    found = cases(use)
+    functions = {record.name: function_for(record, use) for _, (record, _) in found}
+    return tuple(_implementation(sizes, record, functions[record.name]) for sizes, (record, _) in found)
 
 
-def _implementation(use: Use, sizes: Ranges, record: Record) -> Implementation:
-    if isinstance(record.runs, str):
-        return Implementation(sizes, function_of(record), record.allocates, record.control == "host")
-    launched = launched_of(record, use)
-    return Implementation(sizes, launched, record.allocates, record.control == "host", launched.expressions)
+def _implementation(sizes: Ranges, record: Record, function: Callable[..., Any]) -> Implementation:
+    expressions = function.expressions if isinstance(function, Launched) else ()
+    return Implementation(sizes, function, record.allocates, record.control == "host", expressions)
+
+
+def function_for(record: Record, use: Use) -> Callable[..., Any]:
+    """The function that a record names, or its launches for a use."""
+    return function_of(record) if isinstance(record.runs, str) else launched_of(record, use)
 
 
 def resolve(
@@ -98,13 +105,24 @@ def resolve(
     return function_of(fastest(name, version, target_of(device), control=control))
 
 
-def target_of(device: torch.device) -> Target:
-    """The target that a device is, with what is installed here: Triton, and the bindings that launch kernels."""
+def target_of(device: torch.device, table: Table | None = None) -> Target:
+    """The target that a device is, with what is installed here: Triton, the bindings that launch kernels, cuBLASLt.
+
+    Choices are those of `table`; None: of the one that comes with Precast for the device.
+    """
     target = Target("cpu") if device.type == "cpu" else GPU
     if device.type == "cuda" and torch.cuda.is_available():
-        target = target._replace(capability=torch.cuda.get_device_capability(device))
+        target = target._replace(
+            capability=torch.cuda.get_device_capability(device), table=table_of(torch.cuda.get_device_name(device))
+        )
+    if table is not None:
+        target = target._replace(table=table)
     can_launch = cuda_source.is_installed()
-    has = {"triton": can_launch and find_spec("triton") is not None, "cuda": can_launch}
+    has = {
+        "triton": can_launch and find_spec("triton") is not None,
+        "cuda": can_launch,
+        "library": can_launch and device.type == "cuda" and cublaslt.is_installed(),
+    }
     return target._replace(kinds=target.kinds - {kind for kind, is_there in has.items() if not is_there})
 
 

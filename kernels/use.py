@@ -10,11 +10,13 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Block, Call, Const, Dtype, Expr, Graph, Node, Ref, TensorType
+from precast.ir.graph.schema import Arg, Block, Call, Const, Dim, Dtype, Expr, Graph, Items, Node, Ref, TensorType
 from precast.ir.graph.symbols import mul, numel
+from precast.ir.graph.text import format_arg
 from precast.ir.memory import caches
 from precast.ir.memory.liveness import Operand
 from precast.ir.weights.tensorfile import element_bytes
+from precast.kernels.measured import NOTHING, Table
 
 Kind = Literal["torch", "triton", "cuda", "library"]
 
@@ -23,12 +25,14 @@ LONGEST = "longest sequence"
 
 
 class Target(NamedTuple):
-    """Where a graph runs: the kind of device, a GPU's compute capability, over how many ranks, and what can run."""
+    """Where a graph runs: the kind of device, a GPU's compute capability, over how many ranks, what can run, and what
+    was measured there."""
 
     device: Literal["cpu", "cuda"]
     capability: tuple[int, int] = (0, 0)
     tp: int = 1
     kinds: frozenset[Kind] = frozenset(("torch", "triton", "cuda", "library"))
+    table: Table = NOTHING
 
     @classmethod
     def parse(cls, text: str) -> Target:
@@ -63,9 +67,8 @@ class Use(NamedTuple):
 
     def number(self, name: str, axis: int) -> int | None:
         """A size of an argument on one rank of the target's world; None where it depends on the step."""
-        size = self.shape(name)[axis]
-        world = {"tp": self.target.tp, "rank": 0}
-        return symbols.evaluate(size, world) if symbols.free_symbols(size) <= world.keys() else None
+        size = self._on_a_rank(self.shape(name)[axis])
+        return size if isinstance(size, int) else None
 
     def width(self, name: str) -> int:
         """Bytes of an element of an argument."""
@@ -87,6 +90,30 @@ class Use(NamedTuple):
         return kinds[0].dtype if kinds else None
 
     @property
+    def text(self) -> str:
+        """What the op is given and gives on one rank: types and literals. It is equal for equal work."""
+        given = [
+            f"{name}={self._type(self.operands[name].type) if name in self.operands else self._literal(arg)}"
+            for name, arg in sorted(self.node.args.items())
+        ]
+        return f"{', '.join(given)} -> {', '.join(self._type(value.type) for value in self.node.outputs)}"
+
+    def _type(self, kind: TensorType) -> str:
+        return f"{kind.dtype}[{', '.join(symbols.text(self._on_a_rank(size)) for size in kind.shape)}]"
+
+    def _literal(self, arg: Arg) -> str:
+        """An argument without the names of tensors, which say nothing."""
+        if isinstance(arg, Items):
+            return f"[{', '.join(map(self._literal, arg.items))}]"
+        if isinstance(arg, Dim):
+            return symbols.text(self._on_a_rank(arg.expr))
+        return "tensor" if isinstance(arg, Ref) else format_arg(arg)
+
+    def _on_a_rank(self, size: Expr) -> Expr:
+        """The size with the values of the target's world."""
+        return symbols.substitute(size, {"tp": self.target.tp, "rank": 0})
+
+    @property
     def result(self) -> TensorType:
         """The type of the first result."""
         return self.node.outputs[0].type
@@ -97,6 +124,17 @@ def use_of(node: Node, types: Mapping[str, TensorType], target: Target, statics:
     refs = {name: arg.name for name, arg in node.args.items() if isinstance(arg, Ref)}
     operands = {name: Operand(types[value], True, value not in statics) for name, value in refs.items()}
     return Use(node, operands, target)
+
+
+def uses_in(graph: Graph, target: Target) -> list[Use]:
+    """The nodes of a graph, those of a block once."""
+    found: list[Use] = []
+    functions: list[Graph | Block] = [graph, *graph.blocks]
+    for function in functions:
+        types, statics = types_in(function), statics_in(function)
+        nodes = function.main if isinstance(function, Graph) else function.nodes
+        found += [use_of(node, types, target, statics) for node in nodes if isinstance(node, Node)]
+    return found
 
 
 def types_in(function: Graph | Block) -> dict[str, TensorType]:

@@ -19,6 +19,8 @@ from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
+from precast.kernels.measured import read_table
+from precast.kernels.registry import target_of
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
@@ -50,6 +52,7 @@ def load(
     cache_bytes: int | None = None,
     reuse_prefixes: bool = True,
     allow_config_mismatch: bool = False,
+    choices: str | Path | None = None,
     capture: Capture | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
@@ -63,6 +66,9 @@ def load(
     `capture`: steps are captured as CUDA graphs between steps once the first token is drawn (`background`), `before`
     this function returns, or not at all (`off`); None: `background` on a GPU, and `off` on a CPU, where a captured step
     is no faster.
+
+    `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that comes with Precast
+    for the GPU, if there is one.
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
@@ -80,6 +86,9 @@ def load(
         bundle, weights, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
         max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
     )  # fmt: skip
+    if choices is not None and not isinstance(choices, (str, os.PathLike)):
+        raise RequestError("engine-option-invalid", f"choices is {choices!r}, expected the path of a table")
+    table = None if choices is None else read_table(Path(choices))
     timeline = Timeline() if timeline is None else timeline
     with timeline.phase("context"):
         placement = place(device)
@@ -96,7 +105,8 @@ def load(
             check_tokenizer(opened.files("tokenizer"))
             if not allow_config_mismatch:
                 config_facts.check(opened.manifest.config, weights)
-            program = restore(graph, device=torch.device(target.name))
+            what = target_of(torch.device(target.name), table)
+            program = restore(graph, device=torch.device(target.name), target=what)
             files = CheckpointFiles.open(weights)
         with timeline.phase("weights") as phase:
             loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
@@ -105,7 +115,8 @@ def load(
             phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
         with timeline.phase("pools") as phase:
             sizes = () if capture == "off" else captured_sizes(graph, limits)
-            size = sizing.size_arena(graph, limits, target, free=target.free_bytes(), captured_sizes=sizes)
+            free = target.free_bytes()
+            size = sizing.size_arena(graph, limits, target, free=free, captured_sizes=sizes, target=what)
             memory = CacheMemory(graph.caches, size.num_slabs, target)
             program.bind(memory.tensors)
             cut_blocks_to_size(torch.device(target.name))

@@ -22,6 +22,7 @@ from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
 from precast.kernels import step_memory
 from precast.kernels.registry import target_of
+from precast.kernels.use import Target
 from precast.loader.device import Device
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.draws import DTYPES
@@ -81,11 +82,17 @@ class ArenaSize(NamedTuple):
 
 
 def size_arena(
-    graph: Graph, limits: EngineLimits, device: Device, *, free: int, captured_sizes: Sequence[int] = ()
+    graph: Graph,
+    limits: EngineLimits,
+    device: Device,
+    *,
+    free: int,
+    captured_sizes: Sequence[int] = (),
+    target: Target | None = None,
 ) -> ArenaSize:
     """The arena of a graph with slabs, on a device with `free` bytes left by the weights.
 
-    Steps of `captured_sizes` tokens are to be captured.
+    Steps of `captured_sizes` tokens are to be captured. `target` is what the device is, as `restore` was told.
 
     With `limits.cache_bytes`, what slabs fit into them. Without: on a GPU what is free, but no more than the longest
     sequences fill; on a CPU what the default sequences fill, up to half of the memory.
@@ -95,8 +102,8 @@ def size_arena(
     plan, is_cuda = graph.caches, device.kind == "cuda"
     slab_bytes = max(plan.slab_bytes, 1)
     reserve = CUDA_RESERVE if is_cuda else 0
-    addresses = addresses_of(graph, limits, device)
-    target = target_of(torch.device(device.name))
+    target = target or target_of(torch.device(device.name))
+    addresses = addresses_of(graph, limits, device, target)
     others = step_bytes(graph, limits, step_memory.step_peak(graph, target, addresses))
     captured = step_memory.step_peak(graph, target, addresses, captured=True)
     graphs = graph_bytes(graph, limits, captured, captured_sizes) if is_cuda else lambda num_slabs: 0
@@ -147,13 +154,13 @@ def _list_lengths(graph: Graph, limits: EngineLimits, num_slabs: int) -> dict[st
     }
 
 
-def addresses_of(graph: Graph, limits: EngineLimits, device: Device) -> Addresses:
+def addresses_of(graph: Graph, limits: EngineLimits, device: Device, target: Target | None = None) -> Addresses:
     """Where values lie, in steps of these limits."""
     num_tokens, num_seqs = limits.max_num_tokens, limits.max_num_seqs
     sizes = step_memory.step_sizes(
         graph, max_num_tokens=num_tokens, max_num_seqs=num_seqs, max_seq_len=limits.max_seq_len, num_pages={}
     )
-    return step_memory.addresses_of(graph, target_of(torch.device(device.name)), sizes)
+    return step_memory.addresses_of(graph, target or target_of(torch.device(device.name)), sizes)
 
 
 def graph_bytes(graph: Graph, limits: EngineLimits, peak: Expr, captured_sizes: Sequence[int]) -> Callable[[int], int]:

@@ -27,9 +27,9 @@ class _Cut(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def view(target: str) -> Callable[[Bundle], Report]:
-    """The view for a target as users write it. Raises ValueError for what is none."""
-    return partial(capture, target=Target.parse(target))
+def view(target: Target) -> Callable[[Bundle], Report]:
+    """The view for a target."""
+    return partial(capture, target=target)
 
 
 def capture(bundle: Bundle, target: Target) -> Report:

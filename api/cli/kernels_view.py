@@ -10,32 +10,35 @@ from typing import Any
 from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Block, Graph, Node, Steps
+from precast.ir.graph.schema import Graph, Node, Steps
 from precast.kernels.choices import Case, cases
-from precast.kernels.use import Target, Use, statics_in, types_in, use_of
+from precast.kernels.measured import NOTHING
+from precast.kernels.use import Target, Use, uses_in
 
 
-def view(target: str) -> Callable[[Bundle], Report]:
-    """The view for a target as users write it. Raises ValueError for what is none."""
-    return partial(kernels, target=Target.parse(target))
+def view(target: Target) -> Callable[[Bundle], Report]:
+    """The view for a target."""
+    return partial(kernels, target=target)
 
 
 def kernels(bundle: Bundle, target: Target) -> Report:
     """A row for each op, element type and choice, with how many of the graph's nodes it stands for."""
-    rows = Counter(row for use in _uses(bundle.graph, target) for row in _rows(use))
+    rows = Counter(row for use in uses_in(bundle.graph, target) for row in _rows(use))
     names = ("op", "dtype", "implementation", "sizes", "control", "reason")
     found = [dict(zip(names, row, strict=True)) | {"nodes": rows[row]} for row in sorted(rows)]
     has_classes = any(row["sizes"] != "all" for row in found)
     header = ("op", "dtype", "nodes", "implementation", *(("sizes",) if has_classes else ()), "control", "reason")
     lines = [tuple(str(row[name]) for name in header) for row in found]
-    text = f"target {target.text}; nodes of a block count once\n\n{table([header, *lines])}"
+    gpu = "" if target.table is NOTHING else f"; choices measured on {target.table.machine.gpu}"
+    text = f"target {target.text}{gpu}; nodes of a block count once\n\n{table([header, *lines])}"
     fused = _fused(bundle.graph)
     if fused:
         shown = [
             (*(str(row[name]) for name in ("operands", "results", "nodes")), ", ".join(row["steps"])) for row in fused
         ]
         text += f"\n\nfused ops:\n{table([('operands', 'results', 'nodes', 'steps'), *shown])}"
-    return Report({"target": target.text, "kernels": found, "fused": fused}, text)
+    measured = None if target.table is NOTHING else target.table.machine.gpu
+    return Report({"target": target.text, "measured_on": measured, "kernels": found, "fused": fused}, text)
 
 
 def _fused(graph: Graph) -> list[dict[str, Any]]:
@@ -50,16 +53,6 @@ def _fused(graph: Graph) -> list[dict[str, Any]]:
         {"steps": list(steps), "operands": operands, "results": results, "nodes": nodes}
         for (steps, operands, results), nodes in sorted(rows.items())
     ]
-
-
-def _uses(graph: Graph, target: Target) -> list[Use]:
-    found: list[Use] = []
-    functions: list[Graph | Block] = [graph, *graph.blocks]
-    for function in functions:
-        types, statics = types_in(function), statics_in(function)
-        nodes = function.main if isinstance(function, Graph) else function.nodes
-        found += [use_of(node, types, target, statics) for node in nodes if isinstance(node, Node)]
-    return found
 
 
 def _rows(use: Use) -> list[tuple[str, ...]]:

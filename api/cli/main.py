@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 PATH = click.Path(path_type=Path, readable=False)
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
 BUNDLE = click.argument("bundle", type=PATH)
+CHOICES = click.option(
+    "--choices", type=PATH, metavar="FILE",
+    help="Measured choices of kernels, of `precast bench kernels`. Default: those that come with Precast for the GPU.",
+)  # fmt: skip
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
@@ -120,18 +124,23 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
 @click.option("--capture", is_flag=True, help="Which steps are captured as CUDA graphs, and where a target cuts them.")
 @click.option("--target", help="Of --kernels and --capture: cpu, or a GPU's compute capability.  [default: sm_90]")
+@CHOICES
 @AS_JSON
-def inspect(bundle: Path, target: str | None, as_json: bool, **parts: bool) -> None:
+def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: bool, **parts: bool) -> None:
     """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
-    from precast.cli import capture_view, kernels_view, show
+    from precast.cli import capture_view, kernels_view, show, targets
     from precast.ir.artifact import Bundle
+    from precast.kernels.use import Target
 
-    if target is not None and not (parts["kernels"] or parts["capture"]):
-        raise click.UsageError("--target goes with --kernels or --capture")
+    for name, value in (("target", target), ("choices", choices)):
+        if value is not None and not (parts["kernels"] or parts["capture"]):
+            raise click.UsageError(f"--{name} goes with --kernels or --capture")
     try:
-        kernels, capture = (module.view(target or "sm_90") for module in (kernels_view, capture_view))
+        wanted = Target.parse(target or "sm_90")
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--target") from error
+    where = targets.with_table(wanted, choices)
+    kernels, capture = (module.view(where) for module in (kernels_view, capture_view))
     opened = Bundle.open(bundle)
     views: dict[str, Callable[[Bundle], Report]] = {
         "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
@@ -177,6 +186,22 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     report = difference(Bundle.open(first), Bundle.open(second))
     _report(report, as_json)
     click.get_current_context().exit(0 if report.fields["equal"] else 1)
+
+
+@main.group(cls=_Verbs)
+def bench() -> None:
+    """Measure this machine, and keep what was measured."""
+
+
+@bench.command("kernels")
+@BUNDLE
+@click.option("-o", "--out", type=PATH, help="The table's file.")
+@AS_JSON
+def bench_kernels(bundle: Path, out: Path | None, as_json: bool) -> None:
+    """Time each implementation of BUNDLE's ops on this machine's GPU; `--choices` takes the table of the fastest."""
+    from precast.cli.kernels_bench import bench as measured
+
+    _report(measured(bundle, out), as_json)
 
 
 @main.command()
@@ -227,12 +252,14 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option(
     "--allow-config-mismatch", is_flag=True, help="Go on if the checkpoint's config says other numbers than the bundle."
 )
+@CHOICES
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
     as_json: bool, weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int,
-    max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, **sampling: Any,
+    max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None,
+    **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -258,7 +285,7 @@ def run(
         engine = load(
             opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
             max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
-            allow_config_mismatch=allow_config_mismatch, timeline=timeline,
+            allow_config_mismatch=allow_config_mismatch, choices=choices, timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer
     with engine:

@@ -77,6 +77,11 @@ def _call(op: str, version: int, args: Mapping[str, schema.Arg], order: Sequence
     return f"{name}@{version}({', '.join(f'{_name(n)}={_arg(args[n])}' for n in names)})"
 
 
+def format_arg(arg: schema.Arg) -> str:
+    """An argument as it stands in a step."""
+    return _arg(arg)
+
+
 def format_recipe(recipe: schema.Recipe) -> str:
     """How a param is made: `cast(concat([read("q", [8, 4]), read("k", [2, 4])], dim=0), bfloat16)`."""
     match recipe:

@@ -1,13 +1,15 @@
-"""What computes gated linear layers: for few rows the weight stream, which gates what it multiplied; else two launches
-a part of the rows, or the reference."""
+"""What computes gated linear layers: for few rows the weight stream, which gates what it multiplied; for more cuBLASLt
+and a launch that gates its products; for many the same a part of the rows at a time; else the reference."""
 
 from __future__ import annotations
 
-from precast.ir.graph.schema import Expr
+from precast.ir.graph.schema import Const, Expr, Node, Ref, TensorType, Value
 from precast.ir.graph.symbols import add, minimum, mul, numel
+from precast.ir.memory.liveness import Operand
+from precast.kernels.gated_activation.launches import gated_activation
 from precast.kernels.gated_linear.limits import MAX_ROWS_AT_ONCE
-from precast.kernels.linear.records import streamed
-from precast.kernels.records import Condition, Record, reference
+from precast.kernels.linear import records as linear
+from precast.kernels.records import Condition, Launch, Pointer, Record, Stride, reference
 from precast.kernels.rows import COMPUTED
 from precast.kernels.use import Use, copied, size, wide, width
 
@@ -24,6 +26,29 @@ def _at_once(use: Use) -> Expr:
     return add(mul(use.width("input"), rows, use.shape("weight")[0]), _input(use))
 
 
+def _products(use: Use) -> Expr:
+    """Bytes of all products of a step."""
+    rows, outputs = numel(use.shape("input")[:-1]), use.shape("weight")[0]
+    return mul(use.width("input"), rows, outputs)
+
+
+def product_and_gate(use: Use) -> tuple[Launch, ...]:
+    """cuBLASLt's product into the workspace, and the launch that gates it."""
+    outputs, dtype = use.number("weight", 0), use.dtype
+    assert outputs is not None
+    assert dtype is not None
+    products = Pointer("workspace", dtype)
+    shape = (numel(use.shape("input")[:-1]), outputs)
+    node = Node("precast.gated_activation", {"x": Ref("x"), "kind": Const(use.constant("kind"))},
+                (Value("y", TensorType(dtype, (shape[0], outputs // 2))),))  # fmt: skip
+    (gate,) = gated_activation(Use(node, {"x": Operand(TensorType(dtype, shape), is_contiguous=True)}, use.target))
+    args = {Pointer("x"): products, Stride("x", 0): outputs, Stride("x", 1): 1}
+    return (
+        linear.product_into(use, products, Pointer("workspace", "uint8", _products(use))),
+        gate._replace(args=tuple(args.get(arg, arg) for arg in gate.args)),  # type: ignore[call-overload]
+    )
+
+
 def _reference(use: Use) -> Expr:
     """The product, its wide copy, the activated gate, the gated product before it is rounded."""
     given = use.operands["input"]
@@ -34,7 +59,11 @@ def _reference(use: Use) -> Expr:
 _KNOWN = Condition("outputs whose number is known at load", lambda use: bool(use.number("weight", 0)))
 
 RECORDS = (
-    streamed("cuda.gated_linear", "precast.gated_linear", "T", "tokens"),
+    linear.streamed("cuda.gated_linear", "precast.gated_linear", "T", "tokens"),
+    linear.library(
+        linear.LIBRARY[2], "precast.gated_linear", "T", "tokens", most=MAX_ROWS_AT_ONCE, runs=product_and_gate,
+        held=lambda use: add(_products(use), linear.workspace(use)),
+    ),
     Record(
         name="triton.gated_linear", op="precast.gated_linear", kind="triton", devices=("cuda",), min_capability=(8, 0),
         dtypes=dict.fromkeys(("input", "weight", "bias"), COMPUTED), takes=(_KNOWN,), allocates=False,

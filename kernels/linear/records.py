@@ -1,14 +1,22 @@
-"""What computes linear layers beside torch: for few rows, the weight stream, on Hopper."""
+"""What computes linear layers beside torch: for few rows the weight stream, on Hopper; for more cuBLASLt."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import mul
-from precast.kernels.records import Condition, Launch, Pointer, Record, Stride, nothing
+from precast.kernels.linear import cublaslt
+from precast.kernels.records import Condition, Launch, Launches, Pointer, Record, Stride, nothing
 from precast.kernels.use import Use
 
 MAX_ROWS = 8
 """Rows of the input that a weight passes for: the columns of one mma. cuBLAS is as fast from about 16 on."""
+MOST_WORKSPACE_BYTES = 16 << 20
+"""What cuBLASLt is given at most. It takes it where it splits sums over blocks, whose parts are kept in float32. That
+pays where tiles are fewer than multiprocessors: a result of 256 rows and 4,096 columns is 32 tiles, or 4 MiB a part."""
+_WORKSPACE_OF_A_COLUMN = 4096
+"""Bytes for 8 parts of 128 rows."""
 
 _TILE = 16
 """Rows of the weight that are multiplied together."""
@@ -66,6 +74,47 @@ def launches(use: Use) -> tuple[Launch, ...]:
     return (stream(rows, outputs, inputs, use.dtype, bias=use.has("bias"), gate=None if gate is None else str(gate)),)
 
 
+def workspace_bytes(outputs: int) -> int:
+    """What cuBLASLt may take beside a result of so many columns. A step's layers have it one after the other."""
+    return min(MOST_WORKSPACE_BYTES, _WORKSPACE_OF_A_COLUMN * outputs)
+
+
+def workspace(use: Use) -> Expr:
+    """The same for an op with the tensors of a linear layer."""
+    outputs = use.number("weight", 0)
+    assert outputs is not None
+    return workspace_bytes(outputs)
+
+
+def product(use: Use) -> tuple[Launch, ...]:
+    """One call of cuBLASLt, of a linear layer."""
+    return (product_into(use, Pointer("out.0"), Pointer("workspace")),)
+
+
+def product_into(use: Use, out: Pointer, workspace: Pointer) -> Launch:
+    """The product of a linear layer, or of an op with its tensors, with `workspace_bytes` beside it."""
+    outputs, inputs = use.number("weight", 0), use.number("weight", 1)
+    assert outputs is not None
+    assert inputs is not None
+    assert use.dtype is not None
+    has_bias, rows, table = use.has("bias"), mul(*use.shape("input")[:-1]), use.target.table
+    measured = table.algorithms(use.dtype, outputs, inputs, bias=has_bias)
+    return Launch(
+        "precast.kernels.linear.cublaslt:Product",
+        grid=(rows,),
+        args=(
+            out, Pointer("input"), Pointer("weight"), Pointer("bias") if has_bias else None, workspace, rows,
+            Stride("input", -2), Stride("input", -1),
+        ),
+        constants={
+            "dtype": use.dtype, "outputs": outputs, "inputs": inputs, "bias": has_bias,
+            "workspace_bytes": workspace_bytes(outputs),
+            "algorithms": cublaslt.text_of(table.machine.cublaslt, measured),
+        },
+        library=True,
+    )  # fmt: skip
+
+
 def _has_steps(use: Use) -> bool:
     outputs, inputs = use.number("weight", 0), use.number("weight", 1)
     return outputs is not None and inputs is not None and inputs % _STEP == 0
@@ -77,29 +126,55 @@ def _is_static(use: Use) -> bool:
     return all(each.is_contiguous and not each.is_activation for each in given)
 
 
+def _has_numbers(use: Use) -> bool:
+    return use.number("weight", 0) is not None and use.number("weight", 1) is not None
+
+
+def _rows(symbol: str, of: str) -> Condition:
+    def counts(use: Use) -> bool:
+        shape = use.shape("input")
+        return len(shape) > 1 and shape[-2] == symbol and all(size == 1 for size in shape[:-2])
+
+    return Condition(f"rows that are {of}", counts)
+
+
+_STATIC = Condition("weight and bias in row-major order that no op makes", _is_static)
+_16_BITS: dict[str, tuple[Dtype, ...]] = dict.fromkeys(("input", "weight", "bias"), ("bfloat16", "float16"))
+
+
 def streamed(name: str, op: str, symbol: str, of: str) -> Record:
     """The weight stream, of an op with the tensors of a linear layer, for `MAX_ROWS` rows that are counted by `symbol`.
 
     `of` says what they are.
     """
-
-    def counts(use: Use) -> bool:
-        shape = use.shape("input")
-        return len(shape) > 1 and shape[-2] == symbol and all(size == 1 for size in shape[:-2])
-
     return Record(
         name=name, op=op, runs=launches, workspace=nothing, kind="cuda", devices=("cuda",), min_capability=(9, 0),
-        max_capability=(9, 0), allocates=False, sizes={symbol: (1, MAX_ROWS)},
-        dtypes=dict.fromkeys(("input", "weight", "bias"), ("bfloat16", "float16")),
+        max_capability=(9, 0), allocates=False, sizes={symbol: (1, MAX_ROWS)}, dtypes=_16_BITS,
         takes=(
-            Condition(f"rows that are {of}", counts),
+            _rows(symbol, of),
             Condition(f"an input of a multiple of {_STEP} elements, and sizes of the weight known at load", _has_steps),
-            Condition("weight and bias in row-major order that no op makes", _is_static),
+            _STATIC,
         ),
     )  # fmt: skip
 
 
+def library(
+    name: str, op: str, symbol: str, of: str, *, most: int | None = None,
+    runs: Launches = product, held: Callable[[Use], Expr] = workspace,
+) -> Record:  # fmt: skip
+    """cuBLASLt's product, of an op with the tensors of a linear layer, for more rows than `MAX_ROWS`, up to `most`."""
+    return Record(
+        name=name, op=op, runs=runs, workspace=held, kind="library", devices=("cuda",), min_capability=(8, 0),
+        allocates=False, sizes={symbol: (MAX_ROWS + 1, most)}, dtypes=_16_BITS,
+        takes=(_rows(symbol, of), Condition("sizes of the weight known at load", _has_numbers), _STATIC),
+    )  # fmt: skip
+
+
+LIBRARY = ("cublaslt.linear", "cublaslt.linear_of_logits", "cublaslt.gated_linear")
+"""The names of the records whose algorithms are measured."""
 RECORDS = (
     streamed("cuda.linear", "aten.linear.default", "T", "tokens"),
     streamed("cuda.linear_of_logits", "aten.linear.default", "R", "rows of logits"),
+    library(LIBRARY[0], "aten.linear.default", "T", "tokens"),
+    library(LIBRARY[1], "aten.linear.default", "R", "rows of logits"),
 )

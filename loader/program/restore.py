@@ -27,7 +27,7 @@ from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses, spans_of
 from precast.kernels import dtypes
 from precast.kernels.registry import Implementation, implementations, target_of
-from precast.kernels.use import Use, statics_in, types_in, use_of
+from precast.kernels.use import Target, Use, statics_in, types_in, use_of
 from precast.loader.program import instructions
 from precast.loader.program.binding import Binding, Sizes
 from precast.loader.program.instructions import Action, Frame, HostCall, Instructions, Out, Registers
@@ -35,21 +35,26 @@ from precast.loader.program.instructions import Action, Frame, HostCall, Instruc
 Choose = Callable[[Use], Sequence[Implementation]]
 
 
-def restore(graph: ir.Graph, *, device: torch.device, choose: Choose = implementations) -> Program:
+def restore(
+    graph: ir.Graph, *, device: torch.device, choose: Choose = implementations, target: Target | None = None
+) -> Program:
     """The program of a verified graph on `device`; its params, constants and cache tensors are bound afterwards.
 
-    `choose` gives the implementations of each node; another one can watch what it runs.
+    `choose` gives the implementations of each node; another one can watch what it runs. `target` is what the device is;
+    None: with the choices that come with Precast for it.
 
     Raises BundleError (op-unknown) for an op that this release does not have, and (symbol-unbound) for a symbol to
     which no tensor's shape gives a value; TargetError (implementation-missing) for a node that nothing computes there.
     """
-    return Program(graph, device, choose)
+    return Program(graph, device, choose, target)
 
 
 class Program:
     """A graph that runs: bound to tensors once, called with the inputs of each step."""
 
-    def __init__(self, graph: ir.Graph, device: torch.device, choose: Choose = implementations) -> None:
+    def __init__(
+        self, graph: ir.Graph, device: torch.device, choose: Choose = implementations, target: Target | None = None
+    ) -> None:
         # With its index: "cuda" is not equal to the "cuda:0" that tensors say they are on.
         self.device = device = torch.empty(0, device=device).device
         self.inputs: tuple[ir.Value, ...] = graph.inputs
@@ -61,7 +66,7 @@ class Program:
         self.num_binds = 0  # whoever has captured the program asks whether its tensors are still the same
         self._static_sizes: Sizes = {}
         self._inputs = Binding(graph.inputs, graph.symbols, device)
-        self._main = _Main(graph, tuple(self._statics), _Nodes(device, choose))
+        self._main = _Main(graph, tuple(self._statics), _Nodes(device, choose, target or target_of(device)))
         self._check_symbols()
 
     def place(self, addresses: Addresses, memory: torch.Tensor) -> None:
@@ -318,9 +323,9 @@ class _Main:
 class _Nodes:
     """Makes actions of nodes: chooses what computes each, and says where it runs."""
 
-    def __init__(self, device: torch.device, choose: Choose) -> None:
+    def __init__(self, device: torch.device, choose: Choose, target: Target) -> None:
         self._device = device
-        self._target = target_of(device)
+        self._target = target
         self._choose = choose
 
     def actions(

@@ -14,9 +14,10 @@ from precast.ir.graph.schema import Arg, Const, Dtype, Expr, Node, Ref, TensorTy
 from precast.ir.graph.symbols import add, evaluate
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
-from precast.kernels.choices import Case, Measured, all_records, cases, records_of, resolve, workspace
+from precast.kernels.choices import Case, all_records, cases, records_of, resolve, workspace
 from precast.kernels.delta_rule import launches
 from precast.kernels.latent_attention.launches import FEW_TOKENS, SMALL_STEP
+from precast.kernels.measured import Machine, Measured, Table
 from precast.kernels.records import Condition, Record, nothing
 from precast.kernels.sources import digest, sources
 from precast.kernels.stateful.limits import MAX_WALKED
@@ -206,8 +207,8 @@ def test_rows_choose() -> None:
     use = in_8_bits(GPU)
     few, many = (resolve(use, {"T": rows}, records=with_those(use)) for rows in (1, 64))
 
-    assert few == (FEW, "the fastest of 5")
-    assert many == (MANY, "the fastest of 5; not cuda.few_rows: T is 64, it takes 1 to 8")
+    assert few == (FEW, "the fastest of 7")
+    assert many == (MANY, "the fastest of 7; not cuda.few_rows: T is 64, it takes 1 to 8")
 
 
 def test_the_world_s_size_chooses() -> None:
@@ -271,8 +272,28 @@ def test_weights_pass_for_up_to_8_rows(rows: str, dtype: Dtype) -> None:
 
     assert [case.sizes for case in (none, few, many)] == [{rows: (0, 0)}, {rows: (1, 8)}, {rows: (9, None)}]
     assert few.choice.record.name == {"T": "cuda.linear", "R": "cuda.linear_of_logits"}[rows]
-    assert (few.choice.record.control, few.choice.record.allocates) == ("static", False)
-    assert none.choice.record.name == many.choice.record.name == "torch.linear.default"
+    assert many.choice.record.name == {"T": "cublaslt.linear", "R": "cublaslt.linear_of_logits"}[rows]
+    assert {(each.choice.record.control, each.choice.record.allocates) for each in (few, many)} == {("static", False)}
+    assert none.choice.record.name == "torch.linear.default"
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        (product(width=264), "it wants an input of a multiple of 32 elements, and sizes of the weight known at load"),
+        (product(target=OLD), "it wants compute capability 9.0 or higher"),
+        (product(target=Target("cuda", (10, 0))), "it wants compute capability 9.0 or lower"),
+        (product(target=GPU._replace(kinds=GPU.kinds - {"cuda"})), "cuda is not installed"),
+    ],
+    ids=["width", "old", "new", "not installed"],
+)
+def test_what_the_weight_stream_does_not_take(use: Use, why: str) -> None:
+    few, many = cases(use)
+
+    assert (few.sizes, many.sizes) == ({"T": (0, 8)}, {"T": (9, None)})
+    assert (few.choice.record.name, many.choice.record.name) == ("torch.linear.default", "cublaslt.linear")
+    assert f"not cuda.linear: {why}" in few.choice.reason
+    assert f"not cuda.linear: {why}" in many.choice.reason
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -317,20 +338,18 @@ def test_a_gated_layer_holds_the_products_of_so_many_rows() -> None:
     ("use", "why"),
     [
         (product(static=False), "it wants weight and bias in row-major order that no op makes"),
-        (product(width=264), "it wants an input of a multiple of 32 elements, and sizes of the weight known at load"),
         (product(rows="B"), "it wants rows that are tokens"),
         (product(dtype="float32"), "input is float32, it takes bfloat16, float16"),
-        (product(target=OLD), "it wants compute capability 9.0 or higher"),
-        (product(target=Target("cuda", (10, 0))), "it wants compute capability 9.0 or lower"),
-        (product(target=GPU._replace(kinds=frozenset(("torch", "triton")))), "cuda is not installed"),
+        (product(target=Target("cuda", (7, 5))), "it wants compute capability 8.0 or higher"),
+        (product(target=GPU._replace(kinds=frozenset(("torch", "triton")))), "library is not installed"),
     ],
-    ids=["made", "width", "rows", "dtype", "old", "new", "not installed"],
+    ids=["made", "rows", "dtype", "old", "not installed"],
 )
-def test_what_the_weight_stream_does_not_take(use: Use, why: str) -> None:
+def test_what_stays_with_torch(use: Use, why: str) -> None:
     (case,) = cases(use)
 
     assert case.choice.record.name == "torch.linear.default"
-    assert f"not cuda.linear: {why}" in case.choice.reason
+    assert f"not cublaslt.linear: {why}" in case.choice.reason
 
 
 def test_params_of_blocks_and_of_main_are_no_ops_results() -> None:
@@ -376,18 +395,53 @@ def test_sizes_of_records_that_take_no_size_make_no_classes() -> None:
     assert [case.sizes for case in found] == [{}]
 
 
+H200 = Machine("NVIDIA H200", (9, 0), "580.95", "2.11.0", "3.6.0", 130100)
+
+
+def measured_on(use: Use, *rows: Measured) -> Use:
+    """The use on its target with a table of these rows."""
+    return use._replace(target=use.target._replace(table=Table(H200, rows)))
+
+
 def test_what_was_measured_comes_first() -> None:
-    use = uses(GPU)["y"]
-    measured = (
+    use = measured_on(
+        uses(GPU)["y"],
         Measured("precast.paged_attention", "float16", {}, ("reference.paged_attention",)),
         Measured("precast.paged_attention", "bfloat16", {"T": (0, 64)}, ("torch.paged_attention",)),
     )
 
-    assert resolve(use, {"T": 64}, measured=measured) == (resolve(uses(CPU)["y"]).record, "measured")
-    assert resolve(use, {"T": 65}, measured=measured).record.name == "triton.paged_attention.hopper"
-    found = [(case.sizes["T"], case.choice.reason) for case in cases(use, measured=measured)]
+    assert resolve(use, {"T": 64}) == (resolve(uses(CPU)["y"]).record, "measured")
+    assert resolve(use, {"T": 65}).record.name == "triton.paged_attention.hopper"
+    found = [(case.sizes["T"], case.choice.reason) for case in cases(use)]
     assert {tokens for tokens, reason in found if reason == "measured"} == {(0, 64)}
     assert {tokens for tokens, reason in found if reason != "measured"} == {(65, None)}
+
+
+def test_what_was_measured_is_told() -> None:
+    order, times = ("torch.linear.default", "cublaslt.linear"), (17.25, 18.0)
+    use = measured_on(product(), Measured("aten.linear.default", "bfloat16", {"T": (33, 64)}, order, times))
+
+    assert resolve(use, {"T": 33}).record.name == "torch.linear.default"
+    assert resolve(use, {"T": 33}).reason == "measured: 17.2 us"
+    assert resolve(use, {"T": 65}).record.name == "cublaslt.linear"
+
+
+def test_a_measurement_is_of_a_node_s_arguments() -> None:
+    one, other = product(), product(width=264)
+    row = Measured("aten.linear.default", "bfloat16", {}, ("torch.linear.default",), (), one.text)
+
+    assert one.text == "input=bfloat16[1, T, 256], weight=bfloat16[384, 256] -> bfloat16[1, T, 384]"
+    assert [case.choice.record.name for case in cases(measured_on(one, row))] == ["torch.linear.default"]
+    assert cases(measured_on(other, row)) == cases(other)
+
+
+def test_arguments_are_those_of_one_rank_without_names() -> None:
+    found, shared = uses(GPU), uses(PAIR)
+
+    assert "weight=bfloat16[512, 256]" in found["fused"].text
+    assert "weight=bfloat16[256, 256]" in shared["fused"].text
+    assert found["y"].text.endswith("sinks=none, v_cache=bfloat16[P, 16, 2, 64] -> bfloat16[1, T, 4, 64]")
+    assert found["heads"].text == "self=bfloat16[1, T, 512], shape=[1, T, 8, 64] -> bfloat16[1, T, 8, 64]"
 
 
 def recurrence(dtype: Dtype) -> Use:

@@ -1,0 +1,57 @@
+"""`precast bench kernels`: the table of what was measured, as text, fields and a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from precast.cli.progress import counted
+from precast.cli.show import Report, table
+from precast.ir.artifact import Bundle
+from precast.ir.errors import PrecastError
+from precast.kernels.measured import Table, write_table
+
+
+def bench(bundle: Path, out: Path | None) -> Report:
+    """Measure a bundle's nodes on this machine's GPU, and write the table.
+
+    Raises TargetError `device-missing` without a GPU, BundleError for a bundle that is refused, PrecastError
+    `write-failed` where the file can't be written.
+    """
+    opened = Bundle.open(bundle)
+    from precast.bench.kernels import measure
+    from precast.bench.steps import steps_of
+    from precast.kernels.machine import this_machine
+    from precast.kernels.timing import replayed
+    from precast.loader.placement import place
+
+    placement = place("cuda")
+    with placement.device.use(), counted(len(steps_of(opened.manifest.model.max_seq_len)), "steps") as say:
+        found = measure(opened, placement, this_machine(), replayed, say=say)
+    if out is not None:
+        try:
+            write_table(found, out)
+        except OSError as error:
+            message = f"the table can't be written: {error.strerror}"
+            raise PrecastError("write-failed", message, where=str(out)) from error
+    return Report(msgspec.to_builtins(found), text(found))
+
+
+def text(found: Table) -> str:
+    """The machine, a row for each node and class of sizes, and one for each product of cuBLASLt's."""
+    machine = found.machine
+    rows = [("op", "sizes", "fastest", "us", "others")]
+    for row in found.choices:
+        sizes = ", ".join(f"{symbol} {low} to {high}" for symbol, (low, high) in row.sizes.items())
+        first, *others = (f"{name} {time:.1f}" for name, time in zip(row.order, row.microseconds, strict=True))
+        name, _, time = first.rpartition(" ")
+        rows.append((row.op, sizes or "all", name, time, ", ".join(others)))
+    products = [("linear", "dtype", "rows", "us", "first choice")]
+    for each in found.products:
+        shape = f"{each.outputs} x {each.inputs}{' + bias' if each.bias else ''}"
+        products.append(
+            (shape, each.dtype, f"{each.rows}", f"{each.microseconds:.1f}", f"{each.first_microseconds:.1f}")
+        )
+    versions = f"torch {machine.torch}, Triton {machine.triton}, cuBLASLt {machine.cublaslt}"
+    return f"{machine.gpu}, driver {machine.driver}, {versions}\n\n{table(rows)}\n\n{table(products)}"

@@ -1,0 +1,311 @@
+"""Products by cuBLASLt, called through ctypes: addresses and a stream in, no torch.
+
+Attributes and enumerations are those of NVIDIA's `cublasLt.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from glob import glob
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VERSIONS = (13, 12)
+"""Major versions of the library whose structures and attributes these are."""
+ALIGNED = 16
+"""Bytes to which all addresses are multiples in most products; others take what asks for an element's."""
+CANDIDATES = 32
+"""How many algorithms the heuristic is asked for where they are to be measured."""
+KEPT_SIZES = 64
+"""For so many numbers of rows a product keeps what it made."""
+
+_FLOAT32, _COMPUTE_FLOAT32 = 0, 68
+_TYPES = {"float16": 2, "bfloat16": 14}
+_ELEMENT_BYTES = 2
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_ADDRESS = 3, 4, 7, 8
+_TRANSPOSED, _PLUS_BIAS = 1, 4
+_WORKSPACE_BYTES, _REDUCTIONS, _FIRST_ALIGNMENT = 1, 3, 5
+_IN_FLOAT32 = 2
+"""Sums of split products are kept in float32 and added in one order, not in the result's type or in place."""
+_ONE, _ZERO = c_float(1), c_float(0)
+
+
+class _Algorithm(ctypes.Structure):
+    """`cublasLtMatmulAlgo_t`, which may be stored and used again with the same version of the library."""
+
+    _fields_ = [("data", c_uint64 * 8)]
+
+
+class _Found(ctypes.Structure):
+    """`cublasLtMatmulHeuristicResult_t`."""
+
+    _fields_ = [
+        ("algorithm", _Algorithm), ("workspace_bytes", c_size_t), ("state", c_int), ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]  # fmt: skip
+
+
+class _Size(NamedTuple):
+    """What a product is called with that decides how it runs: rows of the input, elements from one to the next, or
+    `by_columns` from one element of a row to the next, and what divides all addresses."""
+
+    rows: int
+    stride: int
+    by_columns: bool = False
+    alignment: int = ALIGNED
+
+
+class _Plan(NamedTuple):
+    """What is kept for a size: the product's description, the matrices of input and result, and the algorithm."""
+
+    product: c_void_p
+    input: c_void_p
+    out: c_void_p
+    algorithm: _Algorithm
+
+
+class Product:
+    """`input` [rows, inputs] times `weight` [outputs, inputs] transposed, plus `bias` [outputs], into [rows, outputs].
+
+    Sums are in float32, and rounded once to `dtype`. Weight, bias and result lie in row-major order; of the input
+    either the elements of a row lie side by side, or the rows do. Rows in steps of one class (`class_of`) are computed
+    by one algorithm, where it takes their number: the measured one, or else the library's first choice for the class.
+    `algorithms` are those that were measured, as text (`text_of`). It belongs to the device that is current when it is
+    made.
+    """
+
+    def __init__(
+        self, *, dtype: str, outputs: int, inputs: int, bias: bool, workspace_bytes: int, algorithms: str = "0"
+    ) -> None:
+        self._library, self._handle = _library(), _handle_here()
+        self._type, self._outputs, self._inputs, self._has_bias = _TYPES[dtype], outputs, inputs, bias
+        self._workspace_bytes = workspace_bytes
+        measured_with, *pairs = algorithms.split()
+        of_classes = {int(rows): data for rows, _, data in (pair.partition(":") for pair in pairs)}
+        self._measured = of_classes if int(measured_with) == version() else {}
+        self._products = [self._described(by_columns) for by_columns in (False, True)]
+        self._weight = self._matrix(inputs, outputs, inputs)
+        self._plans: dict[_Size, _Plan] = {}
+        self._first: dict[_Size, _Algorithm] = {}
+
+    def __call__(
+        self, out: int, input: int, weight: int, bias: int | None, workspace: int, rows: int, row_stride: int,
+        element_stride: int, *, stream: int,
+    ) -> None:  # fmt: skip
+        """Multiply on a stream, captured or not: addresses, how many rows, and elements from one to the next.
+
+        Raises RuntimeError with the library's status if it refuses, as an input whose rows overlap.
+        """
+        by_columns = element_stride != 1
+        if by_columns and row_stride != 1:
+            raise RuntimeError(f"cuBLASLt takes no input whose strides are {row_stride} and {element_stride}: one is 1")
+        alignment = _ELEMENT_BYTES if (out | input | weight | (bias or 0)) % ALIGNED else ALIGNED
+        plan = self.plan(_Size(rows, element_stride if by_columns else row_stride, by_columns, alignment))
+        if bias is not None:
+            _set("MatmulDesc", plan.product, _BIAS_ADDRESS, c_uint64(bias))
+        self.run(plan, out, input, weight, workspace, stream)
+
+    def plan(self, size: _Size) -> _Plan:
+        """What such a size runs with, made when it is first asked for."""
+        if size not in self._plans:
+            if len(self._plans) == KEPT_SIZES:
+                self._forget()
+            self._plans[size] = self._planned(size)
+        return self._plans[size]
+
+    def run(self, plan: _Plan, out: int, input: int, weight: int, workspace: int, stream: int) -> None:
+        """Multiply by a plan, whose bias is the last that was given."""
+        status = self._library.cublasLtMatmul(
+            self._handle, plan.product, byref(_ONE), weight, self._weight, input, plan.input, byref(_ZERO), out,
+            plan.out, out, plan.out, byref(plan.algorithm), workspace, self._workspace_bytes, stream,
+        )  # fmt: skip
+        _check(status, "cublasLtMatmul")
+
+    def candidates(self, rows: int) -> list[str]:
+        """Algorithms that may compute so many rows, in hexadecimal, the library's first choice first."""
+        plan = self._unplanned(_Size(rows, self._inputs))
+        found = [bytes(each.algorithm).hex() for each in self._heuristic(plan, ALIGNED, CANDIDATES)]
+        _destroy("MatrixLayout", plan.input, plan.out)
+        return found
+
+    def planned_by(self, rows: int, algorithm: str, bias: int | None = None) -> _Plan:
+        """A plan with a given algorithm, for rows without gaps. Raises RuntimeError where it doesn't fit."""
+        plan = self._unplanned(_Size(rows, self._inputs))
+        if bias is not None:
+            _set("MatmulDesc", plan.product, _BIAS_ADDRESS, c_uint64(bias))
+        plan = plan._replace(algorithm=_algorithm(algorithm))
+        if not self._fits(plan):
+            raise RuntimeError(f"cuBLASLt {version()} doesn't take this algorithm for {rows} rows")
+        return plan
+
+    def _planned(self, size: _Size) -> _Plan:
+        plan = self._unplanned(size)
+        for algorithm in self._wanted(size):
+            chosen = plan._replace(algorithm=algorithm)
+            if self._fits(chosen):
+                return chosen
+        return plan._replace(algorithm=self._first_choice(plan, size.alignment))
+
+    def _wanted(self, size: _Size) -> Iterator[_Algorithm]:
+        """The class's algorithm: what was measured, and the first choice for the most rows of the class."""
+        most = class_of(size.rows)[1]
+        if size.alignment == ALIGNED and not size.by_columns and most in self._measured:
+            yield _algorithm(self._measured[most])
+        of_class = size._replace(rows=most, stride=max(size.stride, most) if size.by_columns else size.stride)
+        if of_class not in self._first:
+            plan = self._unplanned(of_class)
+            self._first[of_class] = self._first_choice(plan, size.alignment)
+            _destroy("MatrixLayout", plan.input, plan.out)
+        yield self._first[of_class]
+
+    def _first_choice(self, plan: _Plan, alignment: int) -> _Algorithm:
+        found = self._heuristic(plan, alignment, 1)
+        if not found:
+            raise RuntimeError("cuBLASLt has no algorithm for this product")
+        return _Algorithm.from_buffer_copy(bytes(found[0].algorithm))
+
+    def _heuristic(self, plan: _Plan, alignment: int, count: int) -> list[_Found]:
+        """Up to so many algorithms that fit the workspace and addresses, in the library's order."""
+        found, num_found, preference = (_Found * count)(), c_int(), _made("MatmulPreference")
+        _set("MatmulPreference", preference, _WORKSPACE_BYTES, c_uint64(self._workspace_bytes))
+        _set("MatmulPreference", preference, _REDUCTIONS, c_uint32(_IN_FLOAT32))
+        for matrix in range(4):
+            _set("MatmulPreference", preference, _FIRST_ALIGNMENT + matrix, c_uint32(alignment))
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, plan.product, self._weight, plan.input, plan.out, plan.out, preference, c_int(count), found,
+            byref(num_found),
+        )  # fmt: skip
+        _destroy("MatmulPreference", preference)
+        return [each for each in found[: num_found.value] if each.state == 0] if status == 0 else []
+
+    def _fits(self, plan: _Plan) -> bool:
+        """Whether its algorithm computes its matrices in the workspace that there is."""
+        found = _Found()
+        status = self._library.cublasLtMatmulAlgoCheck(
+            self._handle, plan.product, self._weight, plan.input, plan.out, plan.out, byref(plan.algorithm),
+            byref(found),
+        )  # fmt: skip
+        return status == 0 and found.workspace_bytes <= self._workspace_bytes
+
+    def _unplanned(self, size: _Size) -> _Plan:
+        """The plan of a size without an algorithm. The library has columns where input and result have rows."""
+        shape = (size.rows, self._inputs) if size.by_columns else (self._inputs, size.rows)
+        input = self._matrix(*shape, max(size.stride, shape[0]) if size.rows == 1 else size.stride)
+        out = self._matrix(self._outputs, size.rows, self._outputs)
+        return _Plan(self._products[size.by_columns], input, out, _Algorithm())
+
+    def _matrix(self, rows: int, columns: int, stride: int) -> c_void_p:
+        return _made("MatrixLayout", c_int(self._type), c_uint64(rows), c_uint64(columns), c_int64(stride))
+
+    def _described(self, by_columns: bool) -> c_void_p:
+        made = _made("MatmulDesc", c_int(_COMPUTE_FLOAT32), c_int(_FLOAT32))
+        _set("MatmulDesc", made, _TRANSA, c_int32(_TRANSPOSED))
+        if by_columns:
+            _set("MatmulDesc", made, _TRANSB, c_int32(_TRANSPOSED))
+        if self._has_bias:
+            _set("MatmulDesc", made, _EPILOGUE, c_uint32(_PLUS_BIAS))
+        return made
+
+    def _forget(self) -> None:
+        for plan in self._plans.values():
+            _destroy("MatrixLayout", plan.input, plan.out)
+        self._plans.clear()
+
+
+def text_of(version: int, by_rows: Mapping[int, str]) -> str:
+    """Algorithms as a constant of a launch: the library's version that has them, and by the most rows of a class
+    (`class_of`) an algorithm's 64 bytes in hexadecimal."""
+    return " ".join([str(version), *(f"{rows}:{data}" for rows, data in sorted(by_rows.items()))])
+
+
+def class_of(rows: int) -> tuple[int, int]:
+    """The numbers of rows that are computed alike: up to 16, to 32, to 64, to 128, to 256, and then of 256 each."""
+    most = max(16, 1 << (rows - 1).bit_length()) if rows <= 256 else -(-rows // 256) * 256
+    return (1 if most == 16 else most // 2 + 1 if most <= 256 else most - 255), most
+
+
+def version() -> int:
+    """The library's version, such as 130100 for 13.1.0."""
+    return int(_library().cublasLtGetVersion())
+
+
+@cache
+def is_installed() -> bool:
+    """Whether the library is there."""
+    try:
+        _library()
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def _library() -> Any:
+    """The library that the process has loaded, as torch does, or one that is installed. Raises OSError for none."""
+    names = [f"libcublasLt.so.{major}" for major in VERSIONS]
+    loaded = getattr(os, "RTLD_NOLOAD", 0) | getattr(os, "RTLD_NOW", 0)
+    tries = [
+        *((name, loaded) for name in names if loaded),
+        *((path, ctypes.DEFAULT_MODE) for path in _installed(names)),
+    ]
+    for name, mode in tries:
+        with suppress(OSError):
+            found = ctypes.CDLL(name, mode)
+            found.cublasLtGetVersion.restype = c_size_t
+            # Addresses are passed as integers, of which C would get 32 bits.
+            found.cublasLtMatmul.argtypes = [*[c_void_p] * 14, c_size_t, c_void_p]
+            return found
+    raise OSError(f"none of {', '.join(names)} is installed; pip install nvidia-cublas brings it")
+
+
+def _installed(names: list[str]) -> Iterator[str]:
+    """Where it may be: in NVIDIA's packages, or anywhere that the system's loader looks."""
+    package = find_spec("nvidia")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        for name in names:
+            yield from sorted(glob(str(Path(folder) / "*" / "lib" / name)))
+    yield from names
+
+
+def _algorithm(text: str) -> _Algorithm:
+    return _Algorithm.from_buffer_copy(bytes.fromhex(text))
+
+
+@cache
+def _handle_of(device: int) -> c_void_p:
+    """One for the device, which is current, as long as the process lives."""
+    return _made("")
+
+
+def _handle_here() -> c_void_p:
+    driver, device = ctypes.CDLL("libcuda.so.1"), c_int()
+    _check(driver.cuCtxGetDevice(byref(device)), "cuCtxGetDevice")
+    return _handle_of(device.value)
+
+
+def _made(kind: str, *args: Any) -> c_void_p:
+    """A new object of the library's."""
+    made = c_void_p()
+    _check(getattr(_library(), f"cublasLt{kind}Create")(byref(made), *args), f"cublasLt{kind}Create")
+    return made
+
+
+def _set(kind: str, of: c_void_p, attribute: int, value: Any) -> None:
+    name = f"cublasLt{kind}SetAttribute"
+    _check(getattr(_library(), name)(of, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value))), name)
+
+
+def _destroy(kind: str, *objects: c_void_p) -> None:
+    for each in objects:
+        getattr(_library(), f"cublasLt{kind}Destroy")(each)
+
+
+def _check(status: int, name: str) -> None:
+    if status:
+        raise RuntimeError(f"{name} fails with status {status}")

@@ -1,0 +1,324 @@
+"""cuBLASLt's products: how it is called, against the library by hand; on a GPU against float32, and in CUDA graphs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from cublaslt_by_hand import CublasLt
+from torch.nn import functional
+
+from precast.ir.graph.schema import Node, Ref, TensorType, Value
+from precast.kernels.launch import Launched, as_function
+from precast.kernels.linear import cublaslt
+from precast.kernels.linear.cublaslt import Product, class_of, text_of
+from precast.kernels.linear.records import RECORDS, product, workspace_bytes
+from precast.kernels.measured import Machine, MeasuredProduct, Table
+from precast.kernels.use import GPU, Use, use_of
+
+RECORD = next(record for record in RECORDS if record.name == "cublaslt.linear")
+
+
+# --- classes of rows, launches -----------------------------------------------------------------------------------
+
+
+def test_classes_cover_all_rows() -> None:
+    classes = list(dict.fromkeys(class_of(rows) for rows in range(1, 2000)))
+
+    assert classes[:6] == [(1, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512)]
+    assert all(low <= rows <= most for rows in range(1, 2000) for low, most in (class_of(rows),))
+    assert all(low == most + 1 for (_, most), (low, _) in pairwise(classes))
+
+
+def layer(*, bias: bool = False, table: Table | None = None) -> Use:
+    """A linear layer of a param [384, 256] in a step of T tokens."""
+    types = {"input": TensorType("float16", (1, "T", 256)), "weight": TensorType("float16", (384, 256))}
+    types |= {"bias": TensorType("float16", (384,))} if bias else {}
+    result = Value("y", TensorType("float16", (1, "T", 384)))
+    node = Node("aten.linear.default", {name: Ref(name) for name in types}, (result,))
+    target = GPU if table is None else GPU._replace(table=table)
+    return use_of(node, types, target, {"weight", "bias"})
+
+
+def test_a_launch_has_what_was_measured_of_its_layer() -> None:
+    def measured(rows: int, digit: str, **others: Any) -> MeasuredProduct:
+        sizes = {"dtype": "float16", "outputs": 384, "inputs": 256, "bias": False} | others
+        return MeasuredProduct(rows=rows, algorithm=digit * 128, microseconds=1.0, first_microseconds=2.0, **sizes)
+
+    rows = (
+        measured(64, "b"), measured(32, "a"), measured(16, "c", dtype="bfloat16"), measured(16, "d", bias=True),
+        measured(16, "e", outputs=385), measured(16, "f", inputs=255),
+    )  # fmt: skip
+    table = Table(Machine("NVIDIA H200", (9, 0), "", "", "", 130100), products=rows)
+
+    (launch,) = product(layer(table=table))
+    (with_bias,) = product(layer(bias=True, table=table))
+
+    assert launch.constants["algorithms"] == f"130100 32:{'a' * 128} 64:{'b' * 128}"
+    assert with_bias.constants["algorithms"] == f"130100 16:{'d' * 128}"
+    assert (launch.library, launch.grid, launch.constants["workspace_bytes"]) == (True, ("T",), 384 * 4096)
+
+
+def test_workspaces_have_a_bound() -> None:
+    assert RECORD.workspace(layer()) == workspace_bytes(384) == 384 * 4096
+    assert workspace_bytes(128256) == 16 << 20
+
+
+# --- against the library by hand ---------------------------------------------------------------------------------
+
+PROPOSED, OTHER, MEASURED = 7, 8, 9
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Puts a library by hand in the place of NVIDIA's."""
+
+    def put(*algorithms: int, **more: Any) -> Any:
+        found = CublasLt(*(algorithms or (PROPOSED, OTHER)), **more)
+        monkeypatch.setattr(cublaslt, "_library", lambda: found)
+        monkeypatch.setattr(cublaslt, "_handle_here", ctypes.c_void_p)
+        return found
+
+    return put
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).half()
+
+
+def multiplied(made: Product, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The product on this CPU, in memory full of NaN."""
+    y = torch.full((len(x), len(weight)), torch.nan, dtype=torch.float16)
+    addresses = (y.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), 0)
+    made(*addresses, len(x), x.stride(0), x.stride(1), stream=0)
+    return y
+
+
+def small(*, bias: bool = False, algorithms: str = "0") -> Product:
+    return Product(dtype="float16", outputs=6, inputs=5, bias=bias, workspace_bytes=4096, algorithms=algorithms)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda x: x[:, :5].contiguous(),
+    "cut from wide rows": lambda x: x[:, 2:7],
+    "columns": lambda x: x[:, :5].t().contiguous().t(),
+    "cut from wide columns": lambda x: x.t().contiguous().t()[:, 1:6],
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("lies", LAYOUTS)
+def test_products_by_hand(library: Callable[..., Any], lies: str, bias: bool) -> None:
+    library()
+    made, weight, added = small(bias=bias), drawn(6, 5), drawn(6) if bias else None
+    for rows in (9, 17, 9):
+        x = LAYOUTS[lies](drawn(rows, 9))
+        expected = functional.linear(x.float(), weight.float(), None if added is None else added.float())
+
+        torch.testing.assert_close(multiplied(made, x, weight, added), expected.half())
+
+
+def test_a_bias_is_the_one_that_is_given(library: Callable[..., Any]) -> None:
+    library()
+    made, x, weight = small(bias=True), torch.zeros(9, 5).half(), drawn(6, 5)
+    for bias in (drawn(6), drawn(6)):
+        assert torch.equal(multiplied(made, x, weight, bias), bias.expand(9, 6))
+
+
+def test_inputs_that_lie_otherwise_are_refused(library: Callable[..., Any]) -> None:
+    library()
+
+    with pytest.raises(RuntimeError, match="strides are 20 and 2"):
+        multiplied(small(), drawn(9, 20)[:, :10:2], drawn(6, 5))
+
+
+def test_the_measured_algorithm_runs_in_its_class(library: Callable[..., Any]) -> None:
+    found = library()
+    made = small(algorithms=text_of(130100, {32: bytes([MEASURED]).ljust(64, b"\0").hex()}))
+    for rows in (16, 17, 32, 33):
+        multiplied(made, drawn(rows, 5), drawn(6, 5))
+
+    assert found.ran == [PROPOSED, MEASURED, MEASURED, PROPOSED]
+
+
+def test_algorithms_of_another_version_are_left(library: Callable[..., Any]) -> None:
+    found = library()
+    multiplied(small(algorithms=text_of(130200, {16: "09" + "0" * 126})), drawn(9, 5), drawn(6, 5))
+
+    assert found.ran == [PROPOSED]
+
+
+def test_what_does_not_take_the_rows_is_left(library: Callable[..., Any]) -> None:
+    """The measured one takes no rows at all, the class's first choice none below 13."""
+    found = library(takes=lambda algorithm, rows: algorithm == OTHER or (algorithm == PROPOSED and rows > 12))
+    made = small(algorithms=text_of(130100, {16: "09" + "0" * 126}))
+    for rows in (13, 12):
+        multiplied(made, drawn(rows, 5), drawn(6, 5))
+
+    assert found.ran == [PROPOSED, OTHER]
+
+
+def test_where_nothing_fits_the_error_says_so(library: Callable[..., Any]) -> None:
+    library(takes=lambda algorithm, rows: False)
+
+    with pytest.raises(RuntimeError, match="has no algorithm for this product"):
+        multiplied(small(), drawn(9, 5), drawn(6, 5))
+
+
+def test_what_is_asked_of_the_heuristic(library: Callable[..., Any]) -> None:
+    """The workspace, sums in float32, and what divides the addresses."""
+    found = library()
+    memory, weight = torch.zeros(9 * 8 + 8).half(), drawn(6, 8)
+    made = Product(dtype="float16", outputs=6, inputs=8, bias=False, workspace_bytes=4096)
+    for first in (0, 1):
+        multiplied(made, memory[first : first + 72].view(9, 8), weight)
+
+    aligned, odd = found.asked
+    assert aligned == {1: 4096, 3: 2, **dict.fromkeys((5, 6, 7, 8), 16)}
+    assert odd == {1: 4096, 3: 2, **dict.fromkeys((5, 6, 7, 8), 2)}
+
+
+def test_few_sizes_are_kept(library: Callable[..., Any]) -> None:
+    found = library()
+    made, weight = small(), drawn(6, 5)
+    for rows in range(9, 309):
+        multiplied(made, drawn(rows, 5), weight)
+
+    assert found.num_matrices <= 1 + 2 * cublaslt.KEPT_SIZES
+    assert len(found.ran) == 300
+
+
+# --- against NVIDIA's, without a GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not cublaslt.is_installed(), reason="cuBLASLt is not installed")
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_the_library_takes_all_attributes(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    """It needs a GPU to propose anything."""
+    monkeypatch.setattr(cublaslt, "_handle_here", ctypes.c_void_p)
+    made = Product(dtype="bfloat16", outputs=64, inputs=32, bias=bias, workspace_bytes=4096)
+
+    assert made.candidates(9) == []
+    assert cublaslt.version() >= 120000
+    assert (ctypes.sizeof(cublaslt._Algorithm), ctypes.sizeof(cublaslt._Found)) == (64, 96)
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not cublaslt.is_installed():
+        pytest.skip("cuBLASLt is not installed")
+    return torch.device("cuda")
+
+
+def on_gpu(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """By the record, in memory full of NaN."""
+    out = torch.full((1, x.shape[-2], len(weight)), torch.nan, dtype=x.dtype, device=x.device)
+    as_function(RECORD)(input=x[None], weight=weight, bias=bias, out=out)
+    return out[0]
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+ROWS = (9, 16, 17, 33, 64, 100, 129, 300, 1025)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1, 32), (17, 64), (384, 2880), (1000, 4096), (6144, 4096), (250, 543)]
+)
+def test_products(gpu: torch.device, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool) -> None:
+    weight = on_gpu(outputs, inputs, scale=inputs**-0.5, dtype=dtype)
+    bias = on_gpu(outputs, dtype=dtype) if has_bias else None
+    for rows in ROWS:
+        x = on_gpu(rows, inputs, dtype=dtype)
+
+        torch.testing.assert_close(linear(x, weight, bias), exact(x, weight, bias), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x[:, 16 : 16 + 1056],
+        lambda x: x[:, 3 : 3 + 1056],
+        lambda x: x[:, :1056].t().contiguous().t(),
+        lambda x: x.reshape(-1)[1:].as_strided((x.shape[0], 1056), (1057, 1)),
+    ],
+    ids=["aligned", "odd", "columns", "odd rows"],
+)
+def test_rows_that_lie_anyhow(gpu: torch.device, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight = on_gpu(500, 1056, scale=1056**-0.5)
+    for rows in ROWS:
+        x = cut(on_gpu(rows, 2200))
+
+        torch.testing.assert_close(linear(x, weight), exact(x, weight), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_captured_products_follow_their_inputs(gpu: torch.device) -> None:
+    """Also those that are made, and whose kernels are loaded, while a stream is captured."""
+    weight, x = on_gpu(1536, 1024, scale=1 / 32), on_gpu(48, 1024)
+    (launch,) = product(_bfloat16_layer(1536, 1024))
+    launched = Launched((launch,), workspace_bytes(1536))
+    sizes = {"T": 48}
+    given = [sizes[expr] for expr in launched.expressions]  # type: ignore[index]
+    out = torch.zeros(1, 48, 1536, dtype=torch.bfloat16, device=gpu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launched(sizes=given, out=out, input=x[None], weight=weight)
+    first = []
+    for _ in range(3):
+        x.copy_(on_gpu(48, 1024))
+        out.fill_(torch.nan)
+        graph.replay()
+        first.append(out.clone())
+
+        torch.testing.assert_close(out[0], exact(x, weight), rtol=1e-2, atol=1e-2)
+    graph.replay()
+    assert torch.equal(out, first[-1])
+
+
+def _bfloat16_layer(outputs: int, inputs: int) -> Use:
+    types = {"input": TensorType("bfloat16", (1, "T", inputs)), "weight": TensorType("bfloat16", (outputs, inputs))}
+    result = Value("y", TensorType("bfloat16", (1, "T", outputs)))
+    node = Node("aten.linear.default", {name: Ref(name) for name in types}, (result,))
+    return use_of(node, types, GPU, {"weight"})
+
+
+@pytest.mark.gpu
+def test_what_is_tuned_is_what_runs(gpu: torch.device) -> None:
+    from precast.kernels.linear.tuning import tune
+
+    found = tune("bfloat16", 1536, 1024, rows=64, bias=True)
+    algorithms = text_of(cublaslt.version(), {64: found.product.algorithm})
+    made = Product(
+        dtype="bfloat16", outputs=1536, inputs=1024, bias=True, workspace_bytes=workspace_bytes(1536),
+        algorithms=algorithms,
+    )  # fmt: skip
+
+    assert found.faults == ()
+    assert found.product.microseconds <= found.product.first_microseconds
+    assert found.num_candidates > 1
+    for rows in (33, 64):
+        x, weight, bias = on_gpu(rows, 1024), on_gpu(1536, 1024, scale=1 / 32), on_gpu(1536)
+        y, workspace = torch.empty(rows, 1536, dtype=x.dtype, device=gpu), torch.empty(8 << 20, device=gpu)
+        addresses = [each.data_ptr() for each in (y, x, weight, bias, workspace)]
+        made(*addresses, rows, 1024, 1, stream=torch.cuda.current_stream().cuda_stream)
+
+        assert bytes(made.plan(cublaslt._Size(rows, 1024)).algorithm).hex() == found.product.algorithm
+        torch.testing.assert_close(y, exact(x, weight, bias), rtol=1e-2, atol=1e-2)
