@@ -83,9 +83,10 @@ def drawing(logits: TensorType, target: Target, *, captured: bool) -> Expr:
     use = Use(node, {"logits": Operand(logits, True)}, target)
     if target.device == "cpu":
         return workspace(use)
-    if captured:
-        return fastest(node.op, node.version, target, control="static").workspace(use)
-    return symbols.largest((fastest(node.op, node.version, target).workspace(use), greedy_workspace(use)))
+    dtypes = {"logits": logits.dtype}
+    record = fastest(node.op, node.version, target, control="static" if captured else None, dtypes=dtypes)
+    held = record.workspace(use)
+    return held if captured else symbols.largest((held, greedy_workspace(use)))
 
 
 def step_sizes(
