@@ -39,7 +39,10 @@ def sample(use: Use) -> tuple[Launch, ...]:
     tokens = held.maxima._replace(dtype="int32")
     line = (Pointer("logits"), Stride("logits", 0), Stride("logits", 1))
     asked = ("temperature", "top_k", "top_p", "min_p", "seeds", "steps")
-    parameters = (*(Pointer(name) for name in asked), *(Stride(name, 0) for name in asked))
+    parameters: tuple[Pointer | Stride, ...] = (
+        *(Pointer(name) for name in asked),
+        *(Stride(name, 0) for name in asked),
+    )
     scanned = (held.tops, held.least, held.places, held.maxima)
     passed = (held.sums, held.scores, held.drawn, held.plan, held.limits, tokens)
     groups = limits.MAX_SPLITS * limits.OWN_GROUPS

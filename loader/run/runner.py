@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from precast.ir.errors import RequestError
-from precast.ir.graph.schema import Graph
+from precast.ir.graph.schema import Dtype, Graph
 from precast.kernels import registry
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.sample import greedy
@@ -81,7 +81,7 @@ class Runner:
         self.limits = limits
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
-        dtypes = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
+        dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
         drawing = partial(registry.resolve, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
         self._sample, self._sample_captured = drawing(), drawing(control="static")
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
