@@ -76,18 +76,34 @@ def _by_op() -> dict[str, list[Record]]:
     return found
 
 
-def runnable(op: str, version: int, target: Target, *, control: Literal["static"] | None = None) -> tuple[Record, ...]:
+def runnable(
+    op: str,
+    version: int,
+    target: Target,
+    *,
+    control: Literal["static"] | None = None,
+    dtypes: Mapping[str, Dtype] | None = None,
+) -> tuple[Record, ...]:
     """The records of an op that run on a target, the fastest first; they may not take all types and sizes.
 
-    `control` "static": those that can be captured.
+    `control` "static": those that can be captured. `dtypes`: those that take these arguments in these element types.
     """
     wanted = (record for record in records_of(op, version) if control in (None, record.control))
-    return tuple(record for record in wanted if _unfit(record, target) is None)
+    given = (dtypes or {}).items()
+    taking = (record for record in wanted if all(dtype in record.dtypes.get(name, (dtype,)) for name, dtype in given))
+    return tuple(record for record in taking if _unfit(record, target) is None)
 
 
-def fastest(op: str, version: int, target: Target, *, control: Literal["static"] | None = None) -> Record:
-    """The first record of an op that runs on a target, for whoever has no node; it may not take all types and sizes."""
-    return runnable(op, version, target, control=control)[0]
+def fastest(
+    op: str,
+    version: int,
+    target: Target,
+    *,
+    control: Literal["static"] | None = None,
+    dtypes: Mapping[str, Dtype] | None = None,
+) -> Record:
+    """The first of the records that are `runnable`, for whoever has no node."""
+    return runnable(op, version, target, control=control, dtypes=dtypes)[0]
 
 
 def resolve(use: Use, sizes: Mapping[str, int] | None = None, *, records: Sequence[Record] | None = None) -> Choice:

@@ -84,20 +84,24 @@ def launched_of(record: Record, use: Use) -> Launched:
 
 
 def as_function(record: Record) -> Callable[..., Any]:
-    """The op over tensors, whose launches are made anew in each call: for whoever has no node.
+    """The op over tensors, whose launches are made once for arguments of the same kind: for whoever has no node.
 
     It takes the op's arguments, and `out` where the op has results: None for new memory.
     """
+    known: dict[Any, tuple[Sequence[Value], Launched]] = {}
 
     def run(arguments: dict[str, Any]) -> Any:
         out = arguments.pop("out", None)
-        use = _use_of(record, arguments)
-        made = tuple(_empty(value.type, arguments) for value in use.node.outputs)
+        key = tuple((name, _key(value)) for name, value in arguments.items())
+        if key not in known:
+            use = _use_of(record, arguments)
+            known[key] = use.node.outputs, launched_of(record, use)
+        outputs, launched = known[key]
         if out is None:
+            made = tuple(_empty(value.type, arguments) for value in outputs)
             out = made[0] if len(made) == 1 else made
-        launched = launched_of(record, use)
         launched(sizes=[symbols.evaluate(expr, {}) for expr in launched.expressions], out=out, **arguments)
-        return out if made else None
+        return out if outputs else None
 
     definition = _definition(record)
     return with_signature(definition, run, like=_with_results if definition.num_outputs else _without_results)
@@ -128,6 +132,13 @@ def _use_of(record: Record, arguments: Mapping[str, Any]) -> Use:
     on = next(iter(tensors.values())).device
     capability = torch.cuda.get_device_capability(on) if on.type == "cuda" else (9, 0)
     return Use(Node(record.op, args, outputs, record.op_versions[0]), operands, Target("cuda", capability))
+
+
+def _key(value: Any) -> Any:
+    """What launches depend on of an argument: the value, or the kind of a tensor and where it lies."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.is_contiguous(), value.device
+    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _arg(name: str, value: Any) -> Arg:

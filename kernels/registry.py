@@ -6,7 +6,7 @@ The builder registers the ops with `torch.library`, to trace models that call th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from precast.ir.graph.schema import Expr
+from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.ops import table as ops
 from precast.kernels import cuda_source
 from precast.kernels.choices import all_records, cases, fastest
@@ -94,15 +94,20 @@ def function_for(record: Record, use: Use) -> Callable[..., Any]:
 
 
 def resolve(
-    name: str, version: int, device: torch.device, *, control: Literal["static"] | None = None
+    name: str,
+    version: int,
+    device: torch.device,
+    *,
+    control: Literal["static"] | None = None,
+    dtypes: Mapping[str, Dtype] | None = None,
 ) -> Callable[..., Any]:
-    """The fastest implementation of an op on `device`, for whoever has no node: it may not take all types.
+    """The fastest implementation of an op on `device`, for whoever has no node: it may not take all types and sizes.
 
-    `control` "static": of those that can be captured.
+    `control` "static": of those that can be captured. `dtypes`: of those that take these arguments in these types.
 
     Raises BundleError `op-unknown` for a name or version that isn't in the op table.
     """
-    return function_of(fastest(name, version, target_of(device), control=control))
+    return function_of(fastest(name, version, target_of(device), control=control, dtypes=dtypes))
 
 
 def target_of(device: torch.device, table: Table | None = None) -> Target:

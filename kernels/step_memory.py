@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Block, Expr, Graph, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Block, Dtype, Expr, Graph, Node, Ref, TensorType, Value
 from precast.ir.memory import addresses as plans
 from precast.ir.memory import liveness
 from precast.ir.memory.addresses import Addresses
@@ -83,9 +83,10 @@ def drawing(logits: TensorType, target: Target, *, captured: bool) -> Expr:
     use = Use(node, {"logits": Operand(logits, True)}, target)
     if target.device == "cpu":
         return workspace(use)
-    if captured:
-        return fastest(node.op, node.version, target, control="static").workspace(use)
-    return symbols.largest((fastest(node.op, node.version, target).workspace(use), greedy_workspace(use)))
+    dtypes: dict[str, Dtype] = {"logits": logits.dtype}
+    record = fastest(node.op, node.version, target, control="static" if captured else None, dtypes=dtypes)
+    held = record.workspace(use)
+    return held if captured else symbols.largest((held, greedy_workspace(use)))
 
 
 def step_sizes(

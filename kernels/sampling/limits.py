@@ -5,21 +5,32 @@ SAMPLE_VERSION = 2
 MAX_SORTED = 1 << 22
 """Logits that are sorted at a time, if that is one row at least. Sums of so many weights of 2^40 fit int64."""
 
-# Of the Triton implementation, powers of two:
-MAX_SPLITS = 128
-"""Programs that may share a row."""
-BINS = 2048
-"""Bins into which the candidates of a row are counted and weighed."""
+# Of the Triton implementation, powers of two but for PASSES:
+BLOCK = 1024
+"""Logits of a tile: what a program holds at a time."""
+NUM_WARPS = 8
+"""Of a program."""
+PROGRAMS = 1024
+"""How many programs are wanted at once: eight of 256 threads on each multiprocessor of an H200 are 1,056."""
+MIN_SPLITS, MAX_SPLITS = 16, 64
+"""Programs that share a row, at least and at most."""
+OWN_GROUPS = 128
+"""Groups of tokens in a program's part of a row: their maxima bound the k-th largest logit of the row."""
 GROUPS = 2048
-"""Groups of a row whose maxima bound its k-th largest logit: at least `MAX_SPLITS`, at most a tile of tokens."""
+"""Groups of a row of which the k-th largest maximum is found: at most `MAX_SPLITS * OWN_GROUPS`."""
 CAPACITY = 2048
-"""Tokens that a program decides about at a time: those of the bins at the edges of what passes."""
+"""Tokens that may pass top_k which are listed; of more the row is read again. At most `MAX_SPLITS * OWN_GROUPS`."""
+PASSES = 3
+"""How often all programs go over a row that has top_p but no top_k."""
+
+PLAN, LIMITS = 5, 5
+"""Integers and floats that are noted of a row, see `precast.kernels.sampling.triton`."""
 
 
 def row_bytes() -> int:
     """Bytes of workspace that a row of logits takes in the Triton implementation, whatever its length.
 
-    A list of maxima, later of tokens; counts and weights of the bins; a sum, three floats and three integers of each
-    split; four sums, four floats and six integers of the row.
+    Of each split, maxima of groups (later a list of tokens), a largest and a least logit and a token; of each split and
+    pass a sum, a score and a token; the row's own numbers.
     """
-    return 4 * max(GROUPS, CAPACITY) + 12 * BINS + 32 * MAX_SPLITS + 72
+    return MAX_SPLITS * (4 * OWN_GROUPS + 12 + 16 * PASSES) + 4 * (PLAN + LIMITS)

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, maximum, minimum, mul, numel
-from precast.kernels.records import Record, reference
-from precast.kernels.sampling.limits import MAX_SORTED, row_bytes
+from precast.kernels.records import Condition, Record, reference
+from precast.kernels.sampling import launches
+from precast.kernels.sampling.limits import MAX_SORTED
 from precast.kernels.use import Use, width
 
 
@@ -37,15 +38,14 @@ def _parts(use: Use) -> tuple[Expr, Expr, Expr]:
     return rows, minimum(rows, maximum(1, floordiv(MAX_SORTED, size))), size
 
 
-def _searching(use: Use) -> Expr:
-    """Bins and lists of each row, whose sizes don't depend on the vocabulary's."""
-    return mul(row_bytes(), numel(use.shape("logits")[:-1]))
-
-
+_TWO_AXES = Condition(
+    "logits [R, V] with a V of known size",
+    lambda use: len(use.shape("logits")) == 2 and bool(use.number("logits", 1)),
+)
 _TRITON = Record(
     name="triton.sample_2", op="precast.sample", op_versions=(2,), kind="triton", devices=("cuda",),
-    min_capability=(8, 0), dtypes={"logits": ("float16", "bfloat16", "float32")}, workspace=_searching,
-    runs="precast.kernels.sampling.triton:sample_2",
+    min_capability=(8, 0), dtypes={"logits": ("float16", "bfloat16", "float32")}, takes=(_TWO_AXES,),
+    workspace=launches.workspace, runs=launches.sample, allocates=False,
 )  # fmt: skip
 _ON_HOST = Record(
     name="torch.sample", op="precast.sample", devices=("cpu",), control="host", workspace=_drawing,

@@ -3,18 +3,20 @@
 Each row is divided among several programs, so that few rows keep a GPU busy. What a row asks for is read on the device:
 
 1. `scan_kernel` finds the largest logit of each part, and says whether it has a NaN or anything finite;
-2. `prepare_kernel` puts them together. Rows that are greedy or broken have their token now, and the rest returns at
-   once for them. Others learn their candidates: what min_p passes, and for those with top_k or top_p a bound below
-   which nothing can pass. For top_k it is the k-th largest of the maxima of 2,048 groups of tokens: as many tokens at
-   least are that large. For top_p: tokens that are so unlikely that all of them together couldn't reach 1 - top_p;
-3. `weigh_kernel` and `select_kernel`, for rows with top_k or top_p (see `triton_search`);
-4. `draw_kernel` adds noise to the candidates that are sure to pass, and lists those that must be looked into;
-5. `finish_kernel` looks into them, and takes the best of all.
+2. `prepare_kernel` puts them together. Rows that are greedy or broken have their token now, and all others return at
+   once for them. For top_k it finds an x that at least so many tokens have, the k-th largest of the maxima of many
+   groups of tokens;
+3. `pass_kernel` goes over the row. With top_k it lists the few tokens that have that x at least. Without, it finds the
+   token with the best score x + noise, and the sum of all weights if there is a top_p. That token is the one wanted if
+   it is among those that top_p keeps: if the weights of the tokens before it, larger ones and equals of a lower index,
+   come to less than top_p of the sum. If not, all that top_p keeps are before it. So the next pass sums the weights
+   before that token, and finds the best score among those. Each pass makes the set smaller; few rows need a third one;
+4. `finish_kernel` has the token, or goes on by itself with what is listed of a row, or with the row.
 
 The sets are those of the definition: each x, weight, sum and comparison is computed in its roundings, sums of weights
-as integers. What adds up atomically are integers too, so that every run gives the same tokens. exp, log and log1p are
-the ones that PyTorch calls on a GPU; on other hardware their last bit may differ, and a token whose weight decides by
-that bit alone.
+as integers. What adds up atomically is only how many tokens are listed, and their order tells nothing. exp, log and
+log1p are the ones that PyTorch calls on a GPU; on other hardware their last bit may differ, and a token whose weight
+decides by that bit alone.
 """
 
 # To pyright a kernel that is called by another returns nothing.
@@ -22,113 +24,118 @@ that bit alone.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from precast.kernels.calls import implements
 from precast.kernels.sampling import limits
-from precast.kernels.sampling.sample import Parameters
-from precast.kernels.sampling.sample import sample_2 as reference
 from precast.kernels.sampling.triton_numbers import (
     INFINITE,
-    bin_of,
     gumbel,
     keys,
     log,
+    logit_of,
     magnitude,
-    may_reach,
     scaled,
     top_of,
     uniform,
+    weight,
 )
-from precast.kernels.sampling.triton_search import (
-    DONE,
-    FIRST,
-    FLOOR,
-    KIND,
-    KTH,
-    LAST,
-    LIMITS,
-    LISTED,
-    LOWER,
-    OPEN,
-    PLAN,
-    SCALE,
-    SEARCHED,
-    SUMS,
-    TOP,
-    best_of,
-    finish_kernel,
-    select_kernel,
-    top_k_of,
-    top_p_of,
-    weigh_kernel,
-)
+from precast.kernels.triton_chain import wait_for_previous
 
-BLOCK = 2048
-"""Logits of a tile: what a program holds at a time."""
-_PROGRAMS = 1024
-"""How many programs are wanted at once: eight of 256 threads on each multiprocessor of an H200 are 1,056."""
+_DONE, _OPEN, _SHARED, _LISTED = (tl.constexpr(kind) for kind in range(4))
+"""A row's kind: its token is known; it draws from all candidates; it has top_p alone; its candidates are listed."""
+
+_KIND, _COUNT, _TOP_K, _ONE, _TWO = (tl.constexpr(place) for place in range(5))
+_PLAN = tl.constexpr(limits.PLAN)
+"""A row's `plan` of int32: its kind, how many tokens are candidates of a row that lists them, top_k, and the two words
+of its noise."""
+
+_TOP, _TEMPERATURE, _FLOOR, _SHARE, _REACHED = (tl.constexpr(place) for place in range(5))
+_LIMITS = tl.constexpr(limits.LIMITS)
+"""A row's `limits` of float32: its largest logit, the temperature, the least x of a candidate, the share that top_p
+keeps, and a score that one of them has."""
 
 # The least x of which the weight isn't 0 is -28.42.
 _WEIGHTLESS = tl.constexpr(-28.5)
-_LARGEST = tl.constexpr(3.4028234663852886e38)
-# Bits of a magnitude below which the bound of top_k isn't searched: an x of 16 is known to 1/32.
-_PRECISION = tl.constexpr(1 << 14)
+# Noise is at most 22.88.
+_NOISE = tl.constexpr(23.0)
+# Far more than what a bound of a score is rounded by.
+_MARGIN = tl.constexpr(0.01)
+# Bits of a magnitude below which the bound of top_k isn't searched: an x of 16 is known to 1/8.
+_PRECISION = tl.constexpr(1 << 16)
+_NOTHING = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _best_of(scores, index, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest of `scores`, and the least index of those that are as large; SIZE if all are minus infinity."""
+    best = tl.max(scores, 0)
+    return best, tl.min(tl.where((scores == best) & (scores > _NOTHING), index, SIZE), 0)
+
+
+@triton.jit
+def _better(best, token, score, other):  # type: ignore[no-untyped-def]
+    """The better of two scores and its token, the first of equals."""
+    is_better = (score > best) | ((score == best) & (other < token))
+    return tl.where(is_better, score, best), tl.where(is_better, other, token)
+
+
+@triton.jit
+def _part(num_splits, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens of this program, whole tiles of the row: the first of them, and the first that isn't."""
+    chunk = tl.cdiv(tl.cdiv(SIZE, BLOCK), num_splits) * BLOCK
+    begin = tl.program_id(1) * chunk
+    return begin, tl.minimum(begin + chunk, SIZE)
+
+
+@triton.jit
+def _logits(logits_ptr, stride_v, index, end):  # type: ignore[no-untyped-def]
+    """Logits of a row; minus infinity for an index from `end` on."""
+    return tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=index < end, other=_NOTHING)
 
 
 @triton.jit
 def scan_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    largest_ptr,
-    index_ptr,
-    least_ptr,
-    broken_ptr,
-    maxima_ptr,
-    size,
-    chunk,
     stride_r,
     stride_v,
-    IS_GREEDY: tl.constexpr,
+    tops_ptr,
+    least_ptr,
+    places_ptr,
+    maxima_ptr,
+    num_splits,
+    SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     OWN_GROUPS: tl.constexpr,
-    LISTED_MOST: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Of a part of a row: the largest logit and its first index, the least finite one (infinite: none), and NaNs."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Of a part of a row: the largest logit and its first index, the maxima of groups, and the least magnitude.
+
+    That is infinite if nothing is finite, and noted as -1 if there is a NaN.
+    """
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_r
-    end = tl.minimum(split * chunk + chunk, size)
+    begin, end = _part(num_splits, SIZE, BLOCK)
     lane = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
     least = tl.full([BLOCK], float("inf"), tl.float32)
-    first = lane * 0
-    is_nan = lane < 0
-    for start in range(split * chunk, end, BLOCK):
-        index = start + lane
-        logits = tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=index < size, other=float("-inf"))
-        logits = logits.to(tl.float32)
-        is_nan = is_nan | (logits != logits)
-        first = tl.where(logits > largest, index, first)
-        largest = tl.where(logits > largest, logits, largest)
-        least = tl.where((logits < least) & (logits > float("-inf")), logits, least)
-    place = row * SPLITS + split
-    best, best_index = best_of(largest, first, size)
-    tl.store(largest_ptr + place, best)
-    tl.store(index_ptr + place, best_index)
-    tl.store(least_ptr + place, tl.min(least, 0))
-    tl.store(broken_ptr + place, tl.max(is_nan.to(tl.int32), 0))
-    if not IS_GREEDY:
-        is_drawn = tl.load(temperature_ptr + row) > 0.0
-        if is_drawn & (top_k_of(tl.load(top_k_ptr + row), size) > 0):
-            maxima = tl.max(tl.reshape(largest, [OWN_GROUPS, BLOCK // OWN_GROUPS]), 1)
-            groups = split * OWN_GROUPS + tl.arange(0, OWN_GROUPS)
-            tl.store(maxima_ptr + row * LISTED_MOST + groups, maxima)
+    place = lane * 0
+    following = _logits(logits_ptr, stride_v, begin + lane, end)
+    for start in range(begin, end, BLOCK):
+        logits = following.to(tl.float32)
+        following = _logits(logits_ptr, stride_v, start + BLOCK + lane, end)
+        least = tl.minimum(least, tl.abs(logits), propagate_nan=tl.PropagateNan.ALL)
+        place = tl.where(logits > top, start + lane, place)
+        top = tl.where(logits > top, logits, top)
+    own = row * SPLITS + tl.program_id(1)
+    largest, first = _best_of(top, place, SIZE)
+    tl.store(tops_ptr + own, largest)
+    tl.store(places_ptr + own, first)
+    tl.store(least_ptr + own, tl.min(tl.where(least != least, -1.0, least), 0))
+    maxima = tl.max(tl.reshape(top, [OWN_GROUPS, BLOCK // OWN_GROUPS]), 1)
+    tl.store(maxima_ptr + own * OWN_GROUPS + tl.arange(0, OWN_GROUPS), maxima)
 
 
 @triton.jit
@@ -146,264 +153,317 @@ def _bound_of_top_k(maxima, top_k, top, temperature):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _bound_of_top_p(top_p, size):  # type: ignore[no-untyped-def]
-    """An x below which top_p keeps nothing, whatever the logits: all tokens below it come to less than 1 - top_p.
-
-    The likeliest token has the weight 2^40; each may be rounded up by half of 1. The margin of 2 % is far more than
-    what this formula and the comparison round.
-    """
-    share = 0.98 * (1.0 - top_p) / (size * 1.0) - 2.0**-41
-    return tl.where(share > 0.0, log(tl.where(share > 0.0, share, 1.0)), float("-inf"))
-
-
-@triton.jit(do_not_specialize=["num_splits"])
 def prepare_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    largest_ptr,
-    index_ptr,
+    seeds_ptr,
+    steps_ptr,
+    temperature_stride,
+    top_k_stride,
+    top_p_stride,
+    min_p_stride,
+    seeds_stride,
+    steps_stride,
+    tops_ptr,
     least_ptr,
-    broken_ptr,
+    places_ptr,
     maxima_ptr,
     plan_ptr,
     limits_ptr,
-    counts_ptr,
-    weights_ptr,
-    size,
     num_splits,
-    IS_GREEDY: tl.constexpr,
+    SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
-    BINS: tl.constexpr,
+    OWN_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
-    LISTED_MOST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The token of a greedy or broken row; of others what they are, and which of their tokens are candidates."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
-    place, is_part = row * SPLITS + splits, splits < num_splits
-    largest = tl.load(largest_ptr + place, mask=is_part, other=float("-inf"))
-    largest, token = best_of(largest, tl.load(index_ptr + place), size)
-    least = tl.min(tl.load(least_ptr + place, mask=is_part, other=float("inf")), 0)
-    is_nan = tl.max(tl.load(broken_ptr + place, mask=is_part, other=0), 0) > 0
-    is_broken = is_nan | (least == float("inf"))
+    is_part = splits < num_splits
+    tops = tl.load(tops_ptr + row * SPLITS + splits, mask=is_part, other=_NOTHING)
+    places = tl.load(places_ptr + row * SPLITS + splits, mask=is_part, other=0)
+    least = tl.min(tl.load(least_ptr + row * SPLITS + splits, mask=is_part, other=float("inf")), 0)
+    largest, token = _best_of(tops, places, SIZE)
+    is_broken = (least < 0.0) | (least == float("inf"))
     tl.store(out_ptr + row, tl.where(is_broken, -1, token).to(tl.int64))
-    if not IS_GREEDY:
-        plan_ptr += row * PLAN
-        temperature = tl.load(temperature_ptr + row)
-        if is_broken | (temperature <= 0.0):
-            tl.store(plan_ptr + KIND, DONE)
-            return
+    plan_ptr += row * _PLAN
+    limits_ptr += row * _LIMITS
+    temperature = tl.load(temperature_ptr + row * temperature_stride)
+    is_drawn = (temperature > 0.0) & (not is_broken)
+    tl.store(plan_ptr + _KIND, _DONE)
+    if is_drawn:
         top = top_of(largest)
-        top_k = top_k_of(tl.load(top_k_ptr + row), size)
-        min_p = tl.load(min_p_ptr + row)
-        top_p = top_p_of(tl.load(top_p_ptr + row), min_p)
-        least = tl.maximum(scaled(least, top, temperature), -_LARGEST)
-        floor = tl.where(min_p > 0.0, log(tl.where(min_p > 0.0, tl.minimum(min_p, 1.0), 1.0)), float("-inf"))
-        lower = tl.maximum(floor, _WEIGHTLESS)
-        kind = tl.where((top_k > 0) | (top_p < 1.0), SEARCHED, OPEN)
-        if kind == SEARCHED:
-            floor = tl.maximum(floor, least)
-            if top_k > 0:
-                maxima = tl.load(maxima_ptr + row * LISTED_MOST + tl.arange(0, GROUPS))
-                floor = tl.maximum(floor, _bound_of_top_k(maxima, top_k, top, temperature))
-                lower = floor
-            else:
-                floor = tl.maximum(floor, _bound_of_top_p(top_p, size))
-                lower = tl.minimum(floor, lower)
-            bins = row * BINS + tl.arange(0, BINS)
-            tl.store(counts_ptr + bins, tl.zeros([BINS], tl.int32))
-            tl.store(weights_ptr + bins, tl.zeros([BINS], tl.int64))
-        scale = tl.where(floor < 0.0, tl.minimum(BINS / tl.maximum(-floor, 1e-30), 1e30), 0.0)
-        tl.store(plan_ptr + KIND, kind)
-        # All bins pass, unless `select_kernel` says otherwise.
-        tl.store(plan_ptr + FIRST, BINS)
-        tl.store(plan_ptr + LAST, -1)
-        tl.store(plan_ptr + KTH, BINS)
-        tl.store(plan_ptr + LISTED, 0)
-        limits_ptr += row * LIMITS
-        tl.store(limits_ptr + TOP, top)
-        tl.store(limits_ptr + FLOOR, floor)
-        tl.store(limits_ptr + LOWER, lower)
-        tl.store(limits_ptr + SCALE, scale)
+        top_k = tl.load(top_k_ptr + row * top_k_stride)
+        min_p = tl.load(min_p_ptr + row * min_p_stride)
+        # top_p within 0..1; 0, which keeps the first token alone, where min_p lets none pass.
+        share = tl.minimum(tl.maximum(tl.load(top_p_ptr + row * top_p_stride), 0.0), 1.0)
+        share = tl.where(min_p > 1.0, 0.0, share)
+        floor = tl.where(min_p > 0.0, log(tl.where(min_p > 0.0, tl.minimum(min_p, 1.0), 1.0)), _NOTHING)
+        kind = tl.where(share < 1.0, _SHARED, _OPEN)
+        if (top_k > 0) & (top_k < SIZE):
+            kind = top_k * 0 + _LISTED
+            # Where the programs have more groups than GROUPS, several of them are one.
+            several: tl.constexpr = SPLITS * OWN_GROUPS // GROUPS
+            group = tl.arange(0, GROUPS)[:, None] + tl.arange(0, several)[None, :] * GROUPS
+            is_group = group < num_splits * OWN_GROUPS
+            maxima = tl.load(maxima_ptr + row * SPLITS * OWN_GROUPS + group, mask=is_group, other=_NOTHING)
+            floor = tl.maximum(floor, _bound_of_top_k(tl.max(maxima, 1), top_k, top, temperature))
+        x = scaled(tops, top, temperature)
+        one, two = keys(tl.load(seeds_ptr + row * seeds_stride), tl.load(steps_ptr + row * steps_stride))
+        is_candidate = (x >= floor) & (x > _NOTHING)
+        scores = tl.where(is_candidate, x + gumbel(uniform(one, two, places)), _NOTHING)
+        tl.store(limits_ptr + _TOP, top)
+        tl.store(limits_ptr + _TEMPERATURE, temperature)
+        tl.store(limits_ptr + _FLOOR, floor)
+        tl.store(limits_ptr + _SHARE, share)
+        tl.store(limits_ptr + _REACHED, tl.max(scores, 0))
+        tl.store(plan_ptr + _KIND, kind)
+        tl.store(plan_ptr + _COUNT, 0)
+        tl.store(plan_ptr + _TOP_K, top_k)
+        tl.store(plan_ptr + _ONE, one.to(tl.int32, bitcast=True))
+        tl.store(plan_ptr + _TWO, two.to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def draw_kernel(  # type: ignore[no-untyped-def]
-    out_ptr,
+def _line(logits_ptr, stride_v, limits_ptr, plan_ptr):  # type: ignore[no-untyped-def]
+    """What tells x and noise of a row's tokens."""
+    top, temperature = tl.load(limits_ptr + _TOP), tl.load(limits_ptr + _TEMPERATURE)
+    one, two = tl.load(plan_ptr + _ONE), tl.load(plan_ptr + _TWO)
+    return logits_ptr, stride_v, top, temperature, one.to(tl.uint32, bitcast=True), two.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _is_kept(before, total, share):  # type: ignore[no-untyped-def]
+    """Whether top_p keeps a token that comes after tokens of weight `before`, of `total`. The first always passes."""
+    return (before == 0) | (before.to(tl.float64) < share.to(tl.float64) * total.to(tl.float64))
+
+
+@triton.jit
+def _is_before(x, index, floor, cut, end):  # type: ignore[no-untyped-def]
+    """Whether tokens are candidates, and larger than `cut`, or its equals of an index below `end`."""
+    return (x >= floor) & ((x > cut) | ((x == cut) & (index < end))) & (x > _NOTHING)
+
+
+@triton.jit
+def _x_of(line, token):  # type: ignore[no-untyped-def]
+    """x of one token."""
+    logits_ptr, stride_v, top, temperature, _, _ = line
+    return scaled(tl.load(logits_ptr + token.to(tl.int64) * stride_v), top, temperature)
+
+
+@triton.jit
+def _hopes(logits, index, line):  # type: ignore[no-untyped-def]
+    """Bounds of the scores of tokens, a little rounded: -log(1 - u) is at least u."""
+    near = (logits - line[2]) * tl.minimum(1.0 / line[3], 1e38)
+    return near - 0.6931471805599453 * tl.log2(uniform(line[4], line[5], index))
+
+
+@triton.jit
+def _improved(best, token, hopes, index, line, floor, cut, end, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The best score and its token, of those so far and of a tile's tokens that `_is_before` names.
+
+    Only tokens whose `hopes`, bounds of scores, reach the best so far are looked at, one by one: there are few.
+    """
+    hope = tl.max(hopes, 0)
+    while (hope >= best - _MARGIN) & (hope > _NOTHING):
+        other = tl.min(tl.where(hopes == hope, index, SIZE), 0)
+        x = _x_of(line, other)
+        score = x + gumbel(uniform(line[4], line[5], other))
+        best, token = _better(best, token, tl.where(_is_before(x, other, floor, cut, end), score, _NOTHING), other)
+        hopes = tl.where(index == other, _NOTHING, hopes)
+        hope = tl.max(hopes, 0)
+    return best, token
+
+
+@triton.jit
+def _found(sums_ptr, scores_ptr, drawn_ptr, row, share, num_splits, NUM, PASSES, SIZE, SPLITS):  # type: ignore[no-untyped-def]
+    """What the first NUM passes tell: whether the row's token is found, the token or the last one tried, and the sum.
+
+    A pass that a row did not need left its numbers as they were: what was found stays.
+    """
+    splits = tl.arange(0, SPLITS)
+    is_part = splits < num_splits
+    place = row * PASSES * SPLITS + splits
+    total = tl.sum(tl.load(sums_ptr + place, mask=is_part, other=0), 0)
+    scores = tl.load(scores_ptr + place, mask=is_part, other=_NOTHING)
+    _, token = _best_of(scores, tl.load(drawn_ptr + place, mask=is_part, other=SIZE), SIZE)
+    is_found = share >= 1.0
+    for i in tl.static_range(1, NUM):
+        before = tl.sum(tl.load(sums_ptr + place + i * SPLITS, mask=is_part, other=0), 0)
+        is_found = is_found | _is_kept(before, total, share)
+        scores = tl.load(scores_ptr + place + i * SPLITS, mask=is_part, other=_NOTHING)
+        _, other = _best_of(scores, tl.load(drawn_ptr + place + i * SPLITS, mask=is_part, other=SIZE), SIZE)
+        token = tl.where(is_found, token, other)
+    return is_found, token, total
+
+
+@triton.jit
+def pass_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    steps_ptr,
+    stride_r,
+    stride_v,
+    sums_ptr,
+    scores_ptr,
+    drawn_ptr,
     plan_ptr,
     limits_ptr,
     tokens_ptr,
-    scores_ptr,
-    drawn_ptr,
-    size,
-    chunk,
+    num_splits,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PASSES: tl.constexpr,
+    PASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of a part of a row: the best score, and the sum of weights; of the first pass of some rows a list instead."""
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    plan_ptr += row * _PLAN
+    limits_ptr += row * _LIMITS
+    kind = tl.load(plan_ptr + _KIND)
+    if (kind == _DONE) | ((PASS > 0) & (kind != _SHARED)):
+        return
+    logits_ptr += row * stride_r
+    line = _line(logits_ptr, stride_v, limits_ptr, plan_ptr)
+    top, temperature, floor = line[2], line[3], tl.load(limits_ptr + _FLOOR)
+    cut, end_of_cut, best = tl.minimum(top, _NOTHING), kind * 0, tl.load(limits_ptr + _REACHED)
+    if PASS > 0:
+        share = tl.load(limits_ptr + _SHARE)
+        is_found, last, _ = _found(sums_ptr, scores_ptr, drawn_ptr, row, share, num_splits, PASS, PASSES, SIZE, SPLITS)
+        if is_found:
+            return
+        cut, end_of_cut, best = _x_of(line, last), last, tl.minimum(top, _NOTHING)
+    lowest = logit_of(tl.maximum(floor, cut), top, temperature)
+    weighed = logit_of(tl.maximum(tl.maximum(floor, cut), _WEIGHTLESS), top, temperature)
+    token = kind * 0 + SIZE
+    total = tl.zeros([BLOCK], tl.int64)
+    begin, end = _part(num_splits, SIZE, BLOCK)
+    following = _logits(logits_ptr, stride_v, begin + tl.arange(0, BLOCK), end)
+    for start in range(begin, end, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        logits = following.to(tl.float32)
+        following = _logits(logits_ptr, stride_v, index + BLOCK, end)
+        most = tl.max(logits, 0)
+        if kind == _LISTED:
+            if most >= lowest:
+                x = scaled(logits, top, temperature)
+                is_listed = _is_before(x, index, floor, cut, end_of_cut)
+                count = tl.sum(is_listed.to(tl.int32), 0)
+                first = tl.atomic_add(plan_ptr + _COUNT, count, sem="relaxed")
+                entry = first + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+                tl.store(tokens_ptr + row * TOKENS + entry, index, mask=is_listed & (entry < CAPACITY))
+        else:
+            may_win = logits >= lowest
+            if (kind == _SHARED) & (most >= weighed):
+                x = scaled(logits, top, temperature)
+                may_win = _is_before(x, index, floor, cut, end_of_cut)
+                total += tl.where(may_win, weight(x), 0)
+            if most >= tl.maximum(lowest, logit_of(tl.minimum(best - _NOISE, 0.0), top, temperature)):
+                hopes = tl.where(may_win, _hopes(logits, index, line), _NOTHING)
+                best, token = _improved(best, token, hopes, index, line, floor, cut, end_of_cut, SIZE)
+    if kind != _LISTED:
+        own = (row * PASSES + PASS) * SPLITS + tl.program_id(1)
+        tl.store(sums_ptr + own, tl.sum(total, 0))
+        tl.store(scores_ptr + own, best)
+        tl.store(drawn_ptr + own, token)
+
+
+@triton.jit
+def _tile(source, line, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Indices and logits of the tokens of a row from `start` on, of those that are listed if there is a list."""
+    tokens_ptr, num_tokens, is_listed = source
+    entry = start + tl.arange(0, BLOCK)
+    listed = tl.load(tokens_ptr + entry, mask=is_listed & (entry < num_tokens), other=SIZE)
+    index = tl.where(is_listed, listed, entry)
+    return index, _logits(line[0], line[1], index, SIZE).to(tl.float32)
+
+
+@triton.jit
+def _kth(source, line, top_k, count, floor, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The least x of those that top_k keeps of `count` candidates, or less if as many pass; `floor` if all do."""
+    low, high = count * 0 - 1, magnitude(floor)
+    while (count > top_k) & (high - low > 1):
+        middle = low + (high - low) // 2
+        counts = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, source[1], BLOCK):
+            _, logits = _tile(source, line, start, SIZE, BLOCK)
+            counts += (magnitude(scaled(logits, line[2], line[3])) <= middle).to(tl.int32)
+        reached = tl.sum(counts, 0)
+        count = tl.where(reached >= top_k, reached, count)
+        high = tl.where(reached >= top_k, middle, high)
+        low = tl.where(reached >= top_k, low, middle)
+    return -high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _passed(source, line, floor, cut, end, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What all programs find in a pass, of one: the sum of weights, and the token with the best score."""
+    total = tl.zeros([BLOCK], tl.int64)
+    best, token = tl.minimum(cut, _NOTHING), end * 0 + SIZE
+    for start in range(0, source[1], BLOCK):
+        index, logits = _tile(source, line, start, SIZE, BLOCK)
+        x = scaled(logits, line[2], line[3])
+        is_in = _is_before(x, index, floor, cut, end)
+        if tl.max(is_in.to(tl.int32), 0) > 0:
+            total += tl.where(is_in, weight(x), 0)
+            hopes = tl.where(is_in, _hopes(logits, index, line), _NOTHING)
+            best, token = _improved(best, token, hopes, index, line, floor, cut, end, SIZE)
+    return tl.sum(total, 0), token
+
+
+@triton.jit
+def finish_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    logits_ptr,
     stride_r,
     stride_v,
+    sums_ptr,
+    scores_ptr,
+    drawn_ptr,
+    plan_ptr,
+    limits_ptr,
+    tokens_ptr,
+    num_splits,
+    SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
-    BINS: tl.constexpr,
-    LISTED_MOST: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PASSES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Of a part of a row: the best score of the candidates that are sure to pass; it lists those that may.
-
-    Only tiles in which a score may reach that of the likeliest token, which always passes and has x = 0, get noise.
-    """
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    plan_ptr += row * PLAN
-    kind = tl.load(plan_ptr + KIND)
-    if kind == DONE:
+    """The token of a row: as the passes found it, or by further passes over its list, or over the row."""
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    plan_ptr += row * _PLAN
+    limits_ptr += row * _LIMITS
+    kind = tl.load(plan_ptr + _KIND)
+    if kind == _DONE:
         return
-    limits_ptr += row * LIMITS
-    top, floor, scale = tl.load(limits_ptr + TOP), tl.load(limits_ptr + FLOOR), tl.load(limits_ptr + SCALE)
-    sure, last, kth = tl.load(plan_ptr + FIRST), tl.load(plan_ptr + LAST), tl.load(plan_ptr + KTH)
-    temperature = tl.load(temperature_ptr + row)
-    one, two = keys(tl.load(seeds_ptr + row), tl.load(steps_ptr + row))
-    reached = gumbel(uniform(one, two, tl.load(out_ptr + row)))
-    logits_ptr += row * stride_r
-    end = tl.minimum(split * chunk + chunk, size)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    token = tl.arange(0, BLOCK)
-    for start in range(split * chunk, end, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + index.to(tl.int64) * stride_v, mask=index < size, other=float("-inf"))
-        x = scaled(logits, top, temperature)
-        place = bin_of(x, floor, scale, BINS)
-        random = uniform(one, two, index)
-        may_win = (place >= 0) & (place < sure) & may_reach(random, x, reached)
-        if tl.max(may_win.to(tl.int32), 0) > 0:
-            score = tl.where(may_win, x + gumbel(random), float("-inf"))
-            token = tl.where(score > best, index, token)
-            best = tl.maximum(score, best)
-        if kind == SEARCHED:
-            is_listed = (place >= 0) & (((place >= sure) & (place <= last)) | (place == kth))
-            count = tl.sum(is_listed.to(tl.int32), 0)
-            if count > 0:
-                begin = tl.atomic_add(plan_ptr + LISTED, count, sem="relaxed")
-                entry = begin + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-                tl.store(tokens_ptr + row * LISTED_MOST + entry, index, mask=is_listed & (entry < LISTED_MOST))
-    score, drawn = best_of(best, token, size)
-    tl.store(scores_ptr + row * SPLITS + split, score)
-    tl.store(drawn_ptr + row * SPLITS + split, drawn)
-
-
-class Workspace(NamedTuple):
-    """What a call holds: see `triton_search` for `plan`, `limits` and `sums`; the others are [R, n] by bin or split.
-
-    `maxima` and `tokens` are one list: the first is read before the second is written.
-    """
-
-    weights: torch.Tensor
-    rests: torch.Tensor
-    sums: torch.Tensor
-    counts: torch.Tensor
-    tokens: torch.Tensor
-    maxima: torch.Tensor
-    place: torch.Tensor
-    broken: torch.Tensor
-    drawn: torch.Tensor
-    plan: torch.Tensor
-    largest: torch.Tensor
-    least: torch.Tensor
-    scores: torch.Tensor
-    limits: torch.Tensor
-
-
-def _workspace(rows: int, device: torch.device) -> Workspace:
-    """One piece of memory, divided: `limits.row_bytes` for each row, int64 first."""
-    memory = torch.empty(rows * limits.row_bytes(), dtype=torch.uint8, device=device)
-    splits, bins = limits.MAX_SPLITS, limits.BINS
-    numbers = max(limits.GROUPS, limits.CAPACITY)
-    sizes = [8 * bins, 8 * splits, 8 * SUMS.value, 4 * bins, 4 * numbers, *[4 * splits] * 3, 4 * PLAN.value]
-    sizes += [*[4 * splits] * 3, 4 * LIMITS.value]
-    parts = memory.split([rows * size for size in sizes])
-    wide = [part.view(torch.int64) for part in parts[:3]]
-    whole = [part.view(torch.int32) for part in parts[3:9]]
-    real = [part.view(torch.float32) for part in parts[9:]]
-    counts, tokens, *others = whole
-    return Workspace._make([*wide, counts, tokens, tokens.view(torch.float32), *others, *real])
-
-
-def num_splits(rows: int, size: int) -> int:
-    """Programs for each row, a power of two: enough for the whole GPU, of one tile at least."""
-    tiles = max(1, -(-size // BLOCK))
-    enough = 1 << max(0, (_PROGRAMS // max(rows, 1)).bit_length() - 1)
-    return min(limits.MAX_SPLITS, enough, 1 << (tiles - 1).bit_length())
-
-
-@implements("sample", version=2)
-def sample_2(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """`precast.sample@2`, see `precast.kernels.sampling.sample`."""
-    # No record says so, but an engine asks for the op without a node, whatever its dtype; and Triton 3.6 fails to
-    # compile for a vocabulary of one token.
-    if logits.dtype == torch.float64 or logits.shape[1] == 1:
-        return reference(logits, *parameters)
-    return _drawn(logits, parameters)
-
-
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """What `sample_2` gives for temperature 0, [R] int64, in two launches; `logits` [R, V], not float64."""
-    return _drawn(logits, None)
-
-
-def _drawn(logits: torch.Tensor, parameters: Parameters | None) -> torch.Tensor:
-    rows = logits.shape[0]
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows > 0:
-        # Triton launches on the current device, whatever device the tensors are on.
-        with torch.cuda.device_of(logits):
-            _launch(out, logits, parameters)
-    return out
-
-
-def _launch(out: torch.Tensor, logits: torch.Tensor, parameters: Parameters | None) -> None:
-    rows, size = logits.shape
-    held = _workspace(rows, logits.device)
-    splits = num_splits(rows, size)
-    chunk = -(-size // (splits * BLOCK)) * BLOCK
-    part = (size, chunk, *logits.stride())
-    given = Parameters(*(x.contiguous() for x in parameters)) if parameters is not None else Parameters(*[out] * 6)
-    temperature, top_k, top_p, min_p, seeds, steps = given
-    wanted = (temperature, top_k, top_p, min_p)
-    found = (held.largest, held.place, held.least, held.broken, held.maxima)
-    places = {"SPLITS": limits.MAX_SPLITS, "LISTED_MOST": max(limits.GROUPS, limits.CAPACITY)}
-    bins = {"SPLITS": limits.MAX_SPLITS, "BINS": limits.BINS}
-    is_greedy = {"IS_GREEDY": parameters is None, "num_warps": 8}
-    scan: Any = scan_kernel[rows, splits]
-    prepare: Any = prepare_kernel[rows,]
-    scan(
-        logits, temperature, top_k, *found, *part, **places, **is_greedy, OWN_GROUPS=limits.GROUPS // splits,
-        BLOCK=BLOCK,
+    share = tl.load(limits_ptr + _SHARE)
+    is_found, token, total = _found(
+        sums_ptr, scores_ptr, drawn_ptr, row, share, num_splits, PASSES, PASSES, SIZE, SPLITS
     )  # fmt: skip
-    prepare(
-        out, *wanted, *found, held.plan, held.limits, held.counts, held.weights, size, splits, **places, **is_greedy,
-        BINS=limits.BINS, GROUPS=limits.GROUPS,
-    )  # fmt: skip
-    if parameters is None:
-        return
-    weigh: Any = weigh_kernel[rows, splits]
-    select: Any = select_kernel[rows,]
-    draw: Any = draw_kernel[rows, splits]
-    finish: Any = finish_kernel[rows,]
-    weigh(
-        logits, *wanted, held.plan, held.limits, held.counts, held.weights, held.rests, *part, **bins, BLOCK=BLOCK,
-        num_warps=8,
-    )  # fmt: skip
-    select(
-        top_k, top_p, min_p, held.plan, held.counts, held.weights, held.rests, held.sums, size, splits, **bins,
-        num_warps=8,
-    )  # fmt: skip
-    draw(
-        out, logits, temperature, seeds, steps, held.plan, held.limits, held.tokens, held.scores, held.drawn, *part,
-        **places, BINS=limits.BINS, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
-    finish(
-        out, logits, *wanted, seeds, steps, held.plan, held.limits, held.tokens, held.sums, held.scores, held.drawn,
-        size, splits, *logits.stride(), **places, BINS=limits.BINS, CAPACITY=limits.CAPACITY, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+    if (kind == _LISTED) | (not is_found):
+        line = _line(logits_ptr + row * stride_r, stride_v, limits_ptr, plan_ptr)
+        floor = tl.load(limits_ptr + _FLOOR)
+        count = tl.load(plan_ptr + _COUNT)
+        is_listed = (kind == _LISTED) & (count <= CAPACITY)
+        source = (tokens_ptr + row * TOKENS, tl.where(is_listed, count, SIZE), is_listed)
+        if kind == _LISTED:
+            floor = _kth(source, line, tl.load(plan_ptr + _TOP_K), count, floor, SIZE, BLOCK)
+            total, token = _passed(source, line, floor, tl.minimum(floor, _NOTHING), count * 0, SIZE, BLOCK)
+            is_found = share >= 1.0
+        while not is_found:
+            before, other = _passed(source, line, floor, _x_of(line, token), token, SIZE, BLOCK)
+            is_found = _is_kept(before, total, share)
+            token = tl.where(is_found, token, other)
+    tl.store(out_ptr + row, token.to(tl.int64))

@@ -73,11 +73,10 @@ def weight(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def bin_of(x, floor, scale, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bin of x; -1 if it is below `floor` or infinite. Bins go down from 0, 1 / scale wide; the last is open."""
-    is_candidate = (x >= floor) & (x > float("-inf"))
-    steps = tl.minimum(tl.where(is_candidate, -x, 0.0) * scale, BINS - 1.0)
-    return tl.where(is_candidate, steps.to(tl.int32), -1)
+def logit_of(x, top, temperature):  # type: ignore[no-untyped-def]
+    """A logit that every token has at least of which `scaled` gives `x` or more, whatever is rounded here and there."""
+    step = x * temperature * 1.000001 - temperature * 1e-37
+    return top + step - (tl.abs(top) + tl.abs(step)) * 1e-6
 
 
 @triton.jit
@@ -121,13 +120,3 @@ def uniform(first, second, index):  # type: ignore[no-untyped-def]
 def gumbel(uniform):  # type: ignore[no-untyped-def]
     """Gumbel noise, float32, of uniform numbers."""
     return -log(-log1p(-uniform))
-
-
-@triton.jit
-def may_reach(uniform, x, score):  # type: ignore[no-untyped-def]
-    """Whether x and the noise of a uniform number may come to `score`, without the noise: false only if they do not.
-
-    x + g >= score is -log(1 - u) <= exp(x - score), and the left side is no less than u. 1 % is far more than what the
-    fast exp2 and all roundings are off.
-    """
-    return uniform <= tl.exp2((x - score) * 1.4426950408889634) * 1.01

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from precast.ir.errors import RequestError
-from precast.ir.graph.schema import Graph
+from precast.ir.graph.schema import Dtype, Graph
 from precast.kernels import registry
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.sample import greedy
+from precast.kernels.use import types_in
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
@@ -98,8 +99,9 @@ class Runner:
         self.limits = limits
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
-        self._sample = registry.resolve("precast.sample", SAMPLE_VERSION, on)
-        self._sample_captured = registry.resolve("precast.sample", SAMPLE_VERSION, on, control="static")
+        dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
+        drawing = partial(registry.resolve, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
+        self._sample, self._sample_captured = drawing(), drawing(control="static")
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
         # What the last step drew, for the next one; and what two steps have drawn, for the host.

@@ -1,8 +1,8 @@
 """sample@2 in Triton against the definition, for Triton's interpreter: `test_triton_sampling.py` runs this file in a
 process of its own, because Triton reads TRITON_INTERPRET when a kernel is defined.
 
-With few bins, tiles of 128 tokens and lists of 16, so that short rows have several parts, and lists overflow. The
-interpreter takes exp and log from numpy, of which the last bit may differ from PyTorch's; it decides next to never.
+With tiles of 128 tokens and lists of 16, so that short rows have several parts, and lists overflow. The interpreter
+takes exp and log from numpy, of which the last bit may differ from PyTorch's; it decides next to never.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ from op_samples.draw import Draw
 from op_samples.table import samples_of
 from sampling_cases import FILTERS, arguments, logits_of
 
-from precast.kernels.sampling import limits, noise, triton
-from precast.kernels.sampling.sample import SAMPLE_2, greedy, sample_2
+from precast.kernels import registry
+from precast.kernels.choices import fastest
+from precast.kernels.sampling import limits, noise
+from precast.kernels.sampling.sample import SAMPLE_2, sample_2
 from precast.kernels.sampling.triton_numbers import keys, uniform
+from precast.kernels.use import GPU
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
+
+SMALL = {
+    "BLOCK": 128, "PROGRAMS": 16, "MIN_SPLITS": 2, "MAX_SPLITS": 4, "OWN_GROUPS": 32, "GROUPS": 64, "CAPACITY": 16,
+}  # fmt: skip
+drawn = registry.function_of(fastest("precast.sample", 2, GPU))
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +46,8 @@ def silent_numpy() -> Iterator[None]:
 def small_sizes() -> Iterator[None]:
     """Sizes under which a few hundred tokens are many."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in {"MAX_SPLITS": 4, "BINS": 32, "GROUPS": 128, "CAPACITY": 16}.items():
+        for name, size in SMALL.items():
             patch.setattr(limits, name, size)
-        patch.setattr(triton, "BLOCK", 128)
         yield
 
 
@@ -51,12 +58,12 @@ def test_tokens_are_the_definitions(size: int, dtype: torch.dtype) -> None:
         first = 7 * (seed + size)
         given = arguments(logits, [FILTERS[(first + row) % len(FILTERS)] for row in range(7)], seed=seed)
 
-        assert triton.sample_2(**given).tolist() == sample_2(**given).tolist(), name
+        assert drawn(**given).tolist() == sample_2(**given).tolist(), name
 
 
 def test_samples() -> None:
     for sample in samples_of(SAMPLE_2, Draw(torch.float16, torch.device("cpu"))):
-        assert triton.sample_2(**sample).tolist() == sample_2(**sample).tolist()
+        assert drawn(**sample).tolist() == sample_2(**sample).tolist()
 
 
 # Multiples of a quarter: many equals, and none nearer than roundings are.
@@ -74,7 +81,7 @@ def test_sets_are_the_definitions(quarters: list[int], seed: int, **filters: Any
     logits = torch.tensor(quarters).div(4).expand(3, -1)
     given = arguments(logits, [filters], seed=seed)
     with np.errstate(all="ignore"):
-        found = triton.sample_2(**given)
+        found = drawn(**given)
 
     assert found.tolist() == sample_2(**given).tolist()
 
@@ -85,7 +92,7 @@ def test_extremes_of_temperature() -> None:
             rows = [{**row, "temperature": temperature} for row in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5})]
             given = arguments(logits, rows)
 
-            assert triton.sample_2(**given).tolist() == sample_2(**given).tolist(), name
+            assert drawn(**given).tolist() == sample_2(**given).tolist(), name
 
 
 def test_the_most_of_a_list_and_one_more() -> None:
@@ -95,7 +102,7 @@ def test_the_most_of_a_list_and_one_more() -> None:
         for filters in ({"top_k": 3}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.97}):
             given = arguments(logits, [{**filters, "temperature": 6.0}], seed=equals)
 
-            assert triton.sample_2(**given).tolist() == sample_2(**given).tolist()
+            assert drawn(**given).tolist() == sample_2(**given).tolist()
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.05}, {"top_k": 5, "top_p": 0.5}], ids=str)
@@ -104,7 +111,7 @@ def test_the_edge_among_close_numbers(filters: dict[str, Any]) -> None:
     cluster = 20 - 0.001 * torch.randperm(59, generator=torch.Generator().manual_seed(5))
     logits = torch.cat([torch.tensor([30.0]), cluster]).expand(14, -1)
     given = arguments(logits, [{"temperature": 50.0, **filters}])
-    found = triton.sample_2(**given).tolist()
+    found = drawn(**given).tolist()
 
     assert set(found) == set(logits[0].topk(3).indices.tolist())
     assert found == sample_2(**given).tolist()
@@ -114,27 +121,39 @@ def test_what_cannot_pass_still_counts_for_the_share() -> None:
     """1 of 1 + 0.8 + 0.4 is less than half, and 1 of 1 + 0.8 more: the second token passes because of the last 98."""
     logits = torch.tensor([1.0, 0.8, *[0.4 / 98] * 98]).log().expand(12, -1)
     given = arguments(logits, [{"top_p": 0.5}])
-    found = triton.sample_2(**given).tolist()
+    found = drawn(**given).tolist()
 
     assert set(found) == {0, 1}
     assert found == sample_2(**given).tolist()
 
 
-def test_greedy_is_temperature_0() -> None:
-    for name, logits in logits_of(9, 300, torch.float32):
-        given = arguments(logits, [{"temperature": 0.0, "top_k": 2, "top_p": 0.5}])
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.02}, {"top_k": 290, "top_p": 0.01}, {"top_p": 0.3, "min_p": 0.9}], ids=str
+)
+def test_small_shares_of_flat_rows_take_more_passes_than_are_launched(filters: dict[str, Any]) -> None:
+    """The last kernel goes on by itself, over the row or over more than a list holds; of equals by index."""
+    levels = torch.randint(0, 3, (300,), generator=torch.Generator().manual_seed(4)).div(64)
+    for logits in (torch.zeros(300), levels):
+        given = arguments(logits.expand(8, -1), [filters])
 
-        assert triton.greedy(logits).tolist() == greedy(logits).tolist() == triton.sample_2(**given).tolist(), name
+        assert drawn(**given).tolist() == sample_2(**given).tolist()
+
+
+def test_parameters_may_lie_anywhere() -> None:
+    given = arguments(dict(logits_of(6, 40, torch.float32))["normal"], FILTERS[5:])
+    apart = {name: x if name == "logits" else torch.stack((x, x * 0), 1)[:, 0] for name, x in given.items()}
+
+    assert drawn(**apart).tolist() == sample_2(**given).tolist()
 
 
 def test_a_row_is_drawn_alone() -> None:
     logits = dict(logits_of(len(FILTERS), 200, torch.float32))["normal"]
     given = arguments(logits, FILTERS)
-    together = triton.sample_2(**given).tolist()
+    together = drawn(**given).tolist()
 
     for row in range(1, len(FILTERS), 4):
         alone = {name: value[row : row + 1] for name, value in given.items()}
-        assert triton.sample_2(**alone).tolist() == together[row : row + 1]
+        assert drawn(**alone).tolist() == together[row : row + 1]
 
 
 def test_uniform_numbers_are_those_of_the_noise() -> None:

@@ -18,20 +18,26 @@ from allocations import peak_bytes
 from sampling_cases import FILTERS, arguments, logits_of
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Dtype, Expr, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.kernels import registry
-from precast.kernels.choices import workspace
+from precast.kernels.choices import fastest, workspace
 from precast.kernels.dtypes import NAMES
+from precast.kernels.named import named
+from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.sampling import limits
-from precast.kernels.sampling.sample import greedy, sample_2
-from precast.kernels.use import GPU, Use
+from precast.kernels.sampling.records import RECORDS
+from precast.kernels.sampling.sample import SAMPLE_2, Parameters, sample_2
+from precast.kernels.use import GPU, Target, Use
 
 compiler = pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+RECORD = RECORDS[0]
+PARAMETERS = Parameters._fields
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
 SHARED_BYTES = 160 * 1024
-VOCABULARIES = [7, 50_257, 128_256, 262_208]
+VOCABULARIES = [1, 7, 1000, 50_257, 152_064, 262_208]
 CUDA = torch.device("cuda")
 ROUNDED = 128 << 10
 """Bytes that the allocator's blocks may be larger than what was asked for."""
@@ -50,50 +56,42 @@ def test_tokens_in_the_interpreter() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-POINTERS = {
-    **dict.fromkeys(("out", "seeds", "steps", "weights", "rests", "sums"), "*i64"),
-    **dict.fromkeys(("top_k", "counts", "tokens", "index", "broken", "drawn", "plan"), "*i32"),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "maxima", "largest", "least", "scores", "limits"), "*fp32"),
-}
-"""Types of pointers by what they point to, but for the logits."""
+def use_of(dtype: Dtype, rows: Expr, size: int, capability: tuple[int, int] = (9, 0)) -> Use:
+    """The op on logits [rows, size] in a graph."""
+    types = {"logits": TensorType(dtype, (rows, size))}
+    types |= {
+        name: TensorType(NAMES[kinds[0]], (rows,)) for name, kinds in SAMPLE_2.dtypes.items() if name in PARAMETERS
+    }
+    result = Value("tokens", TensorType("int64", (rows,)))
+    node = Node("precast.sample", {name: Ref(name) for name in types}, (result,), version=2)
+    return Use(node, {name: Operand(kind, True) for name, kind in types.items()}, Target("cuda", capability))
 
 
-def module() -> Any:
-    """The implementation, imported when a test runs."""
-    from precast.kernels.sampling import triton
-
-    return triton
-
-
-def kernels() -> dict[str, Any]:
-    """The kernels by name, in the order of their launches."""
-    from precast.kernels.sampling import triton, triton_search
-
-    return {
-        "scan": triton.scan_kernel, "prepare": triton.prepare_kernel, "weigh": triton_search.weigh_kernel,
-        "select": triton_search.select_kernel, "draw": triton.draw_kernel, "finish": triton_search.finish_kernel,
-    }  # fmt: skip
-
-
-def compiled(kernel: Any, dtype: str, size: int, capability: int, *, is_greedy: bool = False) -> Any:
-    """A kernel as a launch for one row of `size` logits compiles it."""
+def compiled(use: Use, launch: Launch, *, is_aligned: bool = True) -> Any:
+    """A launch of contiguous logits, whose rows begin at multiples of 16 elements if they are aligned."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants: dict[str, Any] = {
-        "IS_GREEDY": is_greedy, "SPLITS": limits.MAX_SPLITS, "BINS": limits.BINS, "GROUPS": limits.GROUPS,
-        "LISTED_MOST": max(limits.GROUPS, limits.CAPACITY), "CAPACITY": limits.CAPACITY, "BLOCK": module().BLOCK,
-        "OWN_GROUPS": limits.GROUPS // module().num_splits(1, size), "stride_v": 1,
-    }  # fmt: skip
-    if size == 1:
-        constants |= {"size": 1, "stride_r": 1}
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    pointers = {f"{name}_ptr": pointer for name, pointer in POINTERS.items()} | {"logits_ptr": f"*{dtype}"}
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
-    divisible = {*pointers, "chunk", *(("size", "stride_r") if size % 16 == 0 else ())} - constants.keys()
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in divisible}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return compiler.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    kernel = named(launch.kernel)
+    constants: dict[str, Any] = dict(launch.constants)
+    signature, attributes = dict.fromkeys(constants, "constexpr"), {}
+    for place, (name, arg) in enumerate(zip(kernel.arg_names, launch.args, strict=False)):
+        signature[name] = "i32"
+        if isinstance(arg, Pointer):
+            kind = use.result if arg.tensor == "out.0" else use.operands.get(arg.tensor)
+            dtype = arg.dtype or (kind.type if isinstance(kind, Operand) else use.result).dtype
+            signature[name] = f"*{TRITON[dtype]}"
+        elif arg == Stride("logits", 1):
+            signature[name], constants[name] = "constexpr", 1
+        if isinstance(arg, Pointer) or (is_aligned and arg == Stride("logits", 0)):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    signature = {name: signature[name] for name in kernel.arg_names}
+    major, minor = use.target.capability
+    return compiler.compile(
+        ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
+        target=GPUTarget("cuda", 10 * major + minor, 32),
+        options={"num_warps": launch.num_warps, "launch_pdl": launch.pdl},
+    )
 
 
 @pytest.fixture
@@ -106,57 +104,62 @@ def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    ("dtype", "size", "capability"), [("bf16", 151_936, 90), ("fp32", 50_257, 80), ("fp16", 1, 90)], ids=str
+    ("dtype", "size", "capability"),
+    [("bfloat16", 151_936, (9, 0)), ("float32", 50_257, (8, 0)), ("float16", 1, (9, 0))],
+    ids=str,
 )
-@pytest.mark.parametrize("name", ["scan", "prepare", "weigh", "select", "draw", "finish"])
-def test_kernels_compile(name: str, dtype: str, size: int, capability: int) -> None:
-    found = compiled(kernels()[name], dtype, size, capability)
+def test_launches_compile(dtype: Dtype, size: int, capability: tuple[int, int]) -> None:
+    use = use_of(dtype, "R", size, capability)
+    for launch in RECORD.runs(use):
+        found = compiled(use, launch, is_aligned=size % 16 == 0)
+        ptx = found.asm["ptx"]
 
-    assert len(found.asm["cubin"]) > 0
-    assert found.metadata.shared <= SHARED_BYTES
-    # Sixteen bytes at a time, where rows begin at multiples of them.
-    if name in ("scan", "weigh", "draw"):
-        assert ("ld.global.v4.b32" in found.asm["ptx"]) == (size % 16 == 0)
-    # The division of the definition, not the fast one.
-    if name in ("weigh", "draw", "finish"):
-        assert "div.rn.f32" in found.asm["ptx"]
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", ["scan", "prepare"])
-def test_greedy_kernels_compile_and_read_no_parameters(name: str) -> None:
-    kernel = kernels()[name]
-    ptx = compiled(kernel, "bf16", 151_936, 90, is_greedy=True).asm["ptx"]
-
-    unread = [kernel.arg_names.index(f"{name}_ptr") for name in ("temperature", "top_k", "maxima")]
-    assert not any(f"kernel_param_{place}]" in ptx for place in unread)
+        assert found.metadata.shared <= SHARED_BYTES
+        assert found.metadata.global_scratch_size == 0
+        # Several logits at a time, where rows begin at multiples of them.
+        if "scan" in launch.kernel or "pass" in launch.kernel:
+            assert ("ld.global.v2.b32" in ptx) == (size % 16 == 0)
+        # The division of the definition, not the fast one.
+        assert ("div.rn.f32" in ptx) == ("scan" not in launch.kernel)
+        assert ("griddepcontrol.wait" in ptx) == launch.pdl == (capability == (9, 0))
 
 
-def test_parts_of_rows_are_powers_of_two_of_one_tile_at_least() -> None:
-    for rows in (1, 2, 7, 64, 256, 5000):
-        for size in (1, 7, 2048, 2049, 50_257, 262_208):
-            found = module().num_splits(rows, size)
+def test_parts_of_rows_keep_a_gpu_busy_and_are_few() -> None:
+    scan = RECORD.runs(use_of("bfloat16", "R", 151_936))[0]
+    grids = {rows: [symbols.evaluate(size, {"R": rows}) for size in scan.grid] for rows in (0, 1, 7, 16, 64, 256, 5000)}
 
-            assert found & (found - 1) == 0
-            assert 1 <= found <= limits.MAX_SPLITS
-            assert found == 1 or found * module().BLOCK < 2 * size
+    assert grids == {0: [0, 64], 1: [1, 64], 7: [7, 64], 16: [16, 64], 64: [64, 16], 256: [256, 16], 5000: [5000, 16]}
+
+
+def test_parts_of_the_workspace_do_not_overlap() -> None:
+    use = use_of("bfloat16", 3, 1000)
+    args = [arg for launch in RECORD.runs(use) for arg in launch.args]
+    offsets = {arg.offset for arg in args if isinstance(arg, Pointer) and arg.tensor == "workspace"}
+
+    assert len(offsets) == 9
+    assert max(offsets) == 3 * (limits.row_bytes() - 4 * limits.LIMITS)
+    assert symbols.evaluate(workspace(use), {}) == 3 * limits.row_bytes()
 
 
 def test_without_triton_the_definition_draws_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert registry.resolve("precast.sample", 2, CUDA) is module().sample_2
-    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    target = registry.target_of(CUDA)
 
-    assert registry.resolve("precast.sample", 2, CUDA) is sample_2
+    assert fastest("precast.sample", 2, GPU) is RECORD
+    without = fastest("precast.sample", 2, target._replace(kinds=frozenset(("torch",))))
+    assert registry.function_of(without) is sample_2
 
 
 def test_float64_is_left_to_the_definition() -> None:
-    logits = torch.tensor([[1.0, 1.0 + 1e-12], [3.0, 2.0]], dtype=torch.float64)
-    given = arguments(logits, [{"temperature": 0.0}])
-
-    assert module().sample_2(**given).tolist() == [1, 0]
+    assert fastest("precast.sample", 2, GPU, dtypes={"logits": "bfloat16"}) is RECORD
+    assert fastest("precast.sample", 2, GPU, dtypes={"logits": "float64"}).name == "reference.sample_2"
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+def drawn() -> Callable[..., torch.Tensor]:
+    """The op by its launches."""
+    return registry.function_of(RECORD)
 
 
 @pytest.mark.gpu
@@ -167,7 +170,7 @@ def test_tokens_are_the_definitions(size: int, dtype: torch.dtype) -> None:
     for seed, (name, logits) in enumerate(logits_of(3 * len(FILTERS), size, dtype)):
         given = arguments(logits.to(CUDA), FILTERS, seed=seed)
 
-        assert module().sample_2(**given).tolist() == sample_2(**given).tolist(), name
+        assert drawn()(**given).tolist() == sample_2(**given).tolist(), name
 
 
 @pytest.mark.gpu
@@ -179,13 +182,33 @@ def test_draws_from_flat_and_peaked_rows_are_the_definitions(rows: int) -> None:
             for kept in (logits, logits.bfloat16()):
                 given = arguments(kept, [filters], seed=rows)
 
-                assert module().sample_2(**given).tolist() == sample_2(**given).tolist(), (scale, filters)
+                assert drawn()(**given).tolist() == sample_2(**given).tolist(), (scale, filters)
 
 
 @pytest.mark.gpu
-def test_greedy_is_the_definitions() -> None:
-    for name, logits in logits_of(9, 50_257, torch.bfloat16):
-        assert module().greedy(logits.to(CUDA)).tolist() == greedy(logits).tolist(), name
+@pytest.mark.parametrize("rows", [1, 17, 200])
+def test_small_shares_of_flat_rows_take_more_passes_than_are_launched(rows: int) -> None:
+    """Of equals by index, and where the last program goes on alone."""
+    for size in (1000, 152_064):
+        for logits in (
+            torch.zeros(rows, size),
+            0.01 * torch.randn(rows, size, generator=torch.Generator().manual_seed(2)),
+        ):
+            for filters in ({"top_p": 0.5}, {"top_p": 0.05}, {"top_p": 1e-4}, {"top_k": size - 1, "top_p": 0.3}):
+                given = arguments(logits.to(CUDA), [filters], seed=rows)
+
+                assert drawn()(**given).tolist() == sample_2(**given).tolist(), (size, filters)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k", [1, 40, 700, 2000, 2100, 20_000])
+def test_lists_and_more_than_a_list_holds(top_k: int) -> None:
+    logits = (3 * torch.randn(17, 152_064, generator=torch.Generator().manual_seed(top_k))).to(CUDA)
+    for kept in (logits, logits.bfloat16(), logits.round()):
+        for filters in ({}, {"top_p": 0.8}, {"min_p": 0.01}, {"temperature": 20.0, "top_p": 0.5}):
+            given = arguments(kept, [{"top_k": top_k, **filters}], seed=top_k)
+
+            assert drawn()(**given).tolist() == sample_2(**given).tolist(), filters
 
 
 @pytest.mark.gpu
@@ -194,7 +217,7 @@ def test_a_captured_graph_draws_for_any_parameters(no_waiting: Callable[[], Abst
     rows, size = 2 * len(FILTERS), 50_257
     logits = (3 * torch.randn(rows, size, generator=torch.Generator().manual_seed(1))).to(CUDA)
     held = arguments(logits, [{"temperature": 0.0}])
-    function = module().sample_2
+    function = drawn()
     function(**held)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -215,11 +238,9 @@ def test_a_captured_graph_draws_for_any_parameters(no_waiting: Callable[[], Abst
 @pytest.mark.parametrize(("rows", "size"), [(1, 262_208), (64, 151_936), (300, 1000)])
 def test_it_holds_what_the_record_says(rows: int, size: int, dtype: torch.dtype) -> None:
     given = arguments(torch.randn(rows, size, dtype=dtype, device=CUDA), FILTERS)
-    function = module().sample_2
+    function = drawn()
     function(**given)  # compiles
-    kind = TensorType(NAMES[dtype], (rows, size))
-    node = Node("precast.sample", {"logits": Ref("logits")}, (Value("t", TensorType("int64", (rows,))),), version=2)
-    said = symbols.evaluate(workspace(Use(node, {"logits": Operand(kind, True)}, GPU)), {})
+    said = symbols.evaluate(workspace(use_of(NAMES[dtype], rows, size)), {})
     found = peak_bytes(lambda: function(**given), CUDA)
 
     assert 0 <= found - (said + 8 * rows) <= ROUNDED
