@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Expr
+from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.ops import table as ops
 from precast.kernels import aten
 from precast.kernels.measured import Measured

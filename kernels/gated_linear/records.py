@@ -23,13 +23,18 @@ def _input(use: Use) -> Expr:
 def _at_once(use: Use) -> Expr:
     """The products of as many rows as are gated at once."""
     rows = minimum(numel(use.shape("input")[:-1]), MAX_ROWS_AT_ONCE)
-    return add(mul(use.width("input"), rows, use.shape("weight")[0]), _input(use))
+    return add(_products(use, rows), _input(use))
 
 
-def _products(use: Use) -> Expr:
-    """Bytes of all products of a step."""
-    rows, outputs = numel(use.shape("input")[:-1]), use.shape("weight")[0]
-    return mul(use.width("input"), rows, outputs)
+def _products(use: Use, rows: Expr) -> Expr:
+    """Bytes of the products of so many rows."""
+    return mul(use.width("input"), rows, use.shape("weight")[0])
+
+
+def _beside_cublaslt(use: Use) -> Expr:
+    """Those of a step, of which it is given no larger one, and what the library takes."""
+    rows = minimum(numel(use.shape("input")[:-1]), MAX_ROWS_AT_ONCE)
+    return add(_products(use, rows), linear.workspace(use))
 
 
 def product_and_gate(use: Use) -> tuple[Launch, ...]:
@@ -44,7 +49,7 @@ def product_and_gate(use: Use) -> tuple[Launch, ...]:
     (gate,) = gated_activation(Use(node, {"x": Operand(TensorType(dtype, shape), is_contiguous=True)}, use.target))
     args = {Pointer("x"): products, Stride("x", 0): outputs, Stride("x", 1): 1}
     return (
-        linear.product_into(use, products, Pointer("workspace", "uint8", _products(use))),
+        linear.product_into(use, products, Pointer("workspace", "uint8", _products(use, shape[0]))),
         gate._replace(args=tuple(args.get(arg, arg) for arg in gate.args)),  # type: ignore[call-overload]
     )
 
@@ -62,7 +67,7 @@ RECORDS = (
     linear.streamed("cuda.gated_linear", "precast.gated_linear", "T", "tokens"),
     linear.library(
         linear.LIBRARY[2], "precast.gated_linear", "T", "tokens", most=MAX_ROWS_AT_ONCE, runs=product_and_gate,
-        held=lambda use: add(_products(use), linear.workspace(use)),
+        held=_beside_cublaslt,
     ),
     Record(
         name="triton.gated_linear", op="precast.gated_linear", kind="triton", devices=("cuda",), min_capability=(8, 0),

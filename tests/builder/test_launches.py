@@ -17,8 +17,8 @@ BEFORE_GATE = ["rms", "linear", "rotary_write_kv", "paged_attention", "linear", 
 """A dense layer up to its gate: the norms with the sums beside them, of which the next layer has its last."""
 LAYERS = {1: [*BEFORE_GATE, "gated_linear", "linear"], 9: [*BEFORE_GATE, "linear", "gated_activation", "linear"]}
 """By the tokens of a step: the weight stream gates what it multiplied."""
-OF_ROWS_AT_ONCE = ["linear", "gated_activation"]
-"""What the function that computes a gated linear layer for many rows launches."""
+OF_MORE_ROWS = ["linear", "gated_activation"]
+"""What a gated linear layer of more rows launches: by its record, or by the function that takes a part at a time."""
 
 
 def launches(block: Block | Graph, num_tokens: int) -> list[str]:
@@ -30,8 +30,8 @@ def launches(block: Block | Graph, num_tokens: int) -> list[str]:
         use = use_of(node, types, GPU, statics_in(block))
         record = resolve(use, {"T": num_tokens}).record
         name = node.op.removeprefix("precast.").removeprefix("aten.").removesuffix(".default")
-        if record.name == "triton.gated_linear":
-            found += OF_ROWS_AT_ONCE
+        if record.name in ("triton.gated_linear", "cublaslt.gated_linear"):
+            found += OF_MORE_ROWS
             continue
         is_one = isinstance(record.runs, str) and (record.kind != "torch" or node.op == "aten.linear.default")
         assert is_one or not isinstance(record.runs, str), f"{node.op} is many operations: {record.name}"

@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph.schema import Arg, Const, Dtype, Expr, Node, Ref, TensorType, Value
-from precast.ir.graph.symbols import add, evaluate
+from precast.ir.graph.symbols import add, evaluate, mul
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.kernels.choices import Case, all_records, cases, records_of, resolve, workspace
 from precast.kernels.delta_rule import launches
 from precast.kernels.latent_attention.launches import FEW_TOKENS, SMALL_STEP
 from precast.kernels.measured import Machine, Measured, Table
-from precast.kernels.records import Condition, Record, nothing
+from precast.kernels.records import Condition, Pointer, Record, Stride, nothing
 from precast.kernels.sources import digest, sources
 from precast.kernels.stateful.limits import MAX_WALKED
 from precast.kernels.use import GPU, Target, Use, statics_in, types_in, use_of
@@ -299,27 +299,44 @@ def test_what_the_weight_stream_does_not_take(use: Use, why: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_gated_layers_do_too(dtype: Dtype) -> None:
     use = product(dtype=dtype, kind="gelu")
-    none, few, many = cases(use)
+    none, few, some, many = cases(use)
     assert not isinstance(few.choice.record.runs, str)
     (launch,) = few.choice.record.runs(use)
 
-    assert [case.sizes for case in (none, few, many)] == [{"T": (0, 0)}, {"T": (1, 8)}, {"T": (9, None)}]
+    assert [case.sizes["T"] for case in (none, few, some, many)] == [(0, 0), (1, 8), (9, 2048), (2049, None)]
     assert (few.choice.record.name, launch.constants["GATE"], launch.grid) == ("cuda.gated_linear", "gelu", (24,))
+    assert some.choice.record.name == "cublaslt.gated_linear"
     assert none.choice.record.name == many.choice.record.name == "triton.gated_linear"
+
+
+@pytest.mark.parametrize(
+    "use", [product(width=264, kind="silu"), product(target=OLD, kind="silu")], ids=["width", "old"]
+)
+def test_gated_layers_that_the_weight_stream_does_not_take(use: Use) -> None:
+    names = ["triton.gated_linear", "cublaslt.gated_linear", "triton.gated_linear"]
+
+    assert [case.choice.record.name for case in cases(use)] == names
+
+
+def test_a_gate_takes_what_cublaslt_multiplied() -> None:
+    use = product(kind="silu")
+    product_, gate = resolve(use, {"T": 9}).record.runs(use)  # type: ignore[operator]
+
+    assert (product_.args[0], gate.args[:2]) == (Pointer("workspace", "bfloat16"), (Pointer("out.0"), product_.args[0]))
+    assert product_.args[4] == Pointer("workspace", "uint8", mul(2 * 384, "T"))
+    assert not any(isinstance(arg, Stride) for arg in gate.args)
 
 
 @pytest.mark.parametrize(
     ("use", "name"),
     [
         (product(dtype="float32", kind="silu"), "triton.gated_linear"),
-        (product(width=264, kind="silu"), "triton.gated_linear"),
         (product(static=False, kind="silu"), "triton.gated_linear"),
-        (product(target=OLD, kind="silu"), "triton.gated_linear"),
         (product(dtype="float64", kind="silu"), "reference.gated_linear"),
         (product(target=GPU._replace(kinds=frozenset(("torch",))), kind="silu"), "reference.gated_linear"),
         (product(target=CPU, kind="silu"), "reference.gated_linear"),
     ],
-    ids=["float32", "width", "made", "old", "float64", "not installed", "cpu"],
+    ids=["float32", "made", "float64", "not installed", "cpu"],
 )
 def test_what_computes_other_gated_layers(use: Use, name: str) -> None:
     (case,) = cases(use)
@@ -329,9 +346,11 @@ def test_what_computes_other_gated_layers(use: Use, name: str) -> None:
 
 def test_a_gated_layer_holds_the_products_of_so_many_rows() -> None:
     """For few tokens more than a layer and a gate of their own would; for many less."""
-    held = workspace(product(kind="silu"))
+    held, held_by_library = workspace(product(kind="silu")), 4096 * 384
 
-    assert [evaluate(held, {"T": tokens}) for tokens in (1, 2048, 100_000)] == [768, 2048 * 768, 2048 * 768]
+    assert [evaluate(held, {"T": tokens}) for tokens in (1, 2048, 100_000)] == [
+        held_by_library + rows * 768 for rows in (1, 2048, 2048)
+    ]
 
 
 @pytest.mark.parametrize(
