@@ -47,10 +47,15 @@ def product_and_gate(use: Use) -> tuple[Launch, ...]:
     node = Node("precast.gated_activation", {"x": Ref("x"), "kind": Const(use.constant("kind"))},
                 (Value("y", TensorType(dtype, (shape[0], outputs // 2))),))  # fmt: skip
     (gate,) = gated_activation(Use(node, {"x": Operand(TensorType(dtype, shape), is_contiguous=True)}, use.target))
-    placed: dict[object, Pointer | int] = {Pointer("x"): products, Stride("x", 0): outputs, Stride("x", 1): 1}
+    strides = (outputs, 1)
     return (
         linear.product_into(use, products, Pointer("workspace", "uint8", _products(use, shape[0]))),
-        gate._replace(args=tuple(placed[arg] if arg in placed else arg for arg in gate.args)),
+        gate._replace(
+            args=tuple(
+                products if arg == Pointer("x") else strides[arg.axis] if isinstance(arg, Stride) else arg
+                for arg in gate.args
+            )
+        ),
     )
 
 
