@@ -23,18 +23,13 @@ def _input(use: Use) -> Expr:
 def _at_once(use: Use) -> Expr:
     """The products of as many rows as are gated at once."""
     rows = minimum(numel(use.shape("input")[:-1]), MAX_ROWS_AT_ONCE)
-    return add(_products(use, rows), _input(use))
-
-
-def _products(use: Use, rows: Expr) -> Expr:
-    """Bytes of the products of so many rows."""
-    return mul(use.width("input"), rows, use.shape("weight")[0])
+    return add(mul(use.width("input"), rows, use.shape("weight")[0]), _input(use))
 
 
 def _beside_cublaslt(use: Use) -> Expr:
-    """Those of a step, of which it is given no larger one, and what the library takes."""
+    """What the library takes, and the products of a step, of which it is given no larger one."""
     rows = minimum(numel(use.shape("input")[:-1]), MAX_ROWS_AT_ONCE)
-    return add(_products(use, rows), linear.workspace(use))
+    return add(linear.workspace(use), mul(use.width("input"), rows, use.shape("weight")[0]))
 
 
 def product_and_gate(use: Use) -> tuple[Launch, ...]:
@@ -42,14 +37,14 @@ def product_and_gate(use: Use) -> tuple[Launch, ...]:
     outputs, dtype = use.number("weight", 0), use.dtype
     assert outputs is not None
     assert dtype is not None
-    products = Pointer("workspace", dtype)
+    products = Pointer("workspace", dtype, linear.workspace_bytes(outputs))  # behind what the library takes, aligned
     shape = (numel(use.shape("input")[:-1]), outputs)
     node = Node("precast.gated_activation", {"x": Ref("x"), "kind": Const(use.constant("kind"))},
                 (Value("y", TensorType(dtype, (shape[0], outputs // 2))),))  # fmt: skip
     (gate,) = gated_activation(Use(node, {"x": Operand(TensorType(dtype, shape), is_contiguous=True)}, use.target))
     strides = (outputs, 1)
     return (
-        linear.product_into(use, products, Pointer("workspace", "uint8", _products(use, shape[0]))),
+        linear.product_into(use, products, Pointer("workspace")),
         gate._replace(
             args=tuple(
                 products if arg == Pointer("x") else strides[arg.axis] if isinstance(arg, Stride) else arg
