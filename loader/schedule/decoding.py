@@ -112,6 +112,7 @@ class DecodeBatch:
     def _pages_changed(self) -> None:
         self._page_lists: list[PageLists] | None = None
         self._steps_to_page: int | None = None  # in so many steps the first needs a page
+        self._steps_to_evict: int | None = None  # in so many steps the first doesn't see one of its pages
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -167,7 +168,13 @@ class DecodeBatch:
 
     def evict(self, tables: PageTables) -> None:
         """Give back the pages that the sequences' next tokens don't see."""
+        if not self._forgetting:
+            return
         rows = self._rows
+        if self._steps_to_evict is None:
+            self._steps_to_evict = int((rows.unseen - rows.positions).min(initial=NEVER))
+        if self._steps_to_evict > 0:
+            return
         for i, spec in self._forgetting:
             # More than once where a whole chunk of attention ends.
             while len(indices := np.flatnonzero(rows.positions >= rows.unseen[i])):
@@ -217,6 +224,8 @@ class DecodeBatch:
         rows.slots[:] += 1  # where the page has an end, `grow` or `refresh` says where it goes
         if self._steps_to_page is not None:
             self._steps_to_page -= 1
+        if self._steps_to_evict is not None:
+            self._steps_to_evict -= 1
         if self._steps_to_end is not None:
             self._steps_to_end -= 1
         expect_tokens(self.requests)
