@@ -118,7 +118,7 @@ def test_short_inputs_take_one_copy_and_of_lists_what_is_used() -> None:
     fill(places, {"a": np.zeros(5, np.int32), "c": np.zeros(1, np.float32), "b": np.zeros(2, np.int64), **used})
 
     # a, b, c and the beginning of `long` would be one range but for `list` between them, of which nothing is used.
-    assert device.copied == [68, 200, 28]
+    assert device.copied == [96, 4096, 4096]
 
 
 def test_in_a_layout_of_its_own_a_step_takes_one_copy_of_what_it_uses() -> None:
@@ -126,7 +126,7 @@ def test_in_a_layout_of_its_own_a_step_takes_one_copy_of_what_it_uses() -> None:
     device = CopyingDevice()
     places = Places(dict.fromkeys("abc", ("int64", 8192)) | {"list": ("int32", 100_000)}, device)
     layout = places.layout({"a": Padding(4, 0), "b": Padding(2, 0), "c": Padding(4, -1)})
-    for length in (7, 900):
+    for length in (7, 900, 1024, 1025, 1024):
         places.fill(
             {name: np.ones(2, np.int64) for name in "abc"} | {"list": np.full(length, 9, np.int32)}, PASSED, layout
         )
@@ -135,7 +135,7 @@ def test_in_a_layout_of_its_own_a_step_takes_one_copy_of_what_it_uses() -> None:
         assert layout.tensors["c"].tolist() == [1, 1, -1, -1]
         assert layout.tensors["list"][:length].tolist() == [9] * length
 
-    assert device.copied == [80 + 28, 80 + 3600]
+    assert device.copied == [80 + 4096] * 3 + [80 + 8192, 80 + 4096]
     assert layout.tensors["b"].data_ptr() == places.address, "the shortest is the first"
 
 
