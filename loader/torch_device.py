@@ -256,7 +256,7 @@ class CudaDevice:
 
     def event(self, *, timed: bool = False) -> Event:
         """As the interface says."""
-        return torch.cuda.Event(blocking=True, enable_timing=timed)
+        return torch.cuda.Event(enable_timing=timed)
 
     def seconds_between(self, first: Event, last: Event) -> float:
         """As the interface says."""
