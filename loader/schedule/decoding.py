@@ -112,7 +112,6 @@ class DecodeBatch:
     def _pages_changed(self) -> None:
         self._page_lists: list[PageLists] | None = None
         self._steps_to_page: int | None = None  # in so many steps the first needs a page
-        self._steps_to_evict: int | None = None  # in so many steps the first doesn't see one of its pages
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -171,20 +170,21 @@ class DecodeBatch:
         if not self._forgetting:
             return
         rows = self._rows
-        if self._steps_to_evict is None:
-            self._steps_to_evict = int((rows.unseen - rows.positions).min(initial=NEVER))
-        if self._steps_to_evict > 0:
+        is_due = rows.positions >= rows.unseen
+        if not is_due.any():
             return
         for i, spec in self._forgetting:
-            # More than once where a whole chunk of attention ends.
-            while len(indices := np.flatnonzero(rows.positions >= rows.unseen[i])):
+            (indices,) = is_due[i].nonzero()
+            while len(indices):
                 tables.drop_first_page(self._paged[i], self._tables_of(indices))
                 first = rows.first[i]
                 first[indices] += 1
                 rows.counts[i, indices] -= 1
                 ends = (first[indices] + 1) * spec.page_size
-                rows.unseen[i, indices] = unseen_from(spec, ends)
+                rows.unseen[i, indices] = unseen = unseen_from(spec, ends)
                 self._pages_changed()
+                # More than once where a whole chunk of attention ends.
+                indices = indices[rows.positions[indices] >= unseen]
 
     def short(self) -> dict[str, Ints]:
         """By group, the indices of those whose next token has no place; groups where all have one are left out."""
@@ -224,8 +224,6 @@ class DecodeBatch:
         rows.slots[:] += 1  # where the page has an end, `grow` or `refresh` says where it goes
         if self._steps_to_page is not None:
             self._steps_to_page -= 1
-        if self._steps_to_evict is not None:
-            self._steps_to_evict -= 1
         if self._steps_to_end is not None:
             self._steps_to_end -= 1
         expect_tokens(self.requests)
