@@ -20,9 +20,11 @@ from typing import Any
 
 import bench_scheduler
 import harness
+import msgspec
 import torch
 from step_parts import StepParts
 
+from precast.ir.graph.schema import TensorType, Value
 from precast.ir.manifest import ModelInfo
 from precast.ir.memory import caches
 from precast.loader.cache.memory import CacheMemory
@@ -84,6 +86,9 @@ class NoProgram:
 def engine_of(windows: tuple[int | None, ...], num_states: int, sizes: tuple[int, ...]) -> Engine:
     """An engine for up to 256 sequences on empty graphs of these sizes."""
     graph = bench_scheduler.graph_of(windows, num_states, PAGE_SIZE)
+    # Nothing makes the logits here: as a constant they have a type.
+    logits = Value("logits", TensorType("float32", (1, "R", VOCAB)))
+    graph = msgspec.structs.replace(graph, constants=(logits,))
     device, limits = EmptyGraphs(), EngineLimits(max(GOALS), 8192, 8192)
     slabs = caches.slabs_for(caches.with_slabs(graph.caches), max(GOALS), 2048, 8192)
     memory = CacheMemory(graph.caches, slabs, device)

@@ -117,7 +117,9 @@ class Device(Protocol):
         ...
 
     def event(self, *, timed: bool = False) -> Event:
-        """An event that is yet to be recorded; waiting for it leaves the core to others.
+        """An event that is yet to be recorded. Waiting for it keeps a core busy, and lets other threads run.
+
+        A thread that sleeps finds its core slow and its caches cold, and every step waits.
 
         `timed`: it knows when it was passed, for `seconds_between`.
         """

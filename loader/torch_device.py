@@ -71,11 +71,18 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
     owner = buffer.owner
     assert isinstance(owner, torch.Tensor), "the buffer is of another backend"
     if buffer.dtype == "uint8" and len(buffer.shape) == 1 and buffer.strides == (1,) and owner.dtype == torch.uint8:
+        if buffer.shape == owner.shape and buffer.pointer == owner.data_ptr():
+            return owner
         return owner.narrow(0, buffer.pointer - owner.data_ptr(), buffer.shape[0])
     dtype = dtypes.BY_NAME[buffer.dtype]
     flat = owner if owner.dtype == dtype else owner.view(dtype)
     offset = (buffer.pointer - owner.data_ptr()) // flat.element_size()
     return flat.as_strided(buffer.shape, buffer.strides, flat.storage_offset() + offset)
+
+
+def cut_out(buffer: Buffer, start: int, num_bytes: int) -> Buffer:
+    """So many bytes from byte `start` of a buffer of bytes on, for copies that are made often: it has its tensor."""
+    return _buffer_of(tensor_of(buffer.view(start, (num_bytes,))))
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,7 +256,7 @@ class CudaDevice:
 
     def event(self, *, timed: bool = False) -> Event:
         """As the interface says."""
-        return torch.cuda.Event(blocking=True, enable_timing=timed)
+        return torch.cuda.Event(enable_timing=timed)
 
     def seconds_between(self, first: Event, last: Event) -> float:
         """As the interface says."""

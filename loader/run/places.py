@@ -6,7 +6,8 @@ it reads is a few kilobytes at the beginning; page lists, whose length varies, c
 laid out in the same way, twice: one is filled while the other's copies may still be under way. A step's arrays are
 written there, each from the beginning of its place, and what they fill is copied to the device. Filled ranges less than
 `GAP_BYTES` apart are copied together, so a decode step takes one copy; of a page list, which can be megabytes long,
-only what the step filled is copied. On a CPU the host's memory is the device's, and nothing is copied.
+only what the step filled is copied, in whole chunks of `CHUNK_LENGTH`. So nearly all steps copy the same ranges as the
+step before, though lists grow. On a CPU the host's memory is the device's, and nothing is copied.
 
 What a step leaves as it was, such as how tokens are drawn, is the same array as in the step before, and is not written
 to the host's memory again.
@@ -24,10 +25,13 @@ import torch
 from precast.ir.graph.schema import Dtype
 from precast.loader.device import Buffer, Device, Event, aligned, host_bytes
 from precast.loader.run.batch import Array, Arrays, Padding
-from precast.loader.torch_device import tensor_of
+from precast.loader.torch_device import cut_out, tensor_of
 
 ALIGNMENT = 16
 """Bytes to which each place is aligned: the widest load that a kernel issues."""
+CHUNK_LENGTH = 1024
+"""Of an array whole chunks of so many elements are copied, or all of its place. What lies behind the array is not read.
+"""
 Capacities = Mapping[str, tuple[Dtype, int]]
 """Of each array its dtype and how long it can become."""
 GAP_BYTES = 1 << 16
@@ -49,8 +53,8 @@ class Layout:
         order = sorted(sizes, key=lambda name: (bool(padding) and name not in padding, sizes[name]))
         ends = itertools.accumulate((sizes[name] for name in order), initial=0)
         starts = dict(zip(order, ends, strict=False))
-        # Where each place begins and what one element takes, in bytes, in the order of the places.
-        self._extents = {name: (starts[name], np.dtype(capacities[name][0]).itemsize) for name in order}
+        # Where each place begins, how long it is and what one element takes, in bytes, in the order of the places.
+        self._extents = {name: (starts[name], sizes[name], np.dtype(capacities[name][0]).itemsize) for name in order}
         self.tensors = {
             name: tensor_of(target.view(starts[name], (length,), dtype=dtype))
             for name, (dtype, length) in capacities.items()
@@ -60,20 +64,20 @@ class Layout:
             {name: np.frombuffer(memory, dtype, length, starts[name]) for name, (dtype, length) in capacities.items()}
             for memory in memories
         ]
-        self._lengths: dict[str, int] = {}  # of the arrays of the last step, and the ranges of bytes of these
+        self._lengths: dict[str, int] = {}  # of the last step's copies, and the ranges of bytes of these
         self._ranges: list[tuple[int, int]] = []
 
     def ranges(self, lengths: dict[str, int]) -> list[tuple[int, int]]:
-        """Where what arrays of these lengths fill begins and ends, in bytes: what is to be copied."""
+        """Where so many elements of each array's place begin and end, in bytes; none beyond a place."""
         if lengths != self._lengths:
             self._lengths, self._ranges = lengths, joined(self._used(lengths))
         return self._ranges
 
     def _used(self, lengths: Mapping[str, int]) -> Iterable[tuple[int, int]]:
         """Of each array, in order."""
-        for name, (start, item_bytes) in self._extents.items():
+        for name, (start, num_bytes, item_bytes) in self._extents.items():
             if name in lengths:
-                yield start, start + item_bytes * lengths[name]
+                yield start, start + min(item_bytes * lengths[name], num_bytes)
 
 
 class Places:
@@ -87,7 +91,8 @@ class Places:
         on_host = [self._target] if device.kind == "cpu" else [device.alloc(num_bytes, pinned=True) for _ in range(2)]
         self._hosts = deque(_Host(i, source) for i, source in enumerate(on_host))
         # Whoever looks at a whole place finds numbers there that the host has written, zeros at first.
-        tensor_of(self._target).zero_()
+        for memory in (self._target, *on_host):
+            tensor_of(memory).zero_()
         self.widest = Layout(capacities, {}, self._target, on_host)
 
     @property
@@ -121,9 +126,8 @@ class Places:
         if host.source is self._target:
             return
         host.until = until
-        for start, end in layout.ranges(lengths):
-            size = (end - start,)
-            self._device.copy(self._target.view(start, size), host.source.view(start, size))
+        for into, values in host.copies(layout.ranges(lengths), self._target):
+            self._device.copy(into, values)
 
     def passed(self, event: Event) -> None:
         """The caller has waited for this event since it was recorded last."""
@@ -145,9 +149,11 @@ class _Host:
         self.until: Event | None = None
         self._written: dict[str, Array] = {}
         self._layout: Layout | None = None
+        self._ranges: list[tuple[int, int]] = []  # of the last copies
+        self._copies: list[tuple[Buffer, Buffer]] = []
 
     def write(self, arrays: Arrays, layout: Layout) -> dict[str, int]:
-        """Write the arrays with their padding; how long they are then.
+        """Write the arrays with their padding; how much of each is to be copied, in whole chunks.
 
         One that can't be written to is left out if it is what was written here the last time, in the same layout.
         """
@@ -158,7 +164,7 @@ class _Host:
         for name, values in arrays.items():
             count = len(values)
             length, fill = padding.get(name, (count, 0))
-            lengths[name] = length
+            lengths[name] = -(-length // CHUNK_LENGTH) * CHUNK_LENGTH
             if written.get(name) is values and not values.flags.writeable:
                 continue
             place = places[name]
@@ -166,6 +172,15 @@ class _Host:
             if count < length:
                 place[count:length] = values[-1] if fill is None else fill
         return lengths
+
+    def copies(self, ranges: list[tuple[int, int]], target: Buffer) -> list[tuple[Buffer, Buffer]]:
+        """For each range of bytes: where on the target it is copied to, and from where. `target` is always the same."""
+        if ranges != self._ranges:
+            self._ranges = ranges
+            self._copies = [
+                (cut_out(target, start, end - start), cut_out(self.source, start, end - start)) for start, end in ranges
+            ]
+        return self._copies
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

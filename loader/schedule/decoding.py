@@ -167,17 +167,24 @@ class DecodeBatch:
 
     def evict(self, tables: PageTables) -> None:
         """Give back the pages that the sequences' next tokens don't see."""
+        if not self._forgetting:
+            return
         rows = self._rows
+        is_due = rows.positions >= rows.unseen
+        if not is_due.any():
+            return
         for i, spec in self._forgetting:
-            # More than once where a whole chunk of attention ends.
-            while len(indices := np.flatnonzero(rows.positions >= rows.unseen[i])):
+            (indices,) = is_due[i].nonzero()
+            while len(indices):
                 tables.drop_first_page(self._paged[i], self._tables_of(indices))
                 first = rows.first[i]
                 first[indices] += 1
                 rows.counts[i, indices] -= 1
                 ends = (first[indices] + 1) * spec.page_size
-                rows.unseen[i, indices] = unseen_from(spec, ends)
+                rows.unseen[i, indices] = unseen = unseen_from(spec, ends)
                 self._pages_changed()
+                # More than once where a whole chunk of attention ends.
+                indices = indices[rows.positions[indices] >= unseen]
 
     def short(self) -> dict[str, Ints]:
         """By group, the indices of those whose next token has no place; groups where all have one are left out."""

@@ -106,7 +106,7 @@ def test_a_decode_step_is_two_copies_one_launch_and_one_event() -> None:
         "synchronize": steps,
         "seconds_between": 2,
     }
-    assert max(device.copied) < 1000
+    assert max(device.copied) < 2000, "of all places, which are longer, the step's own are copied"
 
 
 def test_steps_of_a_budget_that_is_given_are_not_timed() -> None:

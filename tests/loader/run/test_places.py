@@ -16,7 +16,7 @@ from tiny import tiny_graph
 
 from precast.ir.memory import caches
 from precast.loader.cache.memory import CacheMemory
-from precast.loader.device import Buffer
+from precast.loader.device import Buffer, host_bytes
 from precast.loader.run.batch import Arrays, Padding
 from precast.loader.run.places import ALIGNMENT, GAP_BYTES, Layout, Places, joined
 from precast.loader.run.runner import Runner
@@ -113,12 +113,34 @@ def test_short_inputs_take_one_copy_and_of_lists_what_is_used() -> None:
     device = CopyingDevice()
     lists: Any = {"long": ("int32", 10**6), "longer": ("int32", 2 * 10**6)}
     places = Places({**CAPACITIES, **lists}, device)
-    used = {"long": np.zeros(50, np.int32), "longer": np.zeros(7, np.int32)}
+    used = {"long": np.arange(50, dtype=np.int32), "longer": np.arange(7, dtype=np.int32)}
 
     fill(places, {"a": np.zeros(5, np.int32), "c": np.zeros(1, np.float32), "b": np.zeros(2, np.int64), **used})
 
     # a, b, c and the beginning of `long` would be one range but for `list` between them, of which nothing is used.
-    assert device.copied == [68, 200, 28]
+    assert device.copied == [96, 4096, 4096]
+    assert {name: tensor.tolist() for name, tensor in places.filled(used).items()} == {
+        name: values.tolist() for name, values in used.items()
+    }
+
+
+class DirtyDevice(CopyingDevice):
+    """Its memory holds something else when it is allocated."""
+
+    def alloc(self, num_bytes: int, *, pinned: bool = False) -> Buffer:
+        buffer = super().alloc(num_bytes, pinned=pinned)
+        host_bytes(buffer)[:] = bytes([0xFF]) * num_bytes
+        return buffer
+
+
+def test_behind_what_is_filled_there_are_zeros_at_first() -> None:
+    """Of a list a whole chunk is copied, or all of its place."""
+    places = Places(CAPACITIES, DirtyDevice())
+
+    fill(places, {"a": np.array([7, 8], np.int32), "list": np.array([9], np.int32)})
+
+    assert places.widest.tensors["a"].tolist() == [7, 8, 0, 0, 0]
+    assert places.widest.tensors["list"].tolist() == [9] + [0] * 100_000
 
 
 def test_in_a_layout_of_its_own_a_step_takes_one_copy_of_what_it_uses() -> None:
@@ -126,7 +148,7 @@ def test_in_a_layout_of_its_own_a_step_takes_one_copy_of_what_it_uses() -> None:
     device = CopyingDevice()
     places = Places(dict.fromkeys("abc", ("int64", 8192)) | {"list": ("int32", 100_000)}, device)
     layout = places.layout({"a": Padding(4, 0), "b": Padding(2, 0), "c": Padding(4, -1)})
-    for length in (7, 900):
+    for length in (7, 900, 1024, 1025, 1024):
         places.fill(
             {name: np.ones(2, np.int64) for name in "abc"} | {"list": np.full(length, 9, np.int32)}, PASSED, layout
         )
@@ -135,7 +157,7 @@ def test_in_a_layout_of_its_own_a_step_takes_one_copy_of_what_it_uses() -> None:
         assert layout.tensors["c"].tolist() == [1, 1, -1, -1]
         assert layout.tensors["list"][:length].tolist() == [9] * length
 
-    assert device.copied == [80 + 28, 80 + 3600]
+    assert device.copied == [80 + 4096] * 3 + [80 + 8192, 80 + 4096]
     assert layout.tensors["b"].data_ptr() == places.address, "the shortest is the first"
 
 

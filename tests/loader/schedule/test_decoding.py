@@ -70,3 +70,24 @@ def test_pages_are_needed_where_the_last_one_ends_and_after_one_with_more_room_h
     assert found == [{"near": [1]}, {}, {}, {}]
     rows.advance()
     assert {name: indices.tolist() for name, indices in rows.short().items()} == {"near": [0], "far": [0]}
+
+
+def test_all_pages_of_a_chunk_of_attention_are_given_back_where_it_ends() -> None:
+    """Chunks of 8 tokens on pages of 4: the token at 8 sees none of those before it, the one at 7 all of its chunk."""
+    tables = PageTables(tiny_graph({"chunks": (8, 4, "pool")}, ["chunks"]).caches, Arena(40))
+    rows = DecodeBatch(tables.plan, 8)
+    for number, length in ((0, 7), (1, 3)):
+        made = Request(number, array("q", [1] * length), 30)
+        made.table = tables.new_table()
+        tables.grow(made.table, length - 1)
+        made.num_pending = 1
+        rows.add(made)
+
+    first = []
+    for _ in range(4):
+        rows.evict(tables)
+        rows.grow(tables, rows.short())
+        first.append([each.table.first["chunks"] for each in rows.requests])
+        rows.advance()
+
+    assert first == [[0, 0], [0, 0], [2, 0], [2, 0]]  # at 6, 7, 8, 9, and at 2, 3, 4, 5
