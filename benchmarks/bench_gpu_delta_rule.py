@@ -166,7 +166,7 @@ def decode(op: str, sequences: int, bytes_per_second: float) -> dict[str, Any]:
 def choosing(name: str, value: Any) -> Iterator[None]:
     """Another choice of sizes than that of `precast.kernels.delta_rule.launches`."""
     chosen = getattr(launches, name)
-    setattr(launches, name, lambda *_: value)
+    setattr(launches, name, lambda *_, **__: value)
     try:
         yield
     finally:
