@@ -56,11 +56,14 @@ FITS_CHUNKS = Condition(
 )
 
 
-def columns(size: int, value_size: int) -> Columns:
-    """Of a walk: about 32 numbers of the state for each thread; one warp for most sizes: sums stay within it."""
+def columns(size: int, value_size: int, *, is_few: bool) -> Columns:
+    """Of a walk: 64 numbers of the state for each of 128 threads; in steps of few tokens 32, so that more programs run.
+
+    Whole lines of memory are read of each row of the state: 32 columns and more take two thirds of the time of 16.
+    """
     d = power_of_two(size)
-    e = min(power_of_two(value_size), max(8, 1024 // d))
-    return Columns(e, max(1, d * e // 2048))
+    e = min(power_of_two(value_size), max(8, (4096 if is_few else 8192) // d))
+    return Columns(e, min(4, max(1, d * e // (1024 if is_few else 2048))))
 
 
 def tile_of(use: Use) -> Tile:
@@ -70,14 +73,21 @@ def tile_of(use: Use) -> Tile:
     is_large = use.target.capability in ((9, 0), (10, 0), (10, 3))
     num_warps = 4 if size <= 128 else 8
     if use.operands["q"].type.dtype == "bfloat16":
-        return Tile(64 if size <= 128 and is_large else 32, min(32, value), num_warps, 2 if is_large else 1)
+        if size > 128:
+            return Tile(32, min(16, value), num_warps, 1)
+        return Tile(64 if is_large else 32, min(32, value), num_warps, 2 if is_large else 1)
     return Tile(32 if size <= 128 else 16, min(16, value), 8 if use.width("q") == 4 else num_warps, 1)
 
 
-def walk(use: Use, *, most: int = 0) -> tuple[Launch, ...]:
+def few(use: Use) -> tuple[Launch, ...]:
+    """Both forms in one launch, token by token, for steps of few tokens."""
+    return walk(use, is_few=True)
+
+
+def walk(use: Use, *, most: int = 0, is_few: bool = False) -> tuple[Launch, ...]:
     """Both forms in one launch, token by token; of sequences of up to `most` tokens if it isn't 0, and of padding."""
     size, value_size = known(use, "q", 3), known(use, "v", 3)
-    sizes = columns(size, value_size)
+    sizes = columns(size, value_size, is_few=is_few)
     return (
         Launch(
             kernel=_KERNELS + "walk_kernel",
@@ -116,23 +126,24 @@ def chunked(use: Use) -> tuple[Launch, ...]:
 
 
 def _prepare(use: Use) -> Launch:
-    tile, sequences, tokens = tile_of(use), _sequences(use), use.shape("q")[1]
+    tile, tokens = tile_of(use), use.shape("q")[1]
     # Each sequence may end with a part of a chunk.
-    chunks = mul(minimum(sequences, 1), add(floordiv(tokens, tile.chunk), sequences))
+    chunks = add(floordiv(tokens, tile.chunk), _longer(use))
     return Launch(
         kernel=_KERNELS + "prepare_kernel",
         grid=(chunks, known(use, "v", 2)),
         args=(
             *_between(use),
             *(_pointer(use, name) for name in ("q", "k", "decay", "beta", "cu_seqlens")),
-            sequences,
+            _sequences(use),
             tokens,
             *(Stride(name, axis) for name in "qk" for axis in (1, 2, 3)),
             *_decay_strides(use)[:2],
             *(Stride("beta", axis) for axis in (1, 2)),
         ),
         constants={**_rule(use), **_tile_constants(use, tile)},
-        num_warps=8,
+        # Of four warps, two programs fit a multiprocessor: one computes while the other waits.
+        num_warps=4 if use.width("q") == 2 and known(use, "q", 3) <= 128 else 8,
         num_stages=1,
         pdl=overlaps(use),
     )
@@ -142,12 +153,13 @@ def _pass(use: Use) -> Launch:
     tile = tile_of(use)
     return Launch(
         kernel=_KERNELS + "pass_kernel",
-        grid=(ceildiv(known(use, "v", 3), tile.e), known(use, "v", 2), _sequences(use)),
+        grid=(ceildiv(known(use, "v", 3), tile.e), known(use, "v", 2), _longer(use)),
         args=(
             Pointer("out.0"),
             *_between(use),
             *(Pointer(name) for name in "qkv"),
             *_held(use),
+            _sequences(use),
             use.shape("q")[1],
             *(Stride(name, axis) for name in "qkv" for axis in (1, 2, 3)),
             *_state_strides(use),
@@ -209,6 +221,11 @@ def _held(use: Use) -> tuple[Pointer | None, ...]:
 
 def _sequences(use: Use) -> Expr:
     return add(use.shape("cu_seqlens")[0], -1)
+
+
+def _longer(use: Use) -> Expr:
+    """So many sequences can have more tokens than are walked."""
+    return minimum(_sequences(use), floordiv(use.shape("q")[1], WALKED + 1))
 
 
 def _decay_strides(use: Use) -> tuple[Stride | int, ...]:

@@ -40,7 +40,7 @@ def _delta_rule(use: Use) -> Expr:
 
 RECORDS = (
     *launch_records(
-        "delta_rule", launches.walk, variant=".few", sizes={"T": (0, launches.FEW)}, takes=(launches.HAS_KNOWN_SIZES,)
+        "delta_rule", launches.few, variant=".few", sizes={"T": (0, launches.FEW)}, takes=(launches.HAS_KNOWN_SIZES,)
     ),
     *launch_records(
         "delta_rule", launches.chunked, workspace=launches.chunk_bytes,

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.stateful.triton import clear_padding, tokens_of
+from precast.kernels.stateful.triton import chunk_of_longer, clear_padding, longer, tokens_of
 from precast.kernels.triton_chain import wait_for_previous
 
 PADDING = tl.constexpr(16)
@@ -261,27 +261,19 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
 
     Queries and keys are multiplied AS_GIVEN, or in float32: float16 has too small a range for what they meet.
 
-    Sequence s has the programs from `cu_seqlens[s] // CHUNK + s` on. Written are `inverse` [H, T, CHUNK], the inverse
-    times beta, and `scores` [H, T, CHUNK], the decayed products of queries with keys; and as `factors` [4, H, T] what
-    k S, q S, the differences, and, at a chunk's last token, the state are multiplied by.
+    Only sequences of more than MOST tokens have chunks. Written are `inverse` [H, T, CHUNK], the inverse times beta,
+    and `scores` [H, T, CHUNK], the decayed products of queries with keys; and as `factors` [4, H, T] what k S, q S, the
+    differences, and, at a chunk's last token, the state are multiplied by.
     """
     wait_for_previous(PDL)
-    program = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1).to(tl.int64)
-    low = 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_before = tl.load(cu_seqlens_ptr + middle) // CHUNK + middle <= program
-        low = tl.where(is_before, middle, low)
-        high = tl.where(is_before, high, middle)
-    begin = tl.load(cu_seqlens_ptr + low)
-    end = tl.load(cu_seqlens_ptr + low + 1)
-    first = begin + (program - begin // CHUNK - low) * CHUNK
-    if first >= end:
+    seq, chunk = chunk_of_longer(cu_seqlens_ptr, num_seqs, tl.program_id(0), MOST, CHUNK)
+    if seq < 0:
         return
-    if end - begin <= MOST:
+    first = tl.load(cu_seqlens_ptr + seq) + chunk * CHUNK
+    end = tl.load(cu_seqlens_ptr + seq + 1)
+    if first >= end:
         return
 
     t = first + tl.arange(0, CHUNK)
@@ -310,21 +302,22 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     between = tl.cumsum(tl.where(i > j, decay[:, None], 0.0), 0)
     arriving = tl.exp(tl.cumsum(decay, 0))
     leaving = tl.exp(tl.sum(tl.where(i == CHUNK - 1, between, 0.0), 0))
-    faded = tl.exp(between)
-    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * faded * (beta * of_k)[:, None] * of_k[None, :]
-    inverse = inverse_of(tl.where(i > j, system, 0.0), CHUNK) * beta[None, :]
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * faded * of_q[:, None] * of_k[None, :]
-
+    faded = tl.exp(between) * of_k[None, :]
     plane = heads * all_tokens
-    tile = (head * all_tokens + token[:, None]) * CHUNK + j
-    tl.store(inverse_ptr + tile, inverse.to(inverse_ptr.dtype.element_ty), mask=mask[:, None])
-    scores = tl.where(i >= j, scores, 0.0).to(scores_ptr.dtype.element_ty)
-    tl.store(scores_ptr + tile, scores, mask=mask[:, None])
     factors_ptr += head * all_tokens + token
     tl.store(factors_ptr, arriving * of_k, mask=mask)
     tl.store(factors_ptr + plane, arriving * of_q, mask=mask)
     tl.store(factors_ptr + 2 * plane, leaving * of_k, mask=mask)
     tl.store(factors_ptr + 3 * plane, arriving, mask=mask)
+
+    # What is stored before the inverse is in no registers beside it.
+    tile = (head * all_tokens + token[:, None]) * CHUNK + j
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * faded * of_q[:, None]
+    scores = tl.where(i >= j, scores, 0.0).to(scores_ptr.dtype.element_ty)
+    tl.store(scores_ptr + tile, scores, mask=mask[:, None])
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * faded * (beta * of_k)[:, None]
+    inverse = inverse_of(tl.where(i > j, system, 0.0), CHUNK) * beta[None, :]
+    tl.store(inverse_ptr + tile, inverse.to(inverse_ptr.dtype.element_ty), mask=mask[:, None])
 
 
 @triton.jit
@@ -350,6 +343,7 @@ def pass_kernel(  # type: ignore[no-untyped-def]
     slots_ptr,
     cu_seqlens_ptr,
     kv_lens_ptr,
+    num_seqs,
     all_tokens,
     q_stride_t,
     q_stride_h,
@@ -380,9 +374,10 @@ def pass_kernel(  # type: ignore[no-untyped-def]
     """BLOCK_E columns of one head's state, for one sequence of more than MOST tokens, chunk after chunk."""
     wait_for_previous(PDL)
     head = tl.program_id(1).to(tl.int64)
-    first, num_tokens, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, tl.program_id(2))
-    if num_tokens <= MOST:
+    seq = longer(cu_seqlens_ptr, num_seqs, tl.program_id(2), MOST)
+    if seq < 0:
         return
+    first, num_tokens, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, seq)
 
     dot_type = q_ptr.dtype.element_ty if AS_GIVEN else tl.float32
     zeros = tl.zeros((CHUNK, BLOCK_E), tl.float32)

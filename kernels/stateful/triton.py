@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_TOGETHER = tl.constexpr(128)
+"""Sequences that a program looks at together."""
+
 
 @triton.jit
 def tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, seq):  # type: ignore[no-untyped-def]
@@ -25,6 +28,45 @@ def tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, seq):  # type: ignore[no-u
         slot = tl.load(slots_ptr + seq)
         continues = (slot >= 0) & (tl.load(kv_lens_ptr + seq) != num_tokens)
         return first.to(tl.int64), num_tokens, slot.to(tl.int64), continues
+
+
+@triton.jit
+def longer(cu_seqlens_ptr, num_seqs, rank, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sequence of this rank among those of more than MOST tokens; -1 if there are fewer."""
+    found = -1
+    seen = 0
+    for first in range(0, num_seqs, _TOGETHER):
+        seq = first + tl.arange(0, _TOGETHER)
+        begins = tl.load(cu_seqlens_ptr + seq, mask=seq < num_seqs, other=0)
+        ends = tl.load(cu_seqlens_ptr + seq + 1, mask=seq < num_seqs, other=0)
+        is_longer = (ends - begins > MOST).to(tl.int32)
+        own = seen + tl.cumsum(is_longer, 0) - 1
+        found = tl.maximum(found, tl.max(tl.where((is_longer == 1) & (own == rank), seq, -1), 0))
+        seen += tl.sum(is_longer, 0)
+    return found
+
+
+@triton.jit
+def chunk_of_longer(cu_seqlens_ptr, num_seqs, place, MOST: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sequence of more than MOST tokens that has this place, and which of its chunks that is.
+
+    The places of the r-th such sequence begin at `first token // CHUNK + r`: there are enough up to those of the next
+    one. A place that is left over is a chunk that begins at its end or later; -1: before them all.
+    """
+    found = -1
+    begins_at = 0
+    seen = 0
+    for first in range(0, num_seqs, _TOGETHER):
+        seq = first + tl.arange(0, _TOGETHER)
+        begins = tl.load(cu_seqlens_ptr + seq, mask=seq < num_seqs, other=0)
+        ends = tl.load(cu_seqlens_ptr + seq + 1, mask=seq < num_seqs, other=0)
+        is_longer = (ends - begins > MOST).to(tl.int32)
+        own = begins // CHUNK + seen + tl.cumsum(is_longer, 0) - 1
+        is_before = (is_longer == 1) & (own <= place)
+        found = tl.maximum(found, tl.max(tl.where(is_before, seq, -1), 0))
+        begins_at = tl.maximum(begins_at, tl.max(tl.where(is_before, own, 0), 0))
+        seen += tl.sum(is_longer, 0)
+    return found, place - begins_at
 
 
 @triton.jit

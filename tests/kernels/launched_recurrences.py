@@ -178,6 +178,40 @@ def test_prompts_around_a_chunk(dtype: torch.dtype, same: Callable[..., None]) -
     agrees(SPECS["precast.stateful_delta_rule"], chunked(), prompts(Draw(dtype, DEVICE), lengths), same)
 
 
+@pytest.mark.parametrize("tile", [launches.Tile(64, 32, 4, 2), launches.Tile(32, 16, 4, 1)], ids=str)
+@pytest.mark.parametrize("lengths", [[1, 63, 65, 0, 4, 7], [33, 0], [2, 2, 2, 2, 1]], ids=str)
+def test_nothing_is_touched_beyond_the_workspace(
+    lengths: list[int], tile: launches.Tile, monkeypatch: pytest.MonkeyPatch, same: Callable[..., None]
+) -> None:
+    """What lies around it, and in it before, are bytes that make no number; so are the padding's tokens."""
+    around, made = 4096, []
+    empty = torch.empty
+
+    def within_guards(*size: Any, **more: Any) -> torch.Tensor:
+        if more.get("dtype") != torch.uint8:
+            return empty(*size, **more)
+        made.append(torch.full((size[0] + 2 * around,), 0xFF, **more))
+        return made[-1][around:-around]
+
+    monkeypatch.setattr(launches, "tile_of", lambda use: tile)
+    sample = prompts(Draw(HALF, DEVICE), lengths)
+    for name in ("q", "k", "v", "decay", "beta"):
+        sample[name][:, sum(lengths[:-1]) :] = float("nan")
+    monkeypatch.setattr(torch, "empty", within_guards)
+
+    agrees(SPECS["precast.stateful_delta_rule"], chunked(), sample, same)
+    (workspace,) = made
+    assert bool((workspace[:around] == 0xFF).all())
+    assert bool((workspace[-around:] == 0xFF).all())
+
+
+def test_more_sequences_than_are_looked_at_together(same: Callable[..., None]) -> None:
+    """Of which few are computed in chunks."""
+    lengths = [CHUNK + 5 if i in (3, 127, 128, 140) else i % 2 for i in range(150)]
+
+    agrees(SPECS["precast.stateful_delta_rule"], chunked(), prompts(Draw(torch.float32, DEVICE), [*lengths, 0]), same)
+
+
 @pytest.mark.parametrize("walked", [0, 1])
 def test_short_sequences_are_walked_beside_long_ones(
     walked: int, monkeypatch: pytest.MonkeyPatch, same: Callable[..., None]

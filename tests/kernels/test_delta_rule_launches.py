@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compiled_launches import compiled
+from compiled_launches import compiled, stack_bytes
 
 from precast.ir.graph.schema import Const, Dtype, Node, Ref, TensorType, Value
 from precast.ir.graph.symbols import add, evaluate
 from precast.kernels.choices import cases
+from precast.kernels.delta_rule.launches import chunked
 from precast.kernels.use import Target, Use, use_of
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
@@ -63,6 +64,18 @@ def test_every_step_compiles_for_hopper(use: Use) -> None:
             # Chunks of halves are products on the tensor cores, those of float32 are exact.
             has_tensor_cores = any(name in made.asm["ptx"] for name in ("wgmma", "mma.sync"))
             assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith("walk_kernel"))
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_chunks_of_halves_lie_in_registers(dtype: Dtype, size: int, tmp_path: Path) -> None:
+    """ptxas 12.8 takes addresses of what warp groups multiply from the pointer to the stack, where there is one."""
+    use = delta_rule(dtype, 2, 4, size)
+    types = {name: operand.type for name, operand in use.operands.items()} | {"out.0": use.result}
+
+    _, *chunks = chunked(use)
+
+    assert [stack_bytes(compiled(launch, types), tmp_path) for launch in chunks] == [0, 0]
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(4096, 1), (4096, 300), (64, 64)])

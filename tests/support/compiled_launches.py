@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from precast.ir.graph.schema import Dtype, TensorType
@@ -49,3 +52,16 @@ def compiled(launch: Launch, types: Mapping[str, TensorType]) -> Any:
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "launch_pdl": launch.pdl}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def stack_bytes(made: Any, folder: Path) -> int:
+    """What a thread of a compiled kernel keeps in memory, as what it has no registers for. `folder`: for a file."""
+    from triton import knobs
+
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    usage = subprocess.run(
+        [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)], check=True, capture_output=True, text=True
+    )
+    (found,) = re.findall(r"STACK:(\d+)", usage.stdout)
+    return int(found)
