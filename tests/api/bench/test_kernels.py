@@ -69,6 +69,15 @@ def test_tables_are_read_as_they_are_written(table: Table, tmp_path: Path) -> No
     assert msgspec.json.decode((tmp_path / "table.json").read_bytes())["machine"]["gpu"] == "NVIDIA H200"
 
 
+def test_the_machine_at_hand_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its versions are text, whatever torch says its own is."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    write_table(Table(this_machine()), tmp_path / "table.json")
+
+    assert read_table(tmp_path / "table.json").machine.torch == torch.__version__
+
+
 def test_a_table_decides_what_computes(table: Table, other_bundle: Path, command: Command, tmp_path: Path) -> None:
     write_table(table, tmp_path / "table.json")
     shown = command(
