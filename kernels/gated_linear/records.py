@@ -59,13 +59,13 @@ def _part(use: Use, first: Expr, rows: Expr) -> tuple[Launch, Launch]:
     node = Node("precast.gated_activation", {"x": Ref("x"), "kind": Const(use.constant("kind"))},
                 (Value("y", TensorType(dtype, (rows, width))),))  # fmt: skip
     (gate,) = gated_activation(Use(node, {"x": Operand(TensorType(dtype, shape), is_contiguous=True)}, use.target))
-    args = {
+    args: dict[Pointer | Stride | Expr | float | None, Pointer | int] = {
         Pointer("x"): products, Stride("x", 0): outputs, Stride("x", 1): 1,
         Pointer("out.0"): Pointer("out.0", offset=mul(use.width("input"), width, first)),
     }  # fmt: skip
     return (
         linear.product_into(use, products, Pointer("workspace"), (first, rows)),
-        gate._replace(args=tuple(args.get(arg, arg) for arg in gate.args)),  # type: ignore[call-overload]
+        gate._replace(args=tuple(args.get(arg, arg) for arg in gate.args)),
     )
 
 
