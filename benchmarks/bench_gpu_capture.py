@@ -19,70 +19,31 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import msgspec
-import random_checkpoints
 import shapes
 import torch
+from random_model import RandomModel
 
 import precast
 from precast.ir.artifact import Bundle
-from precast.ir.memory import caches
-from precast.loader import sizing
-from precast.loader.cache.memory import CacheMemory
-from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
-from precast.loader.load import captured_sizes
-from precast.loader.placement import bind_world, place
-from precast.loader.program.restore import restore
 from precast.loader.run.capture import Size
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import EngineLimits
-from precast.loader.timeline import Timeline
-from precast.loader.torch_device import cut_blocks_to_size, tensor_of
 
 SHAPES = ("llama-3.1-8b",)
 GOALS = {"seconds": 4.0, "gib": 0.8, "longest_pause_ms": 20.0}
-MAX_SEQ_LEN, CACHE_BYTES = 8192, 4 << 30
+MAX_SEQ_LEN = 8192
+LIMITS = EngineLimits(256, 8192, MAX_SEQ_LEN, 4 << 30)
 WARM_UPS = 3
 """Runs before a capture, in PyTorch's examples."""
 
 
-class Model:
-    """A bundle's program with random weights on the GPU, and runners on it."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        placement = place("cuda")
-        self.device, self._bundle = placement.device, bundle
-        graph = bind_world(bundle.graph, placement)
-        self.graph = graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-        self._on = torch.device(self.device.name)
-        self.limits = EngineLimits(256, 8192, MAX_SEQ_LEN, CACHE_BYTES)
-        self.sizes = captured_sizes(graph, self.limits)
-        free = self.device.free_bytes()
-        self.arena = sizing.size_arena(graph, self.limits, self.device, free=free, captured_sizes=self.sizes)
-        self._memory = CacheMemory(graph.caches, self.arena.num_slabs, self.device)
-        self._tensors = random_checkpoints.tensors(graph, self._on) | self._memory.tensors
-        cut_blocks_to_size(self._on)
-
-    def runner(self, *, placed: bool) -> Runner:
-        """A new one. `placed`: values lie at planned addresses, as `precast.load` has it."""
-        program = restore(self.graph, device=self._on)
-        program.bind(self._tensors)
-        if placed:
-            program.place(self.arena.addresses, tensor_of(self.device.alloc(self.arena.addresses.num_bytes)))
-        return Runner(program, self.graph, self._memory, self.device, self.limits, captured_sizes=self.sizes)
-
-    def engine(self, runner: Runner) -> Engine:
-        """An engine on a runner."""
-        return Engine(runner, self._bundle.manifest.model, tokenizer_files={}, timeline=Timeline())
-
-
-def served(model: Model) -> dict[str, Any]:
+def served(model: RandomModel) -> dict[str, Any]:
     """All sizes captured between the steps of eight requests, the first of which runs op by op; twice, the second time
     with all kernels compiled."""
-    found = {}
+    found, counted = {}, model.arena(model.default_sizes).graphs
     for name in ("first", "again"):
-        runner = model.runner(placed=True)
+        runner = model.runner(model.default_sizes)
         engine = model.engine(runner)
         pauses = timed(runner)
         for i in range(8):
@@ -93,8 +54,8 @@ def served(model: Model) -> dict[str, Any]:
             engine.step()
         stats, taken = engine.stats, bytes_in_use() - before
         found[name] = {
-            "sizes": stats.graphs, "largest": max(model.sizes), "pieces": runner.captures.num_pieces,
-            "seconds": round(stats.capture_seconds, 2), "bytes": taken, "bytes_counted": model.arena.graphs,
+            "sizes": stats.graphs, "largest": max(model.default_sizes), "pieces": runner.captures.num_pieces,
+            "seconds": round(stats.capture_seconds, 2), "bytes": taken, "bytes_counted": counted,
             "pauses_ms": pauses, "longest_pause_ms": max(pauses.values()),
             "median_pause_ms": round(statistics.median(pauses.values()), 1),
         }  # fmt: skip
@@ -116,9 +77,9 @@ def timed(runner: Runner) -> dict[int, float]:
     return found
 
 
-def naive(model: Model) -> dict[str, Any]:
+def naive(model: RandomModel) -> dict[str, Any]:
     """The same steps, each captured by `torch.cuda.graph` into a pool of its own, after `WARM_UPS` runs."""
-    runner = model.runner(placed=False)
+    runner = model.runner(model.default_sizes, is_placed=False)
     graphs, pauses = [], {}
     before = bytes_in_use()
     for size in runner.captures._pending:
@@ -144,12 +105,12 @@ def naive(model: Model) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def nodes(model: Model) -> dict[str, int]:
+def nodes(model: RandomModel) -> dict[str, int]:
     """Nodes of the graphs of the smallest and the largest step: kernels, copies and fills."""
     from cuda.bindings import runtime
 
-    runner, found = model.runner(placed=True), {}
-    for count in (min(model.sizes), max(model.sizes)):
+    runner, found = model.runner(model.default_sizes), {}
+    for count in (min(model.default_sizes), max(model.default_sizes)):
         size = next(size for size in runner.captures._pending if size.num_tokens == count)
         run(runner, size)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -188,7 +149,7 @@ def bytes_in_use() -> int:
 
 def measure(bundle: Path) -> dict[str, Any]:
     """All cases; one that fails says so, and the others go on."""
-    model = Model(Bundle.open(bundle))
+    model = RandomModel(Bundle.open(bundle), LIMITS)
     found: dict[str, Any] = {}
     for case in (served, naive, nodes):
         started = time.perf_counter()

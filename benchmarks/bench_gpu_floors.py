@@ -12,38 +12,27 @@ ones with random weights, of larger models some layers; how many experts a step 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import bench_gpu_steps
 import harness
-import msgspec
-import random_checkpoints
 import step_floors
 import torch
 from bench_gpu_experts import product_flops_per_second, read_bytes_per_second
+from random_model import RandomModel, collect
 
 from precast import SamplingParams
 from precast.ir.artifact import Bundle
-from precast.ir.memory import caches
 from precast.kernels.registry import Implementation, implementations
 from precast.kernels.use import Use
-from precast.loader import sizing
-from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
-from precast.loader.load import constant_tensors
-from precast.loader.placement import bind_world, place
-from precast.loader.program.restore import restore
-from precast.loader.run.runner import Runner
 from precast.loader.sizing import EngineLimits
-from precast.loader.timeline import Timeline
-from precast.loader.torch_device import cut_blocks_to_size, tensor_of
 
 SHAPES = ("nemotron-h-8b", "qwen3-next-80b-6-layers", "deepseek-v3-4-layers", "gpt-oss-20b")
 BATCHES = (1, 64)
@@ -51,39 +40,17 @@ PREFILL = 4096
 LIMITS = EngineLimits(max(BATCHES), 8192, 8192, 16 << 30)
 
 
-class Model:
-    """A bundle with random weights on the GPU, its steps run op by op or captured."""
+class CountedExperts:
+    """For `choose`: counts the experts that each layer uses, as it runs op by op."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        placement = place("cuda")
-        self._bundle, self._device = bundle, placement.device
-        graph = bind_world(bundle.graph, placement)
-        self.graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-        self._on = torch.device(self._device.name)
-        self._tensors = random_checkpoints.tensors(self.graph, self._on)
-        self._tensors |= constant_tensors(self.graph, bundle.constants, self._device)
-        cut_blocks_to_size(self._on)
-        self.used: list[int] = []  # experts of each layer that ran op by op
+    def __init__(self) -> None:
+        self.used: list[int] = []
 
-    def engine(self, *, captured: bool) -> Engine:
-        """A new one. Not `captured`: `used` grows with each layer of experts."""
-        sizes = BATCHES if captured else ()
-        free = self._device.free_bytes()
-        arena = sizing.size_arena(self.graph, LIMITS, self._device, free=free, captured_sizes=sizes)
-        memory = CacheMemory(self.graph.caches, arena.num_slabs, self._device)
-        program = restore(self.graph, device=self._on, choose=implementations if captured else self._counted)
-        program.bind(self._tensors | memory.tensors)
-        program.place(arena.addresses, tensor_of(self._device.alloc(arena.addresses.num_bytes)))
-        runner = Runner(program, self.graph, memory, self._device, LIMITS, captured_sizes=sizes)
-        if captured:
-            runner.capture_all()
-        return Engine(runner, self._bundle.manifest.model, tokenizer_files={}, timeline=Timeline())
-
-    def _counted(self, use: Use) -> tuple[Implementation, ...]:
+    def __call__(self, use: Use) -> Sequence[Implementation]:
         found = implementations(use)
         if use.node.op != "precast.experts":
             return found
-        return tuple(each._replace(function=self._counting(each.function)) for each in found)
+        return [each._replace(function=self._counting(each.function)) for each in found]
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **arguments: Any) -> Any:
@@ -93,35 +60,38 @@ class Model:
         return run
 
 
-def experts_used(model: Model) -> dict[str, list[int]]:
+def experts_used(model: RandomModel) -> dict[str, list[int]]:
     """How many experts each layer uses, in a step of each kind, op by op."""
-    engine = model.engine(captured=False)
-    found = {"prefill": _used_by(model, engine, 1, PREFILL, max_tokens=1)}
+    experts = CountedExperts()
+    engine = model.engine(model.runner((), choose=experts))
+    found = {"prefill": _used_by(experts, engine, 1, PREFILL, max_tokens=1)}
     for count in BATCHES:
-        found[str(count)] = _used_by(model, engine, count, bench_gpu_steps.PROMPT_TOKENS, max_tokens=12)
+        found[str(count)] = _used_by(experts, engine, count, bench_gpu_steps.PROMPT_TOKENS, max_tokens=12)
     engine.close()
     return found
 
 
-def _used_by(model: Model, engine: Engine, count: int, length: int, *, max_tokens: int) -> list[int]:
+def _used_by(experts: CountedExperts, engine: Engine, count: int, length: int, *, max_tokens: int) -> list[int]:
     """In the last step of requests that are as long as one another."""
     for prompt in bench_gpu_steps.prompts(count, length):
         engine.submit(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     used: list[int] = []
     while engine.has_work:
-        model.used = []
+        experts.used = []
         engine.step()
-        used = model.used or used
+        used = experts.used or used
     return used
 
 
 def measure(bundle: Bundle, rates: dict[str, float]) -> dict[str, Any]:
     """One model's steps: milliseconds, floors, and how often the floor each takes."""
     started = time.perf_counter()
-    model = Model(bundle)
+    model = RandomModel(bundle, LIMITS)
     used = experts_used(model)
     collect()
-    engine = model.engine(captured=True)
+    runner = model.runner(BATCHES)
+    runner.capture_all()
+    engine = model.engine(runner)
     found: dict[str, Any] = {"pieces": engine._runner.captures.num_pieces}
     ready = time.perf_counter() - started
     for count in BATCHES:
@@ -146,12 +116,6 @@ def row(ms: float, floor: step_floors.Floor, rates: dict[str, float]) -> dict[st
         "floor": "bytes" if is_read else "products", "gb": round(sum(floor[:2]) / 1e9, 3),
         "tflop": round(floor.flops / 1e12, 3),
     }  # fmt: skip
-
-
-def collect() -> None:
-    """Gives memory back to whoever comes next."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def printed(name: str, found: dict[str, Any]) -> None:

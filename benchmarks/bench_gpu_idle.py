@@ -5,7 +5,7 @@ driver takes to launch its graph left out and given beside it; and it is hidden,
 of the time. The baseline is the same engine op by op. The shape is that of Llama 3.1 8B with random weights.
 
     python benchmarks/bench_gpu_idle.py --build DIR
-    python benchmarks/bench_gpu_idle.py --bundles DIR --checkpoints DIR
+    python benchmarks/bench_gpu_idle.py --bundles DIR
 
 Kernels are traced one by one, which slows graphs of many kernels: `idle` says how long the traced steps took, and how
 much of the time without a kernel lay between steps, where the host would have to be waited for, and how much between
@@ -15,7 +15,6 @@ kernels of one step.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 import traceback
@@ -26,8 +25,8 @@ from typing import Any, NamedTuple
 
 import bench_gpu_steps
 import harness
-import random_checkpoints
 import torch
+from random_model import RandomModel, collect
 from step_parts import StepParts
 
 import precast
@@ -186,18 +185,18 @@ def measure_idle(engine: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(bundle: Path, checkpoint: Path, out: Path) -> None:
+def measure(bundle: Bundle, out: Path) -> None:
     """Both engines, one after the other; what one of them fails at is in the results."""
     attempt(lambda: {"warm-up": traced(partial(torch.zeros, 1, device="cuda"))})  # the first trace sets up the tracing
+    model = RandomModel(bundle, bench_gpu_steps.LIMITS)
     found: dict[str, Any] = {}
-    for name, capture, run in (("captured", "before", measure_captured), ("eager", "off", measure_eager)):
-        engine = precast.load(bundle, weights=checkpoint, max_num_seqs=256, max_num_tokens=8192, capture=capture,
-                              cache_bytes=24 << 30)  # fmt: skip
+    for name, sizes, run in (("captured", model.default_sizes, measure_captured), ("eager", (), measure_eager)):
+        engine = model.engine(model.runner(sizes))
+        engine.wait_until_captured()
         found[name] = attempt(partial(run, engine))
         engine.close()
         del engine
-        gc.collect()
-        torch.cuda.empty_cache()
+        collect()
         harness.write(out, "gpu_idle", {SHAPE: found})
 
 
@@ -206,20 +205,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", type=Path)
     parser.add_argument("--bundles", type=Path)
-    parser.add_argument("--checkpoints", type=Path)
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_idle.json")
     arguments = parser.parse_args()
     if arguments.build:
         bench_gpu_steps.build(arguments.build, [SHAPE])
         return
-    if not torch.cuda.is_available() or arguments.bundles is None or arguments.checkpoints is None:
-        print("needs a CUDA GPU, --bundles and --checkpoints: nothing measured")
+    if not torch.cuda.is_available() or arguments.bundles is None:
+        print("needs a CUDA GPU and --bundles: nothing measured")
         return
-    bundle, checkpoint = arguments.bundles / f"{SHAPE}.bundle", arguments.checkpoints / SHAPE
-    if not (checkpoint / "model.safetensors.index.json").exists():
-        random_checkpoints.write(Bundle.open(bundle), checkpoint)
-        torch.cuda.empty_cache()
-    measure(bundle, checkpoint, arguments.out)
+    measure(Bundle.open(arguments.bundles / f"{SHAPE}.bundle"), arguments.out)
 
 
 if __name__ == "__main__":

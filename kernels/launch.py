@@ -138,6 +138,8 @@ def _key(value: Any) -> Any:
     """What launches depend on of an argument: the value, or the kind of a tensor and where it lies."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.is_contiguous(), value.device
+    if isinstance(value, Steps):
+        return repr(value)
     return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -24,18 +24,13 @@ def _input(use: Use) -> Expr:
 def _at_once(use: Use) -> Expr:
     """The products of as many rows as are gated at once."""
     rows = minimum(numel(use.shape("input")[:-1]), MAX_ROWS_AT_ONCE)
-    return add(_products(use, rows), _input(use))
-
-
-def _products(use: Use, rows: Expr) -> Expr:
-    """Bytes of the products of so many rows."""
-    return mul(use.width("input"), rows, use.shape("weight")[0])
+    return add(mul(use.width("input"), rows, use.shape("weight")[0]), _input(use))
 
 
 def _beside_cublaslt(use: Use) -> Expr:
-    """Those of a step, or of half a step that has more rows than are held, and what the library takes."""
+    """What the library takes, and the products of a step, or of half a step that has more rows than are held."""
     rows = minimum(numel(use.shape("input")[:-1]), MAX_ROWS_AT_ONCE)
-    return add(_products(use, rows), linear.workspace(use))
+    return add(linear.workspace(use), mul(use.width("input"), rows, use.shape("weight")[0]))
 
 
 def product_and_gate(use: Use) -> tuple[Launch, ...]:
@@ -50,22 +45,22 @@ def in_two(use: Use) -> tuple[Launch, ...]:
 
 
 def _part(use: Use, first: Expr, rows: Expr) -> tuple[Launch, Launch]:
-    """The product of so many rows from the `first` on, behind what the library takes of the workspace, and its gate."""
+    """The product of so many rows from the `first` on, and its gate."""
     outputs, dtype = use.number("weight", 0), use.dtype
     assert outputs is not None
     assert dtype is not None
-    products = Pointer("workspace", dtype, linear.workspace_bytes(outputs))
+    products = Pointer("workspace", dtype, linear.workspace_bytes(outputs))  # behind what the library takes, aligned
     shape, width = (rows, outputs), outputs // 2
     node = Node("precast.gated_activation", {"x": Ref("x"), "kind": Const(use.constant("kind"))},
                 (Value("y", TensorType(dtype, (rows, width))),))  # fmt: skip
     (gate,) = gated_activation(Use(node, {"x": Operand(TensorType(dtype, shape), is_contiguous=True)}, use.target))
-    args: dict[Pointer | Stride | Expr | float | None, Pointer | int] = {
-        Pointer("x"): products, Stride("x", 0): outputs, Stride("x", 1): 1,
-        Pointer("out.0"): Pointer("out.0", offset=mul(use.width("input"), width, first)),
-    }  # fmt: skip
+    into, strides = Pointer("out.0", offset=mul(use.width("input"), width, first)), (outputs, 1)
+    others: dict[Pointer | Stride | Expr | float | None, Pointer] = {Pointer("x"): products, Pointer("out.0"): into}
     return (
         linear.product_into(use, products, Pointer("workspace"), (first, rows)),
-        gate._replace(args=tuple(args.get(arg, arg) for arg in gate.args)),
+        gate._replace(
+            args=tuple(strides[arg.axis] if isinstance(arg, Stride) else others.get(arg, arg) for arg in gate.args)
+        ),
     )
 
 

@@ -387,7 +387,7 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     num_tiles = _num_tiles(cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, num_seqs, True, BLOCK_M)
     for item in range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0)):
-        head = item % HEADS
+        head = item % HEADS  # pyright: ignore[reportOperatorIssue]
         seq, first_query = _find_tile(
             cu_seqlens_ptr, kv_lens_ptr, page_start_ptr, num_seqs, item // HEADS, True, BLOCK_M
         )

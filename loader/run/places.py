@@ -97,7 +97,7 @@ class Places:
 
     def layout(self, padding: Mapping[str, Padding]) -> Layout:
         """A layout for steps whose arrays are made as long as `padding` says; those without it may have any length."""
-        fitting = {
+        fitting: Capacities = {
             name: (dtype, padding[name].length if name in padding else most)
             for name, (dtype, most) in self._capacities.items()
         }
