@@ -1,20 +1,24 @@
 """On a GPU: the linear layers of three models by cuBLASLt, with its first choice of an algorithm and the fastest one.
 
 Claim: choosing by measurement among what cuBLASLt proposes makes the products of a step faster than `torch.mm`, the
-baseline in the same run. Each layer is timed for rows of 16 to 4096, its head for up to 256, over more weights than L2
+baseline in the same run. Each layer is timed for rows of 16 to 8192, its head for up to 256, over more weights than L2
 holds, as a CUDA graph; results are compared with the product in float32. Steps are the sums over a model's layers.
 
     python benchmarks/bench_gpu_cublaslt.py [--out FILE] [--table FILE] [--seconds N]
 
-`--table` also puts what was measured into a table of choices, in the place of what that said of these products.
+`--table` also puts what was measured into a table of choices, in the place of what that said of these products. Both
+files are written after each layer. What the seconds leave no time for has no figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +30,7 @@ from precast.kernels import machine
 from precast.kernels.linear.tuning import tune
 from precast.kernels.measured import MeasuredProduct, Table, read_table, write_table
 
-ROWS = (16, 32, 64, 128, 256, 4096)
+ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOST_ROWS_OF_A_HEAD = 256
 
 
@@ -79,8 +83,8 @@ class Measurement:
         return {**times, "candidates": found.num_candidates, "faults": list(found.faults)[:2]}
 
 
-def measure(model: dict[str, Layer], measurement: Measurement) -> dict[str, Any]:
-    """By layer and rows; printed as torch / first / fastest."""
+def measure(model: dict[str, Layer], measurement: Measurement) -> Iterator[dict[str, Any]]:
+    """By layer and rows, after each layer what there is of all; printed as torch / first / fastest."""
     table: dict[str, Any] = {}
     for name, layer in model.items():
         table[name] = {
@@ -88,19 +92,22 @@ def measure(model: dict[str, Layer], measurement: Measurement) -> dict[str, Any]
         }
         shown = [
             f"{rows}: {row['failed']}" if "failed" in row
-            else f"{rows}: {row['torch']}/{row['first']}/{row['fastest']}{'!' * len(row['faults'])}"
+            else f"{rows}: {row['torch']}/{row['first']}/{row['fastest']} of {row['candidates']}"
+            + "!" * len(row["faults"])
             for rows, row in table[name].items()
         ]  # fmt: skip
         print(f"  {name} {layer.outputs}x{layer.inputs}  {'  '.join(shown)}", flush=True)
-    return table
+        yield table
 
 
 def steps(model: dict[str, Layer], table: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of all products of a step by rows; without the head where that has no figure."""
+    """Milliseconds of all products of a step by rows, of up to `MOST_ROWS_OF_A_HEAD` with the head; where all have
+    figures."""
     found = {}
     for rows in map(str, ROWS):
         parts = {name: row[rows] for name, row in table.items() if rows in row}
-        if not any("failed" in row for row in parts.values()):
+        wanted = [name for name in model if name != "head" or int(rows) <= MOST_ROWS_OF_A_HEAD]
+        if all("fastest" in parts.get(name, {}) for name in wanted):
             found[rows] = {
                 how: round(sum(model[name].count * row[how] for name, row in parts.items()) / 1000, 3)
                 for how in ("torch", "first", "fastest")
@@ -109,7 +116,7 @@ def steps(model: dict[str, Layer], table: dict[str, Any]) -> dict[str, Any]:
 
 
 def put(products: list[MeasuredProduct], path: Path) -> None:
-    """Write a table with these products, and all else that it held of this machine."""
+    """Write a table with these products, and all else that it held; of cuBLASLt only what this version measured."""
 
     def key(product: MeasuredProduct) -> Any:
         return product.dtype, product.outputs, product.inputs, product.bias, product.rows
@@ -120,7 +127,10 @@ def put(products: list[MeasuredProduct], path: Path) -> None:
     if before.machine.cublaslt != machine.this_machine().cublaslt:
         kept = []
     merged = tuple(sorted([*kept, *products], key=key))
-    write_table(replace(before, machine=machine.this_machine(), products=merged), path)
+    unfinished = path.with_suffix(".part")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    write_table(replace(before, machine=machine.this_machine(), products=merged), unfinished)
+    os.replace(unfinished, path)
 
 
 def main() -> None:
@@ -128,24 +138,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_cublaslt.json")
     parser.add_argument("--table", type=Path)
-    parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--seconds", type=float, default=45)
     given = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA GPU: nothing measured")
         return
-    started, measurement, figures = time.perf_counter(), Measurement(given.seconds), {}
-    print("microseconds of torch / first choice / fastest")
+    gc.freeze()  # some versions of torch collect garbage before each capture: what is imported isn't looked at again
+    started, measurement = time.perf_counter(), Measurement(given.seconds)
+    figures: dict[str, Any] = {}
+    print("microseconds of torch / first choice / fastest of how many")
     with torch.inference_mode():
         for name, model in MODELS.items():
             print(name, flush=True)
-            table = measure(model, measurement)
-            figures[name] = {"milliseconds": steps(model, table), "microseconds": table}
+            for table in measure(model, measurement):
+                figures[name] = {"milliseconds": steps(model, table), "microseconds": table}
+                with contextlib.redirect_stdout(io.StringIO()):
+                    harness.write(given.out, "gpu_cublaslt", figures)
+                if given.table is not None:
+                    put(measurement.products, given.table)
             print(f"  a step's products, ms: {figures[name]['milliseconds']}", flush=True)
     print(f"{time.perf_counter() - started:.0f} s")
-    with contextlib.redirect_stdout(io.StringIO()):
-        harness.write(given.out, "gpu_cublaslt", figures)
-    if given.table is not None:
-        put(measurement.products, given.table)
 
 
 if __name__ == "__main__":

@@ -187,10 +187,10 @@ def _number(expr: Expr, places: Mapping[Expr, int]) -> Callable[[Sequence[int]],
 def _reader(arg: Pointer | Stride | Expr | float | None, places: Mapping[Expr, int]) -> _Reader:
     """What gives the argument of a launch, of a call's tensors and `sizes`."""
     if isinstance(arg, Pointer):
-        name = arg.tensor
+        name, offset = arg.tensor, _number(arg.offset, places)
         if arg.dtype is None:
-            return lambda tensors, sizes: tensors[name]
-        offset, dtype = _number(arg.offset, places), BY_NAME[arg.dtype]
+            return (lambda tensors, sizes: tensors[name]) if arg.offset == 0 else _beginning_later(name, offset)
+        dtype = BY_NAME[arg.dtype]
         return lambda tensors, sizes: tensors[name][offset(sizes) :].view(dtype)
     if isinstance(arg, Stride):
         name, axis = arg.tensor, arg.axis
@@ -199,6 +199,16 @@ def _reader(arg: Pointer | Stride | Expr | float | None, places: Mapping[Expr, i
         return lambda tensors, sizes: arg
     value = _number(arg, places)
     return lambda tensors, sizes: value(sizes)
+
+
+def _beginning_later(name: str, offset: Callable[[Sequence[int]], int]) -> _Reader:
+    """What gives a tensor's elements from a byte on, in the order of their addresses."""
+
+    def read(tensors: Mapping[str, Any], sizes: Sequence[int]) -> torch.Tensor:
+        tensor = tensors[name]
+        return tensor.view(-1)[offset(sizes) // tensor.element_size() :]
+
+    return read
 
 
 def _run_of(launch: Launch, places: Mapping[Expr, int], index: int) -> _Run:

@@ -17,7 +17,7 @@ def this_machine() -> Machine:
         gpu=torch.cuda.get_device_name(),
         capability=torch.cuda.get_device_capability(),
         driver=_driver(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a class of torch's own, which isn't encoded as text
         triton=_version("triton"),
         cublaslt=cublaslt.version() if cublaslt.is_installed() else 0,
     )

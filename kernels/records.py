@@ -29,7 +29,8 @@ class Pointer(NamedTuple):
     """The address of a tensor that a launch takes.
 
     `tensor` names an argument of the op, a tensor of one that is a list ("tensors.0"), a result ("out.0"), or
-    "workspace": uninitialised bytes, as many as the record says, of which `dtype` are seen from byte `offset` on.
+    "workspace": uninitialised bytes, as many as the record says, of which `dtype` are seen. What is seen begins at byte
+    `offset`, which is 0 in tensors that lie with gaps.
     """
 
     tensor: str

@@ -7,6 +7,7 @@ arguments, in CUDA graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -40,8 +41,8 @@ MOST_COPIES = 64
 SYMBOLS = ("T", "B", "R")
 """Sizes of a step by which implementations are chosen: tokens, sequences, rows of logits."""
 
-Say = Callable[[int, int], None]
-"""Told how many steps are done, of how many."""
+Say = Callable[[int, int, Table], None]
+"""Told how many steps are done, of how many, and what was measured until now."""
 
 
 def measure(
@@ -63,6 +64,8 @@ def measure(
     steps = steps_of(bundle.manifest.model.max_seq_len) if steps is None else steps
     target = target_of(device, Table(machine))
     products = tuned(graph, target, steps, timer)
+    if say is not None:
+        say(0, len(steps), Table(machine, products=products))
     target = target._replace(table=Table(machine, products=products))
     found = _Rows(target, device, timer)
     program = restore(graph, device=device, choose=found.watched, target=target)
@@ -74,12 +77,15 @@ def measure(
         found.begin(step, sizes_of(values, tensors | inputs))
         program(**inputs)
         if say is not None:
-            say(done + 1, len(steps))
+            say(done + 1, len(steps), Table(machine, tuple(found.rows), products))
     return Table(machine, tuple(found.rows), products)
 
 
 def tuned(graph: Graph, target: Target, steps: Sequence[Step], timer: Timer) -> tuple[MeasuredProduct, ...]:
-    """The fastest of cuBLASLt's algorithms for each linear layer that it computes, by the rows of the steps."""
+    """The fastest of cuBLASLt's algorithms for each linear layer that it computes, by the rows of the steps.
+
+    A layer and rows for which none computes what it should have none.
+    """
     found: dict[Any, MeasuredProduct] = {}
     for use in uses_in(graph, target):
         fits = [record for record in fitting(use) if record.name in LIBRARY]
@@ -93,7 +99,8 @@ def tuned(graph: Graph, target: Target, steps: Sequence[Step], timer: Timer) -> 
             assert use.dtype is not None
             assert outputs is not None
             assert inputs is not None
-            found[key] = tune(use.dtype, outputs, inputs, rows=rows, bias=use.has("bias"), timer=timer).product
+            with suppress(RuntimeError):
+                found[key] = tune(use.dtype, outputs, inputs, rows=rows, bias=use.has("bias"), timer=timer).product
     return tuple(found.values())
 
 
@@ -146,11 +153,11 @@ class _Rows:
             more: dict[str, Any] = {}
             if isinstance(function, Launched) and function.expressions:
                 more["sizes"] = [symbols.evaluate(expr, self._sizes) for expr in function.expressions]
-            if not record.allocates:
+            if not record.allocates and use.node.outputs:
                 more["out"] = self._out(use)
             try:
                 (time,) = self._timer([partial(_all, function, given, more)])
-            except RuntimeError:
+            except Exception:  # noqa: BLE001 - the compiler's, the driver's, torch's: the others are measured
                 continue
             found[record.name] = time / len(given)
         return found

@@ -30,11 +30,11 @@ class Step(NamedTuple):
 CONTEXT = 1024
 """Tokens of a sequence that decodes."""
 _MOST_SEQS = (1, 8, 16, 32, 64, 128, 256)
-_MOST_TOKENS = (1024, 4096)
+_MOST_TOKENS = (1024, 4096, 8192)
 
 
 def steps_of(max_seq_len: int) -> list[Step]:
-    """Steps that decode, of up to 256 sequences, and of a prompt, of up to 4,096 tokens; none longer than the limit."""
+    """Steps that decode, of up to 256 sequences, and of a prompt, of up to 8,192 tokens; none longer than the limit."""
     decode = [
         Step(most, 1, min(CONTEXT, max_seq_len), dict.fromkeys(("T", "B", "R"), (less + 1, most)))
         for less, most in itertools.pairwise((0, *_MOST_SEQS))

@@ -14,7 +14,7 @@ from precast.kernels.measured import Table, write_table
 
 
 def bench(bundle: Path, out: Path | None) -> Report:
-    """Measure a bundle's nodes on this machine's GPU, and write the table.
+    """Measure a bundle's nodes on this machine's GPU, and write the table, which grows with each step.
 
     Raises TargetError `device-missing` without a GPU, BundleError for a bundle that is refused, PrecastError
     `write-failed` where the file can't be written.
@@ -27,15 +27,24 @@ def bench(bundle: Path, out: Path | None) -> Report:
     from precast.loader.placement import place
 
     placement = place("cuda")
-    with placement.device.use(), counted(len(steps_of(opened.manifest.model.max_seq_len)), "steps") as say:
+    with placement.device.use(), counted(len(steps_of(opened.manifest.model.max_seq_len)), "steps") as count:
+
+        def say(done: int, total: int, found: Table) -> None:
+            if out is not None:
+                _write(found, out)
+            if count is not None:
+                count(done, total)
+
         found = measure(opened, placement, this_machine(), replayed, say=say)
-    if out is not None:
-        try:
-            write_table(found, out)
-        except OSError as error:
-            message = f"the table can't be written: {error.strerror}"
-            raise PrecastError("write-failed", message, where=str(out)) from error
     return Report(msgspec.to_builtins(found), text(found))
+
+
+def _write(found: Table, out: Path) -> None:
+    try:
+        write_table(found, out)
+    except OSError as error:
+        message = f"the table can't be written: {error.strerror}"
+        raise PrecastError("write-failed", message, where=str(out)) from error
 
 
 def text(found: Table) -> str:

@@ -1,10 +1,11 @@
 """What computes gated linear layers: for few rows the weight stream, which gates what it multiplied; for more cuBLASLt
-and a launch that gates its products; for many the same a part of the rows at a time; else the reference."""
+and a launch that gates its products, of all rows or of one half and then the other; for many torch's product and the
+gate a part of the rows at a time; else the reference."""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Const, Expr, Node, Ref, TensorType, Value
-from precast.ir.graph.symbols import add, minimum, mul, numel
+from precast.ir.graph.symbols import add, ceildiv, floordiv, minimum, mul, numel
 from precast.ir.memory.liveness import Operand
 from precast.kernels.gated_activation.launches import gated_activation
 from precast.kernels.gated_linear.limits import MAX_ROWS_AT_ONCE
@@ -27,29 +28,38 @@ def _at_once(use: Use) -> Expr:
 
 
 def _beside_cublaslt(use: Use) -> Expr:
-    """What the library takes, and the products of a step, of which it is given no larger one."""
+    """What the library takes, and the products of a step, or of half a step that has more rows than are held."""
     rows = minimum(numel(use.shape("input")[:-1]), MAX_ROWS_AT_ONCE)
     return add(linear.workspace(use), mul(use.width("input"), rows, use.shape("weight")[0]))
 
 
 def product_and_gate(use: Use) -> tuple[Launch, ...]:
     """cuBLASLt's product into the workspace, and the launch that gates it."""
+    return _part(use, 0, numel(use.shape("input")[:-1]))
+
+
+def in_two(use: Use) -> tuple[Launch, ...]:
+    """The same of the first half of the rows, and then of the others in the same memory."""
+    rows = numel(use.shape("input")[:-1])
+    return *_part(use, 0, ceildiv(rows, 2)), *_part(use, ceildiv(rows, 2), floordiv(rows, 2))
+
+
+def _part(use: Use, first: Expr, rows: Expr) -> tuple[Launch, Launch]:
+    """The product of so many rows from the `first` on, and its gate."""
     outputs, dtype = use.number("weight", 0), use.dtype
     assert outputs is not None
     assert dtype is not None
     products = Pointer("workspace", dtype, linear.workspace_bytes(outputs))  # behind what the library takes, aligned
-    shape = (numel(use.shape("input")[:-1]), outputs)
+    shape, width = (rows, outputs), outputs // 2
     node = Node("precast.gated_activation", {"x": Ref("x"), "kind": Const(use.constant("kind"))},
-                (Value("y", TensorType(dtype, (shape[0], outputs // 2))),))  # fmt: skip
+                (Value("y", TensorType(dtype, (rows, width))),))  # fmt: skip
     (gate,) = gated_activation(Use(node, {"x": Operand(TensorType(dtype, shape), is_contiguous=True)}, use.target))
-    strides = (outputs, 1)
+    into, strides = Pointer("out.0", offset=mul(use.width("input"), width, first)), (outputs, 1)
+    others: dict[Pointer | Stride | Expr | float | None, Pointer] = {Pointer("x"): products, Pointer("out.0"): into}
     return (
-        linear.product_into(use, products, Pointer("workspace")),
+        linear.product_into(use, products, Pointer("workspace"), (first, rows)),
         gate._replace(
-            args=tuple(
-                products if arg == Pointer("x") else strides[arg.axis] if isinstance(arg, Stride) else arg
-                for arg in gate.args
-            )
+            args=tuple(strides[arg.axis] if isinstance(arg, Stride) else others.get(arg, arg) for arg in gate.args)
         ),
     )
 
@@ -62,12 +72,17 @@ def _reference(use: Use) -> Expr:
 
 
 _KNOWN = Condition("outputs whose number is known at load", lambda use: bool(use.number("weight", 0)))
+_CONTIGUOUS = Condition("an input without gaps", lambda use: use.operands["input"].is_contiguous)
 
 RECORDS = (
     linear.streamed("cuda.gated_linear", "precast.gated_linear", "T", "tokens"),
     linear.library(
         linear.LIBRARY[2], "precast.gated_linear", "T", "tokens", most=MAX_ROWS_AT_ONCE, runs=product_and_gate,
         held=_beside_cublaslt,
+    ),
+    linear.library(
+        "cublaslt.gated_linear_in_two", "precast.gated_linear", "T", "tokens", more_than=MAX_ROWS_AT_ONCE,
+        most=2 * MAX_ROWS_AT_ONCE, runs=in_two, held=_beside_cublaslt, takes=(_CONTIGUOUS,),
     ),
     Record(
         name="triton.gated_linear", op="precast.gated_linear", kind="triton", devices=("cuda",), min_capability=(8, 0),

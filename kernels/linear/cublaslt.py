@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from fractions import Fraction
 from functools import cache
 from glob import glob
 from importlib.util import find_spec
@@ -20,8 +21,10 @@ VERSIONS = (13, 12)
 """Major versions of the library whose structures and attributes these are."""
 ALIGNED = 16
 """Bytes to which all addresses are multiples in most products; others take what asks for an element's."""
-CANDIDATES = 32
-"""How many algorithms the heuristic is asked for where they are to be measured."""
+CANDIDATES = 24
+"""How many algorithms are measured at most, and how many the heuristic is asked for. It gives 8 or fewer a question."""
+NEARBY = (Fraction(1), Fraction(1, 2), Fraction(2), Fraction(3, 4), Fraction(1, 4))
+"""What is proposed for so many times the rows is tried too."""
 KEPT_SIZES = 64
 """For so many numbers of rows a product keeps what it made."""
 
@@ -128,11 +131,25 @@ class Product:
         _check(status, "cublasLtMatmul")
 
     def candidates(self, rows: int) -> list[str]:
-        """Algorithms that may compute so many rows, in hexadecimal, the library's first choice first."""
+        """Up to `CANDIDATES` algorithms that compute so many rows, in hexadecimal, the library's first choice first.
+
+        They are what it proposes for these rows and for some near, with the workspace and without: what it proposes for
+        other sizes is often fast, and it says itself whether an algorithm takes these.
+        """
         plan = self._unplanned(_Size(rows, self._inputs))
-        found = [bytes(each.algorithm).hex() for each in self._heuristic(plan, ALIGNED, CANDIDATES)]
+        found = dict.fromkeys(
+            bytes(each).hex() for each in self._proposed_nearby(rows) if self._fits(plan._replace(algorithm=each))
+        )
         _destroy("MatrixLayout", plan.input, plan.out)
-        return found
+        return list(found)[:CANDIDATES]
+
+    def _proposed_nearby(self, rows: int) -> Iterator[_Algorithm]:
+        for part in NEARBY:
+            plan = self._unplanned(_Size(max(1, int(part * rows)), self._inputs))
+            for num_bytes in (self._workspace_bytes, 0):
+                for each in self._heuristic(plan, ALIGNED, CANDIDATES, num_bytes):
+                    yield _Algorithm.from_buffer_copy(bytes(each.algorithm))
+            _destroy("MatrixLayout", plan.input, plan.out)
 
     def planned_by(self, rows: int, algorithm: str, bias: int | None = None) -> _Plan:
         """A plan with a given algorithm, for rows without gaps. Raises RuntimeError where it doesn't fit."""
@@ -165,15 +182,15 @@ class Product:
         yield self._first[of_class]
 
     def _first_choice(self, plan: _Plan, alignment: int) -> _Algorithm:
-        found = self._heuristic(plan, alignment, 1)
+        found = self._heuristic(plan, alignment, 1, self._workspace_bytes)
         if not found:
             raise RuntimeError("cuBLASLt has no algorithm for this product")
         return _Algorithm.from_buffer_copy(bytes(found[0].algorithm))
 
-    def _heuristic(self, plan: _Plan, alignment: int, count: int) -> list[_Found]:
-        """Up to so many algorithms that fit the workspace and addresses, in the library's order."""
+    def _heuristic(self, plan: _Plan, alignment: int, count: int, workspace_bytes: int) -> list[_Found]:
+        """Up to so many algorithms that fit such a workspace and addresses, in the library's order."""
         found, num_found, preference = (_Found * count)(), c_int(), _made("MatmulPreference")
-        _set("MatmulPreference", preference, _WORKSPACE_BYTES, c_uint64(self._workspace_bytes))
+        _set("MatmulPreference", preference, _WORKSPACE_BYTES, c_uint64(workspace_bytes))
         _set("MatmulPreference", preference, _REDUCTIONS, c_uint32(_IN_FLOAT32))
         for matrix in range(4):
             _set("MatmulPreference", preference, _FIRST_ALIGNMENT + matrix, c_uint32(alignment))
@@ -210,6 +227,7 @@ class Product:
             _set("MatmulDesc", made, _TRANSB, c_int32(_TRANSPOSED))
         if self._has_bias:
             _set("MatmulDesc", made, _EPILOGUE, c_uint32(_PLUS_BIAS))
+            _set("MatmulDesc", made, _BIAS_ADDRESS, c_uint64(ALIGNED))  # any, so that what is checked has one
         return made
 
     def _forget(self) -> None:

@@ -91,19 +91,24 @@ def product(use: Use) -> tuple[Launch, ...]:
     return (product_into(use, Pointer("out.0"), Pointer("workspace")),)
 
 
-def product_into(use: Use, out: Pointer, workspace: Pointer) -> Launch:
-    """The product of a linear layer, or of an op with its tensors, with `workspace_bytes` beside it."""
+def product_into(use: Use, out: Pointer, workspace: Pointer, part: tuple[Expr, Expr] | None = None) -> Launch:
+    """The product of a linear layer, or of an op with its tensors, with `workspace_bytes` beside it.
+
+    `part`: the first row, and how many, of an input without gaps; None: of all.
+    """
     outputs, inputs = use.number("weight", 0), use.number("weight", 1)
     assert outputs is not None
     assert inputs is not None
     assert use.dtype is not None
-    has_bias, rows, table = use.has("bias"), mul(*use.shape("input")[:-1]), use.target.table
+    has_bias, table = use.has("bias"), use.target.table
+    first, rows = part or (0, mul(*use.shape("input")[:-1]))
     measured = table.algorithms(use.dtype, outputs, inputs, bias=has_bias)
     return Launch(
         "precast.kernels.linear.cublaslt:Product",
         grid=(rows,),
         args=(
-            out, Pointer("input"), Pointer("weight"), Pointer("bias") if has_bias else None, workspace, rows,
+            out, Pointer("input", offset=mul(use.width("input"), inputs, first)), Pointer("weight"),
+            Pointer("bias") if has_bias else None, workspace, rows,
             Stride("input", -2), Stride("input", -1),
         ),
         constants={
@@ -160,13 +165,14 @@ def streamed(name: str, op: str, symbol: str, of: str) -> Record:
 
 def library(
     name: str, op: str, symbol: str, of: str, *, most: int | None = None,
-    runs: Launches = product, held: Callable[[Use], Expr] = workspace,
+    more_than: int = MAX_ROWS, runs: Launches = product, held: Callable[[Use], Expr] = workspace,
+    takes: tuple[Condition, ...] = (),
 ) -> Record:  # fmt: skip
-    """cuBLASLt's product, of an op with the tensors of a linear layer, for more rows than `MAX_ROWS`, up to `most`."""
+    """cuBLASLt's product, of an op with the tensors of a linear layer, for `more_than` so many rows, up to `most`."""
     return Record(
         name=name, op=op, runs=runs, workspace=held, kind="library", devices=("cuda",), min_capability=(8, 0),
-        allocates=False, sizes={symbol: (MAX_ROWS + 1, most)}, dtypes=_16_BITS,
-        takes=(_rows(symbol, of), Condition("sizes of the weight known at load", _has_numbers), _STATIC),
+        allocates=False, sizes={symbol: (more_than + 1, most)}, dtypes=_16_BITS,
+        takes=(_rows(symbol, of), Condition("sizes of the weight known at load", _has_numbers), _STATIC, *takes),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -12,13 +13,15 @@ from precast.kernels.dtypes import BY_NAME
 from precast.kernels.linear.cublaslt import Product
 from precast.kernels.linear.records import workspace_bytes
 from precast.kernels.measured import MeasuredProduct
-from precast.kernels.timing import Timer, replayed
+from precast.kernels.timing import Timer, replayed, replayed_briefly
 
-ROTATED_BYTES = 256 << 20
-"""Weights in turn of that many bytes together: several times a GPU's L2, so that each is read from memory."""
-FEWEST = 16
+ROTATED_BYTES, ROTATED_BYTES_OF_MANY = 256 << 20, 96 << 20
+"""Weights in turn of that many bytes together: more than a GPU's L2, so that each is read from memory; of up to
+`MANY_ROWS` rows, and of more, where less depends on it."""
+MANY_ROWS = 256
+FEWEST = 8
 """Of up to 256 rows, so many products at least are timed together: beside them a graph begins in no time."""
-FINALISTS = 4
+FINALISTS = 5
 """So many of the fastest are measured again, in turn, beside the first choice."""
 MOST_ERROR = 0.01
 """Of a result in 16 bits against the product in float32: |y - exact| / |exact|, over all elements."""
@@ -39,17 +42,23 @@ class _Layer:
     def __init__(self, dtype: Dtype, outputs: int, inputs: int, *, bias: bool, rows: int) -> None:
         kind, device = BY_NAME[dtype], torch.device("cuda")
         num_bytes = workspace_bytes(outputs)
-        count = max(2, -(-ROTATED_BYTES // (2 * outputs * inputs)))
+        num_rotated = ROTATED_BYTES if rows <= MANY_ROWS else ROTATED_BYTES_OF_MANY
+        count = max(2, -(-num_rotated // (2 * outputs * inputs)))
         self.rows, self.has_bias = rows, bias
         weights = [
             torch.empty(outputs, inputs, dtype=kind, device=device).normal_(0, inputs**-0.5) for _ in range(count)
         ]
-        self.weights = weights * (1 if rows > 256 else -(-FEWEST // count))
+        self.weights = weights * (1 if rows > MANY_ROWS else -(-FEWEST // count))
         self.bias = torch.randn(outputs, device=device).to(kind) if bias else None
         self.x = torch.randn(rows, inputs, device=device).to(kind)
         self.y = torch.empty(rows, outputs, dtype=kind, device=device)
         self.workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.product = Product(dtype=dtype, outputs=outputs, inputs=inputs, bias=bias, workspace_bytes=num_bytes)
+
+    @cached_property
+    def expected(self) -> torch.Tensor:
+        """The last product in float32."""
+        return self.x.float() @ self.weights[-1].float().t() + (0 if self.bias is None else self.bias.float())
 
     def by(self, algorithm: str) -> Callable[[], None]:
         """All products, by an algorithm of cuBLASLt's."""
@@ -79,25 +88,28 @@ class _Layer:
             self.y.fill_(torch.nan)
             run()
             found.append(self.y.clone())
-        expected = self.x.float() @ self.weights[-1].float().t() + (0 if self.bias is None else self.bias.float())
-        error = ((found[0].float() - expected).norm() / expected.norm()).item()
+        error = ((found[0].float() - self.expected).norm() / self.expected.norm()).item()
         if not error <= MOST_ERROR:  # NaN isn't
             return f"its error is {error:.3g}"
         return None if torch.equal(*found) else "it gives other bits each time"
 
 
-def tune(dtype: Dtype, outputs: int, inputs: int, *, rows: int, bias: bool = False, timer: Timer = replayed) -> Tuned:
+def tune(
+    dtype: Dtype, outputs: int, inputs: int, *, rows: int, bias: bool = False, timer: Timer = replayed,
+    survey: Timer = replayed_briefly,
+) -> Tuned:  # fmt: skip
     """The fastest algorithm of a weight [outputs, inputs] for `rows` rows, of those that the library proposes.
 
-    All are timed, and the fastest again, beside the first choice. What fails, gives wrong results or other bits in a
-    second run is left out and named in `faults`. Raises RuntimeError where nothing is left.
+    All are timed by `survey`, and the fastest again by `timer`, in turn with the first choice. What fails,
+    gives wrong results or other bits in a second run is left out and named in `faults`. Raises RuntimeError where
+    nothing is left.
     """
     layer = _Layer(dtype, outputs, inputs, bias=bias, rows=rows)
     faults, once = [], list[tuple[float, str]]()
     candidates = layer.product.candidates(rows)
     for algorithm in candidates:
         try:
-            (microseconds,) = timer([layer.by(algorithm)])
+            (microseconds,) = survey([layer.by(algorithm)])
             once.append((microseconds, algorithm))
         except RuntimeError as error:
             faults.append(str(error))

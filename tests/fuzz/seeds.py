@@ -82,6 +82,22 @@ _FACTS = {
 }  # fmt: skip
 
 
+_MEASURED = {
+    "machine": {
+        "gpu": "NVIDIA H200", "capability": [9, 0], "driver": "580.95", "torch": "2.11.0", "triton": "3.6.0",
+        "cublaslt": 130100,
+    },
+    "choices": [{
+        "op": "aten.linear.default", "dtype": "bfloat16", "sizes": {"T": [9, 16], "R": [17, None]},
+        "order": ["cublaslt.linear", "torch.linear.default"], "microseconds": [1.5, 2.0], "arguments": "input=int8[2]",
+    }],
+    "products": [{
+        "dtype": "bfloat16", "outputs": 8, "inputs": 16, "bias": False, "rows": 32, "algorithm": "0" * 128,
+        "microseconds": 1.0, "first_microseconds": 2.0,
+    }],
+}  # fmt: skip
+
+
 def write(corpus: Path) -> None:
     """Write all of the corpus but the graphs in text form, which are in it."""
     for target, name, data in _seeds(corpus / "text"):
@@ -108,6 +124,7 @@ def _seeds(texts: Path) -> Seeds:
     yield "checkpoint-index", "two", canonical({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}})
     yield "checkpoint-config", "flat", canonical(_AT_LOAD)
     yield "checkpoint-config", "nested", canonical({"text_config": _AT_LOAD | {"rope_parameters": _ROPE}})
+    yield "choices", "one", canonical(_MEASURED)
     yield "config-facts", "both", canonical({"config": {"text_config": _AT_LOAD}, "facts": _FACTS})
     yield "config", "llama", canonical(_CONFIG)
     for name, entries in _KINDS.items():

@@ -292,6 +292,16 @@ def _bytes(value: Any) -> bytes:
     return value.encode() if isinstance(value, str) else json.dumps(value).encode()
 
 
+def _choices(data: bytes, folder: Path) -> None:
+    """A table of measured choices, and what is read of it again."""
+    from precast.kernels.measured import read_table, write_table
+
+    (folder / "table.json").write_bytes(data)
+    table = read_table(folder / "table.json")
+    write_table(table, folder / "again.json")
+    assert read_table(folder / "again.json") == table
+
+
 TARGETS: dict[str, Target] = {
     # the container of a bundle, and its documents
     "bundle-marker": Target(_part("marker"), "json", "bundle-marker"),
@@ -313,6 +323,8 @@ TARGETS: dict[str, Target] = {
     "checkpoint-index": Target(_index, "json", "checkpoint-index"),
     "checkpoint-config": Target(_checkpoint_config, "json", "checkpoint-config"),
     "config-facts": Target(_facts, "json", "config-facts"),
+    # what was measured on a machine
+    "choices": Target(_choices, "json", "choices"),
     # the folder that a build starts from
     "config": Target(_config, "json", "config"),
     "generation-config": Target(_generation_config, "json", "generation-config"),

@@ -60,6 +60,19 @@ def record(runs: Launches, op: str = "aten.neg.default", num_bytes: Any = lambda
 SIX = record(times_six, num_bytes=lambda use: add(256, mul(32, use.shape("self")[0])))
 
 
+def test_launches_of_a_part_of_the_rows() -> None:
+    """Arguments and results that begin where a part of them does."""
+    x, y = torch.randn(7, 8, device=DEVICE), torch.full((7, 8), torch.nan, device=DEVICE)
+    parts = ((0, 3, 2.0), (3, 4, 5.0))
+    launched = Launched([
+        scaled(Pointer("self", offset=32 * first), Pointer("out.0", offset=32 * first), rows, (8, 1), scale)
+        for first, rows, scale in parts
+    ])  # fmt: skip
+    launched(self=x, out=y)
+
+    assert torch.equal(y, torch.cat([2 * x[:3], 5 * x[3:]]))
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 17])
 def test_tensors_alone(rows: int) -> None:
     x = torch.randn(rows, 8, device=DEVICE)

@@ -13,6 +13,7 @@ from cublaslt_by_hand import CublasLt
 from torch.nn import functional
 
 from precast.ir.graph.schema import Node, Ref, TensorType, Value
+from precast.kernels.gated_linear.records import RECORDS as GATED
 from precast.kernels.launch import Launched, as_function
 from precast.kernels.linear import cublaslt
 from precast.kernels.linear.cublaslt import Product, class_of, text_of
@@ -182,6 +183,27 @@ def test_what_is_asked_of_the_heuristic(library: Callable[..., Any]) -> None:
     assert odd == {1: 4096, 3: 2, **dict.fromkeys((5, 6, 7, 8), 2)}
 
 
+def test_candidates_are_what_is_proposed_for_these_rows_and_near(library: Callable[..., Any]) -> None:
+    """The first choice comes first; what is proposed nearby, but doesn't take these rows, is left."""
+    first, without_workspace, of_half, of_twice, far = range(1, 6)
+    sizes = {first: (64, 4096), without_workspace: (64, 0), of_half: (32, 4096), of_twice: (128, 0), far: (96, 0)}
+    found = library(
+        far, of_twice, of_half, without_workspace, first,
+        proposed=lambda algorithm, rows, workspace: sizes[algorithm] == (rows, workspace),
+        takes=lambda algorithm, rows: algorithm != of_twice or rows > 64,
+    )  # fmt: skip
+    made = small(bias=True)
+
+    assert [int(each[:2], 16) for each in made.candidates(64)] == [first, without_workspace, of_half]
+    assert found.num_matrices == 1
+
+
+def test_candidates_have_a_bound(library: Callable[..., Any]) -> None:
+    library(*range(1, 100))
+
+    assert [int(each[:2], 16) for each in small().candidates(1)] == [*range(1, 1 + cublaslt.CANDIDATES)]
+
+
 def test_few_sizes_are_kept(library: Callable[..., Any]) -> None:
     found = library()
     made, weight = small(), drawn(6, 5)
@@ -267,6 +289,21 @@ def test_rows_that_lie_anyhow(gpu: torch.device, cut: Callable[[torch.Tensor], t
         x = cut(on_gpu(rows, 2200))
 
         torch.testing.assert_close(linear(x, weight), exact(x, weight), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_gated_products_of_all_rows_and_in_two_parts(gpu: torch.device, has_bias: bool) -> None:
+    """Also of an odd number; nothing is written after the result."""
+    weight, bias = on_gpu(1536, 512, scale=512**-0.5), on_gpu(1536) if has_bias else None
+    for name, rows in (("", 9), ("", 1001), ("_in_two", 4097), ("_in_two", 8191)):
+        record = next(each for each in GATED if each.name == f"cublaslt.gated_linear{name}")
+        x, memory = on_gpu(1, rows, 512), torch.full((rows + 1, 768), torch.nan, dtype=torch.bfloat16, device=gpu)
+        as_function(record)(input=x, weight=weight, bias=bias, kind="silu", out=memory[:rows][None])
+        gate, values = exact(x[0], weight, bias).float().chunk(2, -1)
+
+        torch.testing.assert_close(memory[:rows].float(), functional.silu(gate) * values, rtol=2e-2, atol=2e-2)
+        assert memory[rows].isnan().all()
 
 
 @pytest.mark.gpu

@@ -4,6 +4,8 @@ of artificial records, for what none of today's says.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from graph_text import parse_graph
@@ -17,7 +19,8 @@ from precast.ir.ops import table as ops
 from precast.kernels.choices import Case, all_records, cases, records_of, resolve, workspace
 from precast.kernels.delta_rule import launches
 from precast.kernels.latent_attention.launches import FEW_TOKENS, SMALL_STEP
-from precast.kernels.measured import Machine, Measured, Table
+from precast.kernels.linear.records import workspace_bytes
+from precast.kernels.measured import Machine, Measured, MeasuredProduct, Table
 from precast.kernels.records import Condition, Pointer, Record, Stride, nothing
 from precast.kernels.sources import digest, sources
 from precast.kernels.stateful.limits import MAX_WALKED
@@ -299,23 +302,25 @@ def test_what_the_weight_stream_does_not_take(use: Use, why: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_gated_layers_do_too(dtype: Dtype) -> None:
     use = product(dtype=dtype, kind="gelu")
-    none, few, some, many = cases(use)
+    none, few, some, many, most = cases(use)
     assert not isinstance(few.choice.record.runs, str)
     (launch,) = few.choice.record.runs(use)
 
-    assert [case.sizes["T"] for case in (none, few, some, many)] == [(0, 0), (1, 8), (9, 2048), (2049, None)]
+    sizes = [case.sizes["T"] for case in (none, few, some, many, most)]
+    assert sizes == [(0, 0), (1, 8), (9, 4096), (4097, 8192), (8193, None)]
     assert (few.choice.record.name, launch.constants["GATE"], launch.grid) == ("cuda.gated_linear", "gelu", (24,))
-    assert some.choice.record.name == "cublaslt.gated_linear"
-    assert none.choice.record.name == many.choice.record.name == "triton.gated_linear"
+    names = [case.choice.record.name for case in (some, many)]
+    assert names == ["cublaslt.gated_linear", "cublaslt.gated_linear_in_two"]
+    assert none.choice.record.name == most.choice.record.name == "triton.gated_linear"
 
 
 @pytest.mark.parametrize(
     "use", [product(width=264, kind="silu"), product(target=OLD, kind="silu")], ids=["width", "old"]
 )
 def test_gated_layers_that_the_weight_stream_does_not_take(use: Use) -> None:
-    names = ["triton.gated_linear", "cublaslt.gated_linear", "triton.gated_linear"]
+    names = ["triton", "cublaslt", "cublaslt_in_two", "triton"]
 
-    assert [case.choice.record.name for case in cases(use)] == names
+    assert [case.choice.record.name.replace(".gated_linear", "") for case in cases(use)] == names
 
 
 def test_a_gate_takes_what_cublaslt_multiplied() -> None:
@@ -327,6 +332,37 @@ def test_a_gate_takes_what_cublaslt_multiplied() -> None:
         products, Pointer("workspace"), (Pointer("out.0"), products),
     )  # fmt: skip
     assert not any(isinstance(arg, Stride) for arg in gate.args)
+
+
+def test_gated_layers_of_many_rows_are_computed_in_two_parts() -> None:
+    """They cover all rows, one after the other, in memory for the products of 4,096."""
+    use = product(kind="silu")
+    record = resolve(use, {"T": 8191}).record
+
+    def value(expr: Any) -> int:
+        return evaluate(expr, {"T": 8191})
+
+    launches = record.runs(use)  # type: ignore[operator]
+    products, gates = launches[::2], launches[1::2]
+
+    assert record.name == "cublaslt.gated_linear_in_two"
+    assert [value(each.grid[0]) for each in products] == [value(each.args[5]) for each in products] == [4096, 4095]
+    assert [value(each.args[1].offset) for each in products] == [0, 4096 * 256 * 2]
+    assert [value(each.args[0].offset) for each in gates] == [0, 4096 * 192 * 2]
+    assert {each.args[0] for each in products} == {each.args[1] for each in gates}
+    assert value(record.workspace(use)) == workspace_bytes(384) + 4096 * 384 * 2
+
+
+def test_measured_algorithms_are_those_of_the_product_before_a_gate() -> None:
+    measured = MeasuredProduct("bfloat16", 384, 256, False, 4096, "a" * 128, 1.0, 1.0)
+    table = Table(Machine("NVIDIA H200", (9, 0), "", "", "", 130100), products=(measured,))
+    use = product(kind="silu", target=GPU._replace(table=table))
+
+    for rows, count in ((4096, 1), (8000, 2)):
+        launches = resolve(use, {"T": rows}).record.runs(use)  # type: ignore[operator]
+        products = [each for each in launches if each.library]
+
+        assert [each.constants["algorithms"] for each in products] == [f"130100 4096:{'a' * 128}"] * count
 
 
 @pytest.mark.parametrize(
@@ -350,8 +386,8 @@ def test_a_gated_layer_holds_the_products_of_so_many_rows() -> None:
     """For few tokens more than a layer and a gate of their own would; for many less."""
     held, held_by_library = workspace(product(kind="silu")), 4096 * 384
 
-    assert [evaluate(held, {"T": tokens}) for tokens in (1, 2048, 100_000)] == [
-        held_by_library + rows * 768 for rows in (1, 2048, 2048)
+    assert [evaluate(held, {"T": tokens}) for tokens in (1, 4096, 100_000)] == [
+        held_by_library + rows * 768 for rows in (1, 4096, 4096)
     ]
 
 

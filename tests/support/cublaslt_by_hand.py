@@ -14,11 +14,17 @@ class CublasLt:
     """The calls that `precast.kernels.linear.cublaslt` makes, on addresses of this process.
 
     `algorithms` are the first bytes of those that the heuristic proposes, in its order; `takes` says whether one takes
-    a number of rows. `ran` are the first bytes of those that ran, `workspaces` what was asked for.
+    a number of rows, `proposed` whether it is proposed for these rows and a workspace. `ran` are the first bytes of
+    those that ran, `asked` what was preferred.
     """
 
-    def __init__(self, *algorithms: int, takes: Callable[[int, int], bool] = lambda algorithm, rows: True) -> None:
-        self.algorithms, self.takes = algorithms, takes
+    def __init__(
+        self,
+        *algorithms: int,
+        takes: Callable[[int, int], bool] = lambda algorithm, rows: True,
+        proposed: Callable[[int, int, int], bool] = lambda algorithm, rows, workspace: True,
+    ) -> None:
+        self.algorithms, self.takes, self.proposed = algorithms, takes, proposed
         self.ran: list[int] = []
         self.asked: list[dict[int, int]] = []
         self._objects: dict[int, dict[Any, Any]] = {}
@@ -65,11 +71,11 @@ class CublasLt:
         self, handle: Any, product: Any, a: Any, b: Any, c: Any, d: Any, preference: Any, count: Any, found: Any,
         num_found: Any,
     ) -> int:  # fmt: skip
-        rows = self._objects[d.value]["columns"]
-        fitting = [each for each in self.algorithms if self.takes(each, rows)][: count.value]
+        rows, workspace = self._objects[d.value]["columns"], self._objects[preference.value][1]
+        fitting = [each for each in self.algorithms if self.takes(each, rows) and self.proposed(each, rows, workspace)]
         for place, each in zip(found, fitting, strict=False):
             place.algorithm.data[0] = each
-        num_found._obj.value = len(fitting)
+        num_found._obj.value = min(count.value, len(fitting))
         return 0
 
     def cublasLtMatmulAlgoCheck(

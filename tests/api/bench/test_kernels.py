@@ -61,12 +61,42 @@ def test_rows_are_the_fastest_first_by_the_sizes_that_a_node_knows(table: Table)
         assert len(row.microseconds) == len(row.order) > 1
 
 
+def test_the_table_grows_with_each_step(table: Table, other_bundle: Path) -> None:
+    """Whoever is told of the steps may keep it: a run that is ended early has measured what it has."""
+    told: list[tuple[int, int, int]] = []
+    measure(
+        Bundle.open(other_bundle), place("cpu"), HERE, Clock(), steps=STEPS,
+        say=lambda done, total, found: told.append((done, total, len(found.choices))),
+    )  # fmt: skip
+
+    assert told == [(0, 2, 0), (1, 2, len(table.choices)), (2, 2, len(table.choices))]
+
+
+def test_what_fails_has_no_time(other_bundle: Path) -> None:
+    """Whatever is raised: a compiler's errors are no RuntimeErrors."""
+    fails = iter((ValueError("out of shared memory"), RuntimeError("no memory")))
+
+    def timer(runs: Sequence[Callable[[], object]]) -> list[float]:
+        raise next(fails)
+
+    assert measure(Bundle.open(other_bundle), place("cpu"), HERE, timer, steps=STEPS[:1]).choices == ()
+
+
 def test_tables_are_read_as_they_are_written(table: Table, tmp_path: Path) -> None:
     write_table(table, tmp_path / "table.json")
     again = read_table(tmp_path / "table.json")
 
     assert again == table
     assert msgspec.json.decode((tmp_path / "table.json").read_bytes())["machine"]["gpu"] == "NVIDIA H200"
+
+
+def test_the_machine_at_hand_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its versions are text, whatever torch says its own is."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    write_table(Table(this_machine()), tmp_path / "table.json")
+
+    assert read_table(tmp_path / "table.json").machine.torch == torch.__version__
 
 
 def test_a_table_decides_what_computes(table: Table, other_bundle: Path, command: Command, tmp_path: Path) -> None:
@@ -131,6 +161,7 @@ def test_steps_follow_one_another() -> None:
     assert [(step.num_tokens, step.sizes) for step in prefill] == [
         (1024, {"T": (257, 1024)}),
         (4096, {"T": (1025, 4096)}),
+        (8192, {"T": (4097, 8192)}),
     ]
     assert {step.context for step in steps_of(200)} == {200}
 
