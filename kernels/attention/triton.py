@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.triton_chain import let_next_begin, prefetch, wait_for_previous
+from precast.kernels.triton_chain import is_first_program, let_next_begin, prefetch, wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SEQUENCES = tl.constexpr(512)
@@ -31,19 +31,6 @@ def _tanh(x):  # type: ignore[no-untyped-def]
     small = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0, -y, y)
-
-
-@triton.jit
-def find_sequence(cu_seqlens_ptr, num_seqs, block, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The last sequence whose first block is at most `block`."""
-    low = 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_before = tl.load(cu_seqlens_ptr + middle) // BLOCK_Q + middle <= block
-        low = tl.where(is_before, middle, low)
-        high = tl.where(is_before, high, middle)
-    return low
 
 
 @triton.jit
@@ -611,11 +598,12 @@ def split_kernel(  # type: ignore[no-untyped-def]
                 page_indices_ptr + first_page, low, high, k_stride_p, k_stride_s, v_stride_p, v_stride_s,
                 AHEAD, PAGE_SIZE, SIZE, VALUE_SIZE,
             )  # fmt: skip
+    is_idle = (num_queries <= 0) | ((low >= end) & (part > 0))
     if EARLY:
+        if is_idle & ~is_first_program():
+            return
         wait_for_previous(PDL)
-    if num_queries <= 0:
-        return
-    if (low >= end) & (part > 0):
+    if is_idle:
         return
     row = tl.arange(0, BLOCK_M)
     query = first_query + row // BLOCK_H
@@ -666,7 +654,6 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -675,8 +662,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 ):
     """Joins the parts of a tile, for one head: y = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) total_s, m = max_s m_s.
 
-    ROWS is at least BLOCK_Q; PARTS are joined at a time, in order. TO_TOKENS: results are by token, else by row of
-    the partial results.
+    The tile's rows take turns: sequences that decode have one. PARTS are joined at a time, in order. TO_TOKENS: results
+    are by token, else by row of the partial results.
     """
     let_next_begin(PDL)
     if not EARLY:
@@ -685,42 +672,41 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
         least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
     )  # fmt: skip
+    is_idle = (num_queries <= 0) | (end - start <= split)
     if EARLY:
+        if is_idle & ~is_first_program():
+            return
         wait_for_previous(PDL)
-    if num_queries <= 0:
-        return
-    if end - start <= split:
+    if is_idle:
         return
     head = tl.program_id(1)
-    row = tl.arange(0, ROWS)
     e = tl.arange(0, BLOCK_V)
-    s = tl.arange(0, PARTS)
-    row_mask = (row < BLOCK_Q) & (first_query + row < num_queries)
-    token = (first_token + first_query + row).to(tl.int64)
-    place_row = token if MOST_QUERIES == 0 else seq + 0 * token
-    place = (place_row * HEADS + head) * num_splits
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
     num_parts = tl.cdiv(end - start, split)
-    for first in range(0, num_parts, PARTS):
-        part = first + s
-        mask = row_mask[None, :] & (part < num_parts)[:, None]
-        each = place[None, :] + part[:, None]
-        scores = tl.load(weight_ptr + 2 * each, mask=mask, other=float("-inf"))
-        totals = tl.load(weight_ptr + 2 * each + 1, mask=mask, other=0.0)
-        values = tl.load(
-            partial_ptr + each[:, :, None] * VALUE_SIZE + e[None, None, :],
-            mask=mask[:, :, None] & (e < VALUE_SIZE)[None, None, :],
-            other=0.0,
-        )
-        new_highest = tl.maximum(highest, tl.max(scores, 0))
-        # A row that sees no key of these parts, nor of those before.
-        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - reference[None, :])
-        fade = tl.exp2(highest - reference)
-        total = total * fade + tl.sum(totals * weights, 0)
-        acc = acc * fade[:, None] + tl.sum(values * weights[:, :, None], 0)
-        highest = new_highest
-    head = head + 0 * row
-    _store(out_ptr, acc, total, token if TO_TOKENS else place_row, head, row_mask, HEADS, VALUE_SIZE, BLOCK_V)
+    for query in range(first_query, tl.minimum(first_query + BLOCK_Q, num_queries)):
+        token = (first_token + query).to(tl.int64)
+        row = token if MOST_QUERIES == 0 else seq + 0 * token
+        place = (row * HEADS + head) * num_splits
+        highest = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, BLOCK_V], tl.float32)
+        for first in range(0, num_parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            exists = part < num_parts
+            scores = tl.load(weight_ptr + 2 * (place + part), mask=exists, other=float("-inf"))
+            totals = tl.load(weight_ptr + 2 * (place + part) + 1, mask=exists, other=0.0)
+            values = tl.load(
+                partial_ptr + (place + part)[:, None] * VALUE_SIZE + e[None, :],
+                mask=exists[:, None] & (e < VALUE_SIZE)[None, :],
+                other=0.0,
+            )
+            new_highest = tl.maximum(highest, tl.max(scores, 0))
+            # A row that sees no key of these parts, nor of those before.
+            reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            weights = tl.exp2(scores - reference)
+            fade = tl.exp2(highest - reference)
+            total = total * fade + tl.sum(totals * weights, 0)
+            acc = acc * fade[:, None] + tl.sum(values * weights[:, None], 0)[None, :]
+            highest = new_highest
+        result = token if TO_TOKENS else row
+        one = tl.arange(0, 1)
+        _store(out_ptr, acc, total, result + one, head + one, one == 0, HEADS, VALUE_SIZE, BLOCK_V)

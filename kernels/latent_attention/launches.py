@@ -255,7 +255,6 @@ def _split(use: Use, place: Workspace, most_tokens: int | None, tile: Tile) -> t
         num_stages=tile.num_stages,
         pdl=overlaps(use),
     )  # fmt: skip
-    rows = power_of_two(queries)
     second = Launch(
         kernel=_ATTENTION + "merge_kernel",
         grid=(mul(tiles, minimum(add(splits.most, -1), 1)), sizes.heads),
@@ -265,8 +264,7 @@ def _split(use: Use, place: Workspace, most_tokens: int | None, tile: Tile) -> t
             "TO_TOKENS": bool(most_tokens),
             "VALUE_SIZE": sizes.latent,
             "BLOCK_V": block_c,
-            "ROWS": rows,
-            "PARTS": max(1, JOINED // (rows * block_c)),
+            "PARTS": max(1, JOINED // block_c),
             "CHUNK": 0,
             "EARLY": False,
         },

@@ -25,6 +25,7 @@ from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
 from precast.kernels.attention.write_kv import WRITE_KV
 from precast.kernels.choices import records_of
 from precast.kernels.launch import as_function
+from precast.kernels.records import Record
 from precast.kernels.spec import OpSpec
 from precast.kernels.storage import rounded
 
@@ -32,8 +33,15 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 
 CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn
+
+
+def made_anew(record: Record) -> Callable[..., torch.Tensor]:
+    """The op, with launches that are made for each call: tests change what they are made of."""
+    return lambda **arguments: as_function(record)(**arguments)
+
+
 PAGED = {
-    record.name: as_function(record)
+    record.name: made_anew(record)
     for record in records_of("precast.paged_attention", 1)
     if record.name in ("triton.paged_attention.small", "triton.paged_attention")
 }
