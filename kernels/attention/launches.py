@@ -1,4 +1,4 @@
-"""The launches of attention in Triton (`precast.kernels.attention.triton`), and the sizes of their tiles. No torch."""
+"""The launches of attention in Triton (`precast.kernels.attention.triton_tiles`), and the sizes of tiles. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ PARTS = 4096
 """Elements of partial results that are joined at a time, at most, if that is one part at least."""
 AHEAD = 0
 """Keys that a program with a small tile has the L2 cache fetch while the kernel in front still runs."""
-_KERNELS = "precast.kernels.attention.triton:"
 
 
 class Tile(NamedTuple):
@@ -174,7 +173,7 @@ def context_launch(
     tiles = add(floordiv(tokens, shape.queries), 1, minimum(sequences, floordiv(tokens, least)))
     items = mul(tiles, _number(use, keys, 2), shape.groups)
     return Launch(
-        kernel=_KERNELS + "context_kernel",
+        kernel="precast.kernels.attention.triton_context:context_kernel",
         grid=(minimum(items, programs or PROGRAMS),),
         args=(Pointer("out.0"), None, *_tensors(use, keys, values), *_lists(use, is_paged, True), tokens, sequences,
               *_strides(keys, values)),
@@ -185,7 +184,7 @@ def context_launch(
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        pdl=_overlaps(use),
+        pdl=overlaps(use),
     )  # fmt: skip
 
 
@@ -220,18 +219,18 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahea
         "PAGE_SIZE": _number(use, "k_cache", 1),
     }
     first = Launch(
-        kernel=_KERNELS + "split_kernel",
+        kernel="precast.kernels.attention.triton_split:split_kernel",
         grid=(tiles, _number(use, "k_cache", 2) * shape.groups, splits.most),
         args=(Pointer("out.0"), *partial, *_tensors(use, "k_cache", "v_cache"), *_lists(use, True, True), tokens,
               sequences, *splits, *_strides("k_cache", "v_cache")),
         constants=constants | _tile_constants(use, tile, shape, "k_cache", "v_cache") | {"AHEAD": ahead_of(use, ahead)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        pdl=_overlaps(use),
+        pdl=overlaps(use),
     )  # fmt: skip
     columns = max(16, power_of_two(value_size))
     second = Launch(
-        kernel=_KERNELS + "merge_kernel",
+        kernel="precast.kernels.attention.triton_merge:merge_kernel",
         grid=(mul(tiles, minimum(add(splits.most, -1), 1)), heads),
         args=(Pointer("out.0"), *partial, *_lists(use, True, False), tokens, sequences, *splits),
         constants=constants
@@ -245,11 +244,11 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahea
             "PARTS": max(1, PARTS // columns),
             **_reach(use),
             "EARLY": _is_early(use),
-            "PDL": _overlaps(use),
+            "PDL": overlaps(use),
         },
         num_warps=4,
         num_stages=3,
-        pdl=_overlaps(use),
+        pdl=overlaps(use),
     )
     return first, second
 
@@ -341,11 +340,11 @@ def _tile_constants(use: Use, tile: Tile, shape: _Shape, keys: str, values: str)
         **_reach(use),
         "PRECISION": "ieee" if use.width("q") > 2 else "tf32",
         "EARLY": _is_early(use),
-        "PDL": _overlaps(use),
+        "PDL": overlaps(use),
     }
 
 
-def _overlaps(use: Use) -> bool:
+def overlaps(use: Use) -> bool:
     """Whether kernels may begin before those in front of them have ended."""
     return use.target.capability >= (9, 0)
 
@@ -355,4 +354,4 @@ def _is_early(use: Use) -> bool:
 
     Inputs of the step, as those of a cache are, are there before its first kernel.
     """
-    return _overlaps(use) and use.has("page_indices")
+    return overlaps(use) and use.has("page_indices")
