@@ -79,11 +79,14 @@ class Case(NamedTuple):
 DECODE = [Case(seqs, 1, tokens) for seqs in (1, 8, 64, 256) for tokens in (256, 4096)] + [Case(1, 1, 32768)]
 PREFILL = [Case(1, 4096, 4096), Case(4, 8000, 8000), Case(1, 1024, 8192)]
 
-CONTEXT_TILES = {128: [Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)], 256: [Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)]}
+CONTEXT_TILES = {
+    64: [Tile(128, 64, 4, 3)],
+    128: [Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)],
+    256: [Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)],
+}
 HOPPER_TILES = {
-    64: [Tile(128, 128, 8, 2), Tile(128, 64, 8, 3)],
-    128: [Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)],
-    256: [Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)],
+    64: [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2)],
+    128: [Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2)],
 }
 SPLIT_TILES = {
     64: [Tile(16, 64, 4, 3), Tile(16, 128, 4, 3), Tile(16, 64, 2, 3), Tile(16, 32, 2, 3)],
@@ -174,9 +177,12 @@ def launches_of(use: Use, case: Case, choice: Choice) -> tuple[Launch, ...]:
         small = attention.split_launches(use, tile, splits, is_small=is_small, ahead=ahead)
         if choice.context:
             large = attention.context_launch(use, choice.context, programs=choice.programs)
+        elif choice.hopper:
+            # Tiles of eight warps have a multiprocessor for themselves.
+            programs = choice.programs or attention.PROGRAMS * 4 // choice.hopper.num_warps
+            large = attention.hopper_launch(use, choice.hopper, programs=programs)
         else:
-            tile = choice.hopper or attention.hopper_tile(use)
-            large = attention.hopper_launch(use, tile, programs=choice.programs)
+            large = chosen_launches(use, case)[0]
         found = small if is_small else (large, *small)
     if not choice.early:
         found = tuple(each._replace(constants={**each.constants, "EARLY": False}) for each in found)
@@ -209,8 +215,8 @@ def choices_of(model: Model, case: Case) -> Iterator[Choice]:
     yield Choice()
     yield PLAIN
     if case.queries > 1:
-        yield from (Choice(hopper=tile) for tile in HOPPER_TILES[model.size])
-        yield from (Choice(context=tile) for tile in CONTEXT_TILES.get(model.size, ()))
+        yield from (Choice(hopper=tile) for tile in HOPPER_TILES.get(model.size, ()))
+        yield from (Choice(context=tile) for tile in CONTEXT_TILES[model.size])
     else:
         yield from (Choice(split=tile) for tile in SPLIT_TILES[model.size])
 

@@ -17,7 +17,11 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """All that earlier kernels wrote is there afterwards. Every program of a launch with `pdl` comes here."""
+    """All that earlier kernels wrote is there afterwards. Programs of a launch with `pdl` come here.
+
+    Those with nothing to do may end without, but for `is_first_program`: a launch that ended before the one in front
+    would let the next one read too early.
+    """
     if PDL and not _INTERPRETED:
         # First, so that the next kernel can request its weights; it waits for the end of this one itself.
         cuda.gdc_launch_dependents()
@@ -29,6 +33,12 @@ def let_next_begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """The next kernel may begin; for a kernel that reads something before it waits."""
     if PDL and not _INTERPRETED:
         cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def is_first_program():  # type: ignore[no-untyped-def]
+    """One program of a launch."""
+    return (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Attention of prompts on Hopper, in Gluon: products run while the exponentials of the next keys are computed.
 
-The tiles are those of `context_kernel` in `precast.kernels.attention.triton`, and so are the results but for rounding.
+The tiles are those of `precast.kernels.attention.triton_context`, and so are the results but for rounding.
 Triton waits for each product of scores before it goes on, and tensor cores stand still meanwhile. Here a step asks for
 the scores of its keys and for the values of the keys before, and computes exponentials as soon as the scores are there:
 
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from precast.kernels import triton_chain
-from precast.kernels.attention import triton as tiles
+from precast.kernels.attention import triton_tiles
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 SEQUENCES = gl.constexpr(512)
@@ -35,9 +35,9 @@ SEQUENCES = gl.constexpr(512)
 
 _wait_for_previous = gluon.jit(triton_chain.wait_for_previous.fn)
 _let_next_begin = gluon.jit(triton_chain.let_next_begin.fn)
-_tokens_of = gluon.jit(tiles._tokens_of.fn)
-_keys_of = gluon.jit(tiles._keys_of.fn)
-_range = gluon.jit(tiles._range.fn)
+_tokens_of = gluon.jit(triton_tiles.tokens_of.fn)
+_keys_of = gluon.jit(triton_tiles.keys_of.fn)
+_range_of = gluon.jit(triton_tiles.range_of.fn)
 
 
 @gluon.jit
@@ -364,7 +364,7 @@ def context_kernel(  # type: ignore[no-untyped-def]
                 kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, num_seqs, num_queries, PAGE_SIZE
             )
             first_query = (end_tile - 1 - tile) * BLOCK_Q
-            start, full_start, full_end, end = _range(
+            start, full_start, full_end, end = _range_of(
                 first_query, num_queries, kv_len, num_slots, page_start, BLOCK_Q, BLOCK_N, WINDOW, CHUNK
             )
             num_steps = (gl.maximum(end - start, 0) + BLOCK_N - 1) // BLOCK_N

@@ -1,4 +1,4 @@
-"""The launches of attention in Triton (`precast.kernels.attention.triton`), and the sizes of their tiles. No torch."""
+"""The launches of attention in Triton (`precast.kernels.attention.triton_tiles`), and the sizes of tiles. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ SMALL_STEP = 64
 """Tokens of a step that small tiles alone compute, whatever sequences they are of."""
 PROGRAMS = 264
 """Programs that share the large tiles: two for each multiprocessor of an H100."""
-HOPPER_PROGRAMS = 132
-"""The same for tiles that fill a multiprocessor of an H100."""
 SLOTS = (2, 8, 32)
 """The ends of ranges of slots for sequences, for each of which keys are split in another way."""
 FEW_SLOTS, MANY_SLOTS = SLOTS[0], SLOTS[-1] + 1
@@ -32,11 +30,10 @@ FEW_KEYS, MANY_KEYS = 64, 256
 WHOLE_KEYS, WHOLE_WIDE_KEYS = 512, 128
 """Keys of a sequence that are not split, with heads of up to 128 elements and with larger ones. On an H200, 8 sequences
 of 256 keys take 9 us in one part and 17 us in 4; with heads of 256 elements 4 parts are faster, by 1 us."""
-PARTS = 2048
+PARTS = 4096
 """Elements of partial results that are joined at a time, at most, if that is one part at least."""
 AHEAD = 0
 """Keys that a program with a small tile has the L2 cache fetch while the kernel in front still runs."""
-_KERNELS = "precast.kernels.attention.triton:"
 
 
 class Tile(NamedTuple):
@@ -79,9 +76,13 @@ def context_tile(use: Use, keys: str = "k_cache", values: str = "v_cache") -> Ti
 
 
 def hopper_tile(use: Use) -> Tile:
-    """Of sequences with many queries, where products run beside exponentials: all the registers there are."""
-    size = _number(use, "k_cache", 3)
-    return Tile(128, 64 if size > 128 else 128, 8, 2)
+    """Of sequences with many queries, where products run beside exponentials.
+
+    Two of these tiles share a multiprocessor, as registers allow, and one computes where the other waits. On an H200,
+    1024 queries of 8192 keys with heads of 128 elements take 290 us, in tiles of 128 rows and keys 350 us.
+    """
+    # Heads of 128 elements leave shared memory for two stages, heads of 64 for three.
+    return Tile(64, 64, 4, 2 if _number(use, "k_cache", 3) > 64 else 3)
 
 
 def split_tile(use: Use, slots: range | None = None) -> Tile:
@@ -95,8 +96,8 @@ def split_tile(use: Use, slots: range | None = None) -> Tile:
         if slots[-1] <= FEW_SLOTS and size == 128:
             # One sequence of 4096 keys: 26 us, in steps of 64 keys 74 us.
             return Tile(16, 128, 8, 2)
-        if slots[-1] <= FEW_SLOTS and size == 256:
-            # One sequence that sees 1024 keys: 13.3 us, in 3 stages 14.6 us.
+        if size == 256:
+            # 64 sequences that see 1024 keys: 135 us, in 3 stages 157 us.
             return Tile(16, 32, 4, 4)
         if slots[0] >= MANY_SLOTS and size == 128:
             # 64 sequences of 256 keys: 26 us, in 3 stages 29 us; less memory lets more programs run at once.
@@ -172,7 +173,7 @@ def context_launch(
     tiles = add(floordiv(tokens, shape.queries), 1, minimum(sequences, floordiv(tokens, least)))
     items = mul(tiles, _number(use, keys, 2), shape.groups)
     return Launch(
-        kernel=_KERNELS + "context_kernel",
+        kernel="precast.kernels.attention.triton_context:context_kernel",
         grid=(minimum(items, programs or PROGRAMS),),
         args=(Pointer("out.0"), None, *_tensors(use, keys, values), *_lists(use, is_paged, True), tokens, sequences,
               *_strides(keys, values)),
@@ -183,13 +184,13 @@ def context_launch(
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        pdl=_overlaps(use),
+        pdl=overlaps(use),
     )  # fmt: skip
 
 
 def hopper_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launch:
     """`context_launch` of a cache, by the kernel whose products run beside exponentials."""
-    plain = context_launch(use, tile, programs=programs or HOPPER_PROGRAMS * 8 // tile.num_warps)
+    plain = context_launch(use, tile, programs=programs)
     needless = ("SIZE", "VALUE_SIZE", "BLOCK_V", "PRECISION")
     constants = {name: value for name, value in plain.constants.items() if name not in needless}
     result, _, *args = plain.args  # sums of exponentials are wanted of the plain kernel alone
@@ -218,18 +219,18 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahea
         "PAGE_SIZE": _number(use, "k_cache", 1),
     }
     first = Launch(
-        kernel=_KERNELS + "split_kernel",
+        kernel="precast.kernels.attention.triton_split:split_kernel",
         grid=(tiles, _number(use, "k_cache", 2) * shape.groups, splits.most),
         args=(Pointer("out.0"), *partial, *_tensors(use, "k_cache", "v_cache"), *_lists(use, True, True), tokens,
               sequences, *splits, *_strides("k_cache", "v_cache")),
         constants=constants | _tile_constants(use, tile, shape, "k_cache", "v_cache") | {"AHEAD": ahead_of(use, ahead)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        pdl=_overlaps(use),
+        pdl=overlaps(use),
     )  # fmt: skip
-    queries, columns = power_of_two(shape.queries), max(16, power_of_two(value_size))
+    columns = max(16, power_of_two(value_size))
     second = Launch(
-        kernel=_KERNELS + "merge_kernel",
+        kernel="precast.kernels.attention.triton_merge:merge_kernel",
         grid=(mul(tiles, minimum(add(splits.most, -1), 1)), heads),
         args=(Pointer("out.0"), *partial, *_lists(use, True, False), tokens, sequences, *splits),
         constants=constants
@@ -240,15 +241,14 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahea
             "BLOCK_Q": shape.queries,
             "BLOCK_N": tile.n,
             "BLOCK_V": columns,
-            "ROWS": queries,
-            "PARTS": max(1, PARTS // (queries * columns)),
+            "PARTS": max(1, PARTS // columns),
             **_reach(use),
             "EARLY": _is_early(use),
-            "PDL": _overlaps(use),
+            "PDL": overlaps(use),
         },
         num_warps=4,
         num_stages=3,
-        pdl=_overlaps(use),
+        pdl=overlaps(use),
     )
     return first, second
 
@@ -340,11 +340,11 @@ def _tile_constants(use: Use, tile: Tile, shape: _Shape, keys: str, values: str)
         **_reach(use),
         "PRECISION": "ieee" if use.width("q") > 2 else "tf32",
         "EARLY": _is_early(use),
-        "PDL": _overlaps(use),
+        "PDL": overlaps(use),
     }
 
 
-def _overlaps(use: Use) -> bool:
+def overlaps(use: Use) -> bool:
     """Whether kernels may begin before those in front of them have ended."""
     return use.target.capability >= (9, 0)
 
@@ -354,4 +354,4 @@ def _is_early(use: Use) -> bool:
 
     Inputs of the step, as those of a cache are, are there before its first kernel.
     """
-    return _overlaps(use) and use.has("page_indices")
+    return overlaps(use) and use.has("page_indices")

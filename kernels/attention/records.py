@@ -49,9 +49,9 @@ _PAGED: dict[str, Any] = {
 }  # fmt: skip
 
 _PLAIN_CACHE = Condition(
-    "heads of 64, 128 or 256 elements of the query's type in pages of a multiple of 8 tokens",
+    "heads of 64 or 128 elements of the query's type in pages of a multiple of 8 tokens",
     lambda use: (
-        use.number("k_cache", 3) in (64, 128, 256)
+        use.number("k_cache", 3) in (64, 128)
         and use.number("k_cache", 3) == use.number("v_cache", 3)
         and use.operands["k_cache"].type.dtype == use.operands["v_cache"].type.dtype == use.operands["q"].type.dtype
         and (use.number("k_cache", 1) or 1) % 8 == 0

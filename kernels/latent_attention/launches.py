@@ -29,7 +29,6 @@ JOINED = 8192
 _WEIGHT_TILE = 1 << 14
 """Elements of the weight that a program asks for at once, before it does anything else: 32 KiB of half precision."""
 _KERNELS = "precast.kernels.latent_attention.triton:"
-_ATTENTION = "precast.kernels.attention.triton:"
 
 
 class Sizes(NamedTuple):
@@ -255,9 +254,8 @@ def _split(use: Use, place: Workspace, most_tokens: int | None, tile: Tile) -> t
         num_stages=tile.num_stages,
         pdl=overlaps(use),
     )  # fmt: skip
-    rows = power_of_two(queries)
     second = Launch(
-        kernel=_ATTENTION + "merge_kernel",
+        kernel="precast.kernels.attention.triton_merge:merge_kernel",
         grid=(mul(tiles, minimum(add(splits.most, -1), 1)), sizes.heads),
         args=(result, *partial, *_lists(False), tokens, sequences, *splits),
         constants=shared
@@ -265,8 +263,7 @@ def _split(use: Use, place: Workspace, most_tokens: int | None, tile: Tile) -> t
             "TO_TOKENS": bool(most_tokens),
             "VALUE_SIZE": sizes.latent,
             "BLOCK_V": block_c,
-            "ROWS": rows,
-            "PARTS": max(1, JOINED // (rows * block_c)),
+            "PARTS": max(1, JOINED // block_c),
             "CHUNK": 0,
             "EARLY": False,
         },
@@ -342,7 +339,7 @@ def _context(use: Use, keys: Pointer, values: Pointer, sums: Pointer, tile: Tile
     # Of packed tokens a slot is a token, and there are no pages.
     placed = (0, strides[0], *strides[2:4], 0, strides[4], *strides[6:])
     return Launch(
-        kernel=_ATTENTION + "context_kernel",
+        kernel="precast.kernels.attention.triton_context:context_kernel",
         grid=(minimum(mul(tiles, sizes.heads), 2 * PROGRAMS),),
         args=(Pointer("out.0"), sums, Pointer("q"), keys, values, None, None, Pointer("cu_seqlens"), None, None, None,
               None, tokens, sequences, *(Stride("q", axis) for axis in (1, 2, 3)), *placed),

@@ -3,7 +3,7 @@
 Queries of sequences with one query, and all those of small steps, are *absorbed*: multiplied by the key's part of the
 weight, after which latents are keys and values of one head, and heads are rows of one product (`split_kernel`).
 Longer sequences' own tokens are *expanded* to keys and values of every head, for
-`precast.kernels.attention.triton.context_kernel`, and what they cached before is absorbed (`prefix_kernel`), a tile of
+`precast.kernels.attention.triton_context`, and what they cached before is absorbed (`prefix_kernel`), a tile of
 one head's queries at a time. The products with the weight are `head_product_kernel`'s and `expand_kernel`'s. Formulas:
 `precast.kernels.latent_attention.batched`; which launches a step has: `precast.kernels.latent_attention.launches`.
 
@@ -18,7 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.triton import LOG2_E, SEQUENCES, small_tile, weights_of
+from precast.kernels.attention.triton_split import small_tile
+from precast.kernels.attention.triton_tiles import LOG2_E, SEQUENCES, weights_of
 from precast.kernels.attention.triton_write_kv import rounded
 from precast.kernels.triton_chain import wait_for_previous
 

@@ -38,8 +38,8 @@ else:
 def stages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """In the interpreter programs take turns: there are few, some with several tiles, and tiles of several steps."""
     if IS_INTERPRETED:
-        monkeypatch.setattr(launches, "HOPPER_PROGRAMS", 3)
-        monkeypatch.setattr(launches, "hopper_tile", lambda use: Tile(32, 16, 8, request.param))
+        monkeypatch.setattr(launches, "PROGRAMS", 3)
+        monkeypatch.setattr(launches, "hopper_tile", lambda use: Tile(32, 16, 4, request.param))
         monkeypatch.setattr(hopper, "SEQUENCES", tl.constexpr(4))
 
 
@@ -55,7 +55,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     ids=str,
     indirect=["stages"],
 )
-@pytest.mark.parametrize("size", [64] if IS_INTERPRETED else [64, 128, 256])
+@pytest.mark.parametrize("size", [64] if IS_INTERPRETED else [64, 128])
 @pytest.mark.usefixtures("stages")
 def test_prompts(more: dict[str, Any], size: int, same: Callable[..., None]) -> None:
     draw = Draw(torch.float16, DEVICE)

@@ -19,7 +19,7 @@ from op_samples.draw import Draw, Sample
 from op_samples.table import samples_of
 from strided import with_strided_caches
 
-from precast.kernels.attention import launches, triton, triton_write_kv
+from precast.kernels.attention import launches, triton_context, triton_split, triton_write_kv
 from precast.kernels.attention.attention import ATTENTION
 from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
 from precast.kernels.attention.write_kv import WRITE_KV
@@ -35,13 +35,13 @@ CPU = torch.device("cpu")
 FLOAT8 = torch.float8_e4m3fn
 
 
-def anew(record: Record) -> Callable[..., torch.Tensor]:
-    """What the record computes, whose launches are made at each call: tests change what they are made of."""
+def made_anew(record: Record) -> Callable[..., torch.Tensor]:
+    """The op, with launches that are made for each call: tests change what they are made of."""
     return lambda **arguments: as_function(record)(**arguments)
 
 
 PAGED = {
-    record.name: anew(record)
+    record.name: made_anew(record)
     for record in records_of("precast.paged_attention", 1)
     if record.name in ("triton.paged_attention.small", "triton.paged_attention")
 }
@@ -70,7 +70,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "FEW_KEYS", 16)
     monkeypatch.setattr(launches, "WHOLE_KEYS", 20)
     monkeypatch.setattr(launches, "WHOLE_WIDE_KEYS", 20)
-    monkeypatch.setattr(triton, "SEQUENCES", tl.constexpr(4))
+    for kernels in (triton_context, triton_split):
+        monkeypatch.setattr(kernels, "SEQUENCES", tl.constexpr(4))
 
 
 def has_cache_of(sample: Sample, dtype: torch.dtype) -> bool:
@@ -291,6 +292,20 @@ def copy_sequence(source: Sample, slot: int, target: Sample, place: int) -> None
     )
     for name in ("k_cache", "v_cache"):
         target[name][others] = source[name][pages]
+
+
+@each_step
+def test_programs_that_end_before_they_wait_have_nothing_to_do(
+    attend: Callable[..., torch.Tensor],
+    sequences: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    same: Callable[..., None],
+) -> None:
+    """As on Hopper, where there is a kernel in front."""
+    monkeypatch.setattr(launches, "overlaps", lambda use: True)
+    sample = paged_sample(Draw(torch.float32, CPU), sequences, heads=4, kv_heads=2, size=16, page_size=8, padding=2)
+
+    same(PAGED_ATTENTION, attend(**sample), paged_attention(**sample))
 
 
 def test_more_parts_are_the_same_result(monkeypatch: pytest.MonkeyPatch, same: Callable[..., None]) -> None:

@@ -21,7 +21,7 @@ from op_samples.latent_attention import paged_latent_sample
 from op_samples.latent_attention import write_latent as write_samples
 from strided import with_strided_caches
 
-from precast.kernels.attention import triton as attention
+from precast.kernels.attention import triton_context, triton_split
 from precast.kernels.choices import records_of
 from precast.kernels.latent_attention import launches
 from precast.kernels.latent_attention import triton as latent_attention
@@ -57,8 +57,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "LEAST_KEYS", (16, 16, 16, 16))
     monkeypatch.setattr(launches, "JOINED", 64)
     if IS_INTERPRETED:  # compiled kernels have read it already
-        monkeypatch.setattr(attention, "SEQUENCES", tl.constexpr(4))
-        monkeypatch.setattr(latent_attention, "SEQUENCES", tl.constexpr(4))
+        for kernels in (triton_context, triton_split, latent_attention):
+            monkeypatch.setattr(kernels, "SEQUENCES", tl.constexpr(4))
 
 
 def agrees(attend: Attend, sample: Sample, same: Same) -> None:

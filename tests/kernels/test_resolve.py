@@ -664,8 +664,8 @@ def test_a_digest_is_that_of_the_sources_that_run() -> None:
     linear = replace(FEW, runs="torch:ops.aten.linear.default")
 
     assert sources(linear) == ()
-    assert {"precast.kernels.attention.triton", "precast.kernels.attention.launches"} <= set(sources(triton))
-    assert "precast.kernels.attention.triton" not in sources(torch_)
+    assert {"precast.kernels.attention.triton_split", "precast.kernels.attention.launches"} <= set(sources(triton))
+    assert "precast.kernels.attention.triton_split" not in sources(torch_)
     assert digest(triton) == digest(triton) != digest(torch_)
     assert all(sources(record) for record in all_records() if not record.op.startswith("aten."))
 
