@@ -12,8 +12,9 @@ the scores of its keys and for the values of the keys before, and computes expon
 Keys and values come by asynchronous copies of 16 bytes, so pages lie anywhere. Types are those that products take.
 """
 
-# To pyright, Triton's constants don't decide which branch is there, and some functions never return.
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# To pyright, constants of a kernel decide no branch and are neither numbers nor layouts, and some functions never return.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
