@@ -12,7 +12,7 @@ the scores of its keys and for the values of the keys before, and computes expon
 Keys and values come by asynchronous copies of 16 bytes, so pages lie anywhere. Types are those that products take.
 """
 
-# To pyright, constants of a kernel decide no branch and are neither numbers nor layouts, and some functions never return.
+# To pyright, constants of a kernel decide no branch, and are neither numbers nor layouts; some functions never return.
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
 
