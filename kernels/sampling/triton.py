@@ -11,7 +11,8 @@ Each row is divided among several programs, so that few rows keep a GPU busy. Wh
    it is among those that top_p keeps: if the weights of the tokens before it, larger ones and equals of a lower index,
    come to less than top_p of the sum. If not, all that top_p keeps are before it. So the next pass sums the weights
    before that token, and finds the best score among those. Each pass makes the set smaller; few rows need a third one;
-4. `finish_kernel` has the token, or sorts what is listed of a row and draws from that, or goes on by itself with the row.
+4. `finish_kernel` has the token, or sorts what is listed of a row and draws from that, or goes on by itself with the
+   row.
 
 The sets are those of the definition: each x, weight, sum and comparison is computed in its roundings, sums of weights
 as integers. What adds up atomically is only how many tokens are listed, and their order tells nothing. exp, log and
