@@ -36,7 +36,7 @@ def sample(use: Use) -> tuple[Launch, ...]:
     rows = numel(use.shape("logits")[:-1])
     splits = minimum(limits.MAX_SPLITS, maximum(limits.MIN_SPLITS, floordiv(limits.PROGRAMS, maximum(rows, 1))))
     held, has_pdl = _divided(rows), overlaps(use)
-    tokens = held.maxima._replace(dtype="int32")
+    listed = held.maxima._replace(dtype="int64")
     line = (Pointer("logits"), Stride("logits", 0), Stride("logits", 1))
     asked = ("temperature", "top_k", "top_p", "min_p", "seeds", "steps")
     parameters: tuple[Pointer | Stride, ...] = (
@@ -44,11 +44,10 @@ def sample(use: Use) -> tuple[Launch, ...]:
         *(Stride(name, 0) for name in asked),
     )
     scanned = (held.tops, held.least, held.places, held.maxima)
-    passed = (held.sums, held.scores, held.drawn, held.plan, held.limits, tokens)
-    groups = limits.MAX_SPLITS * limits.OWN_GROUPS
+    passed = (held.sums, held.scores, held.drawn, held.plan, held.limits, listed)
     sizes = {"SIZE": known(use, "logits", -1), "SPLITS": limits.MAX_SPLITS, "PDL": has_pdl}
     grouped = {"OWN_GROUPS": limits.OWN_GROUPS}
-    listed = {"CAPACITY": limits.CAPACITY, "TOKENS": groups, "PASSES": limits.PASSES}
+    lists = {"CAPACITY": limits.CAPACITY, "KEYS": limits.MAX_SPLITS * limits.OWN_GROUPS // 2, "PASSES": limits.PASSES}
     scan = Launch(
         kernel="precast.kernels.sampling.triton:scan_kernel",
         grid=(rows, splits),
@@ -70,7 +69,7 @@ def sample(use: Use) -> tuple[Launch, ...]:
             kernel="precast.kernels.sampling.triton:pass_kernel",
             grid=(rows, splits),
             args=(*line, *passed, splits),
-            constants={**sizes, **listed, "PASS": i, "BLOCK": limits.BLOCK},
+            constants={**sizes, **lists, "PASS": i, "BLOCK": limits.BLOCK},
             num_warps=limits.NUM_WARPS,
             pdl=has_pdl,
         )
@@ -80,7 +79,7 @@ def sample(use: Use) -> tuple[Launch, ...]:
         kernel="precast.kernels.sampling.triton:finish_kernel",
         grid=(rows,),
         args=(Pointer("out.0"), *line, *passed, splits),
-        constants={**sizes, **listed, "BLOCK": limits.CAPACITY},
+        constants={**sizes, **lists, "SHORT": limits.SHORT, "BLOCK": limits.CAPACITY},
         num_warps=limits.NUM_WARPS,
         pdl=has_pdl,
     )

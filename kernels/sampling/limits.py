@@ -18,8 +18,9 @@ OWN_GROUPS = 128
 """Groups of tokens in a program's part of a row: their maxima bound the k-th largest logit of the row."""
 GROUPS = 2048
 """Groups of a row of which the k-th largest maximum is found: at most `MAX_SPLITS * OWN_GROUPS`."""
-CAPACITY = 2048
-"""Tokens that may pass top_k which are listed; of more the row is read again. At most `MAX_SPLITS * OWN_GROUPS`."""
+SHORT, CAPACITY = 512, 2048
+"""Tokens that may pass top_k which are sorted in little time, and at all; of more the row is read again. At most
+`MAX_SPLITS * OWN_GROUPS / 2`."""
 PASSES = 3
 """How often all programs go over a row that has top_p but no top_k."""
 

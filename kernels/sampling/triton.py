@@ -11,7 +11,8 @@ Each row is divided among several programs, so that few rows keep a GPU busy. Wh
    it is among those that top_p keeps: if the weights of the tokens before it, larger ones and equals of a lower index,
    come to less than top_p of the sum. If not, all that top_p keeps are before it. So the next pass sums the weights
    before that token, and finds the best score among those. Each pass makes the set smaller; few rows need a third one;
-4. `finish_kernel` has the token, or goes on by itself with what is listed of a row, or with the row.
+4. `finish_kernel` has the token, or sorts what is listed of a row and draws from that, or goes on by itself with the
+   row.
 
 The sets are those of the definition: each x, weight, sum and comparison is computed in its roundings, sums of weights
 as integers. What adds up atomically is only how many tokens are listed, and their order tells nothing. exp, log and
@@ -64,6 +65,10 @@ _MARGIN = tl.constexpr(0.01)
 # Bits of a magnitude below which the bound of top_k isn't searched: an x of 16 is known to 1/8.
 _PRECISION = tl.constexpr(1 << 16)
 _NOTHING = tl.constexpr(float("-inf"))
+# Of what is listed, the magnitude of its x above its index: in ascending order the largest x come first, then the
+# least indices.
+_INDEX = tl.constexpr((1 << 32) - 1)
+_LAST = tl.constexpr((1 << 63) - 1)
 
 
 @triton.jit
@@ -312,12 +317,12 @@ def pass_kernel(  # type: ignore[no-untyped-def]
     drawn_ptr,
     plan_ptr,
     limits_ptr,
-    tokens_ptr,
+    keys_ptr,
     num_splits,
     SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     CAPACITY: tl.constexpr,
-    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
     PASSES: tl.constexpr,
     PASS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -359,7 +364,8 @@ def pass_kernel(  # type: ignore[no-untyped-def]
                 count = tl.sum(is_listed.to(tl.int32), 0)
                 first = tl.atomic_add(plan_ptr + _COUNT, count, sem="relaxed")
                 entry = first + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-                tl.store(tokens_ptr + row * TOKENS + entry, index, mask=is_listed & (entry < CAPACITY))
+                listed = (magnitude(x).to(tl.int64) << 32) | index
+                tl.store(keys_ptr + row * KEYS + entry, listed, mask=is_listed & (entry < CAPACITY))
         else:
             may_win = logits >= lowest
             if (kind == _SHARED) & (most >= weighed):
@@ -377,24 +383,32 @@ def pass_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile(source, line, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Indices and logits of the tokens of a row from `start` on, of those that are listed if there is a list."""
-    tokens_ptr, num_tokens, is_listed = source
-    entry = start + tl.arange(0, BLOCK)
-    listed = tl.load(tokens_ptr + entry, mask=is_listed & (entry < num_tokens), other=SIZE)
-    index = tl.where(is_listed, listed, entry)
-    return index, _logits(line[0], line[1], index, SIZE).to(tl.float32)
+def _drawn_of(keys_ptr, count, line, top_k, share, SIZE: tl.constexpr, NUM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The token drawn from a list of `count` candidates, at most NUM: sorted as the definition sorts the whole row."""
+    entry = tl.arange(0, NUM)
+    ordered = tl.sort(tl.load(keys_ptr + entry, mask=entry < count, other=_LAST))
+    sizes = (ordered >> 32).to(tl.int32)
+    last = tl.max(tl.where(entry < tl.minimum(top_k, count), sizes, 0), 0)
+    is_kept = (entry < count) & (sizes <= last)
+    x = tl.where(is_kept, -sizes.to(tl.float32, bitcast=True), _NOTHING)
+    weights = tl.where(is_kept, weight(x), 0)
+    before = tl.cumsum(weights, 0) - weights
+    is_kept = is_kept & tl.where(share >= 1.0, is_kept, _is_kept(before, tl.sum(weights, 0), share))
+    index = (ordered & _INDEX).to(tl.int32)
+    scores = tl.where(is_kept, x + gumbel(uniform(line[4], line[5], index)), _NOTHING)
+    _, token = _best_of(scores, index, SIZE)
+    return token
 
 
 @triton.jit
-def _kth(source, line, top_k, count, floor, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _kth(line, top_k, count, floor, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The least x of those that top_k keeps of `count` candidates, or less if as many pass; `floor` if all do."""
     low, high = count * 0 - 1, magnitude(floor)
     while (count > top_k) & (high - low > 1):
         middle = low + (high - low) // 2
         counts = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, source[1], BLOCK):
-            _, logits = _tile(source, line, start, SIZE, BLOCK)
+        for start in range(0, SIZE, BLOCK):
+            logits = _logits(line[0], line[1], start + tl.arange(0, BLOCK), SIZE).to(tl.float32)
             counts += (magnitude(scaled(logits, line[2], line[3])) <= middle).to(tl.int32)
         reached = tl.sum(counts, 0)
         count = tl.where(reached >= top_k, reached, count)
@@ -404,12 +418,13 @@ def _kth(source, line, top_k, count, floor, SIZE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _passed(source, line, floor, cut, end, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _passed(line, floor, cut, end, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """What all programs find in a pass, of one: the sum of weights, and the token with the best score."""
     total = tl.zeros([BLOCK], tl.int64)
     best, token = tl.minimum(cut, _NOTHING), end * 0 + SIZE
-    for start in range(0, source[1], BLOCK):
-        index, logits = _tile(source, line, start, SIZE, BLOCK)
+    for start in range(0, SIZE, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        logits = _logits(line[0], line[1], index, SIZE).to(tl.float32)
         x = scaled(logits, line[2], line[3])
         is_in = _is_before(x, index, floor, cut, end)
         if tl.max(is_in.to(tl.int32), 0) > 0:
@@ -430,12 +445,13 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     drawn_ptr,
     plan_ptr,
     limits_ptr,
-    tokens_ptr,
+    keys_ptr,
     num_splits,
     SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
+    SHORT: tl.constexpr,
     CAPACITY: tl.constexpr,
-    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
     PASSES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -448,22 +464,24 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     kind = tl.load(plan_ptr + _KIND)
     if kind == _DONE:
         return
-    share = tl.load(limits_ptr + _SHARE)
-    is_found, token, total = _found(
-        sums_ptr, scores_ptr, drawn_ptr, row, share, num_splits, PASSES, PASSES, SIZE, SPLITS
-    )  # fmt: skip
-    if (kind == _LISTED) | (not is_found):
-        line = _line(logits_ptr + row * stride_r, stride_v, limits_ptr, plan_ptr)
-        floor = tl.load(limits_ptr + _FLOOR)
-        count = tl.load(plan_ptr + _COUNT)
-        is_listed = (kind == _LISTED) & (count <= CAPACITY)
-        source = (tokens_ptr + row * TOKENS, tl.where(is_listed, count, SIZE), is_listed)
+    share, floor = tl.load(limits_ptr + _SHARE), tl.load(limits_ptr + _FLOOR)
+    top_k, count = tl.load(plan_ptr + _TOP_K), tl.load(plan_ptr + _COUNT)
+    line = _line(logits_ptr + row * stride_r, stride_v, limits_ptr, plan_ptr)
+    keys_ptr += row * KEYS
+    if (kind == _LISTED) & (count <= SHORT):
+        token = _drawn_of(keys_ptr, count, line, top_k, share, SIZE, SHORT)
+    elif (kind == _LISTED) & (count <= CAPACITY):
+        token = _drawn_of(keys_ptr, count, line, top_k, share, SIZE, CAPACITY)
+    else:
+        is_found, token, total = _found(
+            sums_ptr, scores_ptr, drawn_ptr, row, share, num_splits, PASSES, PASSES, SIZE, SPLITS
+        )  # fmt: skip
         if kind == _LISTED:
-            floor = _kth(source, line, tl.load(plan_ptr + _TOP_K), count, floor, SIZE, BLOCK)
-            total, token = _passed(source, line, floor, tl.minimum(floor, _NOTHING), count * 0, SIZE, BLOCK)
+            floor = _kth(line, top_k, count, floor, SIZE, BLOCK)
+            total, token = _passed(line, floor, tl.minimum(floor, _NOTHING), count * 0, SIZE, BLOCK)
             is_found = share >= 1.0
         while not is_found:
-            before, other = _passed(source, line, floor, _x_of(line, token), token, SIZE, BLOCK)
+            before, other = _passed(line, floor, _x_of(line, token), token, SIZE, BLOCK)
             is_found = _is_kept(before, total, share)
             token = tl.where(is_found, token, other)
     tl.store(out_ptr + row, token.to(tl.int64))

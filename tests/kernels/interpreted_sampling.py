@@ -30,7 +30,8 @@ from precast.kernels.use import GPU
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
 SMALL = {
-    "BLOCK": 128, "PROGRAMS": 16, "MIN_SPLITS": 2, "MAX_SPLITS": 4, "OWN_GROUPS": 32, "GROUPS": 64, "CAPACITY": 16,
+    "BLOCK": 128, "PROGRAMS": 16, "MIN_SPLITS": 2, "MAX_SPLITS": 4, "OWN_GROUPS": 32, "GROUPS": 64, "SHORT": 8,
+    "CAPACITY": 16,
 }  # fmt: skip
 drawn = registry.function_of(fastest("precast.sample", 2, GPU))
 
