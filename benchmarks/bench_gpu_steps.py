@@ -80,9 +80,9 @@ def greedy_tokens(engine: Any) -> list[list[int]]:
 
 def decode(engine: Any, count: int) -> dict[str, float]:
     """Milliseconds a step of `count` sequences that decode: as served, and of these the host's own."""
-    params = precast.SamplingParams(max_tokens=STEPS + 24, ignore_eos=True)
-    for prompt in prompts(count, PROMPT_TOKENS):
-        engine.submit(prompt, params)
+    # None ends while others still wait or are measured.
+    params = precast.SamplingParams(max_tokens=1000, ignore_eos=True)
+    numbers = [engine.submit(prompt, params) for prompt in prompts(count, PROMPT_TOKENS)]
     while engine.stats.tokens_decoded == 0 or engine._scheduler._chunked or engine._scheduler.num_waiting:
         engine.step()
     for _ in range(4):
@@ -108,6 +108,8 @@ def decode(engine: Any, count: int) -> dict[str, float]:
     del engine._runner.collect
     spent = waited / (8 * len(times))
     alone = replay_ms(engine, count)  # over the inputs of the last step: it writes again what that wrote
+    for number in numbers:
+        engine.cancel(number)
     while engine.has_work:
         engine.step()
     served = statistics.median(times)
@@ -116,7 +118,10 @@ def decode(engine: Any, count: int) -> dict[str, float]:
 
 
 def replay_ms(engine: Any, count: int) -> float | None:
-    """Milliseconds of the graph alone, with its last inputs; None if none is captured."""
+    """Milliseconds of the graph alone, with its last inputs; None if none is captured.
+
+    The last step must have had so many tokens: each size has a layout of its inputs, in the same memory.
+    """
     size = engine._runner.captures.size_for(count)
     if size is None:
         return None
