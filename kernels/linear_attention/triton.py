@@ -18,12 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.stateful.triton import tokens_of
+from precast.kernels.stateful.triton import chunk_of_longer, longer, tokens_of
 from precast.kernels.triton_chain import wait_for_previous
 
 # The exponential of a decay below this is 0 in float32.
 _GONE = tl.constexpr(-110.0)
-# Sequences, and padding tokens, that a program looks at together.
+# Padding tokens that a program clears together.
 _TOGETHER = tl.constexpr(128)
 
 
@@ -38,45 +38,6 @@ def step_size(dt, low, high, SOFTPLUS: tl.constexpr):  # type: ignore[no-untyped
         soft = tl.where(is_small, e, tl.log(total) * (e / tl.where(is_small, 1.0, total - 1.0)))
         dt = tl.where(dt <= 20.0, soft, dt)
     return tl.where(dt < low, low, tl.where(dt > high, high, dt))
-
-
-@triton.jit
-def _longer(cu_seqlens_ptr, num_sequences, rank, WALKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sequence of this rank among those of more than WALKED tokens; -1 if there are fewer."""
-    found = -1
-    seen = 0
-    for first in range(0, num_sequences, _TOGETHER):
-        sequence = first + tl.arange(0, _TOGETHER)
-        begins = tl.load(cu_seqlens_ptr + sequence, mask=sequence < num_sequences, other=0)
-        ends = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=0)
-        is_longer = (ends - begins > WALKED).to(tl.int32)
-        own = seen + tl.cumsum(is_longer, 0) - 1
-        found = tl.maximum(found, tl.max(tl.where((is_longer == 1) & (own == rank), sequence, -1), 0))
-        seen += tl.sum(is_longer, 0)
-    return found
-
-
-@triton.jit
-def _segment(cu_seqlens_ptr, num_sequences, place, WALKED: tl.constexpr, SEGMENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sequence of more than WALKED tokens that has this place, and which of its segments it is.
-
-    The places of the r-th such sequence begin at `first token // SEGMENT + r`: there are enough up to the next one's.
-    A place that none has gives a segment that begins at the sequence's end or later; -1 for a place before all.
-    """
-    found = -1
-    begins_at = 0
-    seen = 0
-    for first in range(0, num_sequences, _TOGETHER):
-        sequence = first + tl.arange(0, _TOGETHER)
-        begins = tl.load(cu_seqlens_ptr + sequence, mask=sequence < num_sequences, other=0)
-        ends = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=0)
-        is_longer = (ends - begins > WALKED).to(tl.int32)
-        own = begins // SEGMENT + seen + tl.cumsum(is_longer, 0) - 1
-        is_before = (is_longer == 1) & (own <= place)
-        found = tl.maximum(found, tl.max(tl.where(is_before, sequence, -1), 0))
-        begins_at = tl.maximum(begins_at, tl.max(tl.where(is_before, own, 0), 0))
-        seen += tl.sum(is_longer, 0)
-    return found, place - begins_at
 
 
 @triton.jit
@@ -284,9 +245,9 @@ def chunks_kernel(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     segment = 0
     if SEGMENT > 0:
-        sequence, segment = _segment(cu_seqlens_ptr, num_sequences, tl.program_id(2), WALKED, SEGMENT)
+        sequence, segment = chunk_of_longer(cu_seqlens_ptr, num_sequences, tl.program_id(2), WALKED, SEGMENT)
     else:
-        sequence = _longer(cu_seqlens_ptr, num_sequences, tl.program_id(2), WALKED)
+        sequence = longer(cu_seqlens_ptr, num_sequences, tl.program_id(2), WALKED)
     if sequence < 0:
         return
     first, count, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, sequence)
@@ -407,7 +368,7 @@ def pass_kernel(  # type: ignore[no-untyped-def]
     has the sums of their decays.
     """
     wait_for_previous(PDL)
-    sequence = _longer(cu_seqlens_ptr, num_sequences, tl.program_id(2), SEGMENT)
+    sequence = longer(cu_seqlens_ptr, num_sequences, tl.program_id(2), SEGMENT)
     if sequence < 0:
         return
     first, count, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, sequence)
