@@ -4,6 +4,8 @@ Claims: a decode step of 1 and of 64 sequences, captured, and a prompt of 4096 t
 of two times: that of the bytes that the step must move (`step_floors`), at the rate of a sum over 8 GB, and that of its
 products, at the rate of 8192 x 8192 x 8192 in bfloat16; both rates are measured in the same run. Shapes are published
 ones with random weights, of larger models some layers; how many experts a step uses is counted while it runs op by op.
+The prompt is computed by an engine that keeps nothing for reuse: another one computes a prompt of a model with states
+in two steps, to keep them as they are at the end of its last whole span, and the floor is that of one.
 
     python benchmarks/bench_gpu_floors.py --build DIR [SHAPE ...]
     python benchmarks/bench_gpu_floors.py --bundles DIR [--out FILE] [SHAPE ...]
@@ -63,7 +65,7 @@ class CountedExperts:
 def experts_used(model: RandomModel) -> dict[str, list[int]]:
     """How many experts each layer uses, in a step of each kind, op by op."""
     experts = CountedExperts()
-    engine = model.engine(model.runner((), choose=experts))
+    engine = model.engine(model.runner((), choose=experts), reuses_prefixes=False)
     found = {"prefill": _used_by(experts, engine, 1, PREFILL, max_tokens=1)}
     for count in BATCHES:
         found[str(count)] = _used_by(experts, engine, count, bench_gpu_steps.PROMPT_TOKENS, max_tokens=12)
@@ -99,6 +101,10 @@ def measure(bundle: Bundle, rates: dict[str, float]) -> dict[str, Any]:
         length = bench_gpu_steps.PROMPT_TOKENS + bench_gpu_steps.STEPS // 2
         floor = step_floors.floor(model.graph, tokens=count, sequences=count, length=length, experts=used[str(count)])
         found[f"decode {count}"] = row(one["ms"], floor, rates) | one
+    engine.close()
+    del engine, runner
+    collect()
+    engine = model.engine(model.runner(()), reuses_prefixes=False)
     rate = bench_gpu_steps.prefill(engine, 1, PREFILL)
     floor = step_floors.floor(model.graph, tokens=PREFILL, sequences=1, length=PREFILL, experts=used["prefill"])
     found[f"prefill 1 x {PREFILL}"] = row(1000 * PREFILL / rate, floor, rates) | {"tokens_per_s": rate}

@@ -60,9 +60,12 @@ class RandomModel:
             program.place(arena.addresses, tensor_of(self.device.alloc(arena.addresses.num_bytes)))
         return Runner(program, self.graph, memory, self.device, self.limits, captured_sizes=sizes)
 
-    def engine(self, runner: Runner) -> Engine:
+    def engine(self, runner: Runner, *, reuses_prefixes: bool = True) -> Engine:
         """An engine on a runner."""
-        return Engine(runner, self._bundle.manifest.model, tokenizer_files={}, timeline=Timeline())
+        return Engine(
+            runner, self._bundle.manifest.model, tokenizer_files={}, timeline=Timeline(),
+            reuses_prefixes=reuses_prefixes,
+        )  # fmt: skip
 
 
 def collect() -> None:

@@ -23,12 +23,13 @@ from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
 from precast.builder.passes.match.latent_attention import match_latent_attention
 from precast.builder.passes.match.norms import fuse_norm_residual_norm, fuse_residual_norm, match_norms
+from precast.builder.passes.match.outputs import order_outputs
 from precast.builder.passes.match.params import fold_param_views, fuse_projections
 from precast.builder.passes.match.pointwise import fuse_gated_activation, match_activations, match_embedding
 from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
 from precast.builder.passes.match.rotary_tables import match_complex_rotary, match_rotary_tables
 from precast.builder.passes.match.routers import match_routers
-from precast.builder.passes.match.spelling import cancel_transposes, normalise_spelling
+from precast.builder.passes.match.spelling import cancel_transposes, join_slices, normalise_spelling
 from precast.builder.passes.normalise.arithmetic import normalise_arithmetic, normalise_linear
 from precast.builder.passes.normalise.canonical import merge_duplicates, order_nodes
 from precast.builder.passes.normalise.fold_constants import fold_constants
@@ -49,9 +50,10 @@ PASSES: tuple[Pass, ...] = (
     # match
     match_attention, match_causal_conv,
     match_rotary_tables, match_rotary, match_paired_rotary, match_complex_rotary,
-    normalise_spelling, match_latent_attention, match_norms, match_activations, match_embedding, match_routers,
-    fold_param_views, fuse_gated_activation, fuse_projections, cancel_transposes, fuse_residual_norm,
-    fuse_norm_residual_norm,
+    normalise_spelling, join_slices, match_latent_attention, match_norms, match_activations, match_embedding,
+    match_routers,
+    fold_param_views, fuse_gated_activation, order_outputs, fuse_projections, cancel_transposes,
+    fuse_residual_norm, fuse_norm_residual_norm,
     # cache, plan
     insert_states, insert_caches, fuse_rotary_write, plan_pages, gather_logits,
 )  # fmt: skip

@@ -86,14 +86,17 @@ def _axes(sizes: tuple[Expr, ...]) -> list[int]:
     return [axis for axis, size in enumerate(sizes[:-1]) if size != 1]
 
 
-def _has_rows(use: Use) -> bool:
-    return len(_axes(use.shape("x"))) <= 2 and bool(use.number("x", -1))
+def has_rows(use: Use, name: str) -> bool:
+    """Whether `rows_of` can say how the rows of an argument lie, and their length is known."""
+    return len(_axes(use.shape(name))) <= 2 and bool(use.number(name, -1))
 
 
-HAS_ROWS = Condition("x with at most two axes of more than one row, and a last one of known size", _has_rows)
+HAS_ROWS = Condition(
+    "x with at most two axes of more than one row, and a last one of known size", lambda use: has_rows(use, "x")
+)
 HAS_SHORT_ROWS = Condition(
     f"x with at most two axes of more than one row, and a last one of 1 to {_LONGEST_ROW} elements",
-    lambda use: _has_rows(use) and known(use, "x", -1) <= _LONGEST_ROW,
+    lambda use: has_rows(use, "x") and known(use, "x", -1) <= _LONGEST_ROW,
 )
 
 

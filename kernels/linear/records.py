@@ -1,13 +1,16 @@
-"""What computes linear layers beside torch: for few rows the weight stream, on Hopper; for more cuBLASLt."""
+"""What computes linear layers beside torch: for few rows the weight stream, on Hopper; for few outputs Triton; else
+cuBLASLt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from precast.ir.graph.schema import Dtype, Expr
-from precast.ir.graph.symbols import mul
+from precast.ir.graph.symbols import ceildiv, mul
+from precast.kernels.blocks import num_warps, power_of_two
 from precast.kernels.linear import cublaslt
 from precast.kernels.records import Condition, Launch, Launches, Pointer, Record, Stride, nothing
+from precast.kernels.rows import COMPUTED, has_rows, known, rows_of
 from precast.kernels.use import Use
 
 MAX_ROWS = 8
@@ -17,6 +20,12 @@ MOST_WORKSPACE_BYTES = 16 << 20
 pays where tiles are fewer than multiprocessors: a result of 256 rows and 4,096 columns is 32 tiles, or 4 MiB a part."""
 _WORKSPACE_OF_A_COLUMN = 4096
 """Bytes for 8 parts of 128 rows."""
+MAX_OUTPUTS = 8
+"""Outputs that are few: reading the input takes longer than the multiplications, and a tile of cuBLASLt's is idle but
+for one column in sixteen or more. Rows of so few bytes also leave it no fast kernel to write them with."""
+_ROWS_AT_ONCE = 4
+_PRODUCTS_AT_ONCE = 8192
+"""Of a program, with all its rows and outputs: 64 for each of 128 threads."""
 
 _TILE = 16
 """Rows of the weight that are multiplied together."""
@@ -72,6 +81,30 @@ def launches(use: Use) -> tuple[Launch, ...]:
     assert use.dtype is not None
     rows = mul(*use.shape("input")[:-1])
     return (stream(rows, outputs, inputs, use.dtype, bias=use.has("bias"), gate=None if gate is None else str(gate)),)
+
+
+def few_outputs(use: Use) -> tuple[Launch, ...]:
+    """One launch of Triton's kernel for `MAX_OUTPUTS` outputs at most, `_ROWS_AT_ONCE` rows of the input a program."""
+    rows, outputs, inputs = rows_of(use, "input"), known(use, "weight", 0), known(use, "weight", 1)
+    has_pdl, has_bias, places = use.target.capability >= (9, 0), use.has("bias"), power_of_two(outputs)
+    block = min(power_of_two(inputs), _PRODUCTS_AT_ONCE // _ROWS_AT_ONCE // places)
+    return (
+        Launch(
+            "precast.kernels.linear.triton:few_outputs_kernel",
+            grid=(ceildiv(rows.total, _ROWS_AT_ONCE),),
+            args=(
+                Pointer("out.0"), Pointer("input"), Pointer("weight"), Pointer("bias") if has_bias else None,
+                rows.total, rows.inner, *rows.strides, Stride("weight", 0), Stride("weight", 1),
+                Stride("bias", 0) if has_bias else 0,
+            ),
+            constants={
+                "OUTPUTS": outputs, "INPUTS": inputs, "ROWS": _ROWS_AT_ONCE, "PLACES": places, "BLOCK": block,
+                "PDL": has_pdl,
+            },
+            num_warps=min(num_warps(_ROWS_AT_ONCE * places * block), 4),
+            pdl=has_pdl,
+        ),
+    )  # fmt: skip
 
 
 def workspace_bytes(outputs: int) -> int:
@@ -135,6 +168,10 @@ def _has_numbers(use: Use) -> bool:
     return use.number("weight", 0) is not None and use.number("weight", 1) is not None
 
 
+def _has_few_outputs(use: Use) -> bool:
+    return _has_numbers(use) and 1 <= known(use, "weight", 0) <= MAX_OUTPUTS and known(use, "weight", 1) > 0
+
+
 def _rows(symbol: str, of: str) -> Condition:
     def counts(use: Use) -> bool:
         shape = use.shape("input")
@@ -181,6 +218,15 @@ LIBRARY = ("cublaslt.linear", "cublaslt.linear_of_logits", "cublaslt.gated_linea
 RECORDS = (
     streamed("cuda.linear", "aten.linear.default", "T", "tokens"),
     streamed("cuda.linear_of_logits", "aten.linear.default", "R", "rows of logits"),
+    Record(
+        name="triton.linear", op="aten.linear.default", kind="triton", devices=("cuda",), min_capability=(8, 0),
+        dtypes=dict.fromkeys(("input", "weight", "bias"), COMPUTED), allocates=False, workspace=nothing,
+        runs=few_outputs,
+        takes=(
+            Condition(f"1 to {MAX_OUTPUTS} outputs, and sizes of the weight known at load", _has_few_outputs),
+            Condition("an input with at most two axes of more than one row", lambda use: has_rows(use, "input")),
+        ),
+    ),
     library(LIBRARY[0], "aten.linear.default", "T", "tokens"),
     library(LIBRARY[1], "aten.linear.default", "R", "rows of logits"),
-)
+)  # fmt: skip

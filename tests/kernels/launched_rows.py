@@ -1,5 +1,5 @@
-"""Norms, gates and rotary embeddings in Triton, and gates after products, against their references: odd sizes, strided
-rows, mixed dtypes; in Triton's interpreter and on GPUs.
+"""Norms, gates, rotary embeddings, linear layers with few outputs in Triton, and gates after products, against their
+references: odd sizes, strided rows, mixed dtypes; in Triton's interpreter and on GPUs.
 
 `test_triton.py` runs this file in a process of its own. The interpreter cuts what it converts to bfloat16 where devices
 round, so that dtype is tried on GPUs only.
@@ -7,6 +7,7 @@ round, so that dtype is tried on GPUs only.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -140,6 +141,35 @@ def test_gates_of_rows_anywhere(
 ) -> None:
     for x in strided(Draw(dtype, DEVICE), rows, 2 * width):
         check("gated_activation", {"x": x, "kind": kind}, same)
+
+
+@each_dtype
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2048), (1, 1), (3, 100), (5, 1025), (8, 513)])
+def test_few_outputs_of_rows_anywhere(outputs: int, inputs: int, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    """Into memory whose neighbours stay what they are."""
+    (record,) = (each for each in records_of("aten.linear.default", 1) if each.name == "triton.linear")
+    draw = Draw(dtype, DEVICE)
+    weight, bias = draw.normal(outputs, 2 * inputs, scale=inputs**-0.5), draw.normal(2 * outputs)
+    for given in (weight[:, :inputs].contiguous(), weight[:, ::2]):
+        for x, b in itertools.product(strided(draw, 9, inputs), (None, bias[:outputs], bias[::2])):
+            expected = torch.nn.functional.linear(*(None if y is None else y.cpu() for y in (x, given, b)))
+            memory = torch.full((expected.numel() + 8,), torch.nan, dtype=dtype, device=DEVICE)
+            out = memory[: expected.numel()].view(expected.shape)
+            as_function(record)(input=x, weight=given, bias=b, out=out)
+
+            same(SPECS["gated_linear"], out.cpu(), expected)
+            assert memory[expected.numel() :].isnan().all()
+
+
+@each_dtype
+def test_a_row_with_few_outputs_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    (record,) = (each for each in records_of("aten.linear.default", 1) if each.name == "triton.linear")
+    draw = Draw(dtype, DEVICE)
+    x, weight = draw.normal(11, 700), draw.normal(2, 700)
+    found = as_function(record)(input=x, weight=weight, bias=None)
+
+    for row in (0, 6, 10):
+        assert torch.equal(as_function(record)(input=x[row : row + 1], weight=weight, bias=None), found[row : row + 1])
 
 
 @each_dtype

@@ -210,8 +210,8 @@ def test_rows_choose() -> None:
     use = in_8_bits(GPU)
     few, many = (resolve(use, {"T": rows}, records=with_those(use)) for rows in (1, 64))
 
-    assert few == (FEW, "the fastest of 7")
-    assert many == (MANY, "the fastest of 7; not cuda.few_rows: T is 64, it takes 1 to 8")
+    assert few == (FEW, "the fastest of 8")
+    assert many == (MANY, "the fastest of 8; not cuda.few_rows: T is 64, it takes 1 to 8")
 
 
 def test_the_world_s_size_chooses() -> None:
@@ -257,11 +257,12 @@ def product(
     target: Target = GPU,
     static: bool = True,
     kind: str | None = None,
+    outputs: int = 384,
 ) -> Use:
     """A linear layer of a weight that is a param, or that an op makes; gated if it has a kind of gate."""
-    types = {"input": TensorType(dtype, (1, rows, width)), "weight": TensorType(dtype, (384, width))}
+    types = {"input": TensorType(dtype, (1, rows, width)), "weight": TensorType(dtype, (outputs, width))}
     args: dict[str, Arg] = {name: Ref(name) for name in types}
-    node = Node("aten.linear.default", args, (Value("y", TensorType(dtype, (1, rows, 384))),))
+    node = Node("aten.linear.default", args, (Value("y", TensorType(dtype, (1, rows, outputs))),))
     if kind is not None:
         result = Value("y", TensorType(dtype, (1, rows, 192)))
         node = Node("precast.gated_linear", {**args, "kind": Const(kind)}, (result,))
@@ -278,6 +279,25 @@ def test_weights_pass_for_up_to_8_rows(rows: str, dtype: Dtype) -> None:
     assert many.choice.record.name == {"T": "cublaslt.linear", "R": "cublaslt.linear_of_logits"}[rows]
     assert {(each.choice.record.control, each.choice.record.allocates) for each in (few, many)} == {("static", False)}
     assert none.choice.record.name == "torch.linear.default"
+
+
+@pytest.mark.parametrize("rows", ["T", "R"])
+def test_few_outputs_of_many_rows_are_triton_s(rows: str) -> None:
+    chosen = {
+        outputs: [case.choice.record.name for case in cases(product(rows=rows, outputs=outputs))]
+        for outputs in (1, 8, 9)
+    }
+    stream, library = ("cuda.linear", "cublaslt.linear") if rows == "T" else (
+        "cuda.linear_of_logits", "cublaslt.linear_of_logits"
+    )  # fmt: skip
+
+    assert chosen[1] == chosen[8] == ["triton.linear", stream, "triton.linear"]
+    assert chosen[9] == ["torch.linear.default", stream, library]
+
+
+def test_few_outputs_on_any_gpu_and_of_any_width() -> None:
+    for use in (product(outputs=1, target=OLD), product(outputs=3, width=7, dtype="float32", static=False)):
+        assert [case.choice.record.name for case in cases(use)] == ["triton.linear"]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compiled_launches import compiled
+from compiled_launches import compiled, stack_bytes
 from op_calls import f32, t
 
-from precast.ir.graph.schema import Const, DtypeArg, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Const, Dtype, DtypeArg, Node, Ref, TensorType, Value
 from precast.ir.ops import table as ops
 from precast.kernels.choices import resolve
 from precast.kernels.records import Launch
@@ -163,3 +163,30 @@ def test_a_program_takes_one_wide_row_or_several_narrow_ones(width: int, rows: i
 
     assert (launch.constants["ROWS"], launch.constants["BLOCK"], launch.num_warps) == (rows, block, warps)
     assert launch.grid == (-(-17 // rows),)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2048), (3, 2880), (8, 4096)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_few_outputs_compile_for_hopper(
+    outputs: int, inputs: int, dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs are read as whole vectors, and nothing is read before the kernel in front has ended."""
+    pytest.importorskip("triton", reason="Triton is published for Linux only")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    types = {"input": t(dtype, "T", inputs), "weight": t(dtype, outputs, inputs)}
+    args = {name: Ref(name) for name in types}
+    node = Node("aten.linear.default", args, (Value("y", t(dtype, "T", outputs)),))
+    found = use_of(node, types, GPU, PARAMS)
+    record = resolve(found, {"T": 64}).record
+    assert record.name == "triton.linear"
+    assert not isinstance(record.runs, str)
+    (launch,) = record.runs(found)
+    made = compiled(launch, types | {"out.0": t(dtype, "T", outputs)})
+    ptx = made.asm["ptx"]
+
+    assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
+    assert launch.pdl
+    order = re.findall(r"griddepcontrol\.wait|ld\.global|st\.global", ptx)
+    assert order[0] == "griddepcontrol.wait"
+    assert stack_bytes(made, tmp_path) == 0

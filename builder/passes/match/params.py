@@ -16,13 +16,21 @@ from precast.ir.graph.schema import Cast, Concat, Recipe, Reshape, Slice, Transp
 aten = torch.ops.aten
 
 
-@graph_pass(stage="match", version=1, requires=("normalise_linear", "fuse_gated_activation"))
+_ALIGNED = 8
+"""Outputs of a product are joined in multiples of it: 16 bytes of a 16-bit dtype, which GPUs read and write at once."""
+
+
+@graph_pass(stage="match", version=2, requires=("normalise_linear", "fuse_gated_activation"))
 def fuse_projections(graph: FxGraph, ctx: PassContext) -> bool:
-    """linear(x, q), linear(x, k), linear(x, v) of one layer -> slices of linear(x, concat(q, k, v))."""
+    """linear(x, q), linear(x, k), linear(x, v) of one layer -> slices of linear(x, concat(q, k, v)).
+
+    A product whose outputs are no multiple of 8 stays on its own: joined, it would leave the rows of the result, and
+    what lies after it in them, at addresses that no library multiplies from or into fast.
+    """
     groups: dict[tuple[FxNode, str], list[FxNode]] = defaultdict(list)
     for node in graph.nodes:
         layer = layer_of(node)
-        if node.target is aten.linear.default and layer is not None:
+        if node.target is aten.linear.default and layer is not None and tensor(node).shape[-1] % _ALIGNED == 0:
             groups[node.args[0], layer].append(node)
     changed = False
     for nodes in groups.values():

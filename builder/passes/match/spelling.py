@@ -1,10 +1,10 @@
-"""Replaces rare ops by ops of the op table that say the same, and removes transposes that undo each other."""
+"""Replaces rare ops by ops of the op table that say the same, and removes views that undo each other."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -176,6 +176,52 @@ _SPELLINGS: dict[Any, NodeFunction] = {
     aten.ones_like.default: _full_like(1),
     operator.getitem: _item,
 }
+
+
+@node_pass(stage="match", version=1, requires=("normalise_views", "match_paired_rotary"))
+def join_slices(ctx: PassContext, node: FxNode) -> FxNode | None:
+    """cat(x[..., :a], x[..., a:]) -> x; neighbours among other parts, or of a part of x -> one slice."""
+    if node.target is not aten.cat.default:
+        return None
+    parts, dim = node.args
+    joined: list[FxNode | _Part] = []
+    for part in parts:
+        new = _part(part, dim)
+        last = joined[-1] if joined else None
+        if isinstance(last, _Part) and new is not None and (last.whole, last.end) == (new.whole, new.start):
+            joined[-1] = last._replace(node=None, end=new.end)
+        else:
+            joined.append(part if new is None else new)
+    if len(joined) == len(parts):
+        return None
+    left = [part.made(ctx, dim) if isinstance(part, _Part) else part for part in joined]
+    return left[0] if len(left) == 1 else ctx.call(aten.cat.default, left, dim)
+
+
+class _Part(NamedTuple):
+    """Elements `start` to `end` of a dimension of `whole`; `node` is what gives them, if something does."""
+
+    node: FxNode | None
+    whole: FxNode
+    start: int
+    end: int
+
+    def made(self, ctx: PassContext, dim: int) -> FxNode:
+        if self.node is not None:
+            return self.node
+        size = tensor(self.whole).shape[dim]
+        if self.start == 0 and isinstance(size, int) and self.end == size:
+            return self.whole
+        return ctx.call(aten.slice.Tensor, self.whole, dim, self.start, self.end, 1)
+
+
+def _part(node: FxNode, dim: int) -> _Part | None:
+    """The node as elements side by side of a dimension of another; None where it is no such slice."""
+    if node.target is not aten.slice.Tensor or len(node.args) < 5:
+        return None
+    whole, of_dim, start, end, step = node.args
+    is_part = of_dim == dim and step == 1 and isinstance(start, int) and isinstance(end, int)
+    return _Part(node, whole, start, end) if is_part else None
 
 
 @node_pass(stage="match", version=1, requires=("match_rotary", "match_norms"))

@@ -1,4 +1,4 @@
-"""Products of one input, and the exchanges of dimensions around them."""
+"""Products of one input, and the views around them that undo each other."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
 from precast.builder.passes.match.params import fuse_projections
-from precast.builder.passes.match.spelling import cancel_transposes
+from precast.builder.passes.match.spelling import cancel_transposes, join_slices
 
 # --- projections -------------------------------------------------------------------------------------------------
 
 PROJECTIONS = """
 x: input(float32, 1, T, 8)
 z: input(float32, 1, T, 8)
-q: param(float32, 6, 8)
-k: {kind}(float32, 2, 8)
-qb: param(float32, 6)
-kb: param(float32, 2)
+q: param(float32, {size}, 8)
+k: {kind}(float32, 8, 8)
+qb: param(float32, {size})
+kb: param(float32, 8)
 with layer("layers.0"):
     a = aten.linear({first})
 with layer("{layer}"):
     b = aten.linear({second})
 return a, b{results}
 """
-ATTENTION = {"kind": "param", "first": "x, q", "second": "x, k", "layer": "layers.0", "results": ""}
+ATTENTION = {"size": "16", "kind": "param", "first": "x, q", "second": "x, k", "layer": "layers.0", "results": ""}
 
 
 def test_products_of_one_input_become_one() -> None:
@@ -31,10 +31,10 @@ def test_products_of_one_input_become_one() -> None:
         fuse_projections,
         PROJECTIONS.format(**ATTENTION),
         """
-        q_k = concat([read("q", [6, 8], float32), read("k", [2, 8], float32)], dim=0)
+        q_k = concat([read("q", [16, 8], float32), read("k", [8, 8], float32)], dim=0)
         v0 = aten.linear.default(x, q_k, None)
-        v1 = aten.slice.Tensor(v0, 2, 0, 6, 1)
-        v2 = aten.slice.Tensor(v0, 2, 6, 8, 1)
+        v1 = aten.slice.Tensor(v0, 2, 0, 16, 1)
+        v2 = aten.slice.Tensor(v0, 2, 16, 24, 1)
         return v1, v2
         """,
     )
@@ -43,7 +43,7 @@ def test_products_of_one_input_become_one() -> None:
 def test_biases_are_fused_likewise() -> None:
     applied = apply(fuse_projections, PROJECTIONS.format(**{**ATTENTION, "first": "x, q, qb", "second": "x, k, kb"}))
 
-    assert 'qb_kb = concat([read("qb", [6], float32), read("kb", [2], float32)], dim=0)' in applied.text
+    assert 'qb_kb = concat([read("qb", [16], float32), read("kb", [8], float32)], dim=0)' in applied.text
     assert "v0 = aten.linear.default(x, q_k, qb_kb)" in applied.text
 
 
@@ -56,14 +56,112 @@ def test_biases_are_fused_likewise() -> None:
         pytest.param({"kind": "input"}, id="a weight that is no param"),
         pytest.param({"layer": "layers.1"}, id="two layers"),
         pytest.param({"results": ", k"}, id="a weight that is used elsewhere"),
+        pytest.param({"size": "1"}, id="one output"),
+        pytest.param({"size": "12"}, id="outputs that are no multiple of 8"),
     ],
 )
 def test_near_fused_projections(differs: dict[str, str]) -> None:
     assert_leaves(fuse_projections, PROJECTIONS.format(**{**ATTENTION, **differs}))
 
 
+def test_others_are_fused_beside_an_output_on_its_own() -> None:
+    """A gate of one output among them would leave all that comes after it unaligned."""
+    assert_rewrites(
+        fuse_projections,
+        """
+        x: input(float32, 1, T, 8)
+        q: param(float32, 16, 8)
+        gate: param(float32, 1, 8)
+        k: param(float32, 8, 8)
+        with layer("layers.0"):
+            a = aten.linear(x, q)
+            g = aten.linear(x, gate)
+            b = aten.linear(x, k)
+        return a, g, b
+        """,
+        """
+        q_k = concat([read("q", [16, 8], float32), read("k", [8, 8], float32)], dim=0)
+        v0 = aten.linear.default(x, q_k, None)
+        v1 = aten.slice.Tensor(v0, 2, 0, 16, 1)
+        v2 = aten.linear.default(x, gate)
+        v3 = aten.slice.Tensor(v0, 2, 16, 24, 1)
+        return v1, v2, v3
+        """,
+    )
+
+
 def test_products_outside_of_layers_stay() -> None:
     assert_leaves(fuse_projections, PROJECTIONS.format(**ATTENTION).replace("layers.0", "head"))
+
+
+# --- slices side by side -----------------------------------------------------------------------------------------
+
+SLICES = """
+x: input(float32, 1, 3, T, 8)
+y: input(float32, 1, 3, T, 8)
+a = aten.slice.Tensor(x, 3, {a}, 1)
+b = aten.slice.Tensor({of}, {b}, {step})
+c = aten.cat({parts}, 3)
+d = aten.neg(c)
+return d
+"""
+HALVES = {"a": "0, 4", "b": "3, 4, 8", "of": "x", "step": "1", "parts": "[a, b]"}
+
+
+@pytest.mark.parametrize(
+    ("differs", "expected"),
+    [
+        pytest.param({}, "v0 = aten.neg.default(x)", id="the whole"),
+        pytest.param(
+            {"a": "2, 4"}, "v0 = aten.slice.Tensor(x, 3, 2, 8, 1)\nv1 = aten.neg.default(v0)", id="without the first"
+        ),
+        pytest.param(
+            {"b": "3, 4, 7"}, "v0 = aten.slice.Tensor(x, 3, 0, 7, 1)\nv1 = aten.neg.default(v0)", id="without the last"
+        ),
+        pytest.param(
+            {"parts": "[y, a, b]"},
+            "v0 = aten.cat.default([y, x], 3)\nv1 = aten.neg.default(v0)",
+            id="behind another tensor",
+        ),
+        pytest.param(
+            {"parts": "[b, a, b]"},
+            "v0 = aten.slice.Tensor(x, 3, 4, 8, 1)\nv1 = aten.cat.default([v0, x], 3)\nv2 = aten.neg.default(v1)",
+            id="behind one that is no neighbour",
+        ),
+    ],
+)
+def test_neighbours_are_one_slice(differs: dict[str, str], expected: str) -> None:
+    after = f"{expected}\nreturn {expected.splitlines()[-1].partition(' ')[0]}"
+
+    assert_rewrites(join_slices, SLICES.format(**{**HALVES, **differs}), after)
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        pytest.param({"parts": "[b, a]"}, id="exchanged"),
+        pytest.param({"a": "0, 3"}, id="a gap"),
+        pytest.param({"a": "0, 5"}, id="an overlap"),
+        pytest.param({"of": "y"}, id="of two tensors"),
+        pytest.param({"step": "2"}, id="every second"),
+        pytest.param({"parts": "[a, y]"}, id="with another tensor"),
+    ],
+)
+def test_near_neighbours(differs: dict[str, str]) -> None:
+    assert_leaves(join_slices, SLICES.format(**{**HALVES, **differs}))
+
+
+def test_slices_of_another_dimension_are_no_neighbours() -> None:
+    assert_leaves(
+        join_slices,
+        """
+        x: input(float32, 1, 4, T, 8)
+        a = aten.slice.Tensor(x, 1, 0, 2, 1)
+        b = aten.slice.Tensor(x, 1, 2, 4, 1)
+        c = aten.cat([a, b], 3)
+        return c
+        """,
+    )
 
 
 # --- transposes --------------------------------------------------------------------------------------------------
