@@ -10,6 +10,10 @@ us more; at 4096 tokens its products run at 55 % of the machine's rate at least.
 256 tokens, and chooses as the definition does.
 
     python benchmarks/bench_gpu_experts.py [--out FILE] [SHAPE ...]
+
+`--sweep` takes half a minute instead: steps of `CASES`, in some of which all tokens go to a few experts, as those of a
+model with random weights do. Each way to cut a product is a figure on one line, the fastest first, beside the floor of
+bytes and products; nothing is written.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from precast.kernels.choices import records_of
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.experts import grouped, launches
 from precast.kernels.experts.launches import Strips, Tiles
+from precast.kernels.experts.records import STEPS
 from precast.kernels.launch import Launched
 from precast.kernels.records import Launch, Record
 from precast.kernels.route.route import route
@@ -69,7 +74,15 @@ SHAPES = {
         32, 4, 2880, 2880, 6, True, (("alpha", 1.702), ("limit", 7.0), ("offset", 1.0))
     ),
     "deepseek-v3": Shape(256, 8, 7168, 2048, 2),
+    "qwen3-next": Shape(512, 10, 2048, 512, 4),
 }  # fmt: skip
+CASES = (
+    ("qwen3-30b-a3b", 1, 128), ("qwen3-30b-a3b", 64, 128), ("qwen3-30b-a3b", 256, 128), ("qwen3-30b-a3b", 4096, 128),
+    ("gpt-oss-20b", 1, 32), ("gpt-oss-20b", 8, 6), ("gpt-oss-20b", 64, 6), ("gpt-oss-20b", 64, 32),
+    ("gpt-oss-20b", 4096, 6), ("qwen3-next", 1, 512), ("qwen3-next", 2048, 512), ("qwen3-next", 4096, 512),
+    ("deepseek-v3", 1, 256), ("deepseek-v3", 4096, 256),
+)  # fmt: skip
+"""What `--sweep` measures: a shape, tokens, and to how many of its experts they go."""
 ROUTERS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3-30b-a3b": (128, {"scoring": "softmax", "top_k": 8, "normalise": True, "dtype": torch.bfloat16}),
     "gpt-oss-20b": (
@@ -85,32 +98,31 @@ ROUTERS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 UP_STRIPS = (
-    Strips(2, 1024, 4), Strips(4, 1024, 4), Strips(8, 512, 4), Strips(4, 512, 4), Strips(8, 1024, 8),
-    Strips(4, 2048, 8),
+    Strips(8, 512, 4, 4), Strips(8, 512, 4, 2), Strips(8, 512, 4, 1, 4), Strips(8, 512, 4, 1, 3),
+    Strips(4, 1024, 4, 1, 4), Strips(16, 256, 4, 1, 4), Strips(4, 512, 4, 1, 6),
 )  # fmt: skip
 DOWN_STRIPS = (
-    Strips(1, 1024, 4), Strips(2, 1024, 4), Strips(2, 1024, 8), Strips(1, 2048, 4), Strips(2, 512, 4),
-    Strips(4, 256, 4),
+    Strips(4, 256, 4, 2), Strips(4, 256, 4, 1, 4), Strips(8, 128, 4, 1, 4), Strips(8, 128, 4, 1, 6),
+    Strips(16, 64, 4, 1, 6), Strips(8, 128, 4, 4), Strips(4, 128, 4, 1, 6),
 )  # fmt: skip
 NARROW = (
-    Tiles(16, 16, 128, 4, 4, True), Tiles(16, 16, 256, 4, 4, True), Tiles(16, 32, 128, 4, 4, True),
-    Tiles(16, 32, 128, 4, 5, True), Tiles(16, 32, 256, 4, 3, True), Tiles(16, 64, 64, 4, 5, True),
-    Tiles(16, 64, 128, 4, 3, True), Tiles(16, 64, 128, 4, 4, True), Tiles(16, 32, 128, 2, 4, True),
-    Tiles(16, 64, 128, 4, 3, False),
+    Tiles(16, 32, 128, 2, 4, True), Tiles(16, 64, 128, 4, 3, True), Tiles(32, 64, 64, 4, 4, True, 1),
+    Tiles(64, 64, 64, 4, 3, True, 2), Tiles(64, 64, 64, 4, 4, True, 2), Tiles(64, 32, 64, 2, 4, True, 2),
+    Tiles(64, 64, 128, 4, 3, True, 2), Tiles(64, 128, 64, 8, 3, True, 2),
 )  # fmt: skip
 MIDDLE = (
-    Tiles(16, 32, 128, 4, 4, True), Tiles(16, 64, 64, 4, 5, True), Tiles(16, 64, 128, 4, 3, True),
-    Tiles(32, 32, 128, 4, 4, True), Tiles(32, 64, 64, 4, 4, True), Tiles(32, 64, 128, 4, 3, True),
-    Tiles(64, 64, 64, 4, 4, True), Tiles(64, 64, 64, 4, 4, False), Tiles(64, 128, 64, 8, 3, False),
+    Tiles(32, 64, 64, 4, 4, True), Tiles(32, 64, 64, 4, 4, True, 1), Tiles(64, 64, 64, 4, 3, True, 2),
+    Tiles(64, 64, 64, 4, 4, True, 2), Tiles(64, 128, 64, 8, 3, True, 2), Tiles(128, 64, 64, 4, 3, True, 3),
 )  # fmt: skip
 WIDE = (
-    Tiles(64, 128, 64, 8, 4, False), Tiles(128, 64, 64, 8, 4, False), Tiles(128, 64, 64, 4, 4, False),
-    Tiles(128, 128, 64, 8, 3, False), Tiles(128, 128, 64, 8, 4, False), Tiles(128, 128, 32, 8, 5, False),
-    Tiles(128, 128, 64, 8, 3, True),
+    Tiles(128, 128, 64, 8, 4, False), Tiles(128, 128, 64, 8, 4, False, 1), Tiles(128, 128, 64, 8, 4, True, 3),
+    Tiles(128, 64, 64, 4, 3, True, 3), Tiles(64, 64, 64, 4, 4, True, 2), Tiles(64, 128, 64, 8, 3, True, 2),
+    Tiles(256, 64, 64, 8, 4, True, 4), Tiles(256, 64, 64, 8, 4, True, 1),
 )  # fmt: skip
 DOWN_WIDE = (
-    *WIDE, Tiles(128, 256, 64, 8, 3, False), Tiles(128, 256, 64, 8, 4, False), Tiles(64, 256, 64, 8, 3, False),
-    Tiles(128, 128, 64, 4, 4, False),
+    Tiles(128, 256, 64, 8, 4, False), Tiles(128, 256, 64, 8, 4, False, 1), Tiles(128, 256, 64, 8, 4, True, 3),
+    Tiles(128, 128, 64, 4, 3, True, 3), Tiles(128, 128, 64, 4, 3, False, 1), Tiles(128, 128, 64, 8, 3, False, 1),
+    Tiles(256, 128, 64, 8, 4, True, 4), Tiles(64, 128, 64, 4, 4, True, 2),
 )  # fmt: skip
 
 
@@ -148,24 +160,33 @@ def few_launches(use: Use, up: Strips | None = None, down: Strips | None = None)
 
 
 def grouped_launches(use: Use, tokens: int, up: Tiles | None = None, down: Tiles | None = None) -> tuple[Launch, ...]:
-    """Four launches over pairs in the order of experts."""
-    return launches.grouped(None if tokens > 1024 else tokens, up, down)(use)
+    """Four launches over pairs in the order of experts, or five, as a step of so many tokens has them."""
+    return launches.grouped(bound_of(tokens), up, down)(use)
 
 
-def compile_all(job: tuple[str, int, int]) -> int:
-    """In a process of its own: what `main` is going to launch, into Triton's cache; every `step`-th from `first` on."""
-    name, first, step = job
+def bound_of(tokens: int) -> int | None:
+    """Up to how many tokens the steps of a record have that takes so many; None: any number."""
+    return next((most for most in STEPS if tokens <= most), None)
+
+
+def compile_all(job: tuple[str, tuple[int, ...], int, int]) -> int:
+    """In a process of its own: what is going to be launched for a shape in steps of so many tokens, into Triton's
+    cache; every `step`-th from `first` on. How many failed."""
+    name, steps, first, step = job
     os.environ["OMP_NUM_THREADS"] = "1"
-    shape, found = SHAPES[name], []
-    use = use_of(shape, 16)
-    found += [few_launches(use, up=each)[0] for each in UP_STRIPS]
-    found += [few_launches(use, down=each)[1] for each in DOWN_STRIPS]
-    for tokens in (16, 256, 4096):
+    use, found = use_of(SHAPES[name], 16), list[Launch]()
+    if any(tokens <= FEW for tokens in steps):
+        found += [few_launches(use, up=each)[0] for each in UP_STRIPS]
+        found += [few_launches(use, down=each)[1] for each in DOWN_STRIPS]
+        found += few_launches(use)
+    for tokens in steps:
         ups, downs = tiles_for(tokens)
-        found += [grouped_launches(use, tokens, up=each)[1] for each in ups]
-        found += [grouped_launches(use, tokens, down=each)[2] for each in downs]
+        found += grouped_launches(use, tokens)
+        found += [grouped_launches(use, tokens, up=each)[-3] for each in ups]
+        found += [grouped_launches(use, tokens, down=each)[-2] for each in downs]
+    different = {repr((each.kernel, sorted(each.constants.items()), each[4:], each.args)): each for each in found}
     failed = 0
-    for launch in found[first::step]:
+    for launch in list(different.values())[first::step]:
         try:
             _warm_up(launch, use)
         except Exception:  # noqa: BLE001 - its row says so
@@ -244,12 +265,19 @@ def weights_of(shape: Shape) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def inputs_of(shape: Shape, tokens: int, weights: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """Each layer's arguments, with experts drawn at random, its result and room for all workspaces."""
+def inputs_of(
+    shape: Shape, tokens: int, weights: list[dict[str, torch.Tensor]], used: int | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """Each layer's arguments, with experts drawn at random, its result and room for all workspaces.
+
+    `used`: of so many experts of the layer.
+    """
     generator = torch.Generator("cuda").manual_seed(tokens)
     made = []
     for layer in weights:
         scores = torch.rand(tokens, shape.experts, generator=generator, device="cuda")
+        hidden = torch.randperm(shape.experts, generator=generator, device="cuda")[used or shape.experts :]
+        scores[:, hidden] = -1.0
         x = torch.randn(tokens, shape.width, generator=generator, device="cuda").bfloat16()
         made.append(
             {
@@ -258,7 +286,7 @@ def inputs_of(shape: Shape, tokens: int, weights: list[dict[str, torch.Tensor]])
                 "out.0": torch.empty_like(x),
             }
         )  # fmt: skip
-    room = tokens * shape.top_k * (4 * shape.width + 4 * shape.inner + 4) + (1 << 20)
+    room = tokens * shape.top_k * (4 * shape.width + 4 * shape.inner + 64) + (1 << 20)
     workspace = torch.empty(room, dtype=torch.uint8, device="cuda")
     for each in made:
         each["workspace"] = workspace
@@ -322,12 +350,12 @@ def measure(
         downs = tried(DOWN_STRIPS, lambda each: few_launches(use, down=each)[1:], layers)
         row |= {"few up": named(ups), "few down": named(downs)}
         ways["few"] = few_launches(use, best(ups), best(downs))
-    order = layers_us(grouped_launches(use, tokens)[:1], layers)
+    order = layers_us(grouped_launches(use, tokens)[:-3], layers)
     # What follows takes the order of the last layer.
     up_tiles, down_tiles = tiles_for(tokens)
-    ups = tried(up_tiles, lambda each: grouped_launches(use, tokens, up=each)[1:2], layers)
-    downs = tried(down_tiles, lambda each: grouped_launches(use, tokens, down=each)[2:3], layers)
-    total = layers_us(grouped_launches(use, tokens)[3:], layers)
+    ups = tried(up_tiles, lambda each: grouped_launches(use, tokens, up=each)[-3:-2], layers)
+    downs = tried(down_tiles, lambda each: grouped_launches(use, tokens, down=each)[-2:-1], layers)
+    total = layers_us(grouped_launches(use, tokens)[-1:], layers)
     row |= {"order_us": round(order, 2), "sum_us": round(total, 2), "up": named(ups), "down": named(downs)}
     ways["grouped"] = grouped_launches(use, tokens, best(ups), best(downs))
     for way, found in ways.items():
@@ -382,27 +410,112 @@ def measure_router(name: str, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# --- a sweep -----------------------------------------------------------------------------------------------------
+
+
+def sweep(rates: dict[str, float]) -> None:
+    """Print `CASES`, a shape after the other."""
+    for name in dict.fromkeys(name for name, _, _ in CASES):
+        weights = weights_of(SHAPES[name])
+        for case in CASES:
+            if case[0] == name:
+                try:
+                    _sweep_case(*case, weights, rates)
+                except Exception as error:  # noqa: BLE001 - one case must not stop the others
+                    print(case, f"{type(error).__name__}: {error}"[:300], flush=True)
+        del weights
+        torch.cuda.empty_cache()
+
+
+def _sweep_case(
+    name: str, tokens: int, used: int, weights: list[dict[str, torch.Tensor]], rates: dict[str, float]
+) -> None:
+    shape = SHAPES[name]
+    layers, use = inputs_of(shape, tokens, weights, used), use_of(shape, tokens)
+    used_here = statistics.mean(len(each["expert_ids"].unique()) for each in layers)
+    by_bytes = 1e6 * used_here * shape.expert_bytes / rates["read"]
+    by_products = 1e6 * tokens * shape.top_k * shape.expert_bytes / rates["product"]
+    built_in, expected = _built_in(use, tokens), _expected(shape, layers[0])
+    run(built_in, layers[0])
+    print(
+        f"{name}, {tokens} tokens, {used_here:.1f} experts: {layers_us(built_in, layers):.1f} us, error"
+        f" {_error(layers[0], expected):.4f}; bytes {by_bytes:.1f} us, products {by_products:.1f};"
+        f" order {layers_us(grouped_launches(use, tokens)[:-3], layers):.1f},"
+        f" sum {layers_us(grouped_launches(use, tokens)[-1:], layers):.1f}",
+        flush=True,
+    )
+
+    def line(title: str, options: Sequence[Any], of: Callable[[Any], Sequence[Launch]], part: slice) -> None:
+        """All options, of each the part of its launches that it decides; what all of them compute is compared."""
+        errors = {}
+        for option in options:
+            try:
+                run(of(option), layers[0])
+                errors[option] = _error(layers[0], expected)
+            except Exception:  # noqa: BLE001 - its figure says why
+                errors[option] = float("nan")
+        run(of(options[0]), layers[-1])
+        found = named(tried(options, lambda option: of(option)[part], layers))
+        wrong = [" ".join(map(str, map(int, option))) for option, error in errors.items() if not error < 0.02]
+        print(f"  {title}:", "; ".join(f"{key}: {value}" for key, value in found.items()), flush=True)
+        if wrong:
+            print(f"  WRONG {title}:", "; ".join(wrong), flush=True)
+
+    if tokens == 1:
+        line("few up", UP_STRIPS, lambda each: few_launches(use, up=each), slice(0, 1))
+        line("few down", DOWN_STRIPS, lambda each: few_launches(use, down=each), slice(1, 2))
+        return
+    ups, downs = tiles_for(tokens)
+    line("up", ups, lambda each: grouped_launches(use, tokens, up=each), slice(-3, -2))
+    line("down", downs, lambda each: grouped_launches(use, tokens, down=each), slice(-2, -1))
+
+
+def _expected(shape: Shape, layer: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What PyTorch computes of a layer."""
+    rule = {"activation": "silu", "gated": True, "up_bias": None, "down_bias": None, **dict(shape.rule)}
+    given = {name: value for name, value in layer.items() if name not in ("out.0", "workspace")}
+    return grouped.experts(**(rule | given)).float()
+
+
+def _error(layer: dict[str, torch.Tensor], expected: torch.Tensor) -> float:
+    """The largest error of what was computed last, as a share of the largest number."""
+    return ((layer["out.0"].float() - expected).abs().max() / expected.abs().max()).item()
+
+
+def compile_for(cases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """Compile in as many processes as there are cores what is measured of shapes, in steps of so many tokens."""
+    started = time.perf_counter()
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    jobs = [(name, steps, first, workers) for first in range(workers) for name, steps in cases]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        failed = sum(pool.map(compile_all, jobs, chunksize=1))
+    print(f"compiled in {time.perf_counter() - started:.0f} s, {failed} failed", flush=True)
+
+
 def main() -> None:
     """Measure and write `results/gpu_experts.json`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_experts.json")
-    parser.add_argument("shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--sweep", action="store_true", help="time every way to cut products, and write nothing")
+    parser.add_argument("shapes", nargs="*", default=list(ROUTERS))
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA GPU: nothing measured")
         return
     started = time.perf_counter()
-    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
-    jobs = [(name, first, workers) for first in range(workers) for name in arguments.shapes]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.map(compile_all, jobs, chunksize=1)
-    print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    shapes = list(dict.fromkeys(name for name, _, _ in CASES)) if arguments.sweep else arguments.shapes
+    steps = {name: tuple(tokens for each, tokens, _ in CASES if each == name) for name in shapes}
+    compile_for([(name, steps[name] if arguments.sweep else TOKENS) for name in shapes])
     rates = {"read": read_bytes_per_second(), "product": product_flops_per_second()}
     figures: dict[str, Any] = {
         "read_tb_per_s": round(rates["read"] / 1e12, 3), "product_tflop_per_s": round(rates["product"] / 1e12, 1),
         "routers": {}, "rows": {},
     }  # fmt: skip
     print(json.dumps(figures), flush=True)
+    if arguments.sweep:
+        sweep(rates)
+        print(f"{time.perf_counter() - started:.1f} s")
+        return
     for name in arguments.shapes:
         for tokens in TOKENS:
             _row(figures["routers"], f"{name}, {tokens}", lambda name=name, tokens=tokens: measure_router(name, tokens))

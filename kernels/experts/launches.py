@@ -17,17 +17,20 @@ from precast.kernels.use import Use
 _GROUPED = "precast.kernels.experts.triton"
 _FEW = "precast.kernels.experts.triton_few"
 _ORDER_BLOCKS = (1024, 8192)
-"""Pairs that are looked at together while they are ordered, at least and at most. An iteration waits for what it has
-loaded and counted: by 1024, 32768 pairs took 70 us on an H200."""
+"""Pairs that `order_kernel` looks at together, at least and at most: an iteration waits for what it has loaded. Each of
+its programs, one an expert, reads all pairs."""
+_COUNT_BLOCK, _COUNTED_TOGETHER = 512, 16
+"""Pairs that a program of `count_kernel` and `place_kernel` has; what the latter looks at together."""
 _SUM_BLOCK = 1024
 _ALIGNED = 256
 """Bytes that each part of a workspace is a multiple of."""
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows of tokens, rows of the weight, and numbers of each that are summed at a time.
+    """How a product is cut: rows of tokens at most, rows of the weight, and numbers of each that are summed at a time.
 
-    `swapped`: tokens are the columns of the product, of which matrix instructions take 8, and not its rows.
+    `swapped`: tokens are the columns of the product, of which matrix instructions take 8, and not its rows. `halvings`:
+    a tile with at most half, a quarter, ... of the rows is multiplied as a smaller one, so often halved.
     """
 
     m: int
@@ -36,14 +39,24 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     swapped: bool
+    halvings: int = 0
 
 
 class Strips(NamedTuple):
-    """How a product with one row is cut: rows of each expert's weight, and numbers of each that are read at a time."""
+    """How a product with one row is cut: rows of each expert's weight, and numbers of each that are read at a time.
+
+    `pieces` of `k` numbers are on their way to registers together, or `num_stages` to shared memory.
+    """
 
     n: int
     k: int
     num_warps: int
+    pieces: int = 1
+    num_stages: int = 1
+
+
+_PIECES, _STRIP_STAGES = 4, 4
+"""Pieces of a row that fit into registers, and those of a longer row that are in shared memory."""
 
 
 class Sizes(NamedTuple):
@@ -95,14 +108,14 @@ def ordered(use: Use) -> tuple[Launch, ...]:
     assert num_experts is not None
     assert size_n is not None
     assert size_k is not None
-    rows, places = use.shape("x")[0], _places(use.shape("x")[0], num_experts)
-    tiles = tiles_of(None, use, "weight", gated=False)
+    rows, places = use.shape("x")[0], _places(use.shape("x")[0], num_experts, is_counted=True)
+    tiles = tiles_of(None, None, use, "weight", gated=False)
     product = {
         **_ungated(num_experts, 1, size_k, size_n, "bias", use), "GATHERS": True, "SCATTERS": True, "ZEROES": True,
     }  # fmt: skip
     pointers = (Pointer("out.0"), Pointer("x"), Pointer("weight"), _given(use, "bias"))
     return (
-        _order(use, places, rows, (_step(use, "expert_ids", 0), 0), 1, num_experts, _ORDER_BLOCKS[-1]),
+        *_order(use, places, rows, (_step(use, "expert_ids", 0), 0), 1, num_experts, None),
         _product(use, pointers, places, ("x", "weight", "bias"), rows, num_experts + 1, product, tiles),
     )
 
@@ -111,29 +124,37 @@ def ordered_workspace(use: Use) -> Expr:
     """The order of rows."""
     num_experts = use.number("weight", 0)
     assert num_experts is not None
-    return _places(use.shape("x")[0], num_experts).end
+    return _places(use.shape("x")[0], num_experts, is_counted=True).end
 
 
 def up_strips(size: int, num_bytes: int) -> Strips:
     """The strips of the first product's rows of `size` elements of `num_bytes`.
 
     Several rows at a time, in short pieces: on an H200 one token of Qwen3-30B-A3B took 23 us, and 29 with strips of 4
-    and 1 rows in pieces of 1024.
+    and 1 rows in pieces of 1024. Of long rows registers hold a part only: more is kept on a thread's stack.
     """
-    return Strips(8, min(power_of_two(size), 1024 // num_bytes), 4)
+    k = min(power_of_two(size), 1024 // num_bytes)
+    pieces = -(-size // k)
+    return Strips(8, k, 4, pieces) if pieces <= _PIECES else Strips(8, k, 4, num_stages=_STRIP_STAGES)
 
 
 def down_strips(size: int, num_bytes: int) -> Strips:
     """The strips of the second product's rows of `size` elements of `num_bytes`."""
-    return Strips(4, min(power_of_two(size), 512 // num_bytes), 4)
+    k = min(power_of_two(size), 512 // num_bytes)
+    pieces = max(1, -(-size // k) - 1)  # besides the first, which is requested before the wait
+    return Strips(4, k, 4, pieces) if pieces < _PIECES else Strips(8, max(k // 2, 1), 4, num_stages=_STRIP_STAGES)
 
 
-def tiles_of(average: float | None, use: Use, name: str, *, gated: bool) -> Tiles:
-    """The tiles of a product with the weight `name`, of up to `average` tokens an expert; None: of any number."""
-    is_wide = use.width(name) > 2
-    chosen = _WIDE if is_wide else _GATED if gated else _PLAIN
-    fitting = [tiles for most, tiles in chosen if most is None or (average is not None and average <= most)]
-    tiles = fitting[0]
+def tiles_of(tokens: int | None, average: float | None, use: Use, name: str, *, gated: bool) -> Tiles:
+    """The tiles of a product with the weight `name`, in steps of up to `tokens`, of which an expert has `average` at
+    most; None: of any number."""
+    chosen = _WIDE if use.width(name) > 2 else _GATED if gated else _PLAIN
+    tiles = next(
+        tiles
+        for most_tokens, most_average, tiles in chosen
+        if (most_tokens is None or (tokens is not None and tokens <= most_tokens))
+        and (most_average is None or (average is not None and average <= most_average))
+    )
     stage = (tiles.m + (2 if gated else 1) * tiles.n) * tiles.k * use.width(name)
     return tiles._replace(num_stages=max(2, min(tiles.num_stages, shared_bytes(use.target.capability) // stage)))
 
@@ -144,24 +165,26 @@ def shared_bytes(capability: tuple[int, int]) -> int:
 
 
 _GATED = (
-    (8, Tiles(16, 32, 128, 2, 4, True)),
-    (16, Tiles(32, 64, 64, 4, 4, True)),
-    (64, Tiles(64, 64, 64, 4, 4, True)),
-    (None, Tiles(128, 128, 64, 8, 4, False)),
+    (16, None, Tiles(16, 32, 128, 2, 4, True)),
+    (None, 32, Tiles(64, 64, 64, 4, 3, True, 2)),
+    (None, 128, Tiles(128, 64, 64, 4, 3, True, 3)),
+    (None, None, Tiles(128, 128, 64, 8, 4, True, 3)),
 )
 _PLAIN = (
-    (8, Tiles(16, 64, 128, 4, 3, True)),
-    (16, Tiles(32, 64, 64, 4, 4, True)),
-    (64, Tiles(64, 64, 64, 4, 4, True)),
-    (None, Tiles(128, 256, 64, 8, 4, False)),
+    (16, None, Tiles(16, 64, 128, 4, 3, True)),
+    (None, 32, Tiles(64, 64, 64, 4, 4, True, 2)),
+    (None, 128, Tiles(128, 128, 64, 4, 3, True, 3)),
+    (None, None, Tiles(128, 256, 64, 8, 4, False, 1)),
 )
-_WIDE = ((16, Tiles(16, 32, 32, 4, 2, False)), (None, Tiles(64, 32, 32, 4, 2, False)))
-"""Tiles of a gated product and of a plain one, and of both in float32, by how many tokens an expert has at most.
+_WIDE = (
+    (None, 16, Tiles(16, 32, 32, 4, 2, False)),
+    (None, None, Tiles(64, 32, 32, 4, 2, False, 2)),
+)  # fmt: skip
+"""Tiles of a gated product and of a plain one, and of both in float32: of steps of so many tokens at most, of which an
+expert has so many on average; None: of any number.
 
-Those of 2 bytes were the fastest of `benchmarks/bench_gpu_experts.py` on an H200, for most shapes: tiles of twice as
-many rows as an expert has tokens, so that few experts need a second one and read their weight again (at 16 tokens an
-expert, 312 us instead of 347 with tiles of 16 rows), and the widest with many tokens, where products count (851 us
-instead of 999 with 64 columns gated and 128 plain). Between 32 and 64 tokens an expert nothing was measured.
+Each weight that is used should be read once, so tiles are as many rows as an expert may have, and those with fewer are
+multiplied as such: a router may send half of all tokens to few experts.
 """
 
 
@@ -185,7 +208,7 @@ def _few(use: Use, up: Strips | None, down: Strips | None) -> tuple[Launch, ...]
         ),
         {
             **common, "SIZE_K": sizes.width, "SIZE_N": sizes.inner, "HAS_BIAS": use.has("up_bias"), **_between(use),
-            "BLOCK_N": up.n, "BLOCK_K": up.k, "PDL": has_pdl(use),
+            "BLOCK_N": up.n, "BLOCK_K": up.k, "PIECES": up.pieces, "STAGES": up.num_stages, "PDL": has_pdl(use),
         },
         up.num_warps,
         pdl=has_pdl(use),
@@ -199,7 +222,8 @@ def _few(use: Use, up: Strips | None, down: Strips | None) -> tuple[Launch, ...]
         ),
         {
             **common, "SIZE_K": sizes.inner, "SIZE_N": sizes.width, "HAS_BIAS": use.has("down_bias"),
-            "BLOCK_J": power_of_two(sizes.top_k), "BLOCK_N": down.n, "BLOCK_K": down.k, "PDL": has_pdl(use),
+            "BLOCK_J": power_of_two(sizes.top_k), "BLOCK_N": down.n, "BLOCK_K": down.k,
+            "PIECES": down.pieces, "STAGES": down.num_stages, "PDL": has_pdl(use),
         },
         down.num_warps,
         pdl=has_pdl(use),
@@ -211,10 +235,11 @@ def _few(use: Use, up: Strips | None, down: Strips | None) -> tuple[Launch, ...]
 
 
 class _Places(NamedTuple):
-    """Where the order of pairs lies in a workspace, and where it ends."""
+    """Where the order of pairs lies in a workspace, with what is counted for it, and where these end."""
 
     starts: Pointer
     pairs: Pointer
+    counts: Pointer
     end: Expr
 
 
@@ -227,11 +252,14 @@ class _Parts(NamedTuple):
     end: Expr
 
 
-def _places(pairs: Expr, num_experts: int) -> _Places:
+def _places(pairs: Expr, num_experts: int, *, is_counted: bool) -> _Places:
     second = _aligned(4 * (num_experts + 2))
+    third = add(second, _aligned(mul(4, pairs)))
+    counted = mul(4 * power_of_two(num_experts + 2), ceildiv(pairs, _COUNT_BLOCK)) if is_counted else 0
     return _Places(
-        Pointer("workspace", "int32"), Pointer("workspace", "int32", second), add(second, _aligned(mul(4, pairs)))
-    )
+        Pointer("workspace", "int32"), Pointer("workspace", "int32", second), Pointer("workspace", "int32", third),
+        add(third, _aligned(counted)),
+    )  # fmt: skip
 
 
 def _parts(use: Use, tokens: int | None) -> _Parts:
@@ -239,7 +267,7 @@ def _parts(use: Use, tokens: int | None) -> _Parts:
     x = use.operands["x"].type.dtype
     # Rows that wait for their sum are rounded where there are so many that their bytes cost time.
     kept: Dtype = "float32" if tokens is not None else x
-    places = _places(sizes.pairs, sizes.num_experts)
+    places = _places(sizes.pairs, sizes.num_experts, is_counted=tokens is None)
     second = add(places.end, _aligned(mul(use.width("x") * sizes.inner, sizes.pairs)))
     end = add(second, _aligned(mul((4 if kept == "float32" else 2) * sizes.width, sizes.pairs)))
     return _Parts(places, Pointer("workspace", x, places.end), Pointer("workspace", kept, second), end)
@@ -248,10 +276,10 @@ def _parts(use: Use, tokens: int | None) -> _Parts:
 def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None) -> tuple[Launch, ...]:
     sizes, parts = _known(use), _parts(use, tokens)
     average = None if tokens is None else tokens * sizes.top_k / sizes.num_experts
-    up = up or tiles_of(average, use, "up", gated=bool(use.constant("gated")))
-    down = down or tiles_of(average, use, "down", gated=False)
+    up = up or tiles_of(tokens, average, use, "up", gated=bool(use.constant("gated")))
+    down = down or tiles_of(tokens, average, use, "down", gated=False)
     experts, pairs = sizes.num_experts, sizes.pairs
-    block = _ORDER_BLOCKS[-1] if tokens is None else power_of_two(tokens * sizes.top_k)
+    most = None if tokens is None else tokens * sizes.top_k
     first = {
         **_ungated(experts, sizes.top_k, sizes.width, sizes.inner, "up_bias", use), **_between(use), "GATHERS": True,
     }  # fmt: skip
@@ -261,7 +289,7 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
     ids = (_step(use, "expert_ids", 0), _step(use, "expert_ids", 1))
     weights = (_step(use, "expert_weights", 0), _step(use, "expert_weights", 1))
     return (
-        _order(use, parts.places, pairs, ids, sizes.top_k, experts, block),
+        *_order(use, parts.places, pairs, ids, sizes.top_k, experts, most),
         _product(use, ups, parts.places, ("x", "up", "up_bias"), pairs, experts, first, up),
         _product(use, downs, parts.places, (sizes.inner, "down", "down_bias"), pairs, experts, second, down),
         Launch(
@@ -281,19 +309,30 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
 
 
 def _order(
-    use: Use, places: _Places, pairs: Expr, steps: tuple[Stride | int, ...], top_k: int, num_experts: int, block: int
-) -> Launch:
-    """A launch of `order_kernel`, which looks at `block` pairs together, within `_ORDER_BLOCKS`."""
-    least, most = _ORDER_BLOCKS
-    block = max(least, min(block, most))
-    return Launch(
-        f"{_GROUPED}:order_kernel",
-        (num_experts + 1,),
-        (places.starts, places.pairs, Pointer("expert_ids"), pairs, *steps),
-        {"TOP_K": top_k, "NUM_EXPERTS": num_experts, "BLOCK": block, "PDL": has_pdl(use)},
-        max(4, block // 512),
-        pdl=has_pdl(use),
-    )
+    use: Use, places: _Places, pairs: Expr, steps: tuple[Stride | int, ...], top_k: int, num_experts: int,
+    most: int | None,
+) -> tuple[Launch, ...]:  # fmt: skip
+    """The launches that list up to `most` pairs in the order of experts; None: any number of them."""
+    constants = {"TOP_K": top_k, "NUM_EXPERTS": num_experts, "PDL": has_pdl(use)}
+    ids = (Pointer("expert_ids"), pairs, *steps)
+    if most is not None:
+        least, largest = _ORDER_BLOCKS
+        block = max(least, min(power_of_two(most), largest))
+        return (
+            Launch(
+                f"{_GROUPED}:order_kernel", (num_experts + 1,), (places.starts, places.pairs, *ids),
+                {**constants, "BLOCK": block}, max(4, block // 512), pdl=has_pdl(use),
+            ),
+        )  # fmt: skip
+    grid = (ceildiv(pairs, _COUNT_BLOCK),)
+    constants |= {"EXPERTS_BLOCK": power_of_two(num_experts + 2), "BLOCK": _COUNT_BLOCK}
+    return (
+        Launch(f"{_GROUPED}:count_kernel", grid, (places.counts, *ids), constants, pdl=has_pdl(use)),
+        Launch(
+            f"{_GROUPED}:place_kernel", grid, (places.starts, places.pairs, places.counts, *ids),
+            {**constants, "TOGETHER": _COUNTED_TOGETHER}, 8, pdl=has_pdl(use),
+        ),
+    )  # fmt: skip
 
 
 def _product(
@@ -317,7 +356,8 @@ def _product(
         (ceildiv(int(constants["SIZE_N"]), tiles.n), most),
         (*pointers, places.starts, places.pairs, *rows, *_steps(use, weight), *_steps(use, bias, 2)),
         {
-            **constants, "SWAPPED": tiles.swapped, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k,
+            **constants, "SWAPPED": tiles.swapped, "LEAST_M": tiles.m >> tiles.halvings,
+            "HALVINGS": tiles.halvings, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k,
             "PRECISION": precision, "PDL": has_pdl(use),
         },
         tiles.num_warps,

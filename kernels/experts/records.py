@@ -86,7 +86,7 @@ On an H200 one token of Qwen3-30B-A3B took 23 us in this way and 30 in the other
 140 and 127, 379 and 241, for tokens that share an expert read it twice. In between, times that grow with the bytes that
 are read meet at 2 to 5 tokens.
 """
-_STEPS = (16, 64, 256, 1024)
+STEPS = (16, 64, 256, 1024)
 """Up to so many tokens tiles are of one size each; above, of the largest."""
 
 
@@ -111,8 +111,8 @@ _LAUNCHED = Condition("compute capability 9 or 10 for grouped products of bfloat
 
 RECORDS = (
     _few(_FEW),
-    *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *_STEPS))),
-    _grouped(_STEPS[-1] + 1, None),
+    *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *STEPS))),
+    _grouped(STEPS[-1] + 1, None),
     Record(
         name="torch.experts", op="precast.experts", devices=("cuda",), workspace=_experts, takes=(_LAUNCHED,),
         runs="precast.kernels.experts.grouped:experts",

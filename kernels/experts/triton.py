@@ -1,6 +1,7 @@
 """Experts in Triton for any number of tokens: pairs of a token and one of its experts, in the order of experts.
 
-1. `order_kernel` lists the pairs by expert, those of an expert in the order of tokens;
+1. `order_kernel` lists the pairs by expert, those of an expert in the order of tokens; `count_kernel` and
+   `place_kernel` do it for many pairs;
 2. `grouped_kernel` multiplies tiles of an expert's rows by its weight, and activates what it made;
 3. `grouped_kernel` again for the second product;
 4. `sum_kernel` adds up the pairs of each token, in the order of `expert_ids`.
@@ -66,6 +67,75 @@ def order_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def count_kernel(  # type: ignore[no-untyped-def]
+    counts_ptr,
+    ids_ptr,
+    num_pairs,
+    stride_t,
+    stride_j,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """How many of BLOCK pairs each expert has: a row of EXPERTS_BLOCK numbers, as `_expert_of` counts experts."""
+    wait_for_previous(PDL)
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    expert = _expert_of(ids_ptr, pair, num_pairs, stride_t, stride_j, TOP_K, NUM_EXPERTS)
+    counts = tl.histogram(expert, EXPERTS_BLOCK)
+    tl.store(counts_ptr + block * EXPERTS_BLOCK + tl.arange(0, EXPERTS_BLOCK), counts)
+
+
+@triton.jit
+def place_kernel(  # type: ignore[no-untyped-def]
+    starts_ptr,
+    pairs_ptr,
+    counts_ptr,
+    ids_ptr,
+    num_pairs,
+    stride_t,
+    stride_j,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What `order_kernel` lists, of BLOCK pairs, whose expert's pairs before them `count_kernel` has counted.
+
+    It reads TOGETHER rows of counts at a time, and compares so many pairs with all.
+    """
+    wait_for_previous(PDL)
+    block = tl.program_id(0)
+    each = tl.arange(0, EXPERTS_BLOCK)
+    total = tl.zeros([EXPERTS_BLOCK], tl.int32)
+    before = tl.zeros([EXPERTS_BLOCK], tl.int32)
+    for first in range(0, tl.num_programs(0), TOGETHER):
+        row = first + tl.arange(0, TOGETHER)
+        mask = (row < tl.num_programs(0))[:, None] & (each < NUM_EXPERTS + 2)[None, :]
+        counts = tl.load(counts_ptr + row[:, None] * EXPERTS_BLOCK + each[None, :], mask=mask, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((row < block)[:, None], counts, 0), 0)
+    start = tl.cumsum(total, 0) - total
+    if block == 0:
+        tl.store(starts_ptr + each, start, mask=each < NUM_EXPERTS + 2)
+
+    lane = tl.arange(0, BLOCK)
+    pair = block * BLOCK + lane
+    expert = _expert_of(ids_ptr, pair, num_pairs, stride_t, stride_j, TOP_K, NUM_EXPERTS)
+    place = tl.gather(start + before, expert, 0)
+    for first in range(0, BLOCK, TOGETHER):
+        other = first + tl.arange(0, TOGETHER)
+        found = _expert_of(ids_ptr, block * BLOCK + other, num_pairs, stride_t, stride_j, TOP_K, NUM_EXPERTS)
+        is_before = (other[None, :] < lane[:, None]) & (found[None, :] == expert[:, None])
+        place += tl.sum(is_before.to(tl.int32), 1)
+    tl.store(pairs_ptr + place, pair, mask=pair < num_pairs)
+
+
+@triton.jit
 def _tile(starts_ptr, LISTED: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of this program, and its first row and the end of its expert's; LISTED or more if it has none."""
     each = tl.arange(0, EXPERTS_BLOCK)
@@ -88,6 +158,94 @@ def _product(weight, x, total, SWAPPED: tl.constexpr, PRECISION: tl.constexpr): 
     else:
         total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
     return total
+
+
+@triton.jit
+def _multiply(  # type: ignore[no-untyped-def]
+    y_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    pairs_ptr,
+    x_stride_m,
+    x_stride_k,
+    weight_stride_n,
+    weight_stride_k,
+    bias_stride_n,
+    first,
+    end,
+    last,
+    TOP_K: tl.constexpr,
+    SIZE_K: tl.constexpr,
+    SIZE_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GATHERS: tl.constexpr,
+    SCATTERS: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """BLOCK_N numbers of the rows from `first` to `end`, BLOCK_M at most: sums over `last` products, SIZE_K or none.
+
+    `weight_ptr` and `bias_ptr` are the expert's.
+    """
+    row = first + tl.arange(0, BLOCK_M)
+    is_row = row < end
+    pair = row
+    if GATHERS or SCATTERS:
+        pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
+    source = pair // TOP_K if GATHERS else row
+    target = pair if SCATTERS else row
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_n = n < SIZE_N
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
+    gate_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
+    value_ptrs = gate_ptrs + SIZE_N * weight_stride_n
+
+    ROWS: tl.constexpr = BLOCK_N if SWAPPED else BLOCK_M
+    COLUMNS: tl.constexpr = BLOCK_M if SWAPPED else BLOCK_N
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    value = gate
+    for start in range(0, last, BLOCK_K):
+        is_x, is_weight = is_row[:, None], is_n[:, None]
+        if SIZE_K % BLOCK_K != 0:
+            is_k = start + k[None, :] < SIZE_K
+            is_x, is_weight = is_x & is_k, is_weight & is_k
+        x = tl.load(x_ptrs, mask=is_x, other=0.0)
+        gate = _product(tl.load(gate_ptrs, mask=is_weight, other=0.0), x, gate, SWAPPED, PRECISION)
+        if IS_GATED:
+            value = _product(tl.load(value_ptrs, mask=is_weight, other=0.0), x, value, SWAPPED, PRECISION)
+            value_ptrs += BLOCK_K * weight_stride_k
+        gate_ptrs += BLOCK_K * weight_stride_k
+        x_ptrs += BLOCK_K * x_stride_k
+
+    if HAS_BIAS:
+        is_own = is_n & (last > 0)
+        bias_ptrs = bias_ptr + n * bias_stride_n
+        bias = tl.load(bias_ptrs, mask=is_own, other=0.0).to(tl.float32)
+        gate += bias[:, None] if SWAPPED else bias[None, :]
+        if IS_GATED:
+            bias = tl.load(bias_ptrs + SIZE_N * bias_stride_n, mask=is_own, other=0.0).to(tl.float32)
+            value += bias[:, None] if SWAPPED else bias[None, :]
+    if IS_GATED:
+        gate = gated(gate, value, ACTIVATION, ALPHA, LIMIT, OFFSET)
+    elif ACTIVATION != "":
+        gate = activated(gate, ACTIVATION, ALPHA)
+    target = target.to(tl.int64) * SIZE_N
+    if SWAPPED:
+        y_ptrs = y_ptr + target[None, :] + n[:, None]
+        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[None, :] & is_n[:, None])
+    else:
+        y_ptrs = y_ptr + target[:, None] + n[None, :]
+        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_n[None, :])
 
 
 @triton.jit
@@ -120,75 +278,39 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     SCATTERS: tl.constexpr,
     ZEROES: tl.constexpr,
     SWAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    LEAST_M: tl.constexpr,
+    HALVINGS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N numbers of up to BLOCK_M rows of one expert.
+    """BLOCK_N numbers of a tile: up to LEAST_M * 2^HALVINGS rows of one expert, multiplied as half, a quarter or less
+    of them where it has no more.
 
     It `GATHERS` row `pair // TOP_K` of x, or takes them in order; it `SCATTERS` them to the row of their pair, or
     leaves them in order. `ZEROES`: rows of no expert become zeros, or else they aren't written.
     """
     wait_for_previous(PDL)
+    BLOCK_M: tl.constexpr = LEAST_M << HALVINGS
     expert, first, end = _tile(starts_ptr, NUM_EXPERTS + ZEROES, EXPERTS_BLOCK, BLOCK_M)
     if expert >= NUM_EXPERTS + ZEROES:
         return
-    row = first + tl.arange(0, BLOCK_M)
-    is_row = row < end
-    pair = row
-    if GATHERS or SCATTERS:
-        pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
-    source = pair // TOP_K if GATHERS else row
-    target = pair if SCATTERS else row
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_n = n < SIZE_N
-    k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
+    num_rows = tl.minimum(end - first, BLOCK_M)
     weight_ptr += expert.to(tl.int64) * weight_stride_e
-    gate_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
-    value_ptrs = gate_ptrs + SIZE_N * weight_stride_n
-
-    ROWS: tl.constexpr = BLOCK_N if SWAPPED else BLOCK_M
-    COLUMNS: tl.constexpr = BLOCK_M if SWAPPED else BLOCK_N
-    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-    value = gate
+    if HAS_BIAS:
+        bias_ptr += expert.to(tl.int64) * bias_stride_e
     last = SIZE_K
     if ZEROES:
         last = tl.where(expert < NUM_EXPERTS, SIZE_K, 0)
-    for start in range(0, last, BLOCK_K):
-        is_x, is_weight = is_row[:, None], is_n[:, None]
-        if SIZE_K % BLOCK_K != 0:
-            is_k = start + k[None, :] < SIZE_K
-            is_x, is_weight = is_x & is_k, is_weight & is_k
-        x = tl.load(x_ptrs, mask=is_x, other=0.0)
-        gate = _product(tl.load(gate_ptrs, mask=is_weight, other=0.0), x, gate, SWAPPED, PRECISION)
-        if IS_GATED:
-            value = _product(tl.load(value_ptrs, mask=is_weight, other=0.0), x, value, SWAPPED, PRECISION)
-            value_ptrs += BLOCK_K * weight_stride_k
-        gate_ptrs += BLOCK_K * weight_stride_k
-        x_ptrs += BLOCK_K * x_stride_k
-
-    if HAS_BIAS:
-        is_own = is_n & (expert < NUM_EXPERTS)
-        bias_ptrs = bias_ptr + expert.to(tl.int64) * bias_stride_e + n * bias_stride_n
-        bias = tl.load(bias_ptrs, mask=is_own, other=0.0).to(tl.float32)
-        gate += bias[:, None] if SWAPPED else bias[None, :]
-        if IS_GATED:
-            bias = tl.load(bias_ptrs + SIZE_N * bias_stride_n, mask=is_own, other=0.0).to(tl.float32)
-            value += bias[:, None] if SWAPPED else bias[None, :]
-    if IS_GATED:
-        gate = gated(gate, value, ACTIVATION, ALPHA, LIMIT, OFFSET)
-    elif ACTIVATION != "":
-        gate = activated(gate, ACTIVATION, ALPHA)
-    target = target.to(tl.int64) * SIZE_N
-    if SWAPPED:
-        y_ptrs = y_ptr + target[None, :] + n[:, None]
-        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[None, :] & is_n[:, None])
-    else:
-        y_ptrs = y_ptr + target[:, None] + n[None, :]
-        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_n[None, :])
+    for halving in tl.static_range(HALVINGS + 1):
+        fewer = BLOCK_M >> (halving + 1) if halving < HALVINGS else 0
+        if (num_rows <= BLOCK_M >> halving) & (num_rows > fewer):
+            _multiply(
+                y_ptr, x_ptr, weight_ptr, bias_ptr, pairs_ptr, x_stride_m, x_stride_k, weight_stride_n, weight_stride_k,
+                bias_stride_n, first, end, last, TOP_K, SIZE_K, SIZE_N, HAS_BIAS, IS_GATED, ACTIVATION, ALPHA, LIMIT,
+                OFFSET, GATHERS, SCATTERS, SWAPPED, BLOCK_M >> halving, BLOCK_N, BLOCK_K, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit

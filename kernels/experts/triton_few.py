@@ -59,9 +59,15 @@ def up_kernel(  # type: ignore[no-untyped-def]
     OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N activated numbers of one pair, float32; of a pair without an expert nothing is written."""
+    """BLOCK_N activated numbers of one pair, float32; of a pair without an expert nothing is written.
+
+    PIECES of BLOCK_K numbers of a row are requested together, into registers; or STAGES of them in turn, into shared
+    memory.
+    """
     _wait_and_release(PDL)
     pair = tl.program_id(1)
     token = (pair // TOP_K).to(tl.int64)
@@ -73,18 +79,19 @@ def up_kernel(  # type: ignore[no-untyped-def]
     gate_ptrs = up_ptr + expert * up_stride_e + n[:, None] * up_stride_n
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     value = gate
-    for start in tl.static_range(0, SIZE_K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        is_k = k < SIZE_K
-        mask = is_n[:, None] & is_k[None, :]
-        gate_weight = tl.load(gate_ptrs + k[None, :] * up_stride_k, mask=mask, other=0.0)
-        if IS_GATED:
-            value_ptrs = gate_ptrs + SIZE_N * up_stride_n
-            value_weight = tl.load(value_ptrs + k[None, :] * up_stride_k, mask=mask, other=0.0)
-        x = tl.load(x_ptr + token * x_stride_t + k * x_stride_k, mask=is_k, other=0.0).to(tl.float32)
-        gate += gate_weight.to(tl.float32) * x[None, :]
-        if IS_GATED:
-            value += value_weight.to(tl.float32) * x[None, :]
+    for first in tl.range(0, SIZE_K, PIECES * BLOCK_K, num_stages=STAGES):
+        for piece in tl.static_range(PIECES):
+            k = first + piece * BLOCK_K + tl.arange(0, BLOCK_K)
+            is_k = k < SIZE_K
+            mask = is_n[:, None] & is_k[None, :]
+            gate_weight = tl.load(gate_ptrs + k[None, :] * up_stride_k, mask=mask, other=0.0)
+            if IS_GATED:
+                value_ptrs = gate_ptrs + SIZE_N * up_stride_n
+                value_weight = tl.load(value_ptrs + k[None, :] * up_stride_k, mask=mask, other=0.0)
+            x = tl.load(x_ptr + token * x_stride_t + k * x_stride_k, mask=is_k, other=0.0).to(tl.float32)
+            gate += gate_weight.to(tl.float32) * x[None, :]
+            if IS_GATED:
+                value += value_weight.to(tl.float32) * x[None, :]
     h = tl.sum(gate, 1)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert * bias_stride_e + n * bias_stride_n
@@ -124,6 +131,8 @@ def down_kernel(  # type: ignore[no-untyped-def]
     BLOCK_J: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N numbers of one token: the weighted sum over all of its experts, BLOCK_J of them at most.
@@ -150,14 +159,17 @@ def down_kernel(  # type: ignore[no-untyped-def]
     weights_ptrs = weights_ptr + token * weights_stride_t + j * weights_stride_j
     weight = tl.load(weights_ptrs, mask=is_expert, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK_J, BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.static_range(0, SIZE_K, BLOCK_K):
-        is_k = start + k < SIZE_K
-        if start > 0:
+    h_ptrs = h_ptr + (token * TOP_K + j)[:, None] * SIZE_K + k[None, :]
+    h = tl.load(h_ptrs, mask=is_expert[:, None] & (k < SIZE_K)[None, :], other=0.0) * weight[:, None]
+    total += down.to(tl.float32) * h[:, None, :]
+    for first in tl.range(BLOCK_K, SIZE_K, PIECES * BLOCK_K, num_stages=STAGES):
+        for piece in tl.static_range(PIECES):
+            start = first + piece * BLOCK_K
+            is_k = start + k < SIZE_K
             mask = is_row[:, :, None] & is_k[None, None, :]
             down = tl.load(down_ptrs + start * down_stride_k, mask=mask, other=0.0)
-        h_ptrs = h_ptr + (token * TOP_K + j)[:, None] * SIZE_K + start + k[None, :]
-        h = tl.load(h_ptrs, mask=is_expert[:, None] & is_k[None, :], other=0.0) * weight[:, None]
-        total += down.to(tl.float32) * h[:, None, :]
+            h = tl.load(h_ptrs + start, mask=is_expert[:, None] & is_k[None, :], other=0.0) * weight[:, None]
+            total += down.to(tl.float32) * h[:, None, :]
     each = tl.sum(total, 2)
     if HAS_BIAS:
         each += weight[:, None] * biases.to(tl.float32)

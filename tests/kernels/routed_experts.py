@@ -119,6 +119,29 @@ def test_all_tokens_to_one_expert(record: Record, same: Callable[..., None]) -> 
     agrees(EXPERTS, record, fitting(record, sample), same)
 
 
+@each_dtype
+@pytest.mark.parametrize(("width", "inner"), [(2100, 9), (9, 1100)])
+def test_rows_longer_than_registers_hold(dtype: torch.dtype, width: int, inner: int, same: Callable[..., None]) -> None:
+    sample = layer(Draw(dtype, DEVICE), 1, 2, 4, width, inner, bias=True)
+    sample["x"] *= 0.05
+
+    agrees(EXPERTS, RECORDS[0], sample, same)
+
+
+@each_record
+@each_dtype
+def test_tiles_of_all_numbers_of_rows(record: Record, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    """Some experts fill a tile and begin another; others have a half, a quarter or less of one."""
+    if record is RECORDS[0]:
+        pytest.skip("it has no tiles of several rows")
+    rows = torch.tensor([133, 71, 33, 17, 16, 0, 1])
+    sample = layer(Draw(dtype, DEVICE), int(rows.sum()), 1, len(rows), 24, 12, bias=True)
+    drawn = torch.randperm(int(rows.sum()), generator=torch.Generator().manual_seed(0))
+    sample["expert_ids"] = torch.repeat_interleave(torch.arange(len(rows)), rows)[drawn, None].to(DEVICE)
+
+    agrees(EXPERTS, record, sample, same)
+
+
 @each_record
 def test_experts_that_nobody_goes_to_are_not_read(record: Record) -> None:
     sample = layer(Draw(torch.float32, DEVICE), 9, 2, 7, 10, 6, bias=True)
