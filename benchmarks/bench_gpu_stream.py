@@ -5,24 +5,29 @@ weights, are one CUDA graph. Baselines in the same run: cuBLAS, the weight strea
 and one launch that reads all 15 GB, which is what the memory gives. Goals: at most 3.65 ms and 1.06 times that one
 launch at 1 row, 3.85 ms and 1.12 times at 8 rows; the same logits with dependent launch and without, bit for bit.
 
-    python benchmarks/bench_gpu_stream.py [--out FILE] [--variants]
+    python benchmarks/bench_gpu_stream.py [--out FILE] [--variants [ROWS ...]]
 
-`--variants` also times other sizes of pieces, and what of x is kept; they are printed and not written.
+`--variants` times other sizes of pieces and what of x is kept instead, alone and with norms between the products; they
+are printed and not written.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import harness
 import torch
 
 from precast.kernels import cuda_launch
+from precast.kernels.launch import as_function
 from precast.kernels.linear.records import stream
+from precast.kernels.rms_norm.records import RECORDS as NORMS
 
 LAYERS = 32
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -30,13 +35,64 @@ HEAD = (128256, 4096)
 ROWS = (1, 2, 4, 8)
 GOALS = {1: (3.65, 1.06), 8: (3.85, 1.12)}
 """By rows: milliseconds at most, and how many times one launch that reads everything."""
-VARIANTS: dict[str, dict[str, int]] = {
-    "as it is": {},
-    "pieces of 2 KiB": {"LONG_PIECE_ROWS": 0},
-    "pieces of 4 KiB up to 1 row": {"LONG_PIECE_ROWS": 1},
-    "pieces of 4 KiB up to 4 rows": {"LONG_PIECE_ROWS": 4},
-    "x kept up to 16 KiB": {"X_KEPT_BYTES": 16 << 10},
-    "x kept up to 72 KiB": {"X_KEPT_BYTES": 72 << 10},
+BEFORE = "precast.kernels.linear/stream_before.cu:stream_linear"
+KEPT, NOT_IN_DOWN = {"X_KEPT_BYTES": 72 << 10}, {"KEPT_FROM_TILES": 3}
+
+
+class Variant(NamedTuple):
+    """A kernel compiled with other numbers, and given other shared memory."""
+
+    constants: Mapping[str, int] = MappingProxyType({})
+    shared_bytes: int | None = None
+    kernel: str | None = None
+
+
+AS_IT_IS, PAIRS = Variant(), {"CLUSTER": 2}
+VARIANTS: dict[int, dict[str, Variant]] = {
+    8: {
+        "before": Variant(kernel=BEFORE),
+        "as it is": Variant(),
+        "as it is, shared as needed": Variant(shared_bytes=199 << 10),
+        "x kept": Variant(KEPT),
+        "x kept from 9 tiles": Variant(KEPT | {"KEPT_FROM_TILES": 9}),
+        "x kept, pieces of 1 KiB": Variant(KEPT | {"LOG_SHORT_PIECE": 9}),
+        "x kept, passes of 2": Variant(KEPT | {"PASS": 2}),
+        "pairs": Variant(PAIRS),
+        "pairs, x kept": Variant(PAIRS | KEPT),
+        "pairs, x kept from 9 tiles": Variant(PAIRS | KEPT | {"KEPT_FROM_TILES": 9}),
+        "pairs, x kept, passes of 2": Variant(PAIRS | KEPT | {"PASS": 2}),
+        "pairs, x kept, passes of 2, shared as needed": Variant(PAIRS | KEPT | {"PASS": 2}, 199 << 10),
+        "pairs, x kept from 9 tiles, shared as needed": Variant(PAIRS | KEPT | {"KEPT_FROM_TILES": 9}, 199 << 10),
+    },
+    1: {
+        "before": Variant(kernel=BEFORE),
+        "before, 221 KiB": Variant({}, 221 << 10, BEFORE),
+        "as it is": Variant(),
+        "as it is, 221 KiB": Variant(shared_bytes=221 << 10),
+        "x not kept in down": Variant(NOT_IN_DOWN),
+        "x not kept in down, shared as needed": Variant(NOT_IN_DOWN, 206 << 10),
+        "passes of 2": Variant({"PASS": 2}),
+        "passes of 2, 221 KiB": Variant({"PASS": 2}, 221 << 10),
+        "pieces of 2 KiB": Variant({"LONG_PIECE_ROWS": 0}),
+        "pairs": Variant(PAIRS),
+        "pairs, passes of 2": Variant(PAIRS | {"PASS": 2}),
+    },
+    4: {
+        "before": Variant(kernel=BEFORE),
+        "as it is": Variant(),
+        "x kept from 9 tiles": Variant({"KEPT_FROM_TILES": 9}),
+        "pieces of 4 KiB": Variant({"LONG_PIECE_ROWS": 4}),
+        "passes of 2": Variant({"PASS": 2}),
+        "pairs": Variant(PAIRS),
+        "pairs, passes of 2, shared as needed": Variant(PAIRS | {"PASS": 2}, 199 << 10),
+    },
+    2: {
+        "before": Variant(kernel=BEFORE),
+        "as it is": Variant(),
+        "pieces of 2 KiB": Variant({"LONG_PIECE_ROWS": 1}),
+        "passes of 2": Variant({"PASS": 2}),
+        "pairs, passes of 2": Variant(PAIRS | {"PASS": 2}),
+    },
 }
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -48,20 +104,21 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
     torch.mm(x, weight.t(), out=y)
 
 
-def streamed(*, pdl: bool, **constants: int) -> Product:
+def streamed(*, pdl: bool, variant: Variant = AS_IT_IS, gate: str | None = None) -> Product:
     """By the weight stream."""
 
     kernels: dict[tuple[int, ...], cuda_launch.Kernel] = {}
 
     def product(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
-        launch = stream(len(x), *weight.shape, "bfloat16")
+        launch = stream(len(x), *weight.shape, "bfloat16", gate=gate)
         sizes = (x.stride(0), 1, 0, len(x), *weight.shape)
         args = (y.data_ptr(), x.data_ptr(), weight.data_ptr(), 0, 0, *sizes)
         if sizes not in kernels:
-            function = cuda_launch.function_of(launch.kernel, tuple({**launch.constants, **constants}.items()), 0)
+            constants = launch.constants | variant.constants
+            function = cuda_launch.function_of(variant.kernel or launch.kernel, tuple(constants.items()), 0)
             kernels[sizes] = cuda_launch.Kernel(
                 function, [*map(cuda_launch.At, range(len(args)))], num_given=len(args), num_threads=launch.block,
-                shared_bytes=launch.shared_bytes, pdl=pdl,
+                shared_bytes=variant.shared_bytes or launch.shared_bytes, pdl=pdl,
             )  # fmt: skip
         (grid,) = launch.grid
         assert isinstance(grid, int)
@@ -87,6 +144,7 @@ class Model:
             at += weight.numel()
         self.first = torch.randn(max(ROWS), 4096, device="cuda").bfloat16()
         sizes = {"x": 4096, "qkv": 6144, "gate_up": 28672, "logits": HEAD[0], "wide": 14336}
+        sizes |= dict.fromkeys(("normed", "other", "y"), 4096)
         self.buffers = {name: torch.randn(max(ROWS) * size, device="cuda").bfloat16() for name, size in sizes.items()}
 
     def buffer(self, name: str, rows: int, size: int) -> torch.Tensor:
@@ -192,21 +250,71 @@ def measure(model: Model, rows: int, one_launch: float) -> dict[str, Any]:
     return row
 
 
-def print_variants(model: Model) -> None:
-    """Milliseconds of a step by rows, and microseconds of each shape, of kernels compiled with other numbers."""
-    for name, constants in VARIANTS.items():
-        product = streamed(pdl=True, **constants)
-        for rows in ROWS:
-            step = milliseconds(captured(lambda p=product, n=rows: model.step(p, n)))
-            shapes = {shape: round(time, 2) for shape, time in model.alone(product, rows)}
-            print(f"{name:30s} rows {rows}  {step:.3f} ms  {shapes}", flush=True)
+class Layers:
+    """The products of a step with its norms between them, and one more in the place of attention."""
+
+    def __init__(self, model: Model, rows: int) -> None:
+        self.model, self.rows = model, rows
+        self.weight = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+        record = next(each for each in NORMS if each.name == "triton.residual_rms_norm")
+        self._norm = as_function(record)
+
+    def norm(self, x: torch.Tensor, residual: torch.Tensor, y: torch.Tensor) -> None:
+        """`y` the norm of the sum of `x` and `residual`, and that sum in the place of the residual."""
+        more = {"weight": self.weight, "eps": 1e-5, "offset": 0.0, "cast_before_scale": True}
+        self._norm(x=x, residual=residual, out=(y, residual), **more)
+
+    def step(self, product: Product, gated: Product) -> None:
+        """All layers and the head."""
+        buffer, weights, rows = self.model.buffer, self.model.weights, self.rows
+        x, normed, other = (buffer(name, rows, 4096) for name in ("x", "normed", "other"))
+        qkv, narrow = buffer("qkv", rows, 6144), buffer("qkv", rows, 4096)
+        wide, y = buffer("wide", rows, 14336), buffer("y", rows, 4096)
+        for layer in range(LAYERS):
+            self.norm(y, x, normed)
+            product(normed, weights["qkv"][layer], qkv)
+            self.norm(narrow, other, normed)
+            product(normed, weights["o"][layer], y)
+            self.norm(y, x, normed)
+            gated(normed, weights["gate_up"][layer], wide)
+            product(wide, weights["down"][layer], y)
+        self.norm(y, x, normed)
+        product(normed, weights["head"][0], buffer("logits", rows, HEAD[0]))
+
+
+def print_variants(model: Model, rows: int, rounds: int = 6) -> None:
+    """Milliseconds of the products alone, and with norms between them, of each variant in turn, several times."""
+    layers, found = Layers(model, rows), {}
+    for name, variant in VARIANTS[rows].items():
+        try:
+            product = streamed(pdl=True, variant=variant)
+            gated = streamed(pdl=True, variant=variant, gate="silu")
+            error = model.error(product, rows)
+            graphs = (
+                captured(partial(model.step, product, rows)), captured(partial(layers.step, product, gated)),
+            )  # fmt: skip
+            logits = bits(model, product, rows)
+            found[name] = (error, graphs, ([], []), logits)
+        except (RuntimeError, OSError) as refused:
+            print(f"rows {rows}  {name:46s} {refused}", flush=True)
+    expected = next(iter(found.values()))[-1]
+    for _ in range(rounds):
+        for _, graphs, times, _ in found.values():
+            for graph, all_times in zip(graphs, times, strict=True):
+                all_times.append(milliseconds(graph, runs=3, warm_ups=1))
+    for name, (error, _, times, logits) in found.items():
+        each = "  ".join(f"{statistics.median(one):.3f} ({min(one):.3f})" for one in times)
+        alone = model.alone(streamed(pdl=True, variant=VARIANTS[rows][name]), rows)
+        shapes = " ".join(f"{shape} {time:.2f}" for shape, time in alone)
+        same = "the same bits" if torch.equal(logits, expected) else "OTHER BITS"
+        print(f"rows {rows}  {name:46s} alone, with norms: {each}  {shapes}  {error:.5f} {same}", flush=True)
 
 
 def main() -> None:
     """Measure and write `results/gpu_stream.json`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_stream.json")
-    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--variants", type=int, nargs="*", metavar="ROWS", help="time variants for so many rows")
     given = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("needs a GPU of compute capability 9.0: nothing measured")
@@ -215,6 +323,10 @@ def main() -> None:
     model = Model()
     one_launch = read_rate(model)
     print(f"one launch over {2 * model.all.numel() / 1e9:.3f} GB: {one_launch:.3f} TB/s", flush=True)
+    if given.variants is not None:
+        for rows in given.variants or VARIANTS:
+            print_variants(model, rows)
+        return
     table = {str(rows): measure(model, rows, one_launch) for rows in ROWS}
     met = {
         f"at_most_{most}_ms_at_{rows}_rows": table[str(rows)]["stream_pdl_milliseconds"] <= most
@@ -223,8 +335,6 @@ def main() -> None:
         f"at_most_{times}_times_one_launch_at_{rows}_rows": table[str(rows)]["times_one_launch"] <= times
         for rows, (_, times) in GOALS.items()
     }
-    if given.variants:
-        print_variants(model)
     figures = {
         "gigabytes": round(2 * model.all.numel() / 1e9, 3),
         "one_launch_terabytes_per_second": round(one_launch, 3),

@@ -47,7 +47,6 @@ static std::unique_ptr<std::barrier<>> of_block, of_multiplying_warps, of_warp[1
 
 static u32 warp_of() { return threadIdx.x / 32; }
 static u32 lane_of() { return threadIdx.x % 32; }
-inline void __syncthreads() { of_block->arrive_and_wait(); }
 inline void __syncwarp() { of_warp[warp_of()]->arrive_and_wait(); }
 inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source asks for a warp's number
 inline float __expf(float a) { return expf(a); }
@@ -93,6 +92,8 @@ inline void copy(u32 to, const Element* from, u32 bytes, u32 barrier) {
   change(barrier, 0, -(i64)bytes);
 }
 inline void copy_once(u32 to, const Element* from, u32 bytes, u32 barrier, u64) { copy(to, from, bytes, barrier); }
+inline void copy_to_all(u32 to, const Element* from, u32 bytes, u32 barrier) { copy(to, from, bytes, barrier); }
+inline void barrier_arrive_at(u32 barrier, u32) { barrier_arrive(barrier); }
 inline void store_shared(u32 to, Element value) {
   CHECK(to + sizeof(Element) <= shared_bytes);
   memcpy(at(to), &value, sizeof(Element));
@@ -137,6 +138,12 @@ inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 static std::atomic<int> num_waiting;
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_in_front() { num_waiting++; }
+inline void arrive_at_start() {
+  __syncwarp();
+  (void)of_block->arrive();
+}
+inline void sync_at_start() { of_block->arrive_and_wait(); }
+inline u32 rank_in_cluster() { return 0; }
 inline void sync_multiplying_warps() { of_multiplying_warps->arrive_and_wait(); }
 
 #include "stream.inc"
