@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import harness
 import torch
 
 from precast.kernels import cuda_launch
 from precast.kernels.launch import as_function
-from precast.kernels.linear.records import stream
+from precast.kernels.linear.records import LONG, SHORT, Way, stream
 from precast.kernels.rms_norm.records import RECORDS as NORMS
 
 LAYERS = 32
@@ -36,62 +35,50 @@ ROWS = (1, 2, 4, 8)
 GOALS = {1: (3.65, 1.06), 8: (3.85, 1.12)}
 """By rows: milliseconds at most, and how many times one launch that reads everything."""
 BEFORE = "precast.kernels.linear/stream_before.cu:stream_linear"
-KEPT, NOT_IN_DOWN = {"X_KEPT_BYTES": 72 << 10}, {"KEPT_FROM_TILES": 3}
-
-
-class Variant(NamedTuple):
-    """A kernel compiled with other numbers, and given other shared memory."""
-
-    constants: Mapping[str, int] = MappingProxyType({})
-    shared_bytes: int | None = None
-    kernel: str | None = None
-
-
-AS_IT_IS, PAIRS = Variant(), {"CLUSTER": 2}
-VARIANTS: dict[int, dict[str, Variant]] = {
+SHORT8 = SHORT._replace(kept_bytes=72 << 10)
+VARIANTS: dict[int, dict[str, Way | None]] = {
     8: {
-        "before": Variant(kernel=BEFORE),
-        "as it is": Variant(),
-        "as it is, shared as needed": Variant(shared_bytes=199 << 10),
-        "x kept": Variant(KEPT),
-        "x kept from 9 tiles": Variant(KEPT | {"KEPT_FROM_TILES": 9}),
-        "x kept, pieces of 1 KiB": Variant(KEPT | {"LOG_SHORT_PIECE": 9}),
-        "x kept, passes of 2": Variant(KEPT | {"PASS": 2}),
-        "pairs": Variant(PAIRS),
-        "pairs, x kept": Variant(PAIRS | KEPT),
-        "pairs, x kept from 9 tiles": Variant(PAIRS | KEPT | {"KEPT_FROM_TILES": 9}),
-        "pairs, x kept, passes of 2": Variant(PAIRS | KEPT | {"PASS": 2}),
-        "pairs, x kept, passes of 2, shared as needed": Variant(PAIRS | KEPT | {"PASS": 2}, 199 << 10),
-        "pairs, x kept from 9 tiles, shared as needed": Variant(PAIRS | KEPT | {"KEPT_FROM_TILES": 9}, 199 << 10),
+        "before": None,
+        "as it is": SHORT,
+        "x kept": SHORT8,
+        "x kept from 9 tiles": SHORT8._replace(kept_from=9),
+        "x kept from 9, passes of 2": SHORT8._replace(kept_from=9, tiles=2),
+        "x kept, passes of 2": SHORT8._replace(tiles=2),
+        "x kept, passes of 2, pieces of 1 KiB": SHORT8._replace(tiles=2, piece=512),
+        "pairs": SHORT._replace(blocks=2),
+        "pairs, x kept": SHORT8._replace(blocks=2),
+        "pairs, x kept from 9 tiles": SHORT8._replace(blocks=2, kept_from=9),
+        "pairs, x kept from 9, passes of 4": SHORT8._replace(blocks=2, kept_from=9, tiles=4),
+        "pairs, x kept, passes of 2": SHORT8._replace(blocks=2, tiles=2),
+        "pairs, x kept, passes of 2, pieces of 1 KiB": SHORT8._replace(blocks=2, tiles=2, piece=512),
+        "pairs, x kept, passes of 2, 40 KiB of room": SHORT8._replace(blocks=2, tiles=2, room=40 << 10),
     },
     1: {
-        "before": Variant(kernel=BEFORE),
-        "before, 221 KiB": Variant({}, 221 << 10, BEFORE),
-        "as it is": Variant(),
-        "as it is, 221 KiB": Variant(shared_bytes=221 << 10),
-        "x not kept in down": Variant(NOT_IN_DOWN),
-        "x not kept in down, shared as needed": Variant(NOT_IN_DOWN, 206 << 10),
-        "passes of 2": Variant({"PASS": 2}),
-        "passes of 2, 221 KiB": Variant({"PASS": 2}, 221 << 10),
-        "pieces of 2 KiB": Variant({"LONG_PIECE_ROWS": 0}),
-        "pairs": Variant(PAIRS),
-        "pairs, passes of 2": Variant(PAIRS | {"PASS": 2}),
+        "before": None,
+        "as it is": LONG,
+        "x not kept in down": LONG._replace(kept_from=3),
+        "x not kept in down, passes of 2": LONG._replace(kept_from=3, tiles=2),
+        "passes of 2": LONG._replace(tiles=2),
+        "pieces of 2 KiB, passes of 2": LONG._replace(piece=1024, tiles=2),
+        "pieces of 2 KiB, passes of 2, 40 KiB of room": LONG._replace(piece=1024, tiles=2, room=40 << 10),
+        "pairs, passes of 2": LONG._replace(blocks=2, tiles=2),
+        "pieces of 8 KiB, passes of 2": LONG._replace(piece=4096, tiles=2),
     },
     4: {
-        "before": Variant(kernel=BEFORE),
-        "as it is": Variant(),
-        "x kept from 9 tiles": Variant({"KEPT_FROM_TILES": 9}),
-        "pieces of 4 KiB": Variant({"LONG_PIECE_ROWS": 4}),
-        "passes of 2": Variant({"PASS": 2}),
-        "pairs": Variant(PAIRS),
-        "pairs, passes of 2, shared as needed": Variant(PAIRS | {"PASS": 2}, 199 << 10),
+        "before": None,
+        "as it is": SHORT,
+        "x kept from 9 tiles": SHORT._replace(kept_from=9),
+        "passes of 2": SHORT._replace(tiles=2),
+        "pieces of 4 KiB, passes of 2": LONG._replace(tiles=2),
+        "pairs": SHORT._replace(blocks=2),
+        "pairs, passes of 2": SHORT._replace(blocks=2, tiles=2),
     },
     2: {
-        "before": Variant(kernel=BEFORE),
-        "as it is": Variant(),
-        "pieces of 2 KiB": Variant({"LONG_PIECE_ROWS": 1}),
-        "passes of 2": Variant({"PASS": 2}),
-        "pairs, passes of 2": Variant(PAIRS | {"PASS": 2}),
+        "before": None,
+        "as it is": LONG,
+        "passes of 2": LONG._replace(tiles=2),
+        "pieces of 2 KiB, passes of 2": SHORT._replace(tiles=2),
+        "pairs, passes of 2": LONG._replace(blocks=2, tiles=2),
     },
 }
 
@@ -104,25 +91,28 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
     torch.mm(x, weight.t(), out=y)
 
 
-def streamed(*, pdl: bool, variant: Variant = AS_IT_IS, gate: str | None = None) -> Product:
-    """By the weight stream."""
+def streamed(*, pdl: bool, way: Way | None = None, gate: str | None = None, is_before: bool = False) -> Product:
+    """By the weight stream, which goes a given way."""
 
-    kernels: dict[tuple[int, ...], cuda_launch.Kernel] = {}
+    kernels: dict[tuple[int, ...], tuple[int, cuda_launch.Kernel]] = {}
 
     def product(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
-        launch = stream(len(x), *weight.shape, "bfloat16", gate=gate)
         sizes = (x.stride(0), 1, 0, len(x), *weight.shape)
         args = (y.data_ptr(), x.data_ptr(), weight.data_ptr(), 0, 0, *sizes)
         if sizes not in kernels:
-            constants = launch.constants | variant.constants
-            function = cuda_launch.function_of(variant.kernel or launch.kernel, tuple(constants.items()), 0)
-            kernels[sizes] = cuda_launch.Kernel(
-                function, [*map(cuda_launch.At, range(len(args)))], num_given=len(args), num_threads=launch.block,
-                shared_bytes=variant.shared_bytes or launch.shared_bytes, pdl=pdl,
+            launch = stream(len(x), *weight.shape, "bfloat16", gate=gate, most=len(x), way=way)
+            function = cuda_launch.function_of(
+                BEFORE if is_before else launch.kernel, tuple(launch.constants.items()), 0
+            )
+            given, plan = [*map(cuda_launch.At, range(len(args)))], launch.args[len(args) :]
+            kernel = cuda_launch.Kernel(
+                function, given if is_before else [*given, *plan], num_given=len(args), num_threads=launch.block,
+                shared_bytes=227_840 if is_before else launch.shared_bytes, pdl=pdl,
             )  # fmt: skip
-        (grid,) = launch.grid
-        assert isinstance(grid, int)
-        kernels[sizes].launch((grid, 1, 1), args, torch.cuda.current_stream().cuda_stream)
+            (grid,) = launch.grid
+            kernels[sizes] = grid, kernel
+        grid, kernel = kernels[sizes]
+        kernel.launch((grid, 1, 1), args, torch.cuda.current_stream().cuda_stream)
 
     return product
 
@@ -285,16 +275,11 @@ class Layers:
 def print_variants(model: Model, rows: int, rounds: int = 6) -> None:
     """Milliseconds of the products alone, and with norms between them, of each variant in turn, several times."""
     layers, found = Layers(model, rows), {}
-    for name, variant in VARIANTS[rows].items():
+    for name, way in VARIANTS[rows].items():
         try:
-            product = streamed(pdl=True, variant=variant)
-            gated = streamed(pdl=True, variant=variant, gate="silu")
-            error = model.error(product, rows)
-            graphs = (
-                captured(partial(model.step, product, rows)), captured(partial(layers.step, product, gated)),
-            )  # fmt: skip
-            logits = bits(model, product, rows)
-            found[name] = (error, graphs, ([], []), logits)
+            product, gated = (streamed(pdl=True, way=way, gate=gate, is_before=way is None) for gate in (None, "silu"))
+            steps = partial(model.step, product, rows), partial(layers.step, product, gated)
+            found[name] = product, [captured(step) for step in steps], ([], []), bits(model, product, rows)
         except (RuntimeError, OSError) as refused:
             print(f"rows {rows}  {name:46s} {refused}", flush=True)
     expected = next(iter(found.values()))[-1]
@@ -302,11 +287,11 @@ def print_variants(model: Model, rows: int, rounds: int = 6) -> None:
         for _, graphs, times, _ in found.values():
             for graph, all_times in zip(graphs, times, strict=True):
                 all_times.append(milliseconds(graph, runs=3, warm_ups=1))
-    for name, (error, _, times, logits) in found.items():
+    for name, (product, _, times, logits) in found.items():
         each = "  ".join(f"{statistics.median(one):.3f} ({min(one):.3f})" for one in times)
-        alone = model.alone(streamed(pdl=True, variant=VARIANTS[rows][name]), rows)
-        shapes = " ".join(f"{shape} {time:.2f}" for shape, time in alone)
+        shapes = " ".join(f"{shape} {time:.2f}" for shape, time in model.alone(product, rows))
         same = "the same bits" if torch.equal(logits, expected) else "OTHER BITS"
+        error = model.error(product, rows)
         print(f"rows {rows}  {name:46s} alone, with norms: {each}  {shapes}  {error:.5f} {same}", flush=True)
 
 

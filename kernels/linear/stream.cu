@@ -20,10 +20,11 @@
 //   RESIDUAL         residual[m, n] is added to the rounded product, and the sum rounded; it may be y
 //   GATE=f           f is silu, gelu or gelu_tanh; y[m, n] = f(a) * b, where a is the rounded product with row n of the
 //                    first half of w, and b that with row n of the second; y has half as many columns as w has rows
-//   X_KEPT_BYTES, LONG_PIECE_ROWS   see `plan`
+//   PASS=n           so many tiles share one reading of x at most
+//   CLUSTER=n        so many CTAs read x together, each some rows for all; divides the grid
 //
 // inputs must be a multiple of 32, w aligned to 16 bytes; x may have any strides, and lies best in rows aligned to 16
-// bytes. All threads take all memory that the launch gives: dynamic shared memory is the ring.
+// bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out, the pieces, what is in shared memory.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -42,25 +43,13 @@ constexpr int MAX_STAGES = 12;        // pieces of 16 rows in the ring
 constexpr int MAX_X_SLOTS = 8;        // pieces of x in shared memory
 constexpr int PAD = 16;               // bytes after a piece, so that ldmatrix finds its 8 rows in different banks
 
-#ifndef X_KEPT_BYTES
-#define X_KEPT_BYTES 36864            // x is kept in shared memory up to so many bytes, else read once a pass
-#endif
-#ifndef LONG_PIECE_ROWS
-#define LONG_PIECE_ROWS 2             // pieces of 2048 k (4 KiB a row) up to so many rows of x, else of 1024
-#endif
-#ifndef LOG_SHORT_PIECE
-#define LOG_SHORT_PIECE 10
-#endif
 #ifndef PASS
 #define PASS 8
 #endif
-constexpr int MAX_PASS = PASS;        // tiles that share one reading of x
-#ifndef KEPT_FROM_TILES
-#define KEPT_FROM_TILES 0             // x is kept only in CTAs of so many tiles or more
-#endif
 #ifndef CLUSTER
-#define CLUSTER 1                     // so many CTAs read x together, each a part of it for all; divides the grid
+#define CLUSTER 1
 #endif
+constexpr int MAX_PASS = PASS;        // tiles that share one reading of x at most
 #if CLUSTER > 1
 #define OF_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -225,12 +214,6 @@ __device__ __forceinline__ void sync_multiplying_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
 }
 
-__device__ __forceinline__ u32 dynamic_shared_bytes() {
-  u32 bytes;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-  return bytes;
-}
-
 // --- activations ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float silu(float a) { return a / (1.0f + __expf(-a)); }
@@ -241,6 +224,7 @@ __device__ __forceinline__ float gelu_tanh(float a) {
 
 // --- what a CTA does ------------------------------------------------------------------------------------------------
 
+// How it goes through w and x, the same in all CTAs but for their tiles: from `Plan` in records.py.
 struct Plan {
   int first, end;         // the tiles of this CTA
   int pass, passes;       // tiles that share one reading of x; readings, as many in each CTA
@@ -251,32 +235,6 @@ struct Plan {
 
   __device__ int length(int index, int inputs) const { return min(piece, inputs - index * piece); }
 };
-
-// Few rows of x stay in shared memory, and tile follows tile: memory is read in the order in which it lies. More of x
-// comes anew in each pass, and takes less of the ring. Long pieces are faster, where x leaves the ring room for them.
-// The ring is empty until this is known, so there is one division.
-__device__ __forceinline__ Plan planned(int rows, int columns, int inputs) {
-  Plan plan;
-  const u32 tiles = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, each = tiles / gridDim.x;
-  const u32 more = tiles - each * gridDim.x;    // so many CTAs have one more than `each`
-  plan.first = each * blockIdx.x + min(blockIdx.x, more);
-  plan.end = plan.first + each + (blockIdx.x < more);
-  const int log_longest = rows <= LONG_PIECE_ROWS ? 11 : LOG_SHORT_PIECE;
-  plan.pieces = (inputs + (1 << log_longest) - 1) >> log_longest;
-  plan.piece = plan.pieces > 1 ? 1 << log_longest : (inputs + TURN - 1) / TURN * TURN;
-  plan.pitch = plan.piece * (int)sizeof(Element) + PAD;
-  const int most = each + (more > 0);
-  plan.keeps_x = plan.pieces <= 2 || (most >= KEPT_FROM_TILES && plan.pieces <= MAX_X_SLOTS &&
-                                      rows * plan.pieces * plan.pitch <= X_KEPT_BYTES);
-  plan.x_slots = plan.keeps_x ? plan.pieces : 2;
-  plan.pass = plan.keeps_x ? 1 : MAX_PASS;
-  plan.passes = plan.keeps_x ? most : (most + MAX_PASS - 1) / MAX_PASS;
-  const int stage = TILE * plan.pitch;
-  int left = (int)dynamic_shared_bytes() - rows * plan.x_slots * plan.pitch;
-#pragma unroll 1
-  for (plan.stages = 0; left >= stage && plan.stages < MAX_STAGES; left -= stage) plan.stages++;
-  return plan;
-}
 
 // A place in a ring: whoever walks it meets each barrier in one phase after the other.
 struct Place {
@@ -373,38 +331,40 @@ __device__ __forceinline__ float summed(const Partials& partials, int row, int m
 
 extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_linear(
     Element* y, const Element* x, const Element* w, const Element* bias, const Element* residual, i64 x_row_stride,
-    i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs) {
+    i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs, i64 tiles_each,
+    i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 x_slots, i64 pass, i64 passes) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ u64 w_full[MAX_STAGES], w_empty[MAX_STAGES], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
   __shared__ Partials partials;
   let_next_kernel_start();
   const int rows = (int)num_rows, columns = (int)num_outputs / HALVES, inputs = (int)num_inputs;
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const Plan plan = planned(rows, columns, inputs);
+  Plan plan;
+  plan.first = (int)tiles_each * (int)blockIdx.x + min((int)blockIdx.x, (int)tiles_more);
+  plan.end = plan.first + (int)tiles_each + ((int)blockIdx.x < (int)tiles_more);    // some have one more
+  plan.pass = (int)pass, plan.passes = (int)passes;
+  plan.piece = (int)piece, plan.pieces = (int)pieces, plan.pitch = plan.piece * (int)sizeof(Element) + PAD;
+  plan.x_slots = (int)x_slots, plan.stages = (int)stages;
+  plan.keeps_x = plan.x_slots == plan.pieces;
   const u32 ring = shared_address(memory), slots = ring + plan.stages * TILE * plan.pitch;
   if (warp == W_WARP) {
-    const bool produces = elected();
-    if (produces) {
-      for (int i = 0; i < MAX_STAGES; i++) {
-        barrier_init(shared_address(&w_full[i]), 1);
-        barrier_init(shared_address(&w_empty[i]), WARPS);
-      }
-      barrier_init_fence();
+    if (lane < plan.stages) {
+      barrier_init(shared_address(&w_full[lane]), 1);
+      barrier_init(shared_address(&w_empty[lane]), WARPS);
     }
+    barrier_init_fence();
     __syncwarp();
     arrive_at_start();
-    if (produces)
+    if (elected())
       produce_weights(plan, w, columns, inputs, ring, shared_address(w_full), shared_address(w_empty));
     return;
   }
   if (warp == X_WARP) {
-    if (elected()) {
-      for (int i = 0; i < MAX_X_SLOTS; i++) {
-        barrier_init(shared_address(&x_full[i]), 1);
-        barrier_init(shared_address(&x_empty[i]), WARPS * CLUSTER);
-      }
-      barrier_init_fence();
+    if (lane < plan.x_slots) {
+      barrier_init(shared_address(&x_full[lane]), 1);
+      barrier_init(shared_address(&x_empty[lane]), WARPS * CLUSTER);
     }
+    barrier_init_fence();
     __syncwarp();
   }
   sync_at_start();

@@ -2,8 +2,8 @@
 //
 // "stream.inc" is the kernel's source without the functions that are PTX, which are written here in C++. What they are
 // given is checked (alignment, room in shared memory, arrivals at barriers), w and x end in front of a page that may
-// not be read, and shared memory and results are NaN before. Arguments: rows, outputs, inputs, blocks, bytes of shared
-// memory, and how x lies (0 in row-major order, 1 with gaps of 16 bytes between rows, 2 every second element).
+// not be read, and shared memory and results are NaN before. Arguments: rows, outputs, inputs, how x lies (0 in
+// row-major order, 1 with gaps of 16 bytes between rows, 2 every second element), and the plan: see `Plan` in records.py.
 // Prints the largest error relative to 1 + |expected|, and a checksum of the first row.
 
 #include <sys/mman.h>
@@ -52,7 +52,6 @@ inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source a
 inline float __expf(float a) { return expf(a); }
 inline u32 shared_address(const void* at) { return (u32)((const char*)at - (const char*)shared); }
 inline unsigned char* at(u32 address) { return shared + (int)address; }
-inline u32 dynamic_shared_bytes() { return shared_bytes; }
 
 struct Barrier { int count, pending; i64 bytes; u32 phase; };
 static std::map<u32, Barrier> barriers;
@@ -161,10 +160,12 @@ static Element* drawn(size_t count, float scale) {
 }
 
 int main(int, char** given) {
-  const int rows = atoi(given[1]), outputs = atoi(given[2]), inputs = atoi(given[3]), lies = atoi(given[6]);
+  const int rows = atoi(given[1]), outputs = atoi(given[2]), inputs = atoi(given[3]), lies = atoi(given[4]);
+  int plan[8];
+  for (int i = 0; i < 8; i++) plan[i] = atoi(given[5 + i]);
   const int columns = outputs / HALVES, residual_stride = columns + 5;
-  gridDim.x = atoi(given[4]);
-  shared_bytes = atoi(given[5]);
+  gridDim.x = atoi(given[13]);
+  shared_bytes = atoi(given[14]);
   const i64 stride = lies == 2 ? 2 : 1, row_stride = lies == 0 ? inputs : lies == 1 ? inputs + 8 : 2 * inputs + 3;
   const Element* w = drawn((size_t)outputs * inputs, 1 / sqrtf(inputs));
   const Element* bias = drawn(outputs, 1);
@@ -183,7 +184,9 @@ int main(int, char** given) {
     for (unsigned i = 0; i < THREADS; i++)
       threads.emplace_back([=, &y] {
         threadIdx.x = i;
-        stream_linear(y.data(), x, w, bias, residual, row_stride, stride, residual_stride, rows, outputs, inputs);
+        stream_linear(
+            y.data(), x, w, bias, residual, row_stride, stride, residual_stride, rows, outputs, inputs, plan[0],
+            plan[1], plan[2], plan[3], plan[4], plan[5], plan[6], plan[7]);
       });
     for (auto& each : threads) each.join();
     CHECK(num_waiting == THREADS - 32);    // all but the warp that asks for weights
