@@ -14,6 +14,7 @@ are printed and not written.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -62,7 +63,6 @@ VARIANTS: dict[int, dict[str, Way | None]] = {
         "pieces of 2 KiB, passes of 2": LONG._replace(piece=1024, tiles=2),
         "pieces of 2 KiB, passes of 2, 40 KiB of room": LONG._replace(piece=1024, tiles=2, room=40 << 10),
         "pairs, passes of 2": LONG._replace(blocks=2, tiles=2),
-        "pieces of 8 KiB, passes of 2": LONG._replace(piece=4096, tiles=2),
     },
     4: {
         "before": None,
@@ -272,10 +272,15 @@ class Layers:
         product(normed, weights["head"][0], buffer("logits", rows, HEAD[0]))
 
 
-def print_variants(model: Model, rows: int, rounds: int = 6) -> None:
-    """Milliseconds of the products alone, and with norms between them, of each variant in turn, several times."""
+def print_variants(model: Model, rows: int, *, pairs: bool, rounds: int = 6) -> None:
+    """Milliseconds of the products alone, and with norms between them, of each variant in turn, several times.
+
+    Of those that read x in pairs and how it is, or of the others.
+    """
     layers, found = Layers(model, rows), {}
     for name, way in VARIANTS[rows].items():
+        if name != "as it is" and pairs != name.startswith("pairs"):
+            continue
         try:
             product, gated = (streamed(pdl=True, way=way, gate=gate, is_before=way is None) for gate in (None, "silu"))
             steps = partial(model.step, product, rows), partial(layers.step, product, gated)
@@ -309,8 +314,8 @@ def main() -> None:
     one_launch = read_rate(model)
     print(f"one launch over {2 * model.all.numel() / 1e9:.3f} GB: {one_launch:.3f} TB/s", flush=True)
     if given.variants is not None:
-        for rows in given.variants or VARIANTS:
-            print_variants(model, rows)
+        for pairs, rows in itertools.product((False, True), given.variants or VARIANTS):
+            print_variants(model, rows, pairs=pairs)
         return
     table = {str(rows): measure(model, rows, one_launch) for rows in ROWS}
     met = {
