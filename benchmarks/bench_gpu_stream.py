@@ -5,16 +5,19 @@ weights, are one CUDA graph. Baselines in the same run: cuBLAS, the weight strea
 and one launch that reads all 15 GB, which is what the memory gives. Goals: at most 3.65 ms and 1.06 times that one
 launch at 1 row, 3.85 ms and 1.12 times at 8 rows; the same logits with dependent launch and without, bit for bit.
 
-    python benchmarks/bench_gpu_stream.py [--out FILE] [--variants]
+    python benchmarks/bench_gpu_stream.py [--out FILE] [--variants [ROWS ...]]
 
-`--variants` also times other sizes of pieces, and what of x is kept; they are printed and not written.
+`--variants` times other sizes of pieces and what of x is kept instead, alone and with norms between the products; they
+are printed and not written.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,9 @@ import harness
 import torch
 
 from precast.kernels import cuda_launch
-from precast.kernels.linear.records import stream
+from precast.kernels.launch import as_function
+from precast.kernels.linear.records import LONG, SHORT, Way, stream
+from precast.kernels.rms_norm.records import RECORDS as NORMS
 
 LAYERS = 32
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -30,13 +35,51 @@ HEAD = (128256, 4096)
 ROWS = (1, 2, 4, 8)
 GOALS = {1: (3.65, 1.06), 8: (3.85, 1.12)}
 """By rows: milliseconds at most, and how many times one launch that reads everything."""
-VARIANTS: dict[str, dict[str, int]] = {
-    "as it is": {},
-    "pieces of 2 KiB": {"LONG_PIECE_ROWS": 0},
-    "pieces of 4 KiB up to 1 row": {"LONG_PIECE_ROWS": 1},
-    "pieces of 4 KiB up to 4 rows": {"LONG_PIECE_ROWS": 4},
-    "x kept up to 16 KiB": {"X_KEPT_BYTES": 16 << 10},
-    "x kept up to 72 KiB": {"X_KEPT_BYTES": 72 << 10},
+BEFORE = "precast.kernels.linear/stream_before.cu:stream_linear"
+SHORT8 = SHORT._replace(kept_bytes=72 << 10)
+VARIANTS: dict[int, dict[str, Way | None]] = {
+    8: {
+        "before": None,
+        "as it is": SHORT,
+        "x kept": SHORT8,
+        "x kept from 9 tiles": SHORT8._replace(kept_from=9),
+        "x kept from 9, passes of 2": SHORT8._replace(kept_from=9, tiles=2),
+        "x kept, passes of 2": SHORT8._replace(tiles=2),
+        "x kept, passes of 2, pieces of 1 KiB": SHORT8._replace(tiles=2, piece=512),
+        "pairs": SHORT._replace(blocks=2),
+        "pairs, x kept": SHORT8._replace(blocks=2),
+        "pairs, x kept from 9 tiles": SHORT8._replace(blocks=2, kept_from=9),
+        "pairs, x kept from 9, passes of 4": SHORT8._replace(blocks=2, kept_from=9, tiles=4),
+        "pairs, x kept, passes of 2": SHORT8._replace(blocks=2, tiles=2),
+        "pairs, x kept, passes of 2, pieces of 1 KiB": SHORT8._replace(blocks=2, tiles=2, piece=512),
+        "pairs, x kept, passes of 2, 40 KiB of room": SHORT8._replace(blocks=2, tiles=2, room=40 << 10),
+    },
+    1: {
+        "before": None,
+        "as it is": LONG,
+        "x not kept in down": LONG._replace(kept_from=3),
+        "x not kept in down, passes of 2": LONG._replace(kept_from=3, tiles=2),
+        "passes of 2": LONG._replace(tiles=2),
+        "pieces of 2 KiB, passes of 2": LONG._replace(piece=1024, tiles=2),
+        "pieces of 2 KiB, passes of 2, 40 KiB of room": LONG._replace(piece=1024, tiles=2, room=40 << 10),
+        "pairs, passes of 2": LONG._replace(blocks=2, tiles=2),
+    },
+    4: {
+        "before": None,
+        "as it is": SHORT,
+        "x kept from 9 tiles": SHORT._replace(kept_from=9),
+        "passes of 2": SHORT._replace(tiles=2),
+        "pieces of 4 KiB, passes of 2": LONG._replace(tiles=2),
+        "pairs": SHORT._replace(blocks=2),
+        "pairs, passes of 2": SHORT._replace(blocks=2, tiles=2),
+    },
+    2: {
+        "before": None,
+        "as it is": LONG,
+        "passes of 2": LONG._replace(tiles=2),
+        "pieces of 2 KiB, passes of 2": SHORT._replace(tiles=2),
+        "pairs, passes of 2": LONG._replace(blocks=2, tiles=2),
+    },
 }
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -48,24 +91,28 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
     torch.mm(x, weight.t(), out=y)
 
 
-def streamed(*, pdl: bool, **constants: int) -> Product:
-    """By the weight stream."""
+def streamed(*, pdl: bool, way: Way | None = None, gate: str | None = None, is_before: bool = False) -> Product:
+    """By the weight stream, which goes a given way."""
 
-    kernels: dict[tuple[int, ...], cuda_launch.Kernel] = {}
+    kernels: dict[tuple[int, ...], tuple[int, cuda_launch.Kernel]] = {}
 
     def product(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
-        launch = stream(len(x), *weight.shape, "bfloat16")
         sizes = (x.stride(0), 1, 0, len(x), *weight.shape)
         args = (y.data_ptr(), x.data_ptr(), weight.data_ptr(), 0, 0, *sizes)
         if sizes not in kernels:
-            function = cuda_launch.function_of(launch.kernel, tuple({**launch.constants, **constants}.items()), 0)
-            kernels[sizes] = cuda_launch.Kernel(
-                function, [*map(cuda_launch.At, range(len(args)))], num_given=len(args), num_threads=launch.block,
-                shared_bytes=launch.shared_bytes, pdl=pdl,
+            launch = stream(len(x), *weight.shape, "bfloat16", gate=gate, most=len(x), way=way)
+            function = cuda_launch.function_of(
+                BEFORE if is_before else launch.kernel, tuple(launch.constants.items()), 0
+            )
+            given, plan = [*map(cuda_launch.At, range(len(args)))], launch.args[len(args) :]
+            kernel = cuda_launch.Kernel(
+                function, given if is_before else [*given, *plan], num_given=len(args), num_threads=launch.block,
+                shared_bytes=227_840 if is_before else launch.shared_bytes, pdl=pdl,
             )  # fmt: skip
-        (grid,) = launch.grid
-        assert isinstance(grid, int)
-        kernels[sizes].launch((grid, 1, 1), args, torch.cuda.current_stream().cuda_stream)
+            (grid,) = launch.grid
+            kernels[sizes] = grid, kernel
+        grid, kernel = kernels[sizes]
+        kernel.launch((grid, 1, 1), args, torch.cuda.current_stream().cuda_stream)
 
     return product
 
@@ -87,6 +134,7 @@ class Model:
             at += weight.numel()
         self.first = torch.randn(max(ROWS), 4096, device="cuda").bfloat16()
         sizes = {"x": 4096, "qkv": 6144, "gate_up": 28672, "logits": HEAD[0], "wide": 14336}
+        sizes |= dict.fromkeys(("normed", "other", "y"), 4096)
         self.buffers = {name: torch.randn(max(ROWS) * size, device="cuda").bfloat16() for name, size in sizes.items()}
 
     def buffer(self, name: str, rows: int, size: int) -> torch.Tensor:
@@ -192,21 +240,71 @@ def measure(model: Model, rows: int, one_launch: float) -> dict[str, Any]:
     return row
 
 
-def print_variants(model: Model) -> None:
-    """Milliseconds of a step by rows, and microseconds of each shape, of kernels compiled with other numbers."""
-    for name, constants in VARIANTS.items():
-        product = streamed(pdl=True, **constants)
-        for rows in ROWS:
-            step = milliseconds(captured(lambda p=product, n=rows: model.step(p, n)))
-            shapes = {shape: round(time, 2) for shape, time in model.alone(product, rows)}
-            print(f"{name:30s} rows {rows}  {step:.3f} ms  {shapes}", flush=True)
+class Layers:
+    """The products of a step with its norms between them, and one more in the place of attention."""
+
+    def __init__(self, model: Model, rows: int) -> None:
+        self.model, self.rows = model, rows
+        self.weight = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+        record = next(each for each in NORMS if each.name == "triton.residual_rms_norm")
+        self._norm = as_function(record)
+
+    def norm(self, x: torch.Tensor, residual: torch.Tensor, y: torch.Tensor) -> None:
+        """`y` the norm of the sum of `x` and `residual`, and that sum in the place of the residual."""
+        more = {"weight": self.weight, "eps": 1e-5, "offset": 0.0, "cast_before_scale": True}
+        self._norm(x=x, residual=residual, out=(y, residual), **more)
+
+    def step(self, product: Product, gated: Product) -> None:
+        """All layers and the head."""
+        buffer, weights, rows = self.model.buffer, self.model.weights, self.rows
+        x, normed, other = (buffer(name, rows, 4096) for name in ("x", "normed", "other"))
+        qkv, narrow = buffer("qkv", rows, 6144), buffer("qkv", rows, 4096)
+        wide, y = buffer("wide", rows, 14336), buffer("y", rows, 4096)
+        for layer in range(LAYERS):
+            self.norm(y, x, normed)
+            product(normed, weights["qkv"][layer], qkv)
+            self.norm(narrow, other, normed)
+            product(normed, weights["o"][layer], y)
+            self.norm(y, x, normed)
+            gated(normed, weights["gate_up"][layer], wide)
+            product(wide, weights["down"][layer], y)
+        self.norm(y, x, normed)
+        product(normed, weights["head"][0], buffer("logits", rows, HEAD[0]))
+
+
+def print_variants(model: Model, rows: int, *, pairs: bool, rounds: int = 6) -> None:
+    """Milliseconds of the products alone, and with norms between them, of each variant in turn, several times.
+
+    Of those that read x in pairs and how it is, or of the others.
+    """
+    layers, found = Layers(model, rows), {}
+    for name, way in VARIANTS[rows].items():
+        if name != "as it is" and pairs != name.startswith("pairs"):
+            continue
+        try:
+            product, gated = (streamed(pdl=True, way=way, gate=gate, is_before=way is None) for gate in (None, "silu"))
+            steps = partial(model.step, product, rows), partial(layers.step, product, gated)
+            found[name] = product, [captured(step) for step in steps], ([], []), bits(model, product, rows)
+        except (RuntimeError, OSError) as refused:
+            print(f"rows {rows}  {name:46s} {refused}", flush=True)
+    expected = next(iter(found.values()))[-1]
+    for _ in range(rounds):
+        for _, graphs, times, _ in found.values():
+            for graph, all_times in zip(graphs, times, strict=True):
+                all_times.append(milliseconds(graph, runs=3, warm_ups=1))
+    for name, (product, _, times, logits) in found.items():
+        each = "  ".join(f"{statistics.median(one):.3f} ({min(one):.3f})" for one in times)
+        shapes = " ".join(f"{shape} {time:.2f}" for shape, time in model.alone(product, rows))
+        same = "the same bits" if torch.equal(logits, expected) else "OTHER BITS"
+        error = model.error(product, rows)
+        print(f"rows {rows}  {name:46s} alone, with norms: {each}  {shapes}  {error:.5f} {same}", flush=True)
 
 
 def main() -> None:
     """Measure and write `results/gpu_stream.json`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_stream.json")
-    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--variants", type=int, nargs="*", metavar="ROWS", help="time variants for so many rows")
     given = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("needs a GPU of compute capability 9.0: nothing measured")
@@ -215,6 +313,10 @@ def main() -> None:
     model = Model()
     one_launch = read_rate(model)
     print(f"one launch over {2 * model.all.numel() / 1e9:.3f} GB: {one_launch:.3f} TB/s", flush=True)
+    if given.variants is not None:
+        for pairs, rows in itertools.product((False, True), given.variants or VARIANTS):
+            print_variants(model, rows, pairs=pairs)
+        return
     table = {str(rows): measure(model, rows, one_launch) for rows in ROWS}
     met = {
         f"at_most_{most}_ms_at_{rows}_rows": table[str(rows)]["stream_pdl_milliseconds"] <= most
@@ -223,8 +325,6 @@ def main() -> None:
         f"at_most_{times}_times_one_launch_at_{rows}_rows": table[str(rows)]["times_one_launch"] <= times
         for rows, (_, times) in GOALS.items()
     }
-    if given.variants:
-        print_variants(model)
     figures = {
         "gigabytes": round(2 * model.all.numel() / 1e9, 3),
         "one_launch_terabytes_per_second": round(one_launch, 3),

@@ -110,6 +110,22 @@ def resolve(
     return function_of(fastest(name, version, target_of(device), control=control, dtypes=dtypes))
 
 
+def resolve_into(
+    name: str, version: int, device: torch.device, *, control: Literal["static"] | None = None,
+    dtypes: Mapping[str, Dtype] | None = None,
+) -> Callable[..., None]:  # fmt: skip
+    """The same for an op of one result, which is written into `out`, a tensor that it is given besides."""
+    record = fastest(name, version, target_of(device), control=control, dtypes=dtypes)
+    function = function_of(record)
+    if not record.allocates:
+        return function
+
+    def copied(*, out: torch.Tensor, **arguments: Any) -> None:
+        out.copy_(function(**arguments))
+
+    return copied
+
+
 def target_of(device: torch.device, table: Table | None = None) -> Target:
     """The target that a device is, with what is installed here: Triton, the bindings that launch kernels, cuBLASLt.
 

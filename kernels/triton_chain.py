@@ -52,3 +52,13 @@ def prefetch(pointers, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
             [pointers.to(tl.int64), tl.full(pointers.shape, BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def stop_unless(holds):  # type: ignore[no-untyped-def]
+    """Stops the program, as PyTorch's kernels do for an index of nothing, unless a condition of one program holds."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p trap; mov.u32 $0, 0; }", "=r,r", [holds.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

@@ -1,10 +1,12 @@
-"""What looks up embeddings: the reference, everywhere."""
+"""What looks up embeddings: Triton on GPUs, the reference elsewhere."""
 
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add
-from precast.kernels.records import reference
+from precast.kernels.gather_rows import launches
+from precast.kernels.records import Condition, reference
+from precast.kernels.rows import in_triton
 from precast.kernels.use import Use, type_bytes
 
 
@@ -13,4 +15,15 @@ def _embedding(use: Use) -> Expr:
     return 0 if use.constant("scale") in (None, 1.0) else add(type_bytes(use.result), 16)
 
 
-RECORDS = (reference("precast.embedding", "embedding.embedding", _embedding),)
+def _has_one_row_of_ids(use: Use) -> bool:
+    shape = use.shape("ids")
+    return bool(shape) and all(size == 1 for size in shape[:-1]) and bool(use.number("weight", -1))
+
+
+RECORDS = (
+    in_triton(
+        "precast.embedding", launches.embedding, ("weight",),
+        Condition("one row of ids, and a weight of known width", _has_one_row_of_ids),
+    ),
+    reference("precast.embedding", "embedding.embedding", _embedding),
+)  # fmt: skip

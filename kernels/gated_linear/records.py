@@ -75,7 +75,7 @@ _KNOWN = Condition("outputs whose number is known at load", lambda use: bool(use
 _CONTIGUOUS = Condition("an input without gaps", lambda use: use.operands["input"].is_contiguous)
 
 RECORDS = (
-    linear.streamed("cuda.gated_linear", "precast.gated_linear", "T", "tokens"),
+    *linear.streamed("cuda.gated_linear", "precast.gated_linear", "T", "tokens"),
     linear.library(
         linear.LIBRARY[2], "precast.gated_linear", "T", "tokens", most=MAX_ROWS_AT_ONCE, runs=product_and_gate,
         held=_beside_cublaslt,

@@ -3,7 +3,9 @@ cuBLASLt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import ceildiv, mul
@@ -29,13 +31,70 @@ _PRODUCTS_AT_ONCE = 8192
 
 _TILE = 16
 """Rows of the weight that are multiplied together."""
-_STEP = 32
-"""The input's width is a multiple of it."""
+_STEP, _TURN = 32, 256
+"""The input's width is a multiple of the one, pieces of it are of the other."""
+_PAD, _ELEMENT = 16, 2
+"""Bytes behind a piece of a row, and of an element."""
 _NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200. On a GPU with fewer the grid takes a second round."""
 _THREADS = 320
 _SHARED_BYTES = 227_840
 """Dynamic shared memory: what the kernel itself leaves of a block's 227 KiB."""
+_MOST_STAGES, _MOST_X_SLOTS = 12, 8
+
+
+class Way(NamedTuple):
+    """How the weight stream goes for some numbers of rows; the figures are the fastest that were measured.
+
+    `piece`: elements of a row that are copied at once. x is kept in shared memory if it takes no more than `kept_bytes`
+    and a block has `kept_from` tiles at least; else it is read for every `tiles` tiles anew, by `blocks` blocks
+    together. `room` are bytes of shared memory that are left to the kernels beside.
+    """
+
+    piece: int = 2048
+    kept_bytes: int = 36 << 10
+    kept_from: int = 0
+    tiles: int = 8
+    blocks: int = 1
+    room: int = 0
+
+
+class Plan(NamedTuple):
+    """What `stream.cu` takes of it, in this order, and the shared memory that it fills."""
+
+    tiles_each: int
+    tiles_more: int
+    piece: int
+    pieces: int
+    stages: int
+    x_slots: int
+    tiles: int
+    passes: int
+    grid: int
+    shared_bytes: int
+
+
+def plan_of(way: Way, rows: int, outputs: int, inputs: int, *, is_gated: bool, blocks: int = _NUM_SMS) -> Plan:
+    """The plan for up to so many rows, over as many blocks at most."""
+    num_tiles = -(-outputs // (1 + is_gated) // (_TILE // (1 + is_gated)))
+    grid = -(-min(blocks, num_tiles) // way.blocks) * way.blocks
+    each, more = divmod(num_tiles, grid)
+    pieces = -(-inputs // way.piece)
+    piece = way.piece if pieces > 1 else -(-inputs // _TURN) * _TURN
+    pitch, most = piece * _ELEMENT + _PAD, each + (more > 0)
+    fits = most >= way.kept_from and pieces <= _MOST_X_SLOTS and rows * pieces * pitch <= way.kept_bytes
+    x_slots = pieces if pieces <= 2 or fits else 2
+    tiles = 1 if x_slots == pieces else way.tiles
+    x_bytes, stage = rows * x_slots * pitch, _TILE * pitch
+    stages = min((_SHARED_BYTES - way.room - x_bytes) // stage, _MOST_STAGES, most * pieces)
+    return Plan(
+        each, more, piece, pieces, stages, x_slots, tiles, -(-most // tiles), grid, x_bytes + stages * stage
+    )  # fmt: skip
+
+
+LONG, SHORT = Way(), Way(piece=1024)
+WAYS: dict[int, Way] = {2: LONG, MAX_ROWS: SHORT}
+"""By the most rows that go this way."""
 
 
 def stream(
@@ -47,40 +106,44 @@ def stream(
     bias: bool = False,
     residual: bool = False,
     gate: str | None = None,
+    most: int = MAX_ROWS,
+    way: Way | None = None,
 ) -> Launch:
     """The weight stream, as `stream.cu` describes it, over an op's `input` [..., rows, inputs] and `weight` [outputs,
     inputs]; with its `bias` [outputs], its `residual` [..., rows, columns], and the `gate` of a gated feed-forward
-    layer (silu, gelu, gelu_tanh), which makes half as many columns as there are outputs.
+    layer (silu, gelu, gelu_tanh), which makes half as many columns as there are outputs. `most`: of so many rows at
+    most, which go their `way`, or the one that is known for them.
 
     Weight and bias must lie in row-major order and be written by no kernel of the step.
     """
-    columns = _TILE if gate is None else _TILE // 2
-    num_tiles = -(-outputs // (_TILE // columns) // columns)
-    constants = {"BIAS": bias, "RESIDUAL": residual, "FLOAT16": dtype == "float16"}
+    way = way or next(way for rows, way in WAYS.items() if most <= rows)
+    plan = plan_of(way, most, outputs, inputs, is_gated=gate is not None)
+    constants = {"BIAS": bias, "RESIDUAL": residual, "FLOAT16": dtype == "float16", "PASS": way.tiles,
+                 "CLUSTER": way.blocks}  # fmt: skip
     return Launch(
         "precast.kernels.linear/stream.cu:stream_linear",
-        grid=(min(_NUM_SMS, num_tiles),),
+        grid=(plan.grid,),
         args=(
             Pointer("out.0"), Pointer("input"), Pointer("weight"), Pointer("bias") if bias else None,
             Pointer("residual") if residual else None, Stride("input", -2), Stride("input", -1),
-            Stride("residual", -2) if residual else 0, rows, outputs, inputs,
+            Stride("residual", -2) if residual else 0, rows, outputs, inputs, *plan[:8],
         ),
         constants=constants if gate is None else {**constants, "GATE": gate},
         block=_THREADS,
-        shared_bytes=_SHARED_BYTES,
+        shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip
 
 
-def launches(use: Use) -> tuple[Launch, ...]:
-    """The weight stream, of a linear layer, or of a gated one, which names the `kind` of its gate."""
+def launches(use: Use, most: int) -> tuple[Launch, ...]:
+    """The weight stream for `most` rows, of a linear layer, or of a gated one, which names the `kind` of its gate."""
     outputs, inputs = use.number("weight", 0), use.number("weight", 1)
     gate = use.constant("kind")
     assert outputs is not None
     assert inputs is not None
     assert use.dtype is not None
-    rows = mul(*use.shape("input")[:-1])
-    return (stream(rows, outputs, inputs, use.dtype, bias=use.has("bias"), gate=None if gate is None else str(gate)),)
+    rows, kind = mul(*use.shape("input")[:-1]), None if gate is None else str(gate)
+    return (stream(rows, outputs, inputs, use.dtype, bias=use.has("bias"), gate=kind, most=most),)
 
 
 def few_outputs(use: Use) -> tuple[Launch, ...]:
@@ -184,20 +247,22 @@ _STATIC = Condition("weight and bias in row-major order that no op makes", _is_s
 _16_BITS: dict[str, tuple[Dtype, ...]] = dict.fromkeys(("input", "weight", "bias"), ("bfloat16", "float16"))
 
 
-def streamed(name: str, op: str, symbol: str, of: str) -> Record:
-    """The weight stream, of an op with the tensors of a linear layer, for `MAX_ROWS` rows that are counted by `symbol`.
-
-    `of` says what they are.
+def streamed(name: str, op: str, symbol: str, of: str) -> Iterator[Record]:
+    """The weight stream, of an op with the tensors of a linear layer, for up to `MAX_ROWS` rows that are counted by
+    `symbol`: a record for each of its `WAYS`. `of` says what the rows are.
     """
-    return Record(
-        name=name, op=op, runs=launches, workspace=nothing, kind="cuda", devices=("cuda",), min_capability=(9, 0),
-        max_capability=(9, 0), allocates=False, sizes={symbol: (1, MAX_ROWS)}, dtypes=_16_BITS,
-        takes=(
-            _rows(symbol, of),
-            Condition(f"an input of a multiple of {_STEP} elements, and sizes of the weight known at load", _has_steps),
-            _STATIC,
-        ),
-    )  # fmt: skip
+    for low, most in zip((1, *(most + 1 for most in WAYS)), WAYS, strict=False):
+        yield Record(
+            name=name if low == 1 else f"{name}_from_{low}", op=op, runs=partial(launches, most=most),
+            workspace=nothing, kind="cuda", devices=("cuda",), min_capability=(9, 0), max_capability=(9, 0),
+            allocates=False, sizes={symbol: (low, most)}, dtypes=_16_BITS,
+            takes=(
+                _rows(symbol, of),
+                Condition(f"an input of a multiple of {_STEP} elements, and sizes of the weight known at load",
+                          _has_steps),
+                _STATIC,
+            ),
+        )  # fmt: skip
 
 
 def library(
@@ -216,8 +281,8 @@ def library(
 LIBRARY = ("cublaslt.linear", "cublaslt.linear_of_logits", "cublaslt.gated_linear")
 """The names of the records whose algorithms are measured."""
 RECORDS = (
-    streamed("cuda.linear", "aten.linear.default", "T", "tokens"),
-    streamed("cuda.linear_of_logits", "aten.linear.default", "R", "rows of logits"),
+    *streamed("cuda.linear", "aten.linear.default", "T", "tokens"),
+    *streamed("cuda.linear_of_logits", "aten.linear.default", "R", "rows of logits"),
     Record(
         name="triton.linear", op="aten.linear.default", kind="triton", devices=("cuda",), min_capability=(8, 0),
         dtypes=dict.fromkeys(("input", "weight", "bias"), COMPUTED), allocates=False, workspace=nothing,

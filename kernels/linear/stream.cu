@@ -20,10 +20,11 @@
 //   RESIDUAL         residual[m, n] is added to the rounded product, and the sum rounded; it may be y
 //   GATE=f           f is silu, gelu or gelu_tanh; y[m, n] = f(a) * b, where a is the rounded product with row n of the
 //                    first half of w, and b that with row n of the second; y has half as many columns as w has rows
-//   X_KEPT_BYTES, LONG_PIECE_ROWS   see `plan`
+//   PASS=n           so many tiles share one reading of x at most
+//   CLUSTER=n        so many CTAs read x together, each some rows for all; divides the grid
 //
 // inputs must be a multiple of 32, w aligned to 16 bytes; x may have any strides, and lies best in rows aligned to 16
-// bytes. All threads take all memory that the launch gives: dynamic shared memory is the ring.
+// bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out, the pieces, what is in shared memory.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -40,14 +41,19 @@ constexpr int W_WARP = WARPS, X_WARP = WARPS + 1;
 constexpr int THREADS = 32 * (WARPS + 2);
 constexpr int MAX_STAGES = 12;        // pieces of 16 rows in the ring
 constexpr int MAX_X_SLOTS = 8;        // pieces of x in shared memory
-constexpr int MAX_PASS = 8;           // tiles that share one reading of x
 constexpr int PAD = 16;               // bytes after a piece, so that ldmatrix finds its 8 rows in different banks
 
-#ifndef X_KEPT_BYTES
-#define X_KEPT_BYTES 36864            // x is kept in shared memory up to so many bytes, else read once a pass
+#ifndef PASS
+#define PASS 8
 #endif
-#ifndef LONG_PIECE_ROWS
-#define LONG_PIECE_ROWS 2             // pieces of 2048 k (4 KiB a row) up to so many rows of x, else of 1024
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+constexpr int MAX_PASS = PASS;        // tiles that share one reading of x at most
+#if CLUSTER > 1
+#define OF_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define OF_CLUSTERS
 #endif
 
 #ifdef GATE
@@ -76,6 +82,12 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 // Arrives, and lets the phase end only when copies have brought so many bytes.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// The same at the barrier of another CTA of the cluster, which lies where this one's does.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(rank) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -110,6 +122,17 @@ __device__ __forceinline__ void copy(u32 to, const Element* from, u32 bytes, u32
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// To the same place in all CTAs of the cluster, each of whose barriers gets the bytes.
+__device__ __forceinline__ void copy_to_all(u32 to, const Element* from, u32 bytes, u32 barrier) {
+#if CLUSTER > 1
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
+          "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+#else
+  copy(to, from, bytes, barrier);
+#endif
 }
 
 __device__ __forceinline__ void store_shared(u32 to, Element value) {
@@ -162,14 +185,33 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 __device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-__device__ __forceinline__ void sync_multiplying_warps() {
-  asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
+// The warp that arrives goes on; those that sync wait until all threads of the block, or of the cluster, are here.
+__device__ __forceinline__ void arrive_at_start() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#else
+  asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory");
+#endif
 }
 
-__device__ __forceinline__ u32 dynamic_shared_bytes() {
-  u32 bytes;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-  return bytes;
+__device__ __forceinline__ void sync_at_start() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
+#endif
+}
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+  u32 rank = 0;
+#if CLUSTER > 1
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ __forceinline__ void sync_multiplying_warps() {
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
 }
 
 // --- activations ----------------------------------------------------------------------------------------------------
@@ -182,9 +224,10 @@ __device__ __forceinline__ float gelu_tanh(float a) {
 
 // --- what a CTA does ------------------------------------------------------------------------------------------------
 
+// How it goes through w and x, the same in all CTAs but for their tiles: from `Plan` in records.py.
 struct Plan {
   int first, end;         // the tiles of this CTA
-  int pass;               // tiles that share one reading of x
+  int pass, passes;       // tiles that share one reading of x; readings, as many in each CTA
   int piece, pieces;      // k of a piece of a row, the last one may be shorter; pieces of a row
   int pitch;              // bytes from a row's piece to the next row's in shared memory
   int x_slots, stages;    // pieces of x and of w in shared memory
@@ -192,29 +235,6 @@ struct Plan {
 
   __device__ int length(int index, int inputs) const { return min(piece, inputs - index * piece); }
 };
-
-// Few rows of x stay in shared memory, and tile follows tile: memory is read in the order in which it lies. More of x
-// comes anew in each pass, and takes less of the ring. Long pieces are faster, where x leaves the ring room for them.
-// The ring is empty until this is known, so there is one division.
-__device__ __forceinline__ Plan planned(int rows, int columns, int inputs) {
-  Plan plan;
-  const u32 tiles = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, each = tiles / gridDim.x;
-  const u32 more = tiles - each * gridDim.x;    // so many CTAs have one more than `each`
-  plan.first = each * blockIdx.x + min(blockIdx.x, more);
-  plan.end = plan.first + each + (blockIdx.x < more);
-  const int log_longest = rows <= LONG_PIECE_ROWS ? 11 : 10;
-  plan.pieces = (inputs + (1 << log_longest) - 1) >> log_longest;
-  plan.piece = plan.pieces > 1 ? 1 << log_longest : (inputs + TURN - 1) / TURN * TURN;
-  plan.pitch = plan.piece * (int)sizeof(Element) + PAD;
-  plan.keeps_x = plan.pieces <= 2 || (plan.pieces <= MAX_X_SLOTS && rows * plan.pieces * plan.pitch <= X_KEPT_BYTES);
-  plan.x_slots = plan.keeps_x ? plan.pieces : 2;
-  plan.pass = plan.keeps_x ? 1 : MAX_PASS;
-  const int stage = TILE * plan.pitch;
-  int left = (int)dynamic_shared_bytes() - rows * plan.x_slots * plan.pitch;
-#pragma unroll 1
-  for (plan.stages = 0; left >= stage && plan.stages < MAX_STAGES; left -= stage) plan.stages++;
-  return plan;
-}
 
 // A place in a ring: whoever walks it meets each barrier in one phase after the other.
 struct Place {
@@ -253,14 +273,15 @@ __device__ __forceinline__ void produce_weights(
       }
 }
 
-// One warp: the pieces of x, once if they are kept, else once a pass.
+// One warp: the pieces of x, once if they are kept, else once a pass. Each CTA of a cluster copies some rows for all.
 __device__ __forceinline__ void produce_x(
     const Plan& plan, const Element* x, i64 row_stride, i64 stride, int rows, int inputs, u32 slots, u32 full,
     u32 empty) {
   const int lane = threadIdx.x % 32;
   const bool copies = stride == 1 && (u64)x % 16 == 0 && (rows == 1 || row_stride % 8 == 0);
+  const int rank = rank_in_cluster();
   Place place = {0, 1};
-  for (int start = plan.first; start < plan.end; start += plan.pass) {
+  for (int pass = 0; pass < plan.passes; pass++) {
     for (int index = 0; index < plan.pieces; index++) {
       const int begin = index * plan.piece, length = plan.length(index, inputs);
       const u32 barrier = full + place.at * 8, to = slots + place.at * rows * plan.pitch;
@@ -268,8 +289,8 @@ __device__ __forceinline__ void produce_x(
       if (copies) {
         if (elected()) {
           barrier_expect(barrier, rows * length * sizeof(Element));
-          for (int row = 0; row < rows; row++)
-            copy(to + row * plan.pitch, x + row * row_stride + begin, length * sizeof(Element), barrier);
+          for (int row = rank; row < rows; row += CLUSTER)
+            copy_to_all(to + row * plan.pitch, x + row * row_stride + begin, length * sizeof(Element), barrier);
         }
       } else {
         for (int row = 0; row < rows; row++)
@@ -308,35 +329,45 @@ __device__ __forceinline__ float summed(const Partials& partials, int row, int m
   return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
+extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_linear(
     Element* y, const Element* x, const Element* w, const Element* bias, const Element* residual, i64 x_row_stride,
-    i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs) {
+    i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs, i64 tiles_each,
+    i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 x_slots, i64 pass, i64 passes) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ u64 w_full[MAX_STAGES], w_empty[MAX_STAGES], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
   __shared__ Partials partials;
   let_next_kernel_start();
   const int rows = (int)num_rows, columns = (int)num_outputs / HALVES, inputs = (int)num_inputs;
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  if (warp == W_WARP && elected()) {
-    for (int i = 0; i < MAX_STAGES; i++) {
-      barrier_init(shared_address(&w_full[i]), 1);
-      barrier_init(shared_address(&w_empty[i]), WARPS);
-    }
-    for (int i = 0; i < MAX_X_SLOTS; i++) {
-      barrier_init(shared_address(&x_full[i]), 1);
-      barrier_init(shared_address(&x_empty[i]), WARPS);
+  Plan plan;
+  plan.first = (int)tiles_each * (int)blockIdx.x + min((int)blockIdx.x, (int)tiles_more);
+  plan.end = plan.first + (int)tiles_each + ((int)blockIdx.x < (int)tiles_more);    // some have one more
+  plan.pass = (int)pass, plan.passes = (int)passes;
+  plan.piece = (int)piece, plan.pieces = (int)pieces, plan.pitch = plan.piece * (int)sizeof(Element) + PAD;
+  plan.x_slots = (int)x_slots, plan.stages = (int)stages;
+  plan.keeps_x = plan.x_slots == plan.pieces;
+  const u32 ring = shared_address(memory), slots = ring + plan.stages * TILE * plan.pitch;
+  if (warp == W_WARP) {
+    if (lane < plan.stages) {
+      barrier_init(shared_address(&w_full[lane]), 1);
+      barrier_init(shared_address(&w_empty[lane]), WARPS);
     }
     barrier_init_fence();
-  }
-  const Plan plan = planned(rows, columns, inputs);
-  const u32 ring = shared_address(memory), slots = ring + plan.stages * TILE * plan.pitch;
-  __syncthreads();
-
-  if (warp == W_WARP) {
+    __syncwarp();
+    arrive_at_start();
     if (elected())
       produce_weights(plan, w, columns, inputs, ring, shared_address(w_full), shared_address(w_empty));
     return;
   }
+  if (warp == X_WARP) {
+    if (lane < plan.x_slots) {
+      barrier_init(shared_address(&x_full[lane]), 1);
+      barrier_init(shared_address(&x_empty[lane]), WARPS * CLUSTER);
+    }
+    barrier_init_fence();
+    __syncwarp();
+  }
+  sync_at_start();
   wait_for_kernel_in_front();
   if (warp == X_WARP) {
     produce_x(plan, x, x_row_stride, x_stride, rows, inputs, slots, shared_address(x_full), shared_address(x_empty));
@@ -348,8 +379,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
   const u32 w_lane = (lane % 16) * plan.pitch + (warp * STEP + lane / 16 * 8) * sizeof(Element);
   const u32 x_lane = min(lane % 8, rows - 1) * plan.pitch + (warp * STEP + lane / 8 * 8) * sizeof(Element);
   Place w_place = {0, 0}, x_place = {0, 0};
-  for (int start = plan.first; start < plan.end; start += plan.pass) {
-    const int count = min(plan.pass, plan.end - start);
+  int unread = plan.passes * plan.pieces - plan.x_slots;    // pieces of x that are yet to be copied
+  for (int pass = 0; pass < plan.passes; pass++) {
+    const int start = plan.first + pass * plan.pass, count = min(plan.pass, plan.end - start);
     float sums[MAX_PASS][2][4] = {};
     Element biases[MAX_PASS][HALVES] = {};    // asked for early, as the residual: nothing would hide it at the end
 #ifdef RESIDUAL
@@ -381,8 +413,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
           if (lane == 0) barrier_arrive(shared_address(&w_empty[w_place.at]));
           w_place.advance(plan.stages);
         }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&x_empty[x_place.at]));
+      if (!plan.keeps_x && unread-- > 0) {    // a CTA that nobody waits for may have ended
+        __syncwarp();
+        if (CLUSTER == 1 && lane == 0) barrier_arrive(shared_address(&x_empty[x_place.at]));
+        if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(shared_address(&x_empty[x_place.at]), lane);
+      }
       x_place.advance(plan.x_slots);
       if (plan.keeps_x) x_place.parity = 0;    // what is kept stays in its first phase
     }

@@ -21,6 +21,7 @@ import torch
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Dtype, Graph
 from precast.kernels import registry
+from precast.kernels.embedding.drawn import known_ids_on
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.sample import greedy
 from precast.kernels.use import types_in
@@ -100,7 +101,8 @@ class Runner:
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
         dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
-        drawing = partial(registry.resolve, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
+        self._known_ids = known_ids_on(on)
+        drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
         self._sample, self._sample_captured = drawing(), drawing(control="static")
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
@@ -219,11 +221,14 @@ class Runner:
         places.fill(arrays | drawing, arrived)
         tensors = places.filled(arrays | drawing)
         if (arrays["input_ids"] < 0).any():
-            tensors["input_ids"] = self._known(tensors["input_ids"])
+            tensors["input_ids"] = self._known_ids(tensors["input_ids"], self._drawn)
         logits = program(**self._given(tensors))["logits"][0]
         if num_rows:
             arguments = {name: tensors[name] for name in drawing}
-            self._drawn[:num_rows] = self._sample(logits=logits, **arguments) if drawing else greedy(logits)
+            if drawing:
+                self._sample(logits=logits, **arguments, out=self._drawn[:num_rows])
+            else:
+                self._drawn[:num_rows] = greedy(logits)
         return logits
 
     def _step_of(self, size: Size) -> SizedStep:
@@ -250,11 +255,11 @@ class Runner:
         """
         program, _, _ = self.opened()
         tensors = dict(self._layout_of(size).tensors)
-        tensors["input_ids"] = self._known(tensors["input_ids"])
+        tensors["input_ids"] = self._known_ids(tensors["input_ids"], self._drawn)
         outputs: dict[str, torch.Tensor] = {}
         yield from (program.warm_up if is_warm_up else program.cut)(outputs, **self._given(tensors))
         drawing = {name: tensors[name] for name in DTYPES}
-        self._drawn[: size.num_seqs] = self._sample_captured(logits=outputs["logits"][0], **drawing)
+        self._sample_captured(logits=outputs["logits"][0], **drawing, out=self._drawn[: size.num_seqs])
 
     def _memory(self) -> Memory:
         program, _, places = self.opened()
@@ -264,11 +269,6 @@ class Runner:
         """The graph's inputs, with the dimensions that it gives them."""
         return {name: tensors[name].view(1, -1) if dimensions == 2 else tensors[name]
                 for name, dimensions in self._inputs.dimensions.items()}  # fmt: skip
-
-    def _known(self, ids: torch.Tensor) -> torch.Tensor:
-        """`ids` `[T]` with what was drawn last in the place of `-1 - row`, and 0 where that is no token."""
-        drawn = self._drawn[(-1 - ids).clamp_(min=0)]
-        return torch.where(ids < 0, drawn, ids).clamp_(min=0)
 
     def _why_eager(self, num_tokens: int, *, is_drawn: bool) -> str:
         if not is_drawn:

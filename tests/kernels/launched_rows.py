@@ -17,10 +17,13 @@ import torch
 from op_samples.draw import Draw, Sample
 from op_samples.table import samples_of
 
+from precast.ir.graph.symbols import evaluate
 from precast.kernels import registry
 from precast.kernels.choices import records_of
+from precast.kernels.embedding.drawn import known_ids
+from precast.kernels.embedding.drawn import launches as drawn_launches
 from precast.kernels.gated_linear import rows_at_once
-from precast.kernels.launch import as_function
+from precast.kernels.launch import Launched, as_function
 from precast.kernels.spec import OpSpec
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,6 +32,7 @@ DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bflo
 SPECS = {spec.name.removeprefix("precast."): spec for spec in registry.specs()}
 OPS = (
     "rms_norm", "residual_rms_norm", "norm_residual_norm", "layer_norm", "gated_activation", "rotary", "rotary_tables",
+    "embedding", "gather_rows",
 )  # fmt: skip
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -229,3 +233,26 @@ def test_tables_of_far_positions(each: bool, dtype: torch.dtype, same: Callable[
     inv_freq = draw.uniform(*((1, 17) if each else ()), 54, dtype=torch.float32)
     sample = {"positions": positions, "inv_freq": inv_freq, "scale": 1.25, "dtype": dtype}
     check("rotary_tables", sample, same)
+
+
+@pytest.mark.parametrize("count", [1, 256, 300])
+def test_ids_that_were_drawn(count: int) -> None:
+    """-1 stands for what the first row drew, and so on; a row that drew no token gives token 0."""
+    drawn = torch.tensor([7, -1, 2**40], device=DEVICE)
+    ids = torch.tensor([-1, 5, 0, -2, 2**33, -3], device=DEVICE).repeat(50)[:count]
+    launched = Launched(drawn_launches(has_pdl=not IS_INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)))
+    found = torch.full_like(ids, -9)
+    launched(ids=ids, drawn=drawn, out=found, sizes=[evaluate(expr, {"T": count}) for expr in launched.expressions])
+
+    assert found.tolist() == ([7, 5, 0, 0, 2**33, 2**40] * 50)[:count]
+    assert torch.equal(known_ids(ids, drawn), found)
+
+
+@pytest.mark.parametrize("width", [1, 1024, 2500])
+@each_dtype
+def test_rows_of_a_table_that_lies_anyhow(width: int, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    draw = Draw(dtype, DEVICE)
+    ids = draw.of([[4, 0, 4]], torch.int64)
+    for table in (draw.normal(5, 2 * width)[:, ::2], draw.normal(width, 5).t()):
+        check("embedding", {"ids": ids, "weight": table, "scale": 3.3}, same)
+        check("gather_rows", {"x": table[None], "rows": ids[0].repeat(2)[::2]}, same)

@@ -2,8 +2,8 @@
 //
 // "stream.inc" is the kernel's source without the functions that are PTX, which are written here in C++. What they are
 // given is checked (alignment, room in shared memory, arrivals at barriers), w and x end in front of a page that may
-// not be read, and shared memory and results are NaN before. Arguments: rows, outputs, inputs, blocks, bytes of shared
-// memory, and how x lies (0 in row-major order, 1 with gaps of 16 bytes between rows, 2 every second element).
+// not be read, and shared memory and results are NaN before. Arguments: rows, outputs, inputs, how x lies (0 in
+// row-major order, 1 with gaps of 16 bytes between rows, 2 every second element), and the plan: see `Plan` in records.py.
 // Prints the largest error relative to 1 + |expected|, and a checksum of the first row.
 
 #include <sys/mman.h>
@@ -47,13 +47,11 @@ static std::unique_ptr<std::barrier<>> of_block, of_multiplying_warps, of_warp[1
 
 static u32 warp_of() { return threadIdx.x / 32; }
 static u32 lane_of() { return threadIdx.x % 32; }
-inline void __syncthreads() { of_block->arrive_and_wait(); }
 inline void __syncwarp() { of_warp[warp_of()]->arrive_and_wait(); }
 inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source asks for a warp's number
 inline float __expf(float a) { return expf(a); }
 inline u32 shared_address(const void* at) { return (u32)((const char*)at - (const char*)shared); }
 inline unsigned char* at(u32 address) { return shared + (int)address; }
-inline u32 dynamic_shared_bytes() { return shared_bytes; }
 
 struct Barrier { int count, pending; i64 bytes; u32 phase; };
 static std::map<u32, Barrier> barriers;
@@ -93,6 +91,8 @@ inline void copy(u32 to, const Element* from, u32 bytes, u32 barrier) {
   change(barrier, 0, -(i64)bytes);
 }
 inline void copy_once(u32 to, const Element* from, u32 bytes, u32 barrier, u64) { copy(to, from, bytes, barrier); }
+inline void copy_to_all(u32 to, const Element* from, u32 bytes, u32 barrier) { copy(to, from, bytes, barrier); }
+inline void barrier_arrive_at(u32 barrier, u32) { barrier_arrive(barrier); }
 inline void store_shared(u32 to, Element value) {
   CHECK(to + sizeof(Element) <= shared_bytes);
   memcpy(at(to), &value, sizeof(Element));
@@ -137,6 +137,12 @@ inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 static std::atomic<int> num_waiting;
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_in_front() { num_waiting++; }
+inline void arrive_at_start() {
+  __syncwarp();
+  (void)of_block->arrive();
+}
+inline void sync_at_start() { of_block->arrive_and_wait(); }
+inline u32 rank_in_cluster() { return 0; }
 inline void sync_multiplying_warps() { of_multiplying_warps->arrive_and_wait(); }
 
 #include "stream.inc"
@@ -154,10 +160,12 @@ static Element* drawn(size_t count, float scale) {
 }
 
 int main(int, char** given) {
-  const int rows = atoi(given[1]), outputs = atoi(given[2]), inputs = atoi(given[3]), lies = atoi(given[6]);
+  const int rows = atoi(given[1]), outputs = atoi(given[2]), inputs = atoi(given[3]), lies = atoi(given[4]);
+  int plan[8];
+  for (int i = 0; i < 8; i++) plan[i] = atoi(given[5 + i]);
   const int columns = outputs / HALVES, residual_stride = columns + 5;
-  gridDim.x = atoi(given[4]);
-  shared_bytes = atoi(given[5]);
+  gridDim.x = atoi(given[13]);
+  shared_bytes = atoi(given[14]);
   const i64 stride = lies == 2 ? 2 : 1, row_stride = lies == 0 ? inputs : lies == 1 ? inputs + 8 : 2 * inputs + 3;
   const Element* w = drawn((size_t)outputs * inputs, 1 / sqrtf(inputs));
   const Element* bias = drawn(outputs, 1);
@@ -176,7 +184,9 @@ int main(int, char** given) {
     for (unsigned i = 0; i < THREADS; i++)
       threads.emplace_back([=, &y] {
         threadIdx.x = i;
-        stream_linear(y.data(), x, w, bias, residual, row_stride, stride, residual_stride, rows, outputs, inputs);
+        stream_linear(
+            y.data(), x, w, bias, residual, row_stride, stride, residual_stride, rows, outputs, inputs, plan[0],
+            plan[1], plan[2], plan[3], plan[4], plan[5], plan[6], plan[7]);
       });
     for (auto& each : threads) each.join();
     CHECK(num_waiting == THREADS - 32);    // all but the warp that asks for weights

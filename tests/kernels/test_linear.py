@@ -19,7 +19,7 @@ from precast.kernels import cuda_source
 from precast.kernels.gated_activation.gated_activation import gated_activation
 from precast.kernels.gated_linear.records import RECORDS as GATED_RECORDS
 from precast.kernels.launch import as_function, launched_of
-from precast.kernels.linear.records import MAX_ROWS, RECORDS, stream
+from precast.kernels.linear.records import LONG, MAX_ROWS, RECORDS, SHORT, Way, plan_of, stream
 from precast.kernels.records import Record, nothing
 
 FILE, HOPPER = "linear/stream.cu", (9, 0)
@@ -57,7 +57,11 @@ def test_its_ring_fits_beside_what_it_keeps_itself(tmp_path: Path) -> None:
     said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
     used = dict(word.split(":") for word in said.split() if word.count(":") == 1 and word[-1].isdigit())
 
-    assert int(used["SHARED"]) - 1024 + stream("T", 64, 64, "bfloat16").shared_bytes <= BLOCK_BYTES
+    largest = max(
+        stream("T", outputs, inputs, "bfloat16", most=rows).shared_bytes
+        for rows in range(1, MAX_ROWS + 1) for outputs in (16, 4096, 200_000) for inputs in range(32, 16_384, 32)
+    )  # fmt: skip
+    assert int(used["SHARED"]) - 1024 + largest <= BLOCK_BYTES
     assert int(used["REG"]) * stream("T", 64, 64, "bfloat16").block <= 65536
     assert (used["STACK"], used["LOCAL"]) == ("0", "0")
 
@@ -106,8 +110,13 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
         subprocess.run([compiler, *flags, here / "stream_on_cpu.cpp", "-o", program], check=True)
         return program
 
-    def execute(*numbers: int, defines: str = "") -> tuple[float, int]:
-        done = subprocess.run([built(defines), *map(str, numbers)], capture_output=True, text=True, timeout=300)
+    def execute(
+        rows: int, outputs: int, inputs: int, blocks: int, way: Way, lies: int = 0, defines: str = ""
+    ) -> tuple[float, int]:
+        plan = plan_of(way, rows, outputs, inputs, is_gated="GATE" in defines, blocks=blocks)
+        numbers = (rows, outputs, inputs, lies, *plan)
+        program = built(f"{defines} -DPASS={way.tiles}".strip())
+        done = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{numbers}: {done.stdout} {done.stderr}"
         error, checksum = done.stdout.split()
         return float(error), int(checksum)
@@ -115,36 +124,37 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     return execute
 
 
-ALL_SHARED = stream("T", 64, 64, "bfloat16").shared_bytes
 EVERYTHING = "-DBIAS -DRESIDUAL -DGATE=gelu_tanh"
+FEW_TILES = Way(piece=1024, kept_bytes=0, tiles=2, room=100_000)
+"""x is read again for every two tiles, and the ring is short."""
 
 
+@pytest.mark.parametrize("way", [LONG, SHORT, FEW_TILES], ids=["long pieces", "short pieces", "passes"])
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "blocks", "shared_bytes"),
-    [(1, 32, 1, ALL_SHARED), (50, 544, 3, ALL_SHARED), (17, 2880, 1, ALL_SHARED), (130, 2080, 1, 120_000)],
-    ids=["least", "short", "two lengths of pieces", "two passes"],
-)
+    ("outputs", "inputs", "blocks"), [(1, 32, 1), (50, 544, 3), (17, 2880, 1), (130, 2080, 1), (84, 4096, 5)],
+    ids=["least", "short", "two lengths of pieces", "many tiles", "one block has more"],
+)  # fmt: skip
 def test_source_on_a_cpu(
-    on_cpu: Callable[..., tuple[float, int]], outputs: int, inputs: int, blocks: int, shared_bytes: int
+    on_cpu: Callable[..., tuple[float, int]], outputs: int, inputs: int, blocks: int, way: Way
 ) -> None:
-    """The same for 1, 2, 3 and 8 rows, whose pieces differ in length, and x in what is kept of it."""
-    found = [on_cpu(rows, outputs, inputs, blocks, shared_bytes, 0) for rows in (1, 2, 3, 8)]
+    """The same for 1, 3 and 8 rows."""
+    found = [on_cpu(rows, outputs, inputs, blocks, way) for rows in (1, 3, 8)]
 
     assert all(error < 2**-8 for error, _ in found)
 
 
 @pytest.mark.parametrize("lies", [0, 1, 2], ids=["row-major", "gaps", "every second"])
 def test_source_on_a_cpu_with_all_that_it_can(on_cpu: Callable[..., tuple[float, int]], lies: int) -> None:
-    for rows in (1, 5):
-        error, _ = on_cpu(rows, 54, 288, 2, ALL_SHARED, lies, defines=EVERYTHING)
+    for rows, way in ((1, LONG), (5, SHORT)):
+        error, _ = on_cpu(rows, 54, 288, 2, way, lies, defines=EVERYTHING)
 
         assert error < 3 * 2**-8
 
 
 def test_source_on_a_cpu_gives_a_row_the_same_bits_among_others(on_cpu: Callable[..., tuple[float, int]]) -> None:
-    """Nor do they depend on the grid, or on the ring's length."""
-    found = {on_cpu(rows, 20, 2080, 1, ALL_SHARED, 0)[1] for rows in (1, 2, 3, 8)}
-    found |= {on_cpu(1, 20, 2080, blocks, size, 0)[1] for blocks, size in ((2, ALL_SHARED), (1, 150_000))}
+    """Nor do they depend on the grid, or on the way."""
+    found = {on_cpu(rows, 20, 2080, 1, way)[1] for rows, way in ((1, LONG), (2, LONG), (3, SHORT), (8, FEW_TILES))}
+    found |= {on_cpu(1, 20, 2080, blocks, way)[1] for blocks, way in ((2, LONG), (1, LONG._replace(room=150_000)))}
 
     assert len(found) == 1
 
@@ -170,15 +180,17 @@ def layer(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> tor
 
 
 def run(
-    x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = True, **more: Any
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = True,
+    most: int | None = None, way: Way | None = None, **more: Any,
+) -> torch.Tensor:  # fmt: skip
     """The weight stream's results over `x` [rows, inputs], in `out` or in new memory full of NaN."""
     gate = more.pop("gate", None)
     columns = weight.shape[0] // (1 if gate is None else 2)
     if out is None:
         out = torch.full((len(x), columns), torch.nan, dtype=x.dtype, device=x.device)
     dtype = "float16" if x.dtype == torch.float16 else "bfloat16"
-    launch = stream(len(x), *weight.shape, dtype, bias="bias" in more, residual="residual" in more, gate=gate)
+    kinds = {"bias": "bias" in more, "residual": "residual" in more, "gate": gate}
+    launch = stream(len(x), *weight.shape, dtype, **kinds, most=len(x) if most is None else most, way=way)
     record = Record(
         name="cuda.tried", op="aten.linear.default", runs=lambda use: (launch._replace(pdl=pdl),), workspace=nothing,
         kind="cuda", allocates=False,
@@ -186,6 +198,11 @@ def run(
     use: Any = None
     launched_of(record, use)(input=x, weight=weight, out=out, **more)
     return out
+
+
+def for_rows(records: Sequence[Record], rows: int) -> Record:
+    """The one that takes so many."""
+    return next(each for each in records if each.sizes["T"][0] <= rows <= (each.sizes["T"][1] or rows))
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -213,7 +230,7 @@ def test_products(hopper: torch.device, outputs: int, inputs: int, dtype: torch.
     for rows in ROWS:
         x = drawn(1, rows, inputs, dtype=dtype)
         out = torch.full((1, rows, outputs), torch.nan, dtype=dtype, device=hopper)
-        as_function(RECORDS[0])(input=x, weight=weight, bias=bias, out=out)
+        as_function(for_rows(RECORDS, rows))(input=x, weight=weight, bias=bias, out=out)
 
         close(out, exact(x, weight, bias))
 
@@ -251,6 +268,40 @@ def test_a_row_does_not_depend_on_the_others(hopper: torch.device, outputs: int,
         assert torch.equal(run(x[row : row + 1], weight), together[row : row + 1])
 
 
+PAIRS = SHORT._replace(blocks=2)
+TRIED = {
+    "long": LONG, "short": SHORT, "x kept": SHORT._replace(kept_bytes=72 << 10), "pairs": PAIRS,
+    "pairs in passes": PAIRS._replace(tiles=2, kept_bytes=0), "pairs of one row": LONG._replace(blocks=2, tiles=2),
+    "pairs, x kept": PAIRS._replace(kept_bytes=72 << 10, kept_from=9), "room": PAIRS._replace(room=100_000),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", TRIED)
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1, 32), (16, 32), (17, 64), (384, 2880), (4096, 14336), (40000, 4096), (2100, 7168)]
+)  # fmt: skip
+def test_every_way_gives_the_same_bits(hopper: torch.device, outputs: int, inputs: int, way: str) -> None:
+    weight = layer(outputs, inputs)
+    for rows in (1, 2, 3, 8):
+        x = drawn(rows, 2 * inputs)
+        for each in (x[:, :inputs], x[:, ::2], x[:, inputs:].contiguous()):
+            expected = run(each, weight)
+            close(expected, exact(each, weight))
+
+            assert torch.equal(run(each, weight, way=TRIED[way]), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", TRIED)
+def test_every_way_of_gated_layers(hopper: torch.device, way: str) -> None:
+    weight, bias, residual = layer(28672, 4096), drawn(28672), drawn(8, 14336)
+    for rows in (1, 8):
+        x, more = drawn(rows, 4096), {"gate": "silu", "bias": bias, "residual": residual[:rows]}
+
+        assert torch.equal(run(x, weight, way=TRIED[way], **more), run(x, weight, **more))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(2, 64), (36, 544), (2000, 4096), (28672, 1024)])
@@ -278,7 +329,7 @@ def test_gated_layers(
     for rows in range(1, MAX_ROWS + 1):
         x = drawn(1, rows, inputs, dtype=dtype)
         out = torch.full((1, rows, outputs // 2), torch.nan, dtype=dtype, device=hopper)
-        as_function(GATED_RECORDS[0])(input=x, weight=weight, bias=bias, kind=kind, out=out)
+        as_function(for_rows(GATED_RECORDS, rows))(input=x, weight=weight, bias=bias, kind=kind, out=out)
 
         close(out, gated_activation(exact(x, weight, bias), kind=kind), rtol=2e-2, atol=2e-2)
 
@@ -346,8 +397,8 @@ def test_a_residual_that_lies_apart(hopper: torch.device) -> None:
 class Chain:
     """Layers of different sizes in turn, between two pairs of buffers that are written again and again."""
 
-    def __init__(self, rows: int, num_layers: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, num_layers: int, way: Way | None = None) -> None:
+        self.rows, self.way = rows, way
         self.weights = [layer(*((2048, 4096) if i % 2 == 0 else (4096, 2048))) for i in range(num_layers)]
         self.x, self.narrow, self.wide = (drawn(rows, size) for size in (4096, 2048, 4096))
         self.logits = torch.full((rows, 32000), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -357,10 +408,10 @@ class Chain:
         given = self.x
         for index, weight in enumerate(self.weights):
             out = self.narrow if index % 2 == 0 else self.wide
-            run(given, weight, out=out, pdl=pdl)
+            run(given, weight, out=out, pdl=pdl, way=self.way)
             between()
             given = out
-        run(given, self.head, out=self.logits, pdl=pdl)
+        run(given, self.head, out=self.logits, pdl=pdl, way=self.way)
 
     def expected(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The logits for each input, one kernel after the other."""
@@ -374,8 +425,9 @@ class Chain:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_chain_that_overlaps_has_the_same_bits(hopper: torch.device, rows: int) -> None:
-    chain = Chain(rows, 40)
+@pytest.mark.parametrize("way", TRIED)
+def test_a_chain_that_overlaps_has_the_same_bits(hopper: torch.device, rows: int, way: str) -> None:
+    chain = Chain(rows, 40, TRIED[way])
     (expected,) = chain.expected([chain.x.clone()])
     for _ in range(20):
         chain.logits.fill_(torch.nan)

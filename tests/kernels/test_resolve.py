@@ -4,6 +4,7 @@ of artificial records, for what none of today's says.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from precast.ir.ops import table as ops
 from precast.kernels.choices import Case, all_records, cases, records_of, resolve, workspace
 from precast.kernels.delta_rule import launches
 from precast.kernels.latent_attention.launches import FEW_TOKENS, SMALL_STEP
-from precast.kernels.linear.records import workspace_bytes
+from precast.kernels.linear.records import WAYS, workspace_bytes
 from precast.kernels.measured import Machine, Measured, MeasuredProduct, Table
 from precast.kernels.records import Condition, Pointer, Record, Stride, nothing
 from precast.kernels.sources import digest, sources
@@ -210,8 +211,9 @@ def test_rows_choose() -> None:
     use = in_8_bits(GPU)
     few, many = (resolve(use, {"T": rows}, records=with_those(use)) for rows in (1, 64))
 
-    assert few == (FEW, "the fastest of 8")
-    assert many == (MANY, "the fastest of 8; not cuda.few_rows: T is 64, it takes 1 to 8")
+    rivals = f"the fastest of {len(with_those(use))}"
+    assert few == (FEW, rivals)
+    assert many == (MANY, f"{rivals}; not cuda.few_rows: T is 64, it takes 1 to 8")
 
 
 def test_the_world_s_size_chooses() -> None:
@@ -272,10 +274,14 @@ def product(
 @pytest.mark.parametrize("rows", ["T", "R"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_pass_for_up_to_8_rows(rows: str, dtype: Dtype) -> None:
-    none, few, many = cases(product(rows=rows, dtype=dtype))
+    none, *ways, many = cases(product(rows=rows, dtype=dtype))
+    few = ways[0]
 
-    assert [case.sizes for case in (none, few, many)] == [{rows: (0, 0)}, {rows: (1, 8)}, {rows: (9, None)}]
-    assert few.choice.record.name == {"T": "cuda.linear", "R": "cuda.linear_of_logits"}[rows]
+    most = [0, *WAYS]
+    assert [none.sizes, many.sizes] == [{rows: (0, 0)}, {rows: (9, None)}]
+    assert [case.sizes[rows] for case in ways] == [(low + 1, high) for low, high in itertools.pairwise(most)]
+    name = {"T": "cuda.linear", "R": "cuda.linear_of_logits"}[rows]
+    assert [case.choice.record.name for case in ways] == [name, *(f"{name}_from_{low + 1}" for low in most[1:-1])]
     assert many.choice.record.name == {"T": "cublaslt.linear", "R": "cublaslt.linear_of_logits"}[rows]
     assert {(each.choice.record.control, each.choice.record.allocates) for each in (few, many)} == {("static", False)}
     assert none.choice.record.name == "torch.linear.default"
@@ -322,12 +328,14 @@ def test_what_the_weight_stream_does_not_take(use: Use, why: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_of_gated_layers_do_too(dtype: Dtype) -> None:
     use = product(dtype=dtype, kind="gelu")
-    none, few, some, many, most = cases(use)
+    none, *ways, some, many, most = cases(use)
+    few = ways[0]
     assert not isinstance(few.choice.record.runs, str)
     (launch,) = few.choice.record.runs(use)
 
-    sizes = [case.sizes["T"] for case in (none, few, some, many, most)]
-    assert sizes == [(0, 0), (1, 8), (9, 4096), (4097, 8192), (8193, None)]
+    sizes = [case.sizes["T"] for case in (none, some, many, most)]
+    assert sizes == [(0, 0), (9, 4096), (4097, 8192), (8193, None)]
+    assert [case.sizes["T"][1] for case in ways] == [*WAYS]
     assert (few.choice.record.name, launch.constants["GATE"], launch.grid) == ("cuda.gated_linear", "gelu", (24,))
     names = [case.choice.record.name for case in (some, many)]
     assert names == ["cublaslt.gated_linear", "cublaslt.gated_linear_in_two"]
@@ -430,7 +438,7 @@ def test_what_stays_with_torch(use: Use, why: str) -> None:
 
 
 def test_params_of_blocks_and_of_main_are_no_ops_results() -> None:
-    assert {name for name, use in uses(GPU).items() if len(cases(use)) == 3} == {"fused", "projected"}
+    assert {name for name, use in uses(GPU).items() if len(cases(use)) == 2 + len(WAYS)} == {"fused", "projected"}
 
 
 # --- classes of sizes --------------------------------------------------------------------------------------------

@@ -42,6 +42,9 @@ CALLS: list[tuple[str, Args]] = [
     ("rotary", {"x": HEADS["x"], "cos": TABLE, "sin": TABLE, "interleaved": False}),
     ("rotary", {"x": f32(1, "T", 7, 96), "cos": f32(1, "T", 10), "sin": f32(1, "T", 10), "interleaved": True}),
     ("norm_residual_norm", {**NORM, "residual": HIDDEN, "inner_weight": WEIGHT}),
+    ("embedding", {"ids": t("int64", 1, "T"), "weight": t("bfloat16", 1000, 4096)}),
+    ("embedding", {"ids": t("int32", 1, "T"), "weight": t("float16", 1000, 3840), "scale": 3840**0.5}),
+    ("gather_rows", {"x": HIDDEN, "rows": t("int64", "R")}),
     ("rotary_write_kv", WRITE),
     ("rotary_write_kv", {**WRITE, "q_weight": t("bfloat16", 128), "k_weight": t("bfloat16", 128), "eps": 1e-6}),
     ("rotary_write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8}),
@@ -106,8 +109,20 @@ def test_a_row_is_one_launch_compiled_for_hopper(
     assert order[waits - 1] == "griddepcontrol.launch_dependents"
     assert "st.global" not in order[:waits]
     assert order[waits:].count("ld.global") > 0
-    assert ("ld.global" in order[:waits]) == (args.get("weight") is not None)
+    assert ("ld.global" in order[:waits]) == (args.get("weight") is not None and op != "embedding")
     assert len(weights) > 0
+
+
+def test_a_row_of_nothing_stops_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read for it, and the next step fails."""
+    pytest.importorskip("triton", reason="Triton is published for Linux only")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = use("gather_rows", {"x": HIDDEN, "rows": t("int64", "R")})
+    (launch,) = launches(found)
+    ptx = compiled(launch, all_types(found)).asm["ptx"]
+
+    trap, *_ = (match.start() for match in re.finditer(r"\btrap;", ptx))
+    assert trap < ptx.index("ld.global.v")
 
 
 @pytest.mark.parametrize("made", ["weight", "bias"])
