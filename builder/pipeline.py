@@ -29,7 +29,12 @@ from precast.builder.passes.match.pointwise import fuse_gated_activation, match_
 from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
 from precast.builder.passes.match.rotary_tables import match_complex_rotary, match_rotary_tables
 from precast.builder.passes.match.routers import match_routers
-from precast.builder.passes.match.spelling import cancel_transposes, join_slices, normalise_spelling
+from precast.builder.passes.match.spelling import (
+    cancel_transposes,
+    join_slices,
+    keep_heads_apart,
+    normalise_spelling,
+)
 from precast.builder.passes.normalise.arithmetic import normalise_arithmetic, normalise_linear
 from precast.builder.passes.normalise.canonical import merge_duplicates, order_nodes
 from precast.builder.passes.normalise.fold_constants import fold_constants
@@ -51,7 +56,7 @@ PASSES: tuple[Pass, ...] = (
     match_attention, match_causal_conv,
     match_rotary_tables, match_rotary, match_paired_rotary, match_complex_rotary,
     normalise_spelling, join_slices, match_latent_attention, match_norms, match_activations, match_embedding,
-    match_routers,
+    match_routers, keep_heads_apart,
     fold_param_views, fuse_gated_activation, order_outputs, fuse_projections, cancel_transposes,
     fuse_residual_norm, fuse_norm_residual_norm,
     # cache, plan

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx.node import map_arg
 
 from precast.builder.graph.context import FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument
-from precast.builder.passes.graph_pass import NodeFunction, node_pass
+from precast.builder.passes.graph_pass import NodeFunction, node_pass, one_spelling_of_views
 
 aten = torch.ops.aten
 
@@ -243,3 +244,36 @@ def _leaves_alone(node: FxNode, dims: set[int]) -> bool:
     if node.target is aten.slice.Tensor:
         return node.args[1] not in dims
     return node.target is torch.ops.precast.rms_norm.default and tensor(node).dim() - 1 not in dims
+
+
+_POINTWISE = {aten.to.dtype, aten.silu.default, aten.sigmoid.default, aten.mul.Tensor, aten.add.Tensor}
+
+
+@node_pass(stage="match", version=1, requires=("match_norms",), before=(one_spelling_of_views,))
+def keep_heads_apart(ctx: PassContext, node: FxNode) -> FxNode | None:
+    """f(x.reshape(-1, D)) -> f(x).reshape(-1, D), and x.reshape(-1, D).reshape(x.shape) -> x.
+
+    Heads of a part of a product don't lie as rows at one distance, so that one dimension of all tokens' heads is a
+    copy; ops over rows take them as they lie. Legal for ops that compute each row from rows at the same place.
+    """
+    if node.target is aten.reshape.default:
+        inner = node.args[0]
+        is_back = inner.target is aten.reshape.default and ctx.shape(inner.args[0]) == ctx.shape(node)
+        return inner.args[0] if is_back and _merges_heads(inner, ctx) else None
+    if node.target not in _POINTWISE and node.target is not torch.ops.precast.rms_norm.default:
+        return None
+    rows = [arg for arg in node.all_input_nodes if tensor(arg).dim() > 1]
+    if not rows or not all(_merges_heads(each, ctx) for each in rows):
+        return None
+    if len({ctx.shape(each.args[0]) for each in rows}) > 1:
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.args[0] if arg in rows else arg)
+    return ctx.call(aten.reshape.default, ctx.call(node.target, *args, **kwargs), rows[0].args[1])
+
+
+def _merges_heads(node: FxNode, ctx: PassContext) -> bool:
+    """Whether two or more dimensions of rows become one, and the rows stay."""
+    if node.target is not aten.reshape.default or tensor(node).dim() != 2:
+        return False
+    *before, size = ctx.shape(node.args[0])
+    return size == ctx.shape(node)[1] and sum(each != 1 for each in before) > 1

@@ -6,7 +6,7 @@ import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
 from precast.builder.passes.match.params import fuse_projections
-from precast.builder.passes.match.spelling import cancel_transposes, join_slices
+from precast.builder.passes.match.spelling import cancel_transposes, join_slices, keep_heads_apart
 
 # --- projections -------------------------------------------------------------------------------------------------
 
@@ -234,5 +234,86 @@ def test_a_norm_over_an_exchanged_dimension_stays() -> None:
         c = precast.rms_norm(b, w, eps=1e-06, cast_before_scale=True)
         d = aten.transpose.int(c, 1, 2)
         return d
+        """,
+    )
+
+
+# --- heads as rows -----------------------------------------------------------------------------------------------
+
+GATED_NORM = """
+x: input(float32, 1, T, 3, 8)
+z: input(float32, 1, T, 3, 8)
+y: input(float32, 3, 1, T, 8)
+w: param(float32, 8)
+heads = aten.reshape(x, [{rows}])
+gates = aten.reshape({other}, [{rows}])
+normed = precast.rms_norm(heads, w, eps=1e-06, cast_before_scale=True)
+gate = aten.silu(gates)
+product = aten.mul.Tensor(normed, {factor})
+back = aten.reshape(product, [{back}])
+c = aten.neg(back)
+return c
+"""
+ROWS = {"rows": "-1, 8", "other": "z", "factor": "gate", "back": "1, -1, 3, 8"}
+
+
+def test_heads_stay_apart() -> None:
+    assert_rewrites(
+        keep_heads_apart,
+        GATED_NORM.format(**ROWS),
+        """
+        v0 = precast.rms_norm(x, w, eps=1e-06, cast_before_scale=True)
+        v1 = aten.silu.default(z)
+        v2 = aten.mul.Tensor(v0, v1)
+        v3 = aten.neg.default(v2)
+        return v3
+        """,
+    )
+
+
+def test_a_vector_for_all_rows_is_no_row() -> None:
+    applied = apply(keep_heads_apart, GATED_NORM.format(**{**ROWS, "factor": "w"}))
+
+    assert "v1 = aten.mul.Tensor(v0, w)" in applied.text
+    assert "reshape" not in applied.text
+
+
+def test_heads_that_go_on_as_rows_are_merged_after_all() -> None:
+    applied = apply(keep_heads_apart, GATED_NORM.format(**{**ROWS, "back": "-1, 24"}))
+
+    assert "v3 = aten.reshape.default(v2, [-1, 8])" in applied.text
+
+
+def test_rows_in_two_orders_are_not_multiplied_as_they_lie() -> None:
+    applied = apply(keep_heads_apart, GATED_NORM.format(**{**ROWS, "other": "y"}))
+
+    assert "v1 = aten.reshape.default(v0, [-1, 8])" in applied.text
+
+
+@pytest.mark.parametrize("rows", ["1, -1, 8", "-1, 24", "-1, 4"], ids=["not one dimension", "longer", "shorter"])
+def test_near_heads_as_rows(rows: str) -> None:
+    assert_leaves(
+        keep_heads_apart,
+        f"""
+        x: input(float32, 1, T, 3, 8)
+        rows = aten.reshape(x, [{rows}])
+        a = aten.silu(rows)
+        b = aten.reshape(a, [1, -1, 3, 8])
+        return b
+        """,
+    )
+
+
+def test_tokens_that_are_merged_with_nothing_stay() -> None:
+    """It is no copy, and the next op wants the dimensions that it has."""
+    assert_leaves(
+        keep_heads_apart,
+        """
+        x: input(float32, 1, T, 8)
+        rows = aten.reshape(x, [-1, 8])
+        a = aten.silu(rows)
+        b = aten.reshape(a, [1, -1, 8])
+        c = aten.neg(b)
+        return c
         """,
     )
