@@ -151,16 +151,6 @@ def _tile(starts_ptr, LISTED: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M
 
 
 @triton.jit
-def _product(weight, x, total, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`total` and the product of rows of the weight and rows of tokens; `SWAPPED`: tokens are its columns."""
-    if SWAPPED:
-        total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
-    else:
-        total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
-    return total
-
-
-@triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
     y_ptr,
     x_ptr,
@@ -203,49 +193,57 @@ def _multiply(  # type: ignore[no-untyped-def]
         pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
     source = pair // TOP_K if GATHERS else row
     target = pair if SCATTERS else row
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_n = n < SIZE_N
+    # Rows of the weight: of a gate and of its values in turn, by eights where they are the rows of a product, so that
+    # a thread has both of a number.
+    TURN: tl.constexpr = 8 if SWAPPED else 1
+    WEIGHTS: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
+    each = tl.arange(0, WEIGHTS)
+    first_n = tl.program_id(0) * BLOCK_N
+    n = first_n + each
+    if IS_GATED:
+        n = first_n + each // (2 * TURN) * TURN + each % TURN
+    is_weight = n < SIZE_N
+    if IS_GATED:
+        n += each // TURN % 2 * SIZE_N
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
-    gate_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
-    value_ptrs = gate_ptrs + SIZE_N * weight_stride_n
+    weight_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
 
-    ROWS: tl.constexpr = BLOCK_N if SWAPPED else BLOCK_M
-    COLUMNS: tl.constexpr = BLOCK_M if SWAPPED else BLOCK_N
-    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-    value = gate
+    y = tl.zeros([WEIGHTS, BLOCK_M] if SWAPPED else [BLOCK_M, WEIGHTS], tl.float32)
     for start in range(0, last, BLOCK_K):
-        is_x, is_weight = is_row[:, None], is_n[:, None]
+        x_mask, weight_mask = is_row[:, None], is_weight[:, None]
         if SIZE_K % BLOCK_K != 0:
             is_k = start + k[None, :] < SIZE_K
-            is_x, is_weight = is_x & is_k, is_weight & is_k
-        x = tl.load(x_ptrs, mask=is_x, other=0.0)
-        gate = _product(tl.load(gate_ptrs, mask=is_weight, other=0.0), x, gate, SWAPPED, PRECISION)
-        if IS_GATED:
-            value = _product(tl.load(value_ptrs, mask=is_weight, other=0.0), x, value, SWAPPED, PRECISION)
-            value_ptrs += BLOCK_K * weight_stride_k
-        gate_ptrs += BLOCK_K * weight_stride_k
+            x_mask, weight_mask = x_mask & is_k, weight_mask & is_k
+        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+        weight = tl.load(weight_ptrs, mask=weight_mask, other=0.0)
+        if SWAPPED:
+            y = tl.dot(weight, tl.trans(x), y, input_precision=PRECISION)
+        else:
+            y = tl.dot(x, tl.trans(weight), y, input_precision=PRECISION)
+        weight_ptrs += BLOCK_K * weight_stride_k
         x_ptrs += BLOCK_K * x_stride_k
 
     if HAS_BIAS:
-        is_own = is_n & (last > 0)
-        bias_ptrs = bias_ptr + n * bias_stride_n
-        bias = tl.load(bias_ptrs, mask=is_own, other=0.0).to(tl.float32)
-        gate += bias[:, None] if SWAPPED else bias[None, :]
-        if IS_GATED:
-            bias = tl.load(bias_ptrs + SIZE_N * bias_stride_n, mask=is_own, other=0.0).to(tl.float32)
-            value += bias[:, None] if SWAPPED else bias[None, :]
+        bias = tl.load(bias_ptr + n * bias_stride_n, mask=is_weight & (last > 0), other=0.0).to(tl.float32)
+        y += bias[:, None] if SWAPPED else bias[None, :]
     if IS_GATED:
-        gate = gated(gate, value, ACTIVATION, ALPHA, LIMIT, OFFSET)
+        if SWAPPED:
+            turns = tl.reshape(y, [BLOCK_N // TURN, 2, TURN, BLOCK_M])
+            gate, value = tl.split(tl.permute(turns, [0, 2, 3, 1]))
+            y = tl.reshape(gated(gate, value, ACTIVATION, ALPHA, LIMIT, OFFSET), [BLOCK_N, BLOCK_M])
+        else:
+            gate, value = tl.split(tl.reshape(y, [BLOCK_M, BLOCK_N, 2]))
+            y = gated(gate, value, ACTIVATION, ALPHA, LIMIT, OFFSET)
     elif ACTIVATION != "":
-        gate = activated(gate, ACTIVATION, ALPHA)
+        y = activated(y, ACTIVATION, ALPHA)
+    n = first_n + tl.arange(0, BLOCK_N)
     target = target.to(tl.int64) * SIZE_N
     if SWAPPED:
-        y_ptrs = y_ptr + target[None, :] + n[:, None]
-        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[None, :] & is_n[:, None])
+        y_ptrs, mask = y_ptr + target[None, :] + n[:, None], is_row[None, :] & (n < SIZE_N)[:, None]
     else:
-        y_ptrs = y_ptr + target[:, None] + n[None, :]
-        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_n[None, :])
+        y_ptrs, mask = y_ptr + target[:, None] + n[None, :], is_row[:, None] & (n < SIZE_N)[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
