@@ -151,13 +151,74 @@ def _tile(starts_ptr, LISTED: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M
 
 
 @triton.jit
-def _product(weight, x, total, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows_of_weight(first_n, COUNT: tl.constexpr, IS_GATED: tl.constexpr, SWAPPED: tl.constexpr, SIZE_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows of a weight that COUNT results from `first_n` on are made of, and which of them there are.
+
+    Rows of a gate and of its values come in turn, by eights where they are the rows of a product, so that a thread has
+    both of a number.
+    """
+    TURN: tl.constexpr = 8 if SWAPPED else 1
+    each = tl.arange(0, 2 * COUNT if IS_GATED else COUNT)
+    n = first_n + (each // (2 * TURN) * TURN + each % TURN if IS_GATED else each)
+    is_row = n < SIZE_N
+    if IS_GATED:
+        n += each // TURN % 2 * SIZE_N
+    return n, is_row
+
+
+@triton.jit
+def _add_product(total, weight, x, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """`total` and the product of rows of the weight and rows of tokens; `SWAPPED`: tokens are its columns."""
     if SWAPPED:
         total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
     else:
         total = tl.dot(x, tl.trans(weight), total, input_precision=PRECISION)
     return total
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    y_ptr,
+    y,
+    bias_ptr,
+    bias_stride_n,
+    target,
+    is_row,
+    first_n,
+    has_products,
+    SIZE_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Adds the bias to sums, activates them, and stores the COUNT results from `first_n` on of each row."""
+    if HAS_BIAS:
+        n, is_weight = _rows_of_weight(first_n, COUNT, IS_GATED, SWAPPED, SIZE_N)
+        bias = tl.load(bias_ptr + n * bias_stride_n, mask=is_weight & has_products, other=0.0).to(tl.float32)
+        y += bias[:, None] if SWAPPED else bias[None, :]
+    if IS_GATED:
+        if SWAPPED:
+            turns = tl.permute(tl.reshape(y, [COUNT // 8, 2, 8, BLOCK_M]), [0, 2, 3, 1])
+            gate, value = tl.split(turns)
+            y = tl.reshape(gated(gate, value, ACTIVATION, ALPHA, LIMIT, OFFSET), [COUNT, BLOCK_M])
+        else:
+            gate, value = tl.split(tl.reshape(y, [BLOCK_M, COUNT, 2]))
+            y = gated(gate, value, ACTIVATION, ALPHA, LIMIT, OFFSET)
+    elif ACTIVATION != "":
+        y = activated(y, ACTIVATION, ALPHA)
+    n = first_n + tl.arange(0, COUNT)
+    target = target.to(tl.int64) * SIZE_N
+    if SWAPPED:
+        y_ptrs, mask = y_ptr + target[None, :] + n[:, None], is_row[None, :] & (n < SIZE_N)[:, None]
+    else:
+        y_ptrs, mask = y_ptr + target[:, None] + n[None, :], is_row[:, None] & (n < SIZE_N)[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -189,10 +250,12 @@ def _multiply(  # type: ignore[no-untyped-def]
     SWAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MORE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BLOCK_N numbers of the rows from `first` to `end`, BLOCK_M at most: sums over `last` products, SIZE_K or none.
+    """BLOCK_N and MORE_N numbers of the rows from `first` to `end`, BLOCK_M at most: sums over `last` products, SIZE_K
+    or none.
 
     `weight_ptr` and `bias_ptr` are the expert's.
     """
@@ -203,49 +266,38 @@ def _multiply(  # type: ignore[no-untyped-def]
         pair = tl.load(pairs_ptr + row, mask=is_row, other=0)
     source = pair // TOP_K if GATHERS else row
     target = pair if SCATTERS else row
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_n = n < SIZE_N
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
-    gate_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
-    value_ptrs = gate_ptrs + SIZE_N * weight_stride_n
+    first_n = tl.program_id(0) * (BLOCK_N + MORE_N)
+    n, is_weight = _rows_of_weight(first_n, BLOCK_N, IS_GATED, SWAPPED, SIZE_N)
+    weight_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
+    WEIGHTS: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
+    y = tl.zeros([WEIGHTS, BLOCK_M] if SWAPPED else [BLOCK_M, WEIGHTS], tl.float32)
+    if MORE_N > 0:
+        n, is_other = _rows_of_weight(first_n + BLOCK_N, MORE_N, IS_GATED, SWAPPED, SIZE_N)
+        other_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
+        OTHERS: tl.constexpr = 2 * MORE_N if IS_GATED else MORE_N
+        z = tl.zeros([OTHERS, BLOCK_M] if SWAPPED else [BLOCK_M, OTHERS], tl.float32)
 
-    ROWS: tl.constexpr = BLOCK_N if SWAPPED else BLOCK_M
-    COLUMNS: tl.constexpr = BLOCK_M if SWAPPED else BLOCK_N
-    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-    value = gate
     for start in range(0, last, BLOCK_K):
-        is_x, is_weight = is_row[:, None], is_n[:, None]
-        if SIZE_K % BLOCK_K != 0:
-            is_k = start + k[None, :] < SIZE_K
-            is_x, is_weight = is_x & is_k, is_weight & is_k
-        x = tl.load(x_ptrs, mask=is_x, other=0.0)
-        gate = _product(tl.load(gate_ptrs, mask=is_weight, other=0.0), x, gate, SWAPPED, PRECISION)
-        if IS_GATED:
-            value = _product(tl.load(value_ptrs, mask=is_weight, other=0.0), x, value, SWAPPED, PRECISION)
-            value_ptrs += BLOCK_K * weight_stride_k
-        gate_ptrs += BLOCK_K * weight_stride_k
+        is_k = start + k[None, :] < SIZE_K if SIZE_K % BLOCK_K != 0 else True
+        x = tl.load(x_ptrs, mask=is_row[:, None] & is_k, other=0.0)
+        y = _add_product(y, tl.load(weight_ptrs, mask=is_weight[:, None] & is_k, other=0.0), x, SWAPPED, PRECISION)
+        if MORE_N > 0:
+            z = _add_product(z, tl.load(other_ptrs, mask=is_other[:, None] & is_k, other=0.0), x, SWAPPED, PRECISION)
+            other_ptrs += BLOCK_K * weight_stride_k
+        weight_ptrs += BLOCK_K * weight_stride_k
         x_ptrs += BLOCK_K * x_stride_k
 
-    if HAS_BIAS:
-        is_own = is_n & (last > 0)
-        bias_ptrs = bias_ptr + n * bias_stride_n
-        bias = tl.load(bias_ptrs, mask=is_own, other=0.0).to(tl.float32)
-        gate += bias[:, None] if SWAPPED else bias[None, :]
-        if IS_GATED:
-            bias = tl.load(bias_ptrs + SIZE_N * bias_stride_n, mask=is_own, other=0.0).to(tl.float32)
-            value += bias[:, None] if SWAPPED else bias[None, :]
-    if IS_GATED:
-        gate = gated(gate, value, ACTIVATION, ALPHA, LIMIT, OFFSET)
-    elif ACTIVATION != "":
-        gate = activated(gate, ACTIVATION, ALPHA)
-    target = target.to(tl.int64) * SIZE_N
-    if SWAPPED:
-        y_ptrs = y_ptr + target[None, :] + n[:, None]
-        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[None, :] & is_n[:, None])
-    else:
-        y_ptrs = y_ptr + target[:, None] + n[None, :]
-        tl.store(y_ptrs, gate.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_n[None, :])
+    _store(
+        y_ptr, y, bias_ptr, bias_stride_n, target, is_row, first_n, last > 0, SIZE_N, HAS_BIAS, IS_GATED, ACTIVATION,
+        ALPHA, LIMIT, OFFSET, SWAPPED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if MORE_N > 0:
+        _store(
+            y_ptr, z, bias_ptr, bias_stride_n, target, is_row, first_n + BLOCK_N, last > 0, SIZE_N, HAS_BIAS, IS_GATED,
+            ACTIVATION, ALPHA, LIMIT, OFFSET, SWAPPED, BLOCK_M, MORE_N,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -281,6 +333,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     LEAST_M: tl.constexpr,
     HALVINGS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MORE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -309,7 +362,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
             _multiply(
                 y_ptr, x_ptr, weight_ptr, bias_ptr, pairs_ptr, x_stride_m, x_stride_k, weight_stride_n, weight_stride_k,
                 bias_stride_n, first, end, last, TOP_K, SIZE_K, SIZE_N, HAS_BIAS, IS_GATED, ACTIVATION, ALPHA, LIMIT,
-                OFFSET, GATHERS, SCATTERS, SWAPPED, BLOCK_M >> halving, BLOCK_N, BLOCK_K, PRECISION,
+                OFFSET, GATHERS, SCATTERS, SWAPPED, BLOCK_M >> halving, BLOCK_N, MORE_N, BLOCK_K, PRECISION,
             )  # fmt: skip
 
 
