@@ -38,8 +38,8 @@ _PAD, _ELEMENT = 16, 2
 _NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200. On a GPU with fewer the grid takes a second round."""
 _THREADS = 320
-_SHARED_BYTES = 227_840
-"""Dynamic shared memory: what the kernel itself leaves of a block's 227 KiB."""
+_SHARED_BYTES, _HEAD_BYTES = 227 << 10, 4480
+"""Shared memory that a block may have, and what lies in front of the ring: barriers, and sums of the warps."""
 _MOST_STAGES, _MOST_X_SLOTS = 12, 8
 
 
@@ -86,10 +86,10 @@ def plan_of(way: Way, rows: int, outputs: int, inputs: int, *, is_gated: bool, b
     x_slots = pieces if pieces <= 2 or fits else 2
     tiles = 1 if x_slots == pieces else way.tiles
     x_bytes, stage = rows * x_slots * pitch, _TILE * pitch
-    stages = min((_SHARED_BYTES - way.room - x_bytes) // stage, _MOST_STAGES, most * pieces)
-    return Plan(
-        each, more, piece, pieces, stages, x_slots, tiles, -(-most // tiles), grid, x_bytes + stages * stage
-    )  # fmt: skip
+    stages = min((_SHARED_BYTES - _HEAD_BYTES - way.room - x_bytes) // stage, _MOST_STAGES, most * pieces)
+    assert stages > 0
+    used = _HEAD_BYTES + x_bytes + stages * stage
+    return Plan(each, more, piece, pieces, stages, x_slots, tiles, -(-most // tiles), grid, used)
 
 
 LONG, SHORT = Way(), Way(piece=1024)

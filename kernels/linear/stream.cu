@@ -24,7 +24,7 @@
 //   CLUSTER=n        so many CTAs read x together, each some rows for all; divides the grid
 //
 // inputs must be a multiple of 32, w aligned to 16 bytes; x may have any strides, and lies best in rows aligned to 16
-// bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out, the pieces, what is in shared memory.
+// bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out, the pieces, what shared memory has.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -87,7 +87,8 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 // The same at the barrier of another CTA of the cluster, which lies where this one's does.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
   asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(rank) : "memory");
+               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
+               ::"r"(barrier), "r"(rank) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -128,7 +129,8 @@ __device__ __forceinline__ void copy(u32 to, const Element* from, u32 bytes, u32
 __device__ __forceinline__ void copy_to_all(u32 to, const Element* from, u32 bytes, u32 barrier) {
 #if CLUSTER > 1
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::
           "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
 #else
   copy(to, from, bytes, barrier);
@@ -321,6 +323,13 @@ __device__ __forceinline__ void multiply_piece(float (&sums)[2][4], u32 w_rows, 
 
 typedef float Partials[WARPS][TILE][ROWS];
 
+// What lies in front of the ring. The barriers of a cluster's CTAs have the same addresses.
+struct alignas(128) Head {
+  u64 w_full[MAX_STAGES], w_empty[MAX_STAGES], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
+  Partials partials;
+};
+static_assert(sizeof(Head) == 4480, "as records.py has it");
+
 // The sum over the warps of row `row` of a tile with row `m` of x.
 __device__ __forceinline__ float summed(const Partials& partials, int row, int m) {
   float sum = partials[0][row][m];
@@ -334,8 +343,7 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
     i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs, i64 tiles_each,
     i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 x_slots, i64 pass, i64 passes) {
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ u64 w_full[MAX_STAGES], w_empty[MAX_STAGES], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
-  __shared__ Partials partials;
+  Head& head = *(Head*)memory;
   let_next_kernel_start();
   const int rows = (int)num_rows, columns = (int)num_outputs / HALVES, inputs = (int)num_inputs;
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -346,23 +354,23 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
   plan.piece = (int)piece, plan.pieces = (int)pieces, plan.pitch = plan.piece * (int)sizeof(Element) + PAD;
   plan.x_slots = (int)x_slots, plan.stages = (int)stages;
   plan.keeps_x = plan.x_slots == plan.pieces;
-  const u32 ring = shared_address(memory), slots = ring + plan.stages * TILE * plan.pitch;
+  const u32 ring = shared_address(memory + sizeof(Head)), slots = ring + plan.stages * TILE * plan.pitch;
   if (warp == W_WARP) {
     if (lane < plan.stages) {
-      barrier_init(shared_address(&w_full[lane]), 1);
-      barrier_init(shared_address(&w_empty[lane]), WARPS);
+      barrier_init(shared_address(&head.w_full[lane]), 1);
+      barrier_init(shared_address(&head.w_empty[lane]), WARPS);
     }
     barrier_init_fence();
     __syncwarp();
     arrive_at_start();
     if (elected())
-      produce_weights(plan, w, columns, inputs, ring, shared_address(w_full), shared_address(w_empty));
+      produce_weights(plan, w, columns, inputs, ring, shared_address(head.w_full), shared_address(head.w_empty));
     return;
   }
   if (warp == X_WARP) {
     if (lane < plan.x_slots) {
-      barrier_init(shared_address(&x_full[lane]), 1);
-      barrier_init(shared_address(&x_empty[lane]), WARPS * CLUSTER);
+      barrier_init(shared_address(&head.x_full[lane]), 1);
+      barrier_init(shared_address(&head.x_empty[lane]), WARPS * CLUSTER);
     }
     barrier_init_fence();
     __syncwarp();
@@ -370,7 +378,8 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
   sync_at_start();
   wait_for_kernel_in_front();
   if (warp == X_WARP) {
-    produce_x(plan, x, x_row_stride, x_stride, rows, inputs, slots, shared_address(x_full), shared_address(x_empty));
+    produce_x(plan, x, x_row_stride, x_stride, rows, inputs, slots, shared_address(head.x_full),
+              shared_address(head.x_empty));
     return;
   }
 
@@ -402,21 +411,21 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
     for (int index = 0; index < plan.pieces; index++) {
       // Each warp's own steps in the piece; the last piece may be too short for some of the warps.
       const int length = plan.length(index, inputs) - warp * STEP;
-      barrier_wait(shared_address(&x_full[x_place.at]), x_place.parity);
+      barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
       const u32 x_rows = slots + x_place.at * rows * plan.pitch + x_lane;
 #pragma unroll
       for (int i = 0; i < MAX_PASS; i++)
         if (i < count) {
-          barrier_wait(shared_address(&w_full[w_place.at]), w_place.parity);
+          barrier_wait(shared_address(&head.w_full[w_place.at]), w_place.parity);
           multiply_piece(sums[i], ring + w_place.at * TILE * plan.pitch + w_lane, x_rows, length);
           __syncwarp();
-          if (lane == 0) barrier_arrive(shared_address(&w_empty[w_place.at]));
+          if (lane == 0) barrier_arrive(shared_address(&head.w_empty[w_place.at]));
           w_place.advance(plan.stages);
         }
       if (!plan.keeps_x && unread-- > 0) {    // a CTA that nobody waits for may have ended
         __syncwarp();
-        if (CLUSTER == 1 && lane == 0) barrier_arrive(shared_address(&x_empty[x_place.at]));
-        if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(shared_address(&x_empty[x_place.at]), lane);
+        if (CLUSTER == 1 && lane == 0) barrier_arrive(shared_address(&head.x_empty[x_place.at]));
+        if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(shared_address(&head.x_empty[x_place.at]), lane);
       }
       x_place.advance(plan.x_slots);
       if (plan.keeps_x) x_place.parity = 0;    // what is kept stays in its first phase
@@ -427,13 +436,13 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
         sync_multiplying_warps();    // the tile before has been read
 #pragma unroll
         for (int j = 0; j < 4; j++)
-          partials[warp][lane / 4 + j / 2 * 8][lane % 4 * 2 + j % 2] = sums[i][0][j] + sums[i][1][j];
+          head.partials[warp][lane / 4 + j / 2 * 8][lane % 4 * 2 + j % 2] = sums[i][0][j] + sums[i][1][j];
         sync_multiplying_warps();
         const int column = (start + i) * TILE_COLUMNS + own_row;
         if (own_m < rows && column < columns) {
-          float value = summed(partials, own_row, own_m) + widened(biases[i][0]);
+          float value = summed(head.partials, own_row, own_m) + widened(biases[i][0]);
 #ifdef GATE
-          const float factor = summed(partials, own_row + TILE_COLUMNS, own_m) + widened(biases[i][1]);
+          const float factor = summed(head.partials, own_row + TILE_COLUMNS, own_m) + widened(biases[i][1]);
           value = GATE(widened(rounded(value))) * widened(rounded(factor));
 #endif
 #ifdef RESIDUAL

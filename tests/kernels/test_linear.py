@@ -100,7 +100,9 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     source = (here.parents[1] / "kernels" / FILE).read_text(encoding="utf-8")
     plain = source[: source.index(PTX)] + source[source.index(PLAIN) :]
     plain = re.sub(r"^typedef .*(u16|u32|u64|i64|Element);\n", "", plain, flags=re.MULTILINE).replace('extern "C"', "")
-    plain = plain.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
+    plain = plain.replace(
+        "extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = own_shared();"
+    )
     (folder / "stream.inc").write_text(plain, encoding="utf-8")
 
     @cache
@@ -115,7 +117,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     ) -> tuple[float, int]:
         plan = plan_of(way, rows, outputs, inputs, is_gated="GATE" in defines, blocks=blocks)
         numbers = (rows, outputs, inputs, lies, *plan)
-        program = built(f"{defines} -DPASS={way.tiles}".strip())
+        program = built(f"{defines} -DPASS={way.tiles} -DCLUSTER={way.blocks}".strip())
         done = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{numbers}: {done.stdout} {done.stderr}"
         error, checksum = done.stdout.split()
@@ -129,10 +131,14 @@ FEW_TILES = Way(piece=1024, kept_bytes=0, tiles=2, room=100_000)
 """x is read again for every two tiles, and the ring is short."""
 
 
-@pytest.mark.parametrize("way", [LONG, SHORT, FEW_TILES], ids=["long pieces", "short pieces", "passes"])
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "blocks"), [(1, 32, 1), (50, 544, 3), (17, 2880, 1), (130, 2080, 1), (84, 4096, 5)],
-    ids=["least", "short", "two lengths of pieces", "many tiles", "one block has more"],
+    "way",
+    [LONG, SHORT, FEW_TILES, FEW_TILES._replace(blocks=2)],
+    ids=["long pieces", "short pieces", "passes", "pairs"],
+)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "blocks"), [(1, 32, 1), (50, 544, 3), (17, 2880, 1), (130, 2080, 1), (84, 4096, 4)],
+    ids=["least", "short", "two lengths of pieces", "many tiles", "some blocks have more"],
 )  # fmt: skip
 def test_source_on_a_cpu(
     on_cpu: Callable[..., tuple[float, int]], outputs: int, inputs: int, blocks: int, way: Way
@@ -145,7 +151,7 @@ def test_source_on_a_cpu(
 
 @pytest.mark.parametrize("lies", [0, 1, 2], ids=["row-major", "gaps", "every second"])
 def test_source_on_a_cpu_with_all_that_it_can(on_cpu: Callable[..., tuple[float, int]], lies: int) -> None:
-    for rows, way in ((1, LONG), (5, SHORT)):
+    for rows, way in ((1, LONG), (5, SHORT), (5, FEW_TILES._replace(blocks=2))):
         error, _ = on_cpu(rows, 54, 288, 2, way, lies, defines=EVERYTHING)
 
         assert error < 3 * 2**-8
@@ -153,7 +159,10 @@ def test_source_on_a_cpu_with_all_that_it_can(on_cpu: Callable[..., tuple[float,
 
 def test_source_on_a_cpu_gives_a_row_the_same_bits_among_others(on_cpu: Callable[..., tuple[float, int]]) -> None:
     """Nor do they depend on the grid, or on the way."""
-    found = {on_cpu(rows, 20, 2080, 1, way)[1] for rows, way in ((1, LONG), (2, LONG), (3, SHORT), (8, FEW_TILES))}
+    found = {
+        on_cpu(rows, 20, 2080, 1, way)[1]
+        for rows, way in ((1, LONG), (2, LONG), (3, SHORT), (8, FEW_TILES), (5, SHORT._replace(blocks=2)))
+    }
     found |= {on_cpu(1, 20, 2080, blocks, way)[1] for blocks, way in ((2, LONG), (1, LONG._replace(room=150_000)))}
 
     assert len(found) == 1
