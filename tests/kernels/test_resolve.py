@@ -297,8 +297,8 @@ def test_few_outputs_of_many_rows_are_triton_s(rows: str) -> None:
         "cuda.linear_of_logits", "cublaslt.linear_of_logits"
     )  # fmt: skip
 
-    assert chosen[1] == chosen[8] == ["triton.linear", stream, "triton.linear"]
-    assert chosen[9] == ["torch.linear.default", stream, library]
+    assert chosen[1] == chosen[8] == ["triton.linear", stream, f"{stream}_from_3", "triton.linear"]
+    assert chosen[9] == ["torch.linear.default", stream, f"{stream}_from_3", library]
 
 
 def test_few_outputs_on_any_gpu_and_of_any_width() -> None:
