@@ -59,6 +59,7 @@ FEW = [
     Decode(4, 4, 1), Decode(4, 4, 4), Decode(4, 8, 2), Decode(4, 8, 3), Decode(2, 4, 2), Decode(2, 4, 4),
     Decode(2, 8, 1), Decode(2, 8, 2), Decode(2, 8, 3), Decode(1, 8, 2), Decode(1, 16, 1),
     Decode(8, 4, 2, early=False), Decode(4, 4, 2, early=False), Decode(2, 8, 2, early=False),
+    Decode(8, 4, 2, barrier=True), Decode(4, 4, 2, barrier=True), Decode(2, 8, 2, barrier=True),
 ]  # fmt: skip
 MANY = [
     Decode(1, 4, 2), Decode(1, 4, 1), Decode(1, 4, 3), Decode(1, 4, 4), Decode(1, 2, 2), Decode(1, 2, 4),
@@ -252,7 +253,7 @@ def told(tried: Decode | Choice) -> str:
     """What is tried, in a word."""
     if isinstance(tried, Choice):
         return f"triton {attention.told(tried)}".strip()
-    return f"{tried.cluster}x{tried.warps}x{tried.stages}" + ("" if tried.early else " late")
+    return f"{tried.cluster}x{tried.warps}x{tried.stages}" + " late" * (not tried.early) + " barrier" * tried.barrier
 
 
 def main() -> None:

@@ -22,6 +22,7 @@
 //   SINKS, SINKS_FLOAT32, SLOPES         there are such tensors; sinks have the elements' type, or are float32
 //   CLUSTER, WARPS, STAGES               CTAs of a cluster, their warps, and blocks in the ring of a warp
 //   LATE                                 nothing is read before the wait
+//   BARRIER                              warps meet at a barrier of the cluster, else they count bytes
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -142,6 +143,38 @@ __device__ __forceinline__ void store_far(u32 to, u32 rank, float a, float b, fl
   asm volatile(
       "{ .reg .u32 far; mapa.shared::cluster.u32 far, %0, %1; st.shared::cluster.v4.f32 [far], {%2, %3, %4, %5}; }" ::
           "r"(to), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// The same, and counts the bytes at the barrier of that CTA.
+__device__ __forceinline__ void send(u32 to, u32 rank, float a, float b, float c, float d, u32 barrier) {
+  asm volatile(
+      "{ .reg .u32 far, at; mapa.shared::cluster.u32 far, %0, %1; mapa.shared::cluster.u32 at, %2, %1; "
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [far], {%3, %4, %5, %6}, [at]; }" ::
+          "r"(to), "r"(rank), "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and lets the phase end only when so many bytes have come.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Until its first phase has ended.
+__device__ __forceinline__ void barrier_wait(u32 barrier) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done) : "r"(barrier) : "memory");
+  } while (!done);
+}
+
+__device__ __forceinline__ void store_near(u32 to, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 __device__ __forceinline__ float4 load_near(u32 from) {
@@ -339,18 +372,29 @@ __device__ __forceinline__ void add_block(
 
 // --- what a CTA does ------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ void give(u32 to, u32 rank, float a, float b, float c, float d, u32 barrier) {
+  if (CLUSTER == 1)
+    store_near(to, a, b, c, d);
+  else
+#ifdef BARRIER
+    store_far(to, rank, a, b, c, d);
+#else
+    send(to, rank, a, b, c, d, barrier);
+#endif
+}
+
 // A warp's sums, to the CTAs that join them. Each joins every CLUSTER-th tile.
-__device__ __forceinline__ void hand_over(const Sums& sums, int part, u32 joined, u32 weights) {
+__device__ __forceinline__ void hand_over(const Sums& sums, int part, u32 joined, u32 weights, u32 barrier) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
     const float(&x)[4] = sums.values[tile];
     const u32 to = joined + (part * OWN_TILES + tile / CLUSTER) * TILE_BYTES + lane * 16;
-    store_far(to, tile % CLUSTER, x[0], x[1], x[2], x[3]);
+    give(to, tile % CLUSTER, x[0], x[1], x[2], x[3], barrier);
   }
   if (lane / 4 < CLUSTER)
-    store_far(weights + part * WEIGHT_BYTES + lane % 4 * 16, lane / 4, sums.highest[0], sums.highest[1], sums.total[0],
-              sums.total[1]);
+    give(weights + part * WEIGHT_BYTES + lane % 4 * 16, lane / 4, sums.highest[0], sums.highest[1], sums.total[0],
+         sums.total[1], barrier);
 }
 
 // One warp: a tile of the result. `sinks`: in base 2, of the lane's two heads.
@@ -417,8 +461,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
     i64 num_seqs, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, i64 k_stride_p, i64 k_stride_s, i64 k_stride_h,
     i64 v_stride_p, i64 v_stride_s, i64 v_stride_h) {
   extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ u64 all_given;
   let_next_kernel_start();
-  if (CLUSTER > 1) arrive_with_nothing_written();    // has begun: its shared memory may be written
+  const u32 barrier = shared_address(&all_given);
+  if (CLUSTER > 1) {
+    if (threadIdx.x == 0) barrier_init(barrier, 1);
+    __syncwarp();
+    arrive_with_nothing_written();    // has begun: its shared memory may be written
+  }
 #ifdef LATE
   wait_for_kernel_in_front();
 #endif
@@ -500,13 +550,23 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
 #pragma unroll
     for (int other = 4; other < 32; other *= 2) sums.total[j] += __shfl_xor_sync(0xffffffff, sums.total[j], other);
   if (CLUSTER > 1) wait_for_cluster();    // all of it has begun
-  if (count > 0) hand_over(sums, part, joined, weights);
+#ifndef BARRIER
+  if (CLUSTER > 1 && threadIdx.x == 0) {
+    const int own_tiles = (TILES - rank + CLUSTER - 1) / CLUSTER;
+    barrier_expect(barrier, min(num_blocks, PARTS) * (own_tiles * TILE_BYTES + WEIGHT_BYTES));
+  }
+#endif
+  if (count > 0) hand_over(sums, part, joined, weights, barrier);
   __syncwarp();
-  if (CLUSTER > 1) {
+  if (CLUSTER == 1) {
+    __syncthreads();
+  } else {
+#ifdef BARRIER
     arrive_in_cluster();
     wait_for_cluster();
-  } else {
-    __syncthreads();
+#else
+    barrier_wait(barrier);
+#endif
   }
   for (int tile = warp * CLUSTER + rank; tile < TILES; tile += PARTS)
     join(out + (token * HEADS + head) * SIZE, own_sinks, tile, min(num_blocks, PARTS), num_heads, joined, weights);

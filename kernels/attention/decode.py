@@ -18,12 +18,14 @@ _TILE_BYTES, _WEIGHT_BYTES = 512, 64
 
 
 class Decode(NamedTuple):
-    """Blocks of a cluster, warps of a block, and blocks of keys in a warp's ring; whether keys are read early."""
+    """Blocks of a cluster, warps of a block, and blocks of keys in a warp's ring; whether keys are read early, and
+    warps meet at a barrier."""
 
     cluster: int
     warps: int
     stages: int
     early: bool = True
+    barrier: bool = False
 
 
 def shared_bytes(size: int, how: Decode) -> int:
@@ -55,6 +57,7 @@ def decode_launch(use: Use, how: Decode) -> Launch:
             "WINDOW": window, "CHUNK": chunk, "SINKS": has_sinks,
             "SINKS_FLOAT32": has_sinks and use.width("sinks") == 4, "SLOPES": use.has("slopes"),
             "CLUSTER": how.cluster, "WARPS": how.warps, "STAGES": how.stages, "LATE": not how.early,
+            "BARRIER": how.barrier,
         },
         block=32 * how.warps,
         shared_bytes=shared_bytes(size, how),

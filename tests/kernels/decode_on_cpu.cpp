@@ -17,6 +17,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __shared__ static
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define CHECK(what) \
@@ -206,6 +207,25 @@ inline void store_far(u32 to, u32 rank, float a, float b, float c, float d) {
   CHECK(to % 16 == 0 && rank < shared.size() && to + 16 <= shared[rank].size());
   memcpy(shared[rank].data() + to, x, 16);
 }
+struct Barrier { int arrivals; i64 bytes; };
+static std::vector<Barrier> barriers;    // one of each CTA
+inline void barrier_init(u32, u32 arrivals) { barriers[blockIdx.x] = {(int)arrivals, 0}; }
+inline void barrier_expect(u32, u32 bytes) {
+  CHECK(barriers[blockIdx.x].arrivals-- == 1);
+  barriers[blockIdx.x].bytes += bytes;
+}
+inline void barrier_wait(u32) {
+  while (barriers[blockIdx.x].arrivals > 0 || barriers[blockIdx.x].bytes != 0) let_others_run();
+}
+inline void send(u32 to, u32 rank, float a, float b, float c, float d, u32) {
+  CHECK(barriers[rank].arrivals > 0 || barriers[rank].bytes >= 16);
+  store_far(to, rank, a, b, c, d);
+  barriers[rank].bytes -= 16;
+}
+inline void store_near(u32 to, float a, float b, float c, float d) {
+  const float x[4] = {a, b, c, d};
+  memcpy(at(to, 16), x, 16);
+}
 inline float4 load_near(u32 from) {
   CHECK(from % 16 == 0);
   float4 x;
@@ -276,6 +296,7 @@ extern "C" void run(const u64* args, const u32* grid, u32 threads, u32 shared_by
       fibers.resize(CLUSTER * threads);
       of_warps.assign(fibers.size() / 32, {});
       of_blocks.assign(CLUSTER, {});
+      barriers.assign(CLUSTER, {-1, 0});
       of_cluster = in_front = {};
       cluster_turn = 0;
       for (u32 i = 0; i < fibers.size(); i++) {
@@ -300,6 +321,8 @@ extern "C" void run(const u64* args, const u32* grid, u32 threads, u32 shared_by
             swapcontext(&scheduler, &fiber.context);
           }
       }
-      CHECK(!fibers[0].arrived && in_front.turn == 1);    // all have waited
+      for (const Fiber& fiber : fibers) CHECK(!fiber.arrived);
+      CHECK(in_front.turn == 1);    // all have waited
+      for (const Barrier& each : barriers) CHECK(each.bytes == 0);
     }
 }

@@ -124,9 +124,9 @@ DECODE = [(1, length) for length in (1, 17, 64, 175)]
         (8, 2, 128, 8, Decode(4, 1, 1), {"padding": 2}),
         (7, 1, 80, 5, Decode(1, 4, 2), {"window": 65, "cut": True}),
         (6, 2, 96, 1, Decode(2, 1, 3), {"window": 20, "soft_cap": 4.0, "padding": 1}),
-        (2, 2, 128, 7, Decode(8, 1, 2), {"sinks": True, "soft_cap": 50.0}),
+        (2, 2, 128, 7, Decode(8, 1, 2, barrier=True), {"sinks": True, "soft_cap": 50.0}),
         (1, 1, 256, 32, Decode(4, 2, 2, early=False), {"window": 33}),
-        (19, 1, 16, 4, Decode(2, 2, 1), {"window": 1, "sinks": True}),
+        (19, 1, 16, 4, Decode(2, 2, 1, barrier=True), {"window": 1, "sinks": True}),
         (7, 1, 80, 5, Decode(2, 2, 2), {"chunk": 37, "cut": True}),
         (4, 1, 64, 7, Decode(8, 4, 1), {"slopes": True, "window": 20, "sinks": True, "cut": True}),
         (6, 2, 16, 16, Decode(1, 1, 4), {"slopes": True, "chunk": 64}),
@@ -176,7 +176,9 @@ LONG = [(1, 700), (2, 1500), (0, 9), (1, 2100), (1, 1), (3, 3)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", [Decode(1, 4, 2), Decode(2, 8, 1), Decode(4, 4, 3), Decode(8, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "how", [Decode(1, 4, 2), Decode(2, 8, 1), Decode(4, 4, 3), Decode(8, 2, 2), Decode(4, 4, 2, barrier=True)], ids=str
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "page_size", "more"),
     [
