@@ -9,6 +9,14 @@ from precast.ir.graph.symbols import add
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.use import Use
 
+MOST_TOKENS = 8
+"""Of a step. Each is read for by itself, so that of several tokens of a sequence each reads all keys again."""
+MOST_SIZE = 256
+"""Elements of a head: a warp's sums are in registers."""
+NUM_SMS = 132
+"""Streaming multiprocessors of H100 SXM, H200 and GH200."""
+RING_BYTES = 32 << 10
+"""Of a warp's ring."""
 KEYS = 16
 """Of a block."""
 COLUMNS = 8
@@ -28,6 +36,23 @@ class Decode(NamedTuple):
     barrier: bool = False
 
 
+def launches(use: Use, *, slots: int) -> tuple[Launch, ...]:
+    """`precast.paged_attention` in steps of few tokens, of up to `slots` sequences."""
+    return (decode_launch(use, decode_of(use, slots)),)
+
+
+def decode_of(use: Use, slots: int) -> Decode:
+    """Clusters as large as leaves each block a multiprocessor to itself, if there are `slots` tokens.
+
+    So a token's keys are shared by as many blocks as the GPU has for it. A warp's ring holds what keeps memory busy:
+    four warps with 32 KiB of keys and values each on their way.
+    """
+    size = _number(use, "k_cache", 3)
+    clusters = slots * _heads(use)
+    cluster = max(each for each in (1, 2, 4, 8) if each == 1 or clusters * each <= NUM_SMS)
+    return Decode(cluster, 4, max(2, min(8, RING_BYTES // (2 * KEYS * 2 * size))))
+
+
 def shared_bytes(size: int, how: Decode) -> int:
     """What a block needs: what its cluster joins in it, and the rings of its warps."""
     own_tiles = -(-(size // 16) // how.cluster)
@@ -43,7 +68,7 @@ def decode_launch(use: Use, how: Decode) -> Launch:
     names = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
     return Launch(
         kernel="precast.kernels.attention/decode.cu:decode_attention",
-        grid=(how.cluster, kv_heads * -(-(heads // kv_heads) // COLUMNS), use.shape("q")[1]),
+        grid=(how.cluster, _heads(use), use.shape("q")[1]),
         args=(
             Pointer("out.0"), Pointer("q"), Pointer("k_cache"), Pointer("v_cache"),
             *(Pointer(name) if use.has(name) else None for name in ("sinks", "slopes")),
@@ -63,6 +88,12 @@ def decode_launch(use: Use, how: Decode) -> Launch:
         shared_bytes=shared_bytes(size, how),
         pdl=True,
     )  # fmt: skip
+
+
+def _heads(use: Use) -> int:
+    """How many clusters a token has: one for up to 8 heads that share a key head."""
+    heads, kv_heads = _number(use, "q", 2), _number(use, "k_cache", 2)
+    return kv_heads * -(-(heads // kv_heads) // COLUMNS)
 
 
 def _number(use: Use, name: str, axis: int) -> int:
