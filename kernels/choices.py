@@ -86,12 +86,14 @@ def runnable(
 ) -> tuple[Record, ...]:
     """The records of an op that run on a target, the fastest first; they may not take all types and sizes.
 
+    Those in CUDA C++ are left out: they are made for few sizes.
+
     `control` "static": those that can be captured. `dtypes`: those that take these arguments in these element types.
     """
     wanted = (record for record in records_of(op, version) if control in (None, record.control))
     given = (dtypes or {}).items()
     taking = (record for record in wanted if all(dtype in record.dtypes.get(name, (dtype,)) for name, dtype in given))
-    return tuple(record for record in taking if _unfit(record, target) is None)
+    return tuple(record for record in taking if record.kind != "cuda" and _unfit(record, target) is None)
 
 
 def fastest(

@@ -7,7 +7,7 @@ from typing import Any
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul
-from precast.kernels.attention import launches, workspace
+from precast.kernels.attention import decode, launches, workspace
 from precast.kernels.attention.launches import FEW_SLOTS, MANY_SLOTS, SMALL_STEP
 from precast.kernels.records import Condition, Record, nothing, reference, reference_on_cpu
 from precast.kernels.use import Use, numbers
@@ -62,12 +62,39 @@ _HOPPER: dict[str, Any] = {
     "min_capability": (9, 0), "max_capability": (9, 0),
 }  # fmt: skip
 
+_WHOLE_TILES = Condition(
+    f"heads of a multiple of 16 elements up to {decode.MOST_SIZE}, of the query's type",
+    lambda use: (
+        (use.number("k_cache", 3) or 1) % 16 == 0
+        and (use.number("k_cache", 3) or 0) <= decode.MOST_SIZE
+        and use.number("k_cache", 3) == use.number("v_cache", 3)
+        and use.operands["k_cache"].type.dtype == use.operands["v_cache"].type.dtype == use.operands["q"].type.dtype
+    ),
+)
+_SINKS = Condition(
+    "sinks of the query's type or float32",
+    lambda use: not use.has("sinks") or use.operands["sinks"].type.dtype in ("float32", use.operands["q"].type.dtype),
+)
+_DECODE: dict[str, Any] = {
+    **_HOPPER, "kind": "cuda", "takes": (_SCALES, _WHOLE_TILES, _SINKS), "workspace": nothing,
+}  # fmt: skip
+
 _SMALL_STEPS: dict[str, tuple[int, int | None]] = {
     "few": (0, FEW_SLOTS), "small": (FEW_SLOTS + 1, MANY_SLOTS - 1), "many": (MANY_SLOTS, None),
 }  # fmt: skip
 """By slots for sequences: tiles differ."""
 
+_FEW_TOKENS = {"few": (0, FEW_SLOTS), "small": (FEW_SLOTS + 1, decode.MOST_TOKENS)}
+"""By slots for sequences: clusters differ."""
+
 RECORDS = (
+    *(
+        Record(
+            name=f"cuda.paged_attention.{name}", **_DECODE, sizes={"T": (0, decode.MOST_TOKENS), "B": slots},
+            runs=partial(decode.launches, slots=slots[1]),
+        )
+        for name, slots in _FEW_TOKENS.items()
+    ),
     *(
         Record(
             name=f"triton.paged_attention.{name}", **_PAGED, sizes={"T": (0, SMALL_STEP), "B": slots},

@@ -81,8 +81,13 @@ def chosen(found: dict[str, Use]) -> dict[str, str]:
     return {name: resolve(use).record.name for name, use in found.items()}
 
 
+def not_cuda(why: str) -> str:
+    """Why none of the kernels of attention in CUDA C++ is chosen."""
+    return "; ".join(f"not cuda.paged_attention{each}: {why}" for each in (".few", ".small"))
+
+
 def not_triton(why: str) -> str:
-    """Why none of the kernels of attention is chosen."""
+    """Why none of those in Triton is chosen."""
     return "; ".join(f"not triton.paged_attention{each}: {why}" for each in (*SMALL, ".hopper", ""))
 
 
@@ -99,6 +104,7 @@ IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention", **TORCH
 SMALL = (".few", ".small", ".many")
 HOPPER = "it wants compute capability 9.0 or higher"
 OF_FEW_TOKENS = "; ".join(f"not triton.paged_attention{each}: T is 65, it takes 0 to 64" for each in SMALL)
+OF_TOKENS = "T is 65, it takes 0 to 8"
 
 
 # --- the layer ---------------------------------------------------------------------------------------------------
@@ -107,8 +113,8 @@ OF_FEW_TOKENS = "; ".join(f"not triton.paged_attention{each}: T is 65, it takes 
 def test_steps_of_many_tokens() -> None:
     new, old = (resolve(uses(target)["y"], {"T": 65, "B": 1}).reason for target in (GPU, OLD))
 
-    assert new == "the fastest of 6; " + OF_FEW_TOKENS
-    assert old == f"the fastest of 5; {OF_FEW_TOKENS}; not triton.paged_attention.hopper: {HOPPER}"
+    assert new == f"the fastest of 8; {not_cuda(OF_TOKENS)}; {OF_FEW_TOKENS}"
+    assert old == f"the fastest of 5; {not_cuda(HOPPER)}; {OF_FEW_TOKENS}; not triton.paged_attention.hopper: {HOPPER}"
 
 
 @pytest.mark.parametrize("target", [GPU, PAIR, OLD], ids=["one", "two", "old"])
@@ -120,6 +126,9 @@ def test_a_layer_on_gpus(target: Target) -> None:
     by_slots = {2: "few", 3: "small", 32: "small", 33: "many", 64: "many"}
     for slots, name in by_slots.items():
         assert resolve(found["y"], {"T": 64, "B": slots}).record.name == f"triton.paged_attention.{name}"
+    kind = "triton" if target == OLD else "cuda"
+    for slots, name in {1: "few", 2: "few", 3: "small", 8: "small"}.items():
+        assert resolve(found["y"], {"T": slots, "B": slots}).record.name == f"{kind}.paged_attention.{name}"
     assert resolve(found["heads"]).reason == "the only one"
 
 
@@ -127,7 +136,8 @@ def test_a_layer_on_a_cpu() -> None:
     found = uses(CPU)
 
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
-    assert resolve(found["y"]).reason == "the fastest of 2; " + not_triton("it runs on cuda")
+    why = "it runs on cuda"
+    assert resolve(found["y"]).reason == f"the fastest of 2; {not_cuda(why)}; {not_triton(why)}"
 
 
 def test_without_triton_attention_reads_the_host() -> None:
@@ -136,7 +146,8 @@ def test_without_triton_attention_reads_the_host() -> None:
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
     choice = resolve(found["y"])
     assert choice.record.control == "host"
-    assert choice.reason == "the only one; " + not_triton("triton is not installed")
+    of_any_size = not_cuda("T is not known, it takes 0 to 8")
+    assert choice.reason == f"the fastest of 3; {of_any_size}; {not_triton('triton is not installed')}"
 
 
 def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
@@ -145,7 +156,7 @@ def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
 
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
     each = not_triton(wanted).replace(f"hopper: {wanted}", f"hopper: {HOPPER}")
-    assert resolve(found["y"]).reason == "the only one; " + each
+    assert resolve(found["y"]).reason == f"the only one; {not_cuda(HOPPER)}; {each}"
     assert resolve(found["write"]).reason == f"the only one; not triton.write_kv: {wanted}"
     kept = [record.min_capability for record in all_records() if record.kind == "triton"]
     assert set(kept) == {(8, 0), (9, 0)}
@@ -498,7 +509,7 @@ def test_what_was_measured_comes_first() -> None:
     assert resolve(use, {"T": 64}) == (resolve(uses(CPU)["y"]).record, "measured")
     assert resolve(use, {"T": 65}).record.name == "triton.paged_attention.hopper"
     found = [(case.sizes["T"], case.choice.reason) for case in cases(use)]
-    assert {tokens for tokens, reason in found if reason == "measured"} == {(0, 64)}
+    assert {tokens for tokens, reason in found if reason == "measured"} == {(0, 8), (9, 64)}
     assert {tokens for tokens, reason in found if reason != "measured"} == {(65, None)}
 
 
@@ -688,7 +699,8 @@ def test_records_are_frozen() -> None:
 
 
 def test_a_digest_is_that_of_the_sources_that_run() -> None:
-    *_, triton, torch_ = records_of("precast.paged_attention", 1)[:6]
+    named = {record.name: record for record in records_of("precast.paged_attention", 1)}
+    triton, torch_ = named["triton.paged_attention"], named["torch.paged_attention"]
     linear = replace(FEW, runs="torch:ops.aten.linear.default")
 
     assert sources(linear) == ()

@@ -161,7 +161,7 @@ def paged_use(
     ],
     ids=lambda use: f"{use.node.outputs[0].type.dtype} {use.shape('q')[2:]} {use.target.text}",
 )
-@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (3, 3), (33, 33), (SMALL_STEP + 1, 1)])
+@pytest.mark.parametrize(("tokens", "slots"), [(9, 1), (9, 3), (33, 33), (SMALL_STEP + 1, 1)])
 def test_paged_attention_compiles(use: Use, tokens: int, slots: int) -> None:
     launches = resolve(use, {"T": tokens, "B": slots}).record.runs
     assert callable(launches)
@@ -351,7 +351,9 @@ def test_nothing_is_joined_in_steps_of_many_slots(tokens: int) -> None:
 def test_tiles_hold_whole_queries(group: int, dtype: Dtype, capability: tuple[int, int]) -> None:
     for size in (8, 64, 80, 128, 192, 256, 512):
         use = paged_use(capability, dtype, 2 * group, 2, size)
-        for record in records_of("precast.paged_attention", 1)[:5]:
+        for record in records_of("precast.paged_attention", 1):
+            if record.kind != "triton":
+                continue
             assert callable(record.runs)
             for launch in record.runs(use):
                 if launch.kernel.endswith("merge_kernel"):

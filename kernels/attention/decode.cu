@@ -1,0 +1,573 @@
+// decode_attention: attention of single tokens to the keys in pages of a cache, in one launch however many keys there are.
+//
+// A cluster of CTAs takes a token and up to 8 query heads that share a key head. Its keys come in blocks of 16: the
+// first block is that of the first warp of the first CTA, the second that of the first warp of the second CTA, and so
+// on in turns. A warp has a ring of its own in shared memory, which it fills by itself: warps meet only at the end.
+//
+//   scores [16 keys x 8 heads] = keys [16 x SIZE] * queries [SIZE x 8]          mma.m16n8k16, keys as its rows
+//   sums   [SIZE x 8 heads]   += values [16 x SIZE]^T * weights [16 x 8]        the same, elements of a head as its rows
+//
+// At the end each warp writes its sums to the shared memory of the CTAs that join them, each of which writes some of the
+// elements of all heads; after one barrier of the cluster they are added in the order of warps and CTAs. So a result
+// depends on the token's own keys, and on CLUSTER and WARPS, bit for bit.
+//
+// Programmatic dependent launch: the kernel lets the next one start at once. Before it waits for the kernel in front, it
+// reads the lists of the step, and copies the keys of earlier steps: those of this step's tokens, which a kernel in
+// front writes, are the last of a sequence.
+//
+// Defines:
+//   FLOAT16                              elements are float16; else bfloat16
+//   HEADS, KV_HEADS, SIZE, PAGE_SIZE     SIZE, of keys and of values, is a multiple of 16 up to 256
+//   SCALE, SOFT_CAP, WINDOW, CHUNK       those of the op; 0 for no cap, no window, no chunks
+//   SINKS, SINKS_FLOAT32, SLOPES         there are such tensors; sinks have the elements' type, or are float32
+//   CLUSTER, WARPS, STAGES               CTAs of a cluster, their warps, and blocks in the ring of a warp
+//   LATE                                 nothing is read before the wait
+//   BARRIER                              warps meet at a barrier of the cluster, else they count bytes
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef u16 Element;
+
+constexpr int KEYS = 16;                               // of a block
+constexpr int COLUMNS = 8;                             // heads of a tile
+constexpr int GROUP = HEADS / KV_HEADS;                // heads that share a key head
+constexpr int GROUPS = (GROUP + COLUMNS - 1) / COLUMNS;
+constexpr int TILES = SIZE / 16;                       // tiles of sums, each of 16 elements of all heads
+constexpr int PIECES = SIZE / 8;                       // of 16 bytes, of a key or value
+constexpr int PITCH = 2 * SIZE + 16;                   // bytes from row to row: ldmatrix finds 8 rows in different banks
+constexpr int BLOCK_BYTES = KEYS * PITCH;              // of keys or values
+constexpr int PARTS = CLUSTER * WARPS;
+constexpr int OWN_TILES = (TILES + CLUSTER - 1) / CLUSTER;    // that a CTA joins
+constexpr int TILE_BYTES = 32 * 16;                    // four sums of each lane
+constexpr int WEIGHT_BYTES = 4 * 16;                   // highest scores and total weights of 8 heads
+constexpr int JOINED_BYTES = PARTS * (OWN_TILES * TILE_BYTES + WEIGHT_BYTES);
+constexpr float FACTOR = SCALE, CAP = SOFT_CAP;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float NONE = -3e38f;                         // the score of a key that is not seen
+
+#ifdef SINKS_FLOAT32
+typedef float Sink;
+#else
+typedef Element Sink;
+#endif
+
+// --- what PTX has and C++ has not ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+// 16 bytes, if `wanted`. `bytes` of them are read, 0 or 16; the others are zeros.
+__device__ __forceinline__ void copy_piece(u32 to, const Element* from, u32 bytes, bool wanted) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2; }" ::
+          "r"(to), "l"(from), "r"(bytes), "r"((u32)wanted) : "memory");
+}
+
+__device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last PENDING groups of this thread's copies have arrived.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices of elements; lane 8 i + j gives the address of row j of matrix i.
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+// Of an 8 x 8 matrix of elements, of which each lane has two neighbours of a row.
+__device__ __forceinline__ u32 transposed(u32 matrix) {
+  u32 found;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(matrix));
+  return found;
+}
+
+#ifdef FLOAT16
+#define MMA_TYPES "f32.f16.f16.f32"
+#else
+#define MMA_TYPES "f32.bf16.bf16.f32"
+#endif
+
+// sums[16 x 8] += a[16 x 16] * b[16 x 8]
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float widened(float value) { return value; }
+__device__ __forceinline__ float widened(Element value) {
+  float wide;
+#ifdef FLOAT16
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
+#else
+  wide = __uint_as_float((u32)value << 16);
+#endif
+  return wide;
+}
+
+// Two neighbours, rounded.
+__device__ __forceinline__ u32 rounded(float first, float second) {
+  u32 both;
+#ifdef FLOAT16
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+#endif
+  return both;
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Writes to the shared memory of a CTA of the cluster.
+__device__ __forceinline__ void store_far(u32 to, u32 rank, float a, float b, float c, float d) {
+  asm volatile(
+      "{ .reg .u32 far; mapa.shared::cluster.u32 far, %0, %1; st.shared::cluster.v4.f32 [far], {%2, %3, %4, %5}; }" ::
+          "r"(to), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// The same, and counts the bytes at the barrier of that CTA.
+__device__ __forceinline__ void send(u32 to, u32 rank, float a, float b, float c, float d, u32 barrier) {
+  asm volatile(
+      "{ .reg .u32 far, at; mapa.shared::cluster.u32 far, %0, %1; mapa.shared::cluster.u32 at, %2, %1; "
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [far], {%3, %4, %5, %6}, [at]; }" ::
+          "r"(to), "r"(rank), "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and lets the phase end only when so many bytes have come.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Until its first phase has ended.
+__device__ __forceinline__ void barrier_wait(u32 barrier) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done) : "r"(barrier) : "memory");
+  } while (!done);
+}
+
+__device__ __forceinline__ void store_near(u32 to, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+__device__ __forceinline__ float4 load_near(u32 from) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void arrive_with_nothing_written() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// What was written before an arrival is seen after the wait.
+__device__ __forceinline__ void arrive_in_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// --- what a token sees ----------------------------------------------------------------------------------------------
+
+struct Lists {
+  const int *cu_seqlens, *kv_lens, *page_indices, *page_indptr, *page_start;
+};
+
+// Keys are counted from the first slot of the sequence's first page.
+struct Seen {
+  const int* pages;
+  int position;        // of the token itself
+  int lowest, end;     // the keys that it sees
+  int old_end;         // keys before it were written in earlier steps
+};
+
+__device__ __forceinline__ Seen seen_by(int token, int num_seqs, const Lists& lists) {
+  const int lane = threadIdx.x % 32;
+  int seq = 0;    // sequences that end before the token; padding belongs to one more, without keys
+  for (int first = 0; first < num_seqs; first += 32) {
+    const int b = first + lane;
+    seq += __popc(__ballot_sync(0xffffffff, b < num_seqs && lists.cu_seqlens[min(b, num_seqs - 1) + 1] <= token));
+  }
+  if (seq >= num_seqs) return {lists.page_indices, 0, 0, 0, 0};
+  const int queries_end = lists.cu_seqlens[seq + 1], queries_start = lists.cu_seqlens[seq];
+  const int start = lists.page_start[seq], first_page = lists.page_indptr[seq], end_page = lists.page_indptr[seq + 1];
+  const int length = lists.kv_lens[seq] - start;
+  Seen seen;
+  seen.pages = lists.page_indices + first_page;
+  seen.position = length - (queries_end - token);
+  seen.old_end = length - (queries_end - queries_start);
+  seen.end = min(seen.position + 1, (end_page - first_page) * PAGE_SIZE);
+  seen.lowest = 0;
+  if (WINDOW > 0) seen.lowest = max(0, seen.position - WINDOW + 1);
+  if (CHUNK > 0) seen.lowest = max(0, (seen.position + start) / max(CHUNK, 1) * CHUNK - start);
+  return seen;
+}
+
+// --- keys and values ------------------------------------------------------------------------------------------------
+
+// Of one head; all rows are aligned to 16 bytes. A page is far from having 2^31 elements, a cache is not.
+struct Cache {
+  const Element *k, *v;
+  int k_stride_p, k_stride_s, v_stride_p, v_stride_s;
+};
+
+constexpr bool IN_ONE_PAGE = PAGE_SIZE % KEYS == 0;    // all keys of a block
+
+// The page of a lane's key, of a block's; lane 16 has the first one again.
+__device__ __forceinline__ int page_of(const Seen& seen, int block) {
+  const int key = block * KEYS + (IN_ONE_PAGE ? 0 : threadIdx.x % KEYS);
+  return key < seen.end ? seen.pages[key / PAGE_SIZE] : 0;
+}
+
+// One warp copies the rows of a block whose keys are before `end`, and makes zeros of those that are not seen: slots
+// without a key hold anything, NaN too, and a weight of zero would not keep that out.
+__device__ __forceinline__ void copy_block(
+    const Cache& cache, const Seen& seen, int block, int page, int end, u32 stage) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < PIECES / 2; i++) {
+    const int row = (lane + 32 * i) / PIECES, piece = (lane + 32 * i) % PIECES, key = block * KEYS + row;
+    const i64 of_row = IN_ONE_PAGE ? page : __shfl_sync(0xffffffff, page, row);
+    const int slot = (IN_ONE_PAGE ? block * KEYS % PAGE_SIZE + row : key % PAGE_SIZE);
+    const u32 to = stage + row * PITCH + piece * 16, bytes = key < end ? 16 : 0;
+    const bool wanted = key < end || key >= seen.end;
+    copy_piece(to, cache.k + (of_row * cache.k_stride_p + slot * cache.k_stride_s + piece * 8), bytes, wanted);
+    copy_piece(to + BLOCK_BYTES, cache.v + (of_row * cache.v_stride_p + slot * cache.v_stride_s + piece * 8), bytes,
+               wanted);
+  }
+}
+
+// The rows of a block that `copy_block` left out: those of this step's tokens. They are few.
+__device__ __forceinline__ void copy_new_rows(const Cache& cache, const Seen& seen, int block, int page, u32 stage) {
+  const int first = max(seen.old_end - block * KEYS, 0), end = min(seen.end - block * KEYS, KEYS);
+#pragma unroll 1
+  for (int row = first; row < end; row++) {
+    const i64 of_row = IN_ONE_PAGE ? page : __shfl_sync(0xffffffff, page, row);
+    const int slot = (block * KEYS + row) % PAGE_SIZE;
+#pragma unroll
+    for (int i = threadIdx.x % 32; i < (2 * PIECES + 31) / 32 * 32; i += 32) {
+      const bool is_key = i < PIECES;
+      const int piece = is_key ? i : i - PIECES;
+      const Element* from = is_key ? cache.k + (of_row * cache.k_stride_p + slot * cache.k_stride_s)
+                                   : cache.v + (of_row * cache.v_stride_p + slot * cache.v_stride_s);
+      copy_piece(stage + (is_key ? 0 : BLOCK_BYTES) + row * PITCH + piece * 16, from + piece * 8, 16, i < 2 * PIECES);
+    }
+  }
+}
+
+// --- what a warp adds up --------------------------------------------------------------------------------------------
+
+// A lane has keys `lane / 4` and that + 8 of a block, and heads `2 (lane % 4)` and that + 1.
+struct Sums {
+  float highest[2], total[2];    // of scores in base 2; of weights, over the lane's keys alone
+  float values[TILES][4];        // elements `lane / 4` and that + 8 of a tile
+};
+
+__device__ __forceinline__ void load_queries(u32 (&queries)[TILES][2], const Element* q, i64 stride_h, i64 stride_d,
+                                             int num_heads) {
+  const int lane = threadIdx.x % 32, head = lane / 4;
+  const Element* row = q + head * stride_h + (lane % 4) * 2 * stride_d;
+  const bool by_pairs = stride_d == 1 && ((u64)q | (u64)(2 * stride_h)) % 4 == 0;
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; i++) queries[i / 2][i % 2] = 0;
+  if (head >= num_heads) return;
+  if (by_pairs) {
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) queries[i / 2][i % 2] = *(const u32*)(row + i * 8);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++)
+      queries[i / 2][i % 2] = row[i * 8 * stride_d] | (u32)row[(i * 8 + 1) * stride_d] << 16;
+  }
+}
+
+__device__ __forceinline__ float capped(float score) {
+  const float small = power_of_2(-2 * LOG2_E / max(CAP, 1e-30f) * fabsf(score));
+  const float y = CAP * (1 - small) / (1 + small);
+  return score < 0 ? -y : y;
+}
+
+// Adds a block of keys, which lie in a stage, to the sums.
+__device__ __forceinline__ void add_block(
+    Sums& sums, const u32 (&queries)[TILES][2], const float (&slopes)[2], const Seen& seen, int block, u32 stage) {
+  const int lane = threadIdx.x % 32, key = block * KEYS + lane / 4;
+  float scores[4] = {0, 0, 0, 0}, more[4] = {0, 0, 0, 0};    // two sums, so that products overlap
+  const u32 keys = stage + lane % 16 * PITCH + lane / 16 * 16;
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) {
+    u32 a[4];
+    load_matrices(a, keys + tile * 32);
+    multiply_add(tile % 2 ? more : scores, a, queries[tile][0], queries[tile][1]);
+  }
+  float fade[2];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int at = key + i / 2 * 8;
+    float score = (scores[i] + more[i]) * FACTOR;
+#ifdef SLOPES
+    score -= slopes[i % 2] * (seen.position - at);
+#endif
+    if (CAP > 0) score = capped(score);
+    scores[i] = at >= seen.lowest && at < seen.end ? score * LOG2_E : NONE;
+  }
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    float highest = max(scores[j], scores[j + 2]);
+#pragma unroll
+    for (int other = 4; other < 32; other *= 2) highest = max(highest, __shfl_xor_sync(0xffffffff, highest, other));
+    highest = max(highest, sums.highest[j]);
+    const float reference = highest == NONE ? 0 : highest;
+    fade[j] = power_of_2(sums.highest[j] - reference);
+    scores[j] = power_of_2(scores[j] - reference);
+    scores[j + 2] = power_of_2(scores[j + 2] - reference);
+    sums.total[j] = sums.total[j] * fade[j] + scores[j] + scores[j + 2];
+    sums.highest[j] = highest;
+  }
+  const u32 b0 = transposed(rounded(scores[0], scores[1])), b1 = transposed(rounded(scores[2], scores[3]));
+  const u32 values = stage + BLOCK_BYTES + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) {
+    u32 a[4];
+    load_matrices_transposed(a, values + tile * 32);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums.values[tile][i] *= fade[i % 2];
+    multiply_add(sums.values[tile], a, b0, b1);
+  }
+}
+
+// --- what a CTA does ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void give(u32 to, u32 rank, float a, float b, float c, float d, u32 barrier) {
+  if (CLUSTER == 1)
+    store_near(to, a, b, c, d);
+  else
+#ifdef BARRIER
+    store_far(to, rank, a, b, c, d);
+#else
+    send(to, rank, a, b, c, d, barrier);
+#endif
+}
+
+// A warp's sums, to the CTAs that join them. Each joins every CLUSTER-th tile.
+__device__ __forceinline__ void hand_over(const Sums& sums, int part, u32 joined, u32 weights, u32 barrier) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) {
+    const float(&x)[4] = sums.values[tile];
+    const u32 to = joined + (part * OWN_TILES + tile / CLUSTER) * TILE_BYTES + lane * 16;
+    give(to, tile % CLUSTER, x[0], x[1], x[2], x[3], barrier);
+  }
+  if (lane / 4 < CLUSTER)
+    give(weights + part * WEIGHT_BYTES + lane % 4 * 16, lane / 4, sums.highest[0], sums.highest[1], sums.total[0],
+         sums.total[1], barrier);
+}
+
+// One warp: a tile of the result. `sinks`: in base 2, of the lane's two heads.
+__device__ __forceinline__ void join(
+    Element* out, const float (&sinks)[2], int tile, int num_parts, int num_heads, u32 joined, u32 weights) {
+  const int lane = threadIdx.x % 32;
+  const u32 sums_at = joined + tile / CLUSTER * TILE_BYTES + lane * 16, weights_at = weights + lane % 4 * 16;
+  float highest[2] = {sinks[0], sinks[1]}, total[2] = {0, 0}, y[4] = {0, 0, 0, 0};
+  for (int part = lane / 4; part < num_parts; part += 8) {
+    const float4 found = load_near(weights_at + part * WEIGHT_BYTES);
+    highest[0] = max(highest[0], found.x);
+    highest[1] = max(highest[1], found.y);
+  }
+  float reference[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+#pragma unroll
+    for (int other = 4; other < 32; other *= 2)
+      highest[j] = max(highest[j], __shfl_xor_sync(0xffffffff, highest[j], other));
+    reference[j] = highest[j] == NONE ? 0 : highest[j];
+  }
+#pragma unroll 1
+  for (int start = 0; start < num_parts; start += 8) {
+    float scale[2] = {0, 0};    // of part `start + lane / 4`
+    if (start + lane / 4 < num_parts) {
+      const float4 found = load_near(weights_at + (start + lane / 4) * WEIGHT_BYTES);
+      scale[0] = power_of_2(found.x - reference[0]);
+      scale[1] = power_of_2(found.y - reference[1]);
+      total[0] += found.z * scale[0];
+      total[1] += found.w * scale[1];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (start + i >= num_parts) break;
+      const float4 x = load_near(sums_at + (start + i) * OWN_TILES * TILE_BYTES);
+      const float first = __shfl_sync(0xffffffff, scale[0], i * 4 + lane % 4);
+      const float second = __shfl_sync(0xffffffff, scale[1], i * 4 + lane % 4);
+      y[0] += x.x * first;
+      y[1] += x.y * second;
+      y[2] += x.z * first;
+      y[3] += x.w * second;
+    }
+  }
+  float factor[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+#pragma unroll
+    for (int other = 4; other < 32; other *= 2) total[j] += __shfl_xor_sync(0xffffffff, total[j], other);
+    total[j] += power_of_2(sinks[j] - reference[j]);
+    factor[j] = total[j] == 0 ? 0 : reciprocal(total[j]);
+  }
+  const u32 low = transposed(rounded(y[0] * factor[0], y[1] * factor[1]));
+  const u32 high = transposed(rounded(y[2] * factor[0], y[3] * factor[1]));
+  if (lane / 4 < num_heads) {    // two neighbouring elements of head `lane / 4`
+    u32* to = (u32*)(out + lane / 4 * SIZE + tile * 16 + lane % 4 * 2);
+    to[0] = low;
+    to[4] = high;
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS) decode_attention(
+    Element* out, const Element* q, const Element* k, const Element* v, const Sink* sinks, const float* slopes,
+    const int* cu_seqlens, const int* kv_lens, const int* page_indices, const int* page_indptr, const int* page_start,
+    i64 num_seqs, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, i64 k_stride_p, i64 k_stride_s, i64 k_stride_h,
+    i64 v_stride_p, i64 v_stride_s, i64 v_stride_h) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ u64 all_given;
+  let_next_kernel_start();
+  const u32 barrier = shared_address(&all_given);
+  if (CLUSTER > 1) {
+    if (threadIdx.x == 0) barrier_init(barrier, 1);
+    __syncwarp();
+    arrive_with_nothing_written();    // has begun: its shared memory may be written
+  }
+#ifdef LATE
+  wait_for_kernel_in_front();
+#endif
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int rank = blockIdx.x, kv_head = blockIdx.y / GROUPS, of_group = blockIdx.y % GROUPS * COLUMNS;
+  const int head = kv_head * GROUP + of_group, num_heads = min(COLUMNS, GROUP - of_group);
+  const i64 token = blockIdx.z;
+  const u32 joined = shared_address(memory), weights = joined + PARTS * OWN_TILES * TILE_BYTES;
+  const u32 ring = joined + JOINED_BYTES + warp * (STAGES * 2 * BLOCK_BYTES);
+  const Seen seen = seen_by(token, num_seqs, {cu_seqlens, kv_lens, page_indices, page_indptr, page_start});
+  const Cache cache = {k + kv_head * k_stride_h, v + kv_head * v_stride_h,
+                       (int)k_stride_p, (int)k_stride_s, (int)v_stride_p, (int)v_stride_s};
+
+  const int first_block = seen.lowest / KEYS;
+  const int num_blocks = seen.end > seen.lowest ? (seen.end + KEYS - 1) / KEYS - first_block : 0;
+  const int part = warp * CLUSTER + rank, first = first_block + part;    // then every PARTS-th block
+  const int count = num_blocks > part ? (num_blocks - part + PARTS - 1) / PARTS : 0;
+  // The pages of a block are asked for one block ahead. `page` is that of block `copied`.
+  int copied = 0, page = page_of(seen, first), last_page = page;
+#pragma unroll 1
+  for (; copied < STAGES; copied++) {
+    if (copied < count) {
+      const int following = page_of(seen, first + (copied + 1) * PARTS);
+      copy_block(cache, seen, first + copied * PARTS, page, seen.old_end, ring + copied * 2 * BLOCK_BYTES);
+      last_page = page;
+      page = following;
+    }
+    end_group_of_copies();
+  }
+#ifndef LATE
+  wait_for_kernel_in_front();
+#endif
+  // New tokens are the last of a sequence, and nearly always in one block.
+#pragma unroll 1
+  for (int i = min(count, STAGES) - 1; i >= 0 && (first + i * PARTS + 1) * KEYS > seen.old_end; i--) {
+    copy_new_rows(cache, seen, first + i * PARTS, last_page, ring + i * 2 * BLOCK_BYTES);
+    if (i > 0) last_page = page_of(seen, first + (i - 1) * PARTS);
+  }
+  end_group_of_copies();
+
+  u32 queries[TILES][2];
+  load_queries(queries, q + token * q_stride_t + head * q_stride_h, q_stride_h, q_stride_d, num_heads);
+  float own_sinks[2] = {NONE, NONE}, own_slopes[2] = {0, 0};
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+    if (lane % 4 * 2 + j < num_heads) {
+#ifdef SINKS
+      own_sinks[j] = widened(sinks[head + lane % 4 * 2 + j]) * LOG2_E;
+#endif
+#ifdef SLOPES
+      own_slopes[j] = slopes[head + lane % 4 * 2 + j];
+#endif
+    }
+
+  Sums sums = {{NONE, NONE}};
+  int at = 0;
+#pragma unroll 1
+  for (int i = 0; i < count; i++) {
+    const int block = first + i * PARTS;
+    // The group of a block's first copies has STAGES - 1 others after it at most; new rows have come in the last of all.
+    if (i < STAGES && (block + 1) * KEYS > seen.old_end)
+      wait_for_copies<0>();
+    else
+      wait_for_copies<STAGES - 1>();
+    __syncwarp();
+    add_block(sums, queries, own_slopes, seen, block, ring + at * 2 * BLOCK_BYTES);
+    __syncwarp();
+    if (i + STAGES < count) {
+      const int following = page_of(seen, block + (STAGES + 1) * PARTS);
+      copy_block(cache, seen, block + STAGES * PARTS, page, seen.end, ring + at * 2 * BLOCK_BYTES);
+      page = following;
+    }
+    end_group_of_copies();
+    at = at + 1 == STAGES ? 0 : at + 1;
+  }
+
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+#pragma unroll
+    for (int other = 4; other < 32; other *= 2) sums.total[j] += __shfl_xor_sync(0xffffffff, sums.total[j], other);
+  if (CLUSTER > 1) wait_for_cluster();    // all of it has begun
+#ifndef BARRIER
+  if (CLUSTER > 1 && threadIdx.x == 0) {
+    const int own_tiles = (TILES - rank + CLUSTER - 1) / CLUSTER;
+    barrier_expect(barrier, min(num_blocks, PARTS) * (own_tiles * TILE_BYTES + WEIGHT_BYTES));
+  }
+#endif
+  if (count > 0) hand_over(sums, part, joined, weights, barrier);
+  __syncwarp();
+  if (CLUSTER == 1) {
+    __syncthreads();
+  } else {
+#ifdef BARRIER
+    arrive_in_cluster();
+    wait_for_cluster();
+#else
+    barrier_wait(barrier);
+#endif
+  }
+  for (int tile = warp * CLUSTER + rank; tile < TILES; tile += PARTS)
+    join(out + (token * HEADS + head) * SIZE, own_sinks, tile, min(num_blocks, PARTS), num_heads, joined, weights);
+}

@@ -1,0 +1,106 @@
+"""The launch of `decode.cu`: attention of few tokens, in one launch. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add
+from precast.kernels.records import Launch, Pointer, Stride
+from precast.kernels.use import Use
+
+MOST_TOKENS = 8
+"""Of a step. Each is read for by itself, so that of several tokens of a sequence each reads all keys again."""
+MOST_SIZE = 256
+"""Elements of a head: a warp's sums are in registers."""
+NUM_SMS = 132
+"""Streaming multiprocessors of H100 SXM, H200 and GH200."""
+RING_BYTES = 32 << 10
+"""Of a warp's ring."""
+KEYS = 16
+"""Of a block."""
+COLUMNS = 8
+"""Query heads that a cluster takes."""
+_PAD = 16
+_TILE_BYTES, _WEIGHT_BYTES = 512, 64
+
+
+class Decode(NamedTuple):
+    """Blocks of a cluster, warps of a block, and blocks of keys in a warp's ring; whether keys are read early, and
+    warps meet at a barrier."""
+
+    cluster: int
+    warps: int
+    stages: int
+    early: bool = True
+    barrier: bool = False
+
+
+def launches(use: Use, *, slots: int) -> tuple[Launch, ...]:
+    """`precast.paged_attention` in steps of few tokens, of up to `slots` sequences."""
+    return (decode_launch(use, decode_of(use, slots)),)
+
+
+def decode_of(use: Use, slots: int) -> Decode:
+    """Clusters as large as leaves each block a multiprocessor to itself, if there are `slots` tokens.
+
+    So a token's keys are shared by as many blocks as the GPU has for it. A warp's ring holds what keeps memory busy:
+    four warps with 32 KiB of keys and values each on their way.
+    """
+    size = _number(use, "k_cache", 3)
+    clusters = slots * _heads(use)
+    cluster = max(each for each in (1, 2, 4, 8) if each == 1 or clusters * each <= NUM_SMS)
+    return Decode(cluster, 4, max(2, min(8, RING_BYTES // (2 * KEYS * 2 * size))))
+
+
+def shared_bytes(size: int, how: Decode) -> int:
+    """What a block needs: what its cluster joins in it, and the rings of its warps."""
+    own_tiles = -(-(size // 16) // how.cluster)
+    joined = how.cluster * how.warps * (own_tiles * _TILE_BYTES + _WEIGHT_BYTES)
+    return joined + how.warps * how.stages * 2 * KEYS * (2 * size + _PAD)
+
+
+def decode_launch(use: Use, how: Decode) -> Launch:
+    """Each token for itself, a cluster for each 8 heads that share a key head."""
+    heads, kv_heads, size = (_number(use, name, axis) for name, axis in (("q", 2), ("k_cache", 2), ("k_cache", 3)))
+    window, chunk, cap, scale = (use.constant(name) or 0 for name in ("window", "chunk", "soft_cap", "scale"))
+    has_sinks = use.has("sinks")
+    names = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
+    return Launch(
+        kernel="precast.kernels.attention/decode.cu:decode_attention",
+        grid=(how.cluster, _heads(use), use.shape("q")[1]),
+        args=(
+            Pointer("out.0"), Pointer("q"), Pointer("k_cache"), Pointer("v_cache"),
+            *(Pointer(name) if use.has(name) else None for name in ("sinks", "slopes")),
+            *(Pointer(name) for name in names), _sequences(use),
+            *(Stride("q", axis) for axis in (1, 2, 3)),
+            *(Stride(name, axis) for name in ("k_cache", "v_cache") for axis in (0, 1, 2)),
+        ),
+        constants={
+            "FLOAT16": use.dtype == "float16", "HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size,
+            "PAGE_SIZE": _number(use, "k_cache", 1), "SCALE": float(scale), "SOFT_CAP": float(cap),
+            "WINDOW": window, "CHUNK": chunk, "SINKS": has_sinks,
+            "SINKS_FLOAT32": has_sinks and use.width("sinks") == 4, "SLOPES": use.has("slopes"),
+            "CLUSTER": how.cluster, "WARPS": how.warps, "STAGES": how.stages, "LATE": not how.early,
+            "BARRIER": how.barrier,
+        },
+        block=32 * how.warps,
+        shared_bytes=shared_bytes(size, how),
+        pdl=True,
+    )  # fmt: skip
+
+
+def _heads(use: Use) -> int:
+    """How many clusters a token has: one for up to 8 heads that share a key head."""
+    heads, kv_heads = _number(use, "q", 2), _number(use, "k_cache", 2)
+    return kv_heads * -(-(heads // kv_heads) // COLUMNS)
+
+
+def _number(use: Use, name: str, axis: int) -> int:
+    found = use.number(name, axis)
+    assert found is not None, f"axis {axis} of {name} is fixed by the model"
+    return found
+
+
+def _sequences(use: Use) -> Expr:
+    return add(use.shape("cu_seqlens")[0], -1)

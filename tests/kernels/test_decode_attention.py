@@ -1,0 +1,203 @@
+"""Attention of few tokens in CUDA C++: its source on a CPU, what NVRTC makes of it, and on GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from op_samples.attention import paged_sample
+from op_samples.draw import Draw, Sample
+
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
+from precast.ir.memory.liveness import Operand
+from precast.kernels.attention.decode import Decode, decode_launch
+from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
+from precast.kernels.dtypes import NAMES
+from precast.kernels.launch import as_function
+from precast.kernels.records import Pointer, Record, Stride, nothing
+from precast.kernels.use import Target, Use
+
+FILE = "attention/decode.cu"
+HOPPER = (9, 0)
+CPU = torch.device("cpu")
+PTX, PLAIN = "// --- what PTX has and C++ has not", "// --- what a token sees"
+"""Between these lines of the source are the functions that `decode_on_cpu.cpp` has too."""
+
+Run = Callable[..., torch.Tensor]
+
+
+def use_of(sample: Sample) -> Use:
+    """The use that a call is; all sizes are known."""
+    types = {name: TensorType(NAMES[x.dtype], tuple(x.shape)) for name, x in sample.items() if torch.is_tensor(x)}
+    args = {name: Ref(name) if torch.is_tensor(x) else Const(x) for name, x in sample.items() if x is not None}
+    node = Node("precast.paged_attention", args, (Value("y", types["q"]),))
+    return Use(node, {name: Operand(kind, True) for name, kind in types.items()}, Target("cuda", HOPPER))
+
+
+def new_slots(sample: Sample) -> torch.Tensor:
+    """Of the cache, those that hold this step's tokens."""
+    page_size = sample["k_cache"].shape[1]
+    slots = []
+    bounds, indptr, pages = (sample[name].tolist() for name in ("cu_seqlens", "page_indptr", "page_indices"))
+    for b, (kv_len, start) in enumerate(zip(sample["kv_lens"].tolist(), sample["page_start"].tolist(), strict=True)):
+        for key in range(max(0, kv_len - start - (bounds[b + 1] - bounds[b])), kv_len - start):
+            slots.append(pages[indptr[b] + key // page_size] * page_size + key % page_size)
+    return torch.tensor(slots, dtype=torch.long)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs the kernel's source. What the kernel in front writes is not there before the wait: NaN is."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to compile the kernel's source for this CPU")
+    folder, here = tmp_path_factory.mktemp("decode"), Path(__file__).parent
+    source = (here.parents[1] / "kernels" / FILE).read_text(encoding="utf-8")
+    plain = source[: source.index(PTX)] + source[source.index(PLAIN) :]
+    plain = re.sub(r"^typedef .*(u16|u32|u64|i64|u16 Element);\n", "", plain, flags=re.MULTILINE)
+    plain = plain.replace("extern __shared__ __align__(128)", "").replace("unsigned char memory[];", "u32 memory[1];")
+    plain = plain.replace('extern "C"', "")
+    (folder / "decode.inc").write_text(plain, encoding="utf-8")
+
+    @cache
+    def built(defines: tuple[str, ...]) -> ctypes.CDLL:
+        library = folder / f"decode{len(list(folder.iterdir()))}.so"
+        flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", f"-I{folder}", *defines]
+        subprocess.run([compiler, *flags, here / "decode_on_cpu.cpp", "-o", library], check=True)
+        return ctypes.CDLL(str(library))
+
+    def execute(sample: Sample, how: Decode, *, late: bool = False) -> torch.Tensor:
+        use = use_of(sample)
+        launch = decode_launch(use, how)
+        out = torch.full(sample["q"].shape, float("nan"), dtype=sample["q"].dtype)
+        tensors = {name: x for name, x in sample.items() if torch.is_tensor(x)} | {"out.0": out}
+        changed = []
+        for name in ("q", "k_cache", "v_cache"):
+            after = tensors[name]
+            early = after.clone()
+            if name == "q":
+                early.fill_(float("nan"))
+            else:
+                early.flatten(0, 1)[new_slots(sample)] = float("nan")
+            tensors[name] = early
+            changed.append((early, after))
+        assert all(after.is_contiguous() for _, after in changed)
+        numbers = []
+        for arg in launch.args:
+            if isinstance(arg, Pointer):
+                numbers.append(tensors[arg.tensor].data_ptr())
+            elif isinstance(arg, Stride):
+                numbers.append(tensors[arg.tensor].stride(arg.axis))
+            else:
+                numbers.append(0 if arg is None else symbols.evaluate(arg, {}))
+        defines = tuple(
+            f"-D{name}" if value is True else f"-D{name}={value}"
+            for name, value in sorted(launch.constants.items()) if value is not False
+        )  # fmt: skip
+        places = [x for early, after in changed for x in (early.data_ptr(), after.data_ptr(), after.nbytes)]
+        built(defines).run(
+            (ctypes.c_uint64 * len(numbers))(*numbers), (ctypes.c_uint32 * 3)(*launch.grid), launch.block,
+            launch.shared_bytes, late, (ctypes.c_uint64 * len(places))(*places), len(changed),
+        )  # fmt: skip
+        return out
+
+    return execute
+
+
+MIXED = [(3, 5), (1, 33), (0, 4), (2, 71), (1, 1)]
+DECODE = [(1, length) for length in (1, 17, 64, 175)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "page_size", "how", "more"),
+    [
+        (4, 1, 64, 16, Decode(2, 2, 2), {}),
+        (8, 2, 128, 8, Decode(4, 1, 1), {"padding": 2}),
+        (7, 1, 80, 5, Decode(1, 4, 2), {"window": 65, "cut": True}),
+        (6, 2, 96, 1, Decode(2, 1, 3), {"window": 20, "soft_cap": 4.0, "padding": 1}),
+        (2, 2, 128, 7, Decode(8, 1, 2, barrier=True), {"sinks": True, "soft_cap": 50.0}),
+        (1, 1, 256, 32, Decode(4, 2, 2, early=False), {"window": 33}),
+        (19, 1, 16, 4, Decode(2, 2, 1, barrier=True), {"window": 1, "sinks": True}),
+        (7, 1, 80, 5, Decode(2, 2, 2), {"chunk": 37, "cut": True}),
+        (4, 1, 64, 7, Decode(8, 4, 1), {"slopes": True, "window": 20, "sinks": True, "cut": True}),
+        (6, 2, 16, 16, Decode(1, 1, 4), {"slopes": True, "chunk": 64}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_source_on_a_cpu(
+    on_cpu: Run, dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int, how: Decode,
+    more: dict[str, Any], same: Callable[..., None],
+) -> None:  # fmt: skip
+    draw = Draw(dtype, CPU)
+    if "sinks" in more:
+        more = more | {"sinks": draw.normal(heads, dtype=torch.float32 if size == 128 else dtype)}
+    if "slopes" in more:
+        more = more | {"slopes": draw.uniform(heads, dtype=torch.float32)}
+    for sequences in (DECODE, MIXED):
+        sample = paged_sample(draw, sequences, heads=heads, kv_heads=kv_heads, size=size, page_size=page_size, **more)
+        expected = paged_attention(**sample)
+        for late in (False, True):
+            same(PAGED_ATTENTION, on_cpu(sample, how, late=late), expected)
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper() -> torch.device:
+    """The GPU, if it is one that the kernel runs on."""
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip(f"needs compute capability 9.0, and this GPU has {torch.cuda.get_device_capability()}")
+    return torch.device("cuda")
+
+
+def run(sample: Sample, how: Decode) -> torch.Tensor:
+    """The kernel's results, in memory full of NaN."""
+    out = torch.full_like(sample["q"], torch.nan)
+    record = Record(
+        name="tried", op="precast.paged_attention", runs=lambda use: (decode_launch(use, how),), workspace=nothing,
+        allocates=False,
+    )  # fmt: skip
+    as_function(record)(**sample, out=out)
+    return out
+
+
+LONG = [(1, 700), (2, 1500), (0, 9), (1, 2100), (1, 1), (3, 3)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "how", [Decode(1, 4, 2), Decode(2, 8, 1), Decode(4, 4, 3), Decode(8, 2, 2), Decode(4, 4, 2, barrier=True)], ids=str
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "page_size", "more"),
+    [
+        (32, 8, 128, 16, {"padding": 2}),
+        (64, 8, 64, 32, {"window": 128, "sinks": True, "cut": True}),
+        (16, 8, 256, 16, {"window": 1024, "soft_cap": 50.0}),
+        (14, 1, 96, 8, {"chunk": 600, "slopes": True, "cut": True}),
+    ],
+    ids=str,
+)
+def test_sequences(
+    hopper: torch.device, heads: int, kv_heads: int, size: int, page_size: int, more: dict[str, Any], how: Decode,
+    same: Callable[..., None],
+) -> None:  # fmt: skip
+    draw = Draw(torch.bfloat16, hopper)
+    if "sinks" in more:
+        more = more | {"sinks": draw.normal(heads)}
+    if "slopes" in more:
+        more = more | {"slopes": draw.uniform(heads, dtype=torch.float32)}
+    sample = paged_sample(draw, LONG, heads=heads, kv_heads=kv_heads, size=size, page_size=page_size, **more)
+
+    same(PAGED_ATTENTION, run(sample, how), paged_attention(**sample))
