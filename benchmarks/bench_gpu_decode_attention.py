@@ -145,7 +145,7 @@ def layers_of(model: Model, case: Case, given: list[Given]) -> Iterator[Layer]:
         return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
 
     weights = [(drawn(columns, WIDTH), drawn(WIDTH, model.heads * model.size)) for _ in range(4)]
-    cos, sin = (torch.rand(1, tokens, model.size, device="cuda").bfloat16() for _ in range(2))
+    cos, sin = (torch.rand(1, tokens, model.size // 2, device="cuda").bfloat16() for _ in range(2))
     lists = given[0].arguments
     last = lists["page_indptr"][1:].long() - 1
     slot = (case.tokens - 1) % attention.PAGE_SIZE
@@ -173,7 +173,7 @@ class Chain:
         self._has_products = case.seqs <= MAX_ROWS
         self._turn = as_function(records_of("precast.rotary_write_kv", 1)[0])
         named = {each.name: each for each in records_of("aten.linear.default", 1)}
-        self._multiply = as_function(named["cuda.linear"])
+        self._multiply = as_function(named["cuda.linear" if case.seqs <= 2 else "cuda.linear_from_3"])
         self.hidden = torch.randn(1, case.seqs, WIDTH, device="cuda").bfloat16()
         self.result = torch.empty_like(self.hidden)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from precast.kernels.attention.triton_write_kv import rounded
 from precast.kernels.rms_norm.triton import scale_of, scaled
 from precast.kernels.rotary.triton import turned
-from precast.kernels.triton_chain import wait_for_previous
+from precast.kernels.triton_chain import let_next_begin, wait_for_previous
 
 
 @triton.jit
@@ -124,8 +124,11 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
 
     A slot outside of the cache is taken like padding: its keys and values are not written.
     """
-    wait_for_previous(PDL)
+    let_next_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
+    # An input of the step, which no kernel in front writes.
+    slot = tl.load(slot_mapping_ptr + token * slot_mapping_stride)
+    wait_for_previous(PDL)
     query_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     r = tl.arange(0, BLOCK_R)[None, :]
     first = 2 * r if INTERLEAVED else r
@@ -146,9 +149,9 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
         tl.store(y + second, b, mask=is_head & (r < PAIRS))
         tl.store(y + d, rest, mask=is_head & (d < SIZE))
     else:
-        slot = tl.load(slot_mapping_ptr + token * slot_mapping_stride)
         head = (tl.program_id(1) - query_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        is_head = (head < KV_HEADS) & (slot >= 0) & (slot < num_slots)
+        is_head = head < KV_HEADS
+        is_written = is_head & (slot >= 0) & (slot < num_slots)
         page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
         a, b, rest = _turned_heads(
             k_ptr + token * k_stride_t + head * k_stride_h, is_head, k_stride_d, k_weight_ptr, k_weight_stride,
@@ -156,12 +159,12 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
         keys = k_cache_ptr + page * k_cache_stride_p + offset * k_cache_stride_s + head * k_cache_stride_h
-        tl.store(keys + first * k_cache_stride_d, rounded(a, dtype, LIMIT), mask=is_head & (r < PAIRS))
-        tl.store(keys + second * k_cache_stride_d, rounded(b, dtype, LIMIT), mask=is_head & (r < PAIRS))
-        tl.store(keys + d * k_cache_stride_d, rounded(rest, dtype, LIMIT), mask=is_head & (d < SIZE))
+        tl.store(keys + first * k_cache_stride_d, rounded(a, dtype, LIMIT), mask=is_written & (r < PAIRS))
+        tl.store(keys + second * k_cache_stride_d, rounded(b, dtype, LIMIT), mask=is_written & (r < PAIRS))
+        tl.store(keys + d * k_cache_stride_d, rounded(rest, dtype, LIMIT), mask=is_written & (d < SIZE))
 
         e = tl.arange(0, BLOCK_V)[None, :]
-        is_value = is_head & (e < VALUE_SIZE)
-        v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + e * v_stride_d, mask=is_value, other=0.0)
+        in_value = e < VALUE_SIZE
+        v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + e * v_stride_d, mask=is_head & in_value, other=0.0)
         values = v_cache_ptr + page * v_cache_stride_p + offset * v_cache_stride_s + head * v_cache_stride_h
-        tl.store(values + e * v_cache_stride_d, rounded(v, dtype, LIMIT), mask=is_value)
+        tl.store(values + e * v_cache_stride_d, rounded(v, dtype, LIMIT), mask=is_written & in_value)

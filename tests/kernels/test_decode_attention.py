@@ -113,27 +113,27 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return execute
 
 
+HALF, BRAIN = torch.float16, torch.bfloat16
 MIXED = [(3, 5), (1, 33), (0, 4), (2, 71), (1, 1)]
 DECODE = [(1, length) for length in (1, 17, 64, 175)]
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "page_size", "how", "more"),
+    ("dtype", "heads", "kv_heads", "size", "page_size", "how", "more"),
     [
-        (4, 1, 64, 16, Decode(2, 2, 2), {}),
-        (8, 2, 128, 8, Decode(4, 1, 1), {"padding": 2}),
-        (7, 1, 80, 5, Decode(1, 4, 2), {"window": 65, "cut": True}),
-        (6, 2, 96, 1, Decode(2, 1, 3), {"window": 20, "soft_cap": 4.0, "padding": 1}),
-        (2, 2, 128, 7, Decode(8, 1, 2, barrier=True), {"sinks": True, "soft_cap": 50.0}),
-        (1, 1, 256, 32, Decode(4, 2, 2, early=False), {"window": 33}),
-        (19, 1, 16, 4, Decode(2, 2, 1, barrier=True), {"window": 1, "sinks": True}),
-        (7, 1, 80, 5, Decode(2, 2, 2), {"chunk": 37, "cut": True}),
-        (4, 1, 64, 7, Decode(8, 4, 1), {"slopes": True, "window": 20, "sinks": True, "cut": True}),
-        (6, 2, 16, 16, Decode(1, 1, 4), {"slopes": True, "chunk": 64}),
+        (BRAIN, 4, 1, 64, 16, Decode(2, 2, 2), {}),
+        (HALF, 8, 2, 128, 8, Decode(4, 1, 1), {"padding": 2}),
+        (BRAIN, 7, 1, 80, 5, Decode(1, 4, 2), {"window": 65, "cut": True}),
+        (HALF, 6, 2, 96, 1, Decode(2, 1, 3), {"window": 20, "soft_cap": 4.0, "padding": 1}),
+        (BRAIN, 2, 2, 128, 7, Decode(8, 1, 2, barrier=True), {"sinks": True, "soft_cap": 50.0}),
+        (HALF, 1, 1, 256, 32, Decode(4, 2, 2, early=False), {"window": 33}),
+        (BRAIN, 19, 1, 16, 4, Decode(2, 2, 1, barrier=True), {"window": 1, "sinks": True}),
+        (HALF, 7, 1, 80, 5, Decode(2, 2, 2), {"chunk": 37, "cut": True}),
+        (BRAIN, 4, 1, 64, 7, Decode(8, 4, 1), {"slopes": True, "window": 20, "sinks": True, "cut": True}),
+        (HALF, 6, 2, 16, 16, Decode(1, 1, 4), {"slopes": True, "chunk": 64}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_source_on_a_cpu(
     on_cpu: Run, dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int, how: Decode,
     more: dict[str, Any], same: Callable[..., None],
