@@ -25,13 +25,14 @@ _Region = tuple[int, ...]
 """The places of the nodes that become one, ascending."""
 
 
-@lowered_pass(version=1)
+@lowered_pass(version=2)
 def fuse_pointwise(graph: ir.Graph) -> ir.Graph:
     """y = f(g(x), h(x, z)) -> fused(x, z), where nothing else stands between, in main and in each block.
 
-    Greedy, in the order of the nodes: a node joins the regions that make its arguments, one by one, if what they
-    become can still be computed where the node stands. Regions of one node stay as they are. No node moves past one
-    that takes its result, and what a cache holds is no operand: it may be written in between.
+    Greedy, in the order of the nodes: a node joins the regions that make its arguments, one by one, and then those that
+    make other arguments of an op that takes its result, if what they become can still be computed where the node
+    stands. Regions of one node stay as they are. No node moves past one that takes its result, and what a cache holds
+    is no operand: it may be written in between.
     """
     blocks = tuple(
         msgspec.structs.replace(block, nodes=_fused(block.nodes, _types(block), block.outputs, _names(block.caches)))
@@ -101,17 +102,25 @@ class _Regions:
         self._region_of: dict[int, _Region] = {}
 
     def grow(self) -> None:
-        """Every candidate joins what makes its arguments."""
+        """Every candidate joins what makes its arguments, and what is taken beside its result."""
         for place in self._candidates:
             region: _Region = (place,)
             if not self._can_become_one(region):
                 continue
-            makers = sorted({self._made[name] for name in _taken(self._steps[place]) if name in self._made})
-            for maker in reversed(makers):
+            for maker in (*reversed(self._makers(place)), *self._beside(place)):
                 joined = tuple(sorted({*region, *self._region_of.get(maker, ())}))
                 if joined != region and self._can_become_one(joined):
                     region = joined
             self._region_of.update(dict.fromkeys(region, region))
+
+    def _makers(self, place: int) -> list[int]:
+        """The candidates that make arguments of a step, in order."""
+        return sorted({self._made[name] for name in _taken(self._steps[place]) if name in self._made})
+
+    def _beside(self, place: int) -> list[int]:
+        """The candidates before it that make other arguments of an op that takes its result and is none itself."""
+        takers = [user for user in self._users_of(place) if user not in self._made.values()]
+        return [maker for user in takers for maker in self._makers(user) if maker < place]
 
     def all(self) -> list[_Region]:
         """The regions of more than one node that the op takes as they are in the end."""

@@ -98,6 +98,46 @@ def test_a_mask_stays_inside() -> None:
     assert ops_after(nodes, "a") == ["precast.fused@1"]
 
 
+def test_what_one_op_takes_is_made_together() -> None:
+    """As a delta rule takes its decay and its beta, which have nothing else in common."""
+    nodes = """
+        %a = aten.sigmoid.default(self=%x)
+        %b = aten.to.dtype(self=%y, dtype=float32)
+        %c = aten.softplus.default(self=%b)
+        %d = aten.linear.default(input=%y, weight=%p)
+        %e = aten.to.dtype(self=%c, dtype=bfloat16)
+        %f = aten.cat.default(tensors=[%a, %d, %e], dim=2)
+        """
+    assert fused(nodes, "f")[1].startswith("%a: bfloat16[1, T, 16], %e: bfloat16[1, T, 16] = precast.fused@1(x0=%x, ")
+    assert ops_after(nodes, "f") == ["aten.linear.default@1", "precast.fused@1", "aten.cat.default@1"]
+
+
+@pytest.mark.parametrize(
+    ("why", "nodes"),
+    [
+        (
+            "one is longer",
+            """%a = aten.sigmoid.default(self=%x) %w2 = aten.cat.default(tensors=[%y, %y], dim=2)
+            %b = aten.neg.default(self=%w2) %c = aten.cat.default(tensors=[%a, %b], dim=2)""",
+        ),
+        (
+            "one is taken before the other can be made",
+            """%a = aten.sigmoid.default(self=%x) %l = aten.linear.default(input=%a, weight=%p)
+            %b = aten.neg.default(self=%l) %c = aten.cat.default(tensors=[%a, %b], dim=2)""",
+        ),
+        (
+            "two ops take them",
+            """%a = aten.sigmoid.default(self=%x) %b = aten.neg.default(self=%y)
+            %l = aten.linear.default(input=%a, weight=%p) %m = aten.linear.default(input=%b, weight=%p)
+            %c = aten.cat.default(tensors=[%l, %m], dim=2)""",
+        ),
+    ],
+    ids=["longer", "before", "two"],
+)
+def test_what_is_made_apart(why: str, nodes: str) -> None:
+    assert "precast.fused@1" not in ops_after(nodes, "c"), why
+
+
 def test_a_block_is_fused_once_for_all_its_calls() -> None:
     layered = parse_graph(
         GIVEN
