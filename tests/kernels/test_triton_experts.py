@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_launches import stack_bytes
 
 from precast.ir.graph.schema import Const, Dtype, Node, Ref, TensorType, Value
 from precast.kernels.choices import cases, records_of
@@ -21,6 +22,7 @@ triton = pytest.importorskip("triton", reason="Triton is published for Linux onl
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
 # Experts, experts of a token, widths of activations and between the products.
 QWEN, DEEPSEEK, GPT_OSS = (128, 8, 2048, 768), (256, 8, 7168, 2048), (32, 4, 2880, 2880)
+QWEN_NEXT = (512, 10, 2048, 512)
 CLAMPED = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 
@@ -116,7 +118,10 @@ def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (layer(QWEN, HOPPER), 64),
         (layer(DEEPSEEK, HOPPER), 1),
         (layer(DEEPSEEK, HOPPER), 4096),
-        (layer(GPT_OSS, HOPPER, **CLAMPED), 256),
+        (layer(GPT_OSS, HOPPER, **CLAMPED), 1),
+        (layer(GPT_OSS, HOPPER, **CLAMPED), 64),
+        (layer(GPT_OSS, HOPPER, **CLAMPED), 1024),
+        (layer(QWEN_NEXT, HOPPER), 2048),
         (layer(GPT_OSS, AMPERE, "float16", **CLAMPED), 4096),
         (layer(QWEN, AMPERE), 8),
         (layer(QWEN, ADA), 4096),
@@ -126,12 +131,14 @@ def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: value if isinstance(value, int) else f"{value.node.op}, {value.dtype}, {value.target.text}",
 )
-def test_what_models_need_is_compiled(use: Use, tokens: int) -> None:
+def test_what_models_need_is_compiled(use: Use, tokens: int, tmp_path: Path) -> None:
     for launch in launches_of(use, tokens):
         found = compiled(launch, use)
 
         assert len(found.asm["cubin"]) > 0
         assert found.metadata.shared <= shared_bytes(use.target.capability)
+        # Registers hold all that a thread has; but for a few numbers of the largest tiles on older GPUs.
+        assert stack_bytes(found, tmp_path) <= (0 if use.target.capability == HOPPER else 64)
         assert ("griddepcontrol.wait" in found.asm["ptx"]) == (use.target.capability == HOPPER) == launch.pdl
         if launch.kernel.endswith(":grouped_kernel"):
             ptx = found.asm["ptx"]
