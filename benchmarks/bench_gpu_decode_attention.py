@@ -168,6 +168,12 @@ def layers_of(model: Model, case: Case, given: list[Given]) -> Iterator[Layer]:
         yield Layer(weights[i % 4], fused, turned)
 
 
+def takes(record: Record, tokens: int) -> bool:
+    """Whether a step of so many tokens is within the sizes of a record."""
+    low, high = record.sizes["T"]
+    return low <= tokens and (high is None or tokens <= high)
+
+
 class Chain:
     """Layers in a row."""
 
@@ -176,8 +182,9 @@ class Chain:
         self.layers = (list(layers_of(model, case, given)) * LAYERS)[:LAYERS]
         self._has_products = case.seqs <= MAX_ROWS
         self._turn = as_function(records_of("precast.rotary_write_kv", 1)[0])
-        named = {each.name: each for each in records_of("aten.linear.default", 1)}
-        self._multiply = as_function(named["cuda.linear"])
+        streams = [each for each in records_of("aten.linear.default", 1) if each.kind == "cuda" and "T" in each.sizes]
+        # Each takes some numbers of rows.
+        self._multiply = as_function(next((each for each in streams if takes(each, case.seqs)), streams[0]))
         self.hidden = torch.randn(1, case.seqs, WIDTH, device="cuda").bfloat16()
         self.result = torch.empty_like(self.hidden)
 
