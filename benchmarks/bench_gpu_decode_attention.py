@@ -32,8 +32,8 @@ import torch
 from bench_gpu_attention import MODELS, PLAIN, Case, Choice, Given, Model
 
 from precast.kernels import cuda_launch
-from precast.kernels.attention.decode import Decode, decode_launch, shared_bytes
-from precast.kernels.attention.launches import Splits, Tile
+from precast.kernels.attention.decode import MOST_SHARED_BYTES, Decode, decode_launch, shared_bytes
+from precast.kernels.attention.launches import Splits, Tile, split_tile
 from precast.kernels.choices import records_of
 from precast.kernels.cuda_source import Constants, compiled
 from precast.kernels.launch import as_function, launched_of
@@ -44,8 +44,6 @@ LAYERS = 32
 SOURCE = "attention/decode.cu"
 WIDTH = 4096
 """Of the hidden state, and the products around attention."""
-MOST_SHARED = 232_448
-"""Bytes of shared memory that a block may have."""
 CASES = {
     "llama-8b": [Case(1, 1, 256), Case(8, 1, 256), Case(1, 1, 4096), Case(8, 1, 4096), Case(1, 1, 32768),
                  Case(64, 1, 256), Case(256, 1, 256), Case(64, 1, 4096), Case(32, 1, 256), Case(2, 1, 1024)],
@@ -56,7 +54,7 @@ CASES = {
 }  # fmt: skip
 FEW = [
     Decode(8, 4, 2), Decode(8, 4, 4), Decode(8, 2, 2), Decode(8, 2, 4), Decode(8, 8, 2), Decode(4, 4, 2),
-    Decode(4, 4, 1), Decode(4, 4, 4), Decode(4, 8, 2), Decode(4, 8, 3), Decode(2, 4, 2), Decode(2, 4, 4),
+    Decode(4, 4, 1), Decode(4, 4, 4), Decode(4, 8, 2), Decode(2, 4, 2), Decode(2, 4, 4),
     Decode(2, 8, 1), Decode(2, 8, 2), Decode(2, 8, 3), Decode(1, 8, 2), Decode(1, 16, 1),
     Decode(8, 4, 2, early=False), Decode(4, 4, 2, early=False), Decode(2, 8, 2, early=False),
     Decode(8, 4, 2, barrier=True), Decode(4, 4, 2, barrier=True), Decode(2, 8, 2, barrier=True),
@@ -84,7 +82,9 @@ class Layer(NamedTuple):
 
 def decodes_of(model: Model, case: Case) -> list[Decode]:
     """Those that fit."""
-    return [each for each in (FEW if case.seqs <= MAX_ROWS else MANY) if shared_bytes(model.size, each) <= MOST_SHARED]
+    return [
+        each for each in (FEW if case.seqs <= MAX_ROWS else MANY) if shared_bytes(model.size, each) <= MOST_SHARED_BYTES
+    ]
 
 
 def record_of(model: Model, case: Case, tried: Decode | Choice) -> Record:
@@ -119,7 +119,7 @@ def compile_all(names: list[str]) -> None:
             use = attention.use_of(given.arguments, given.out, (9, 0))
             for each in decodes_of(MODELS[name], case):
                 sources.add(tuple(decode_launch(use, each).constants.items()))
-            jobs += [(MODELS[name], same, each, (9, 0)) for each in (Choice(), PLAIN, *others_of(name, case))]
+            jobs += [(MODELS[name], same, each, (9, 0)) for each in (PLAIN, *triton_of(MODELS[name], name, case))]
     with ProcessPoolExecutor(max(1, min(14, (os.cpu_count() or 2) - 2)), mp_context=get_context("spawn")) as pool:
         problems = pool.map(attention.compile_one, list(dict.fromkeys(jobs)))
         made = dict(pool.map(compile_source, sources))
@@ -132,9 +132,13 @@ def compile_all(names: list[str]) -> None:
     cuda_launch.compiled = found
 
 
-def others_of(name: str, case: Case) -> list[Choice]:
-    """Triton's, beside what records choose."""
-    return OTHERS.get(case.seqs, []) if name == "llama-8b" and case.tokens <= 256 else []
+def triton_of(model: Model, name: str, case: Case) -> list[Choice]:
+    """Triton's kernels: as its own record has them, and over short contexts some others."""
+    is_short = name == "llama-8b" and case.tokens <= 256
+    slots = range(case.seqs, case.seqs + 1)
+    given = attention.layers_of(model, case, "meta")[0]
+    plain = Choice(split=split_tile(attention.use_of(given.arguments, given.out, (9, 0)), slots))
+    return [plain, *(OTHERS.get(case.seqs, []) if is_short else [])]
 
 
 def layers_of(model: Model, case: Case, given: list[Given]) -> Iterator[Layer]:
@@ -164,6 +168,12 @@ def layers_of(model: Model, case: Case, given: list[Given]) -> Iterator[Layer]:
         yield Layer(weights[i % 4], fused, turned)
 
 
+def takes(record: Record, tokens: int) -> bool:
+    """Whether a step of so many tokens is within the sizes of a record."""
+    low, high = record.sizes["T"]
+    return low <= tokens and (high is None or tokens <= high)
+
+
 class Chain:
     """Layers in a row."""
 
@@ -172,8 +182,9 @@ class Chain:
         self.layers = (list(layers_of(model, case, given)) * LAYERS)[:LAYERS]
         self._has_products = case.seqs <= MAX_ROWS
         self._turn = as_function(records_of("precast.rotary_write_kv", 1)[0])
-        named = {each.name: each for each in records_of("aten.linear.default", 1)}
-        self._multiply = as_function(named["cuda.linear" if case.seqs <= 2 else "cuda.linear_from_3"])
+        streams = [each for each in records_of("aten.linear.default", 1) if each.kind == "cuda" and "T" in each.sizes]
+        # Each takes some numbers of rows.
+        self._multiply = as_function(next((each for each in streams if takes(each, case.seqs)), streams[0]))
         self.hidden = torch.randn(1, case.seqs, WIDTH, device="cuda").bfloat16()
         self.result = torch.empty_like(self.hidden)
 
@@ -214,7 +225,7 @@ def measure(name: str, case: Case, deadline: float) -> dict[str, Any]:
     """One row of the table: what each choice adds to a layer, the fastest first."""
     model = MODELS[name]
     given = attention.layers_of(model, case, "cuda")[:LAYERS]
-    tried: list[Decode | Choice] = [Choice(), *others_of(name, case), *decodes_of(model, case)]
+    tried: list[Decode | Choice] = [*triton_of(model, name, case), *decodes_of(model, case)]
     calls_of(given[:1], model, case, PLAIN)[0]()
     expected = given[0].out.clone()
     chain = Chain(model, case, given)
@@ -280,9 +291,7 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001 - one case doesn't end the others
                 row = {"error": str(error)[:300]}
             table[f"{name}, {case.text}"] = row
-            few = row | ({"us": dict(list(row["us"].items())[:8]), "triton": row["us"].get("triton")}
-                         if "us" in row else {})  # fmt: skip
-            print(f"{name}, {case.text}: {json.dumps(few)}", flush=True)
+            print(f"{name}, {case.text}: {json.dumps(row)}", flush=True)
             found = {"claim": "gpu_decode_attention", "machine": machine, "figures": {"rows": table}}
             arguments.out.write_text(json.dumps(found) + "\n")
             torch.cuda.empty_cache()

@@ -11,12 +11,14 @@ from precast.kernels.use import Use
 
 MOST_TOKENS = 8
 """Of a step. Each is read for by itself, so that of several tokens of a sequence each reads all keys again."""
-MOST_SIZE = 256
-"""Elements of a head: a warp's sums are in registers."""
+MOST_SIZE, WIDE = 256, 128
+"""Elements of a head, whose sums are in a warp's registers; and those up to which eight warps have room."""
 NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200."""
-RING_BYTES = 32 << 10
-"""Of a warp's ring."""
+RING_BYTES = 136 << 10
+"""Of the rings of a block's warps, together."""
+MOST_SHARED_BYTES = 227 * 1024 - 128
+"""Of a block, without its barrier."""
 KEYS = 16
 """Of a block."""
 COLUMNS = 8
@@ -44,20 +46,26 @@ def launches(use: Use, *, slots: int) -> tuple[Launch, ...]:
 def decode_of(use: Use, slots: int) -> Decode:
     """Clusters as large as leaves each block a multiprocessor to itself, if there are `slots` tokens.
 
-    So a token's keys are shared by as many blocks as the GPU has for it. A warp's ring holds what keeps memory busy:
-    four warps with 32 KiB of keys and values each on their way.
+    So a token's keys are shared by as many blocks as the GPU has for it. Rings hold what keeps memory busy; eight warps
+    compute while others wait, and heads of more than 128 elements leave room for four.
     """
     size = _number(use, "k_cache", 3)
     clusters = slots * _heads(use)
     cluster = max(each for each in (1, 2, 4, 8) if each == 1 or clusters * each <= NUM_SMS)
-    return Decode(cluster, 4, max(2, min(8, RING_BYTES // (2 * KEYS * 2 * size))))
+    warps = 8 if size <= WIDE else 4
+    return Decode(cluster, warps, max(1, min(8, RING_BYTES // (warps * stage_bytes(size)))))
+
+
+def stage_bytes(size: int) -> int:
+    """A block of keys, and their values."""
+    return 2 * KEYS * (2 * size + _PAD)
 
 
 def shared_bytes(size: int, how: Decode) -> int:
     """What a block needs: what its cluster joins in it, and the rings of its warps."""
     own_tiles = -(-(size // 16) // how.cluster)
     joined = how.cluster * how.warps * (own_tiles * _TILE_BYTES + _WEIGHT_BYTES)
-    return joined + how.warps * how.stages * 2 * KEYS * (2 * size + _PAD)
+    return joined + how.warps * how.stages * stage_bytes(size)
 
 
 def decode_launch(use: Use, how: Decode) -> Launch:
@@ -65,6 +73,7 @@ def decode_launch(use: Use, how: Decode) -> Launch:
     heads, kv_heads, size = (_number(use, name, axis) for name, axis in (("q", 2), ("k_cache", 2), ("k_cache", 3)))
     window, chunk, cap, scale = (use.constant(name) or 0 for name in ("window", "chunk", "soft_cap", "scale"))
     has_sinks = use.has("sinks")
+    assert shared_bytes(size, how) <= MOST_SHARED_BYTES, f"{how} wants more shared memory than a block has"
     names = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
     return Launch(
         kernel="precast.kernels.attention/decode.cu:decode_attention",

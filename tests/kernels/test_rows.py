@@ -102,14 +102,16 @@ def test_a_row_is_one_launch_compiled_for_hopper(
     if not args.get("interleaved"):
         assert re.search(r"ld\.global\S*\.v[24]\.b32", ptx) or op == "rotary_tables"
         assert re.search(r"st\.global\S*\.v[24]\.b(32|16)", ptx) or op == "rotary_tables"
-    # The next kernel may begin first; then this one waits, and whatever it reads but for weights comes after that.
+    # The next kernel may begin first; then this one waits, and whatever it reads but for weights, and the step's inputs
+    # where tokens are written, comes after that.
+    reads_early = op == "rotary_write_kv" or (args.get("weight") is not None and op != "embedding")
     assert launch.pdl
     order = re.findall(r"griddepcontrol\.\w+|ld\.global|st\.global", ptx)
     waits, weights = order.index("griddepcontrol.wait"), [each for each in order if each == "ld.global"]
     assert order[waits - 1] == "griddepcontrol.launch_dependents"
     assert "st.global" not in order[:waits]
     assert order[waits:].count("ld.global") > 0
-    assert ("ld.global" in order[:waits]) == (args.get("weight") is not None and op != "embedding")
+    assert ("ld.global" in order[:waits]) == reads_early
     assert len(weights) > 0
 
 

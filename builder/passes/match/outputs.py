@@ -73,7 +73,8 @@ def _parts(linear: FxNode, ctx: PassContext) -> dict[FxNode, tuple[int, ...]]:
         return {}
     orders = {node: tuple(_of_a_token(numbers, node, ctx)) for node, numbers in parts.items()}
     used = sorted(output for order in set(orders.values()) for output in order)
-    is_one_each = used == list(range(count)) and all(_can_be_made(ctx.shape(node)) for node in orders)
+    is_one_each = used == list(range(count)) and all(orders.values())
+    is_one_each = is_one_each and all(_can_be_made(ctx.shape(node)) for node in orders)
     return dict(sorted(orders.items(), key=lambda item: item[1][0])) if is_one_each else {}
 
 
