@@ -454,6 +454,7 @@ def _sweep_case(
             except Exception:  # noqa: BLE001 - its figure says why
                 errors[option] = float("nan")
         run(of(options[0]), layers[-1])
+        layers_us(of(options[0])[part], layers, 20.0)  # clocks are those of work from the first figure on
         found = named(tried(options, lambda option: of(option)[part], layers, budget_ms=3.0))
         wrong = [" ".join(map(str, map(int, option))) for option, error in errors.items() if not error < 0.02]
         print(f"  {title}:", "; ".join(f"{key}: {value}" for key, value in found.items()), flush=True)
