@@ -19,8 +19,9 @@ _FEW = "precast.kernels.experts.triton_few"
 _ORDER_BLOCKS = (1024, 8192)
 """Pairs that `order_kernel` looks at together, at least and at most: an iteration waits for what it has loaded. Each of
 its programs, one an expert, reads all pairs."""
-_COUNT_BLOCK, _COUNTED_TOGETHER = 512, 16
-"""Pairs that a program of `count_kernel` and `place_kernel` has; what the latter looks at together."""
+_COUNT_BLOCK, _COUNTS, _OTHERS = 512, 1 << 14, 32
+"""Pairs that a program of `count_kernel` and `place_kernel` has; the counts that the latter reads together, and the
+pairs that it compares each of its own with at a time."""
 _SUM_BLOCK = 1024
 _ALIGNED = 256
 """Bytes that each part of a workspace is a multiple of."""
@@ -141,9 +142,7 @@ def up_strips(size: int, num_bytes: int) -> Strips:
 
 def down_strips(size: int, num_bytes: int) -> Strips:
     """The strips of the second product's rows of `size` elements of `num_bytes`."""
-    k = min(power_of_two(size), 512 // num_bytes)
-    pieces = max(1, -(-size // k) - 1)  # besides the first, which is requested before the wait
-    return Strips(4, k, 4, pieces) if pieces < _PIECES else Strips(8, max(k // 2, 1), 4, num_stages=_STRIP_STAGES)
+    return Strips(4, min(power_of_two(size), 512 // num_bytes), 4, num_stages=_STRIP_STAGES)
 
 
 def tiles_of(tokens: int | None, average: float | None, use: Use, name: str, *, gated: bool) -> Tiles:
@@ -172,7 +171,7 @@ _GATED = (
     (None, None, Tiles(128, 128, 64, 8, 4, True, 3)),
 )
 _PLAIN = (
-    (16, None, Tiles(16, 64, 128, 4, 3, True)),
+    (16, None, Tiles(16, 64, 64, 4, 5, True)),
     (None, 32, Tiles(64, 64, 64, 4, 4, True, 2)),
     (None, 128, Tiles(128, 128, 64, 4, 3, True, 3)),
     (None, None, Tiles(128, 256, 64, 8, 4, False, 1)),
@@ -326,12 +325,13 @@ def _order(
             ),
         )  # fmt: skip
     grid = (ceildiv(pairs, _COUNT_BLOCK),)
-    constants |= {"EXPERTS_BLOCK": power_of_two(num_experts + 2), "BLOCK": _COUNT_BLOCK}
+    experts_block = power_of_two(num_experts + 2)
+    constants |= {"EXPERTS_BLOCK": experts_block, "BLOCK": _COUNT_BLOCK}
     return (
         Launch(f"{_GROUPED}:count_kernel", grid, (places.counts, *ids), constants, pdl=has_pdl(use)),
         Launch(
             f"{_GROUPED}:place_kernel", grid, (places.starts, places.pairs, places.counts, *ids),
-            {**constants, "TOGETHER": _COUNTED_TOGETHER}, 8, pdl=has_pdl(use),
+            {**constants, "ROWS": max(1, min(_COUNTS // experts_block, 64)), "OTHERS": _OTHERS}, 16, pdl=has_pdl(use),
         ),
     )  # fmt: skip
 

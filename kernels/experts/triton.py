@@ -101,37 +101,41 @@ def place_kernel(  # type: ignore[no-untyped-def]
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    OTHERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """What `order_kernel` lists, of BLOCK pairs, whose expert's pairs before them `count_kernel` has counted.
 
-    It reads TOGETHER rows of counts at a time, and compares so many pairs with all.
+    It reads ROWS of counts at a time, and compares each pair with OTHERS at a time. What it counts is added up across
+    threads at the end alone.
     """
     wait_for_previous(PDL)
     block = tl.program_id(0)
-    each = tl.arange(0, EXPERTS_BLOCK)
-    total = tl.zeros([EXPERTS_BLOCK], tl.int32)
-    before = tl.zeros([EXPERTS_BLOCK], tl.int32)
-    for first in range(0, tl.num_programs(0), TOGETHER):
-        row = first + tl.arange(0, TOGETHER)
-        mask = (row < tl.num_programs(0))[:, None] & (each < NUM_EXPERTS + 2)[None, :]
-        counts = tl.load(counts_ptr + row[:, None] * EXPERTS_BLOCK + each[None, :], mask=mask, other=0)
-        total += tl.sum(counts, 0)
-        before += tl.sum(tl.where((row < block)[:, None], counts, 0), 0)
-    start = tl.cumsum(total, 0) - total
-    if block == 0:
-        tl.store(starts_ptr + each, start, mask=each < NUM_EXPERTS + 2)
-
     lane = tl.arange(0, BLOCK)
     pair = block * BLOCK + lane
     expert = _expert_of(ids_ptr, pair, num_pairs, stride_t, stride_j, TOP_K, NUM_EXPERTS)
-    place = tl.gather(start + before, expert, 0)
-    for first in range(0, BLOCK, TOGETHER):
-        other = first + tl.arange(0, TOGETHER)
+    is_before = tl.zeros([BLOCK, OTHERS], tl.int32)
+    for first in tl.static_range(0, BLOCK, OTHERS):
+        other = first + tl.arange(0, OTHERS)
         found = _expert_of(ids_ptr, block * BLOCK + other, num_pairs, stride_t, stride_j, TOP_K, NUM_EXPERTS)
-        is_before = (other[None, :] < lane[:, None]) & (found[None, :] == expert[:, None])
-        place += tl.sum(is_before.to(tl.int32), 1)
+        is_before += ((other[None, :] < lane[:, None]) & (found[None, :] == expert[:, None])).to(tl.int32)
+    place = tl.sum(is_before, 1)
+
+    each = tl.arange(0, EXPERTS_BLOCK)
+    total = tl.zeros([ROWS, EXPERTS_BLOCK], tl.int32)
+    before = tl.zeros([ROWS, EXPERTS_BLOCK], tl.int32)
+    for first in range(0, tl.num_programs(0), ROWS):
+        row = first + tl.arange(0, ROWS)
+        counts_ptrs = counts_ptr + row[:, None] * EXPERTS_BLOCK + each[None, :]
+        counts = tl.load(counts_ptrs, mask=(row < tl.num_programs(0))[:, None], other=0)
+        total += counts
+        before += tl.where((row < block)[:, None], counts, 0)
+    of_experts = tl.sum(total, 0)
+    start = tl.cumsum(of_experts, 0) - of_experts
+    if block == 0:
+        tl.store(starts_ptr + each, start, mask=each < NUM_EXPERTS + 2)
+    place += tl.gather(start + tl.sum(before, 0), expert, 0)
     tl.store(pairs_ptr + place, pair, mask=pair < num_pairs)
 
 
