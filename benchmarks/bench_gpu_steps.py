@@ -51,7 +51,7 @@ def measure(bundle: Bundle) -> dict[str, Any]:
         tokens.append(greedy_tokens(engine))
         found[name] = {str(count): decode(engine, count) for count in BATCHES}
         found[name]["prefill_tokens_per_s"] = {f"{n} x {length}": prefill(engine, n, length)
-                                               for n, length in ((1, 512), (1, 4096), (4, 2000))}  # fmt: skip
+                                               for n, length in ((1, 512), (1, 4096), (4, 8000))}  # fmt: skip
         if sizes:
             stats = engine.stats
             found["capture"] = {

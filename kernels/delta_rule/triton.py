@@ -225,6 +225,14 @@ def inverse_of(system, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _rounded(x, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`x` in float32, rounded to the nearest number of TF32 if that is the PRECISION: tensor cores cut off instead."""
+    if PRECISION == "tf32":
+        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
 def prepare_kernel(  # type: ignore[no-untyped-def]
     inverse_ptr,
     scores_ptr,
@@ -313,11 +321,11 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     # What is stored before the inverse is in no registers beside it.
     tile = (head * all_tokens + token[:, None]) * CHUNK + j
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * faded * of_q[:, None]
-    scores = tl.where(i >= j, scores, 0.0).to(scores_ptr.dtype.element_ty)
-    tl.store(scores_ptr + tile, scores, mask=mask[:, None])
+    scores = tl.where(i >= j, scores, 0.0)
+    tl.store(scores_ptr + tile, _rounded(scores, PRECISION), mask=mask[:, None])
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * faded * (beta * of_k)[:, None]
     inverse = inverse_of(tl.where(i > j, system, 0.0), CHUNK) * beta[None, :]
-    tl.store(inverse_ptr + tile, inverse.to(inverse_ptr.dtype.element_ty), mask=mask[:, None])
+    tl.store(inverse_ptr + tile, _rounded(inverse, PRECISION), mask=mask[:, None])
 
 
 @triton.jit
@@ -380,6 +388,8 @@ def pass_kernel(  # type: ignore[no-untyped-def]
     first, num_tokens, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, seq)
 
     dot_type = q_ptr.dtype.element_ty if AS_GIVEN else tl.float32
+    # Longer keys leave no registers to round in.
+    ROUNDED: tl.constexpr = PRECISION if BLOCK_D <= 128 else "ieee"
     zeros = tl.zeros((CHUNK, BLOCK_E), tl.float32)
     d = tl.arange(0, BLOCK_D)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -414,11 +424,11 @@ def pass_kernel(  # type: ignore[no-untyped-def]
         whole = tl.load(factors_ptr + 3 * plane + first + tl.minimum(chunk + CHUNK, num_tokens) - 1)
 
         held = _product(k, state, zeros, PRECISION, SPLIT) * of_keys[:, None]
-        written = tl.dot(inverse, (v - held).to(inverse.dtype), input_precision=PRECISION)
+        written = tl.dot(inverse, _rounded(v - held, ROUNDED), input_precision=PRECISION)
         q = tl.load(q_ptr + t[:, None] * q_stride_t + d[None, :] * q_stride_d, mask=tile_mask, other=0.0).to(dot_type)
         scores = tl.load(scores_ptr + t[:, None] * CHUNK + j[None, :], mask=mask[:, None], other=0.0)
         y = _product(q, state, zeros, PRECISION, SPLIT) * of_queries[:, None]
-        y = tl.dot(scores, written.to(scores.dtype), acc=y, input_precision=PRECISION)
+        y = tl.dot(scores, _rounded(written, ROUNDED), acc=y, input_precision=PRECISION)
         tl.store(out_ptr + t[:, None] * HEADS * VALUE_SIZE + e[None, :], y.to(out_ptr.dtype.element_ty), mask=v_mask)
         state = _product(tl.trans(k), written * of_written[:, None], state * whole, PRECISION, SPLIT)
 

@@ -43,12 +43,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each model is built once."""
+    return tmp_path_factory.mktemp("models")
+
+
 @contextmanager
 def engine_of(family: str, folder: Path, dtype: str = "bfloat16", **options: Any) -> Iterator[Engine]:
     """The family with random weights, of which nothing is captured yet."""
     from transformers import AutoConfig
 
-    bundle, weights = folder / f"{family}.bundle", folder / family
+    bundle, weights = folder / f"{family}.{dtype}.bundle", folder / f"{family}.{dtype}"
     if not bundle.exists():
         precast.build(AutoConfig.for_model(family, **_BASE, **FAMILIES[family]), bundle, dtype=dtype)
         random_checkpoints.write(Bundle.open(bundle), weights)
@@ -79,8 +85,8 @@ def bytes_in_use() -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captures_take_no_more_than_is_set_apart(family: str, tmp_path: Path) -> None:
-    with engine_of(family, tmp_path) as engine:
+def test_captures_take_no_more_than_is_set_apart(family: str, folder: Path) -> None:
+    with engine_of(family, folder) as engine:
         warm_up(engine)
         before = bytes_in_use()
         engine.wait_until_captured()
@@ -91,8 +97,8 @@ def test_captures_take_no_more_than_is_set_apart(family: str, tmp_path: Path) ->
         assert LEAST_SHARE * counted <= taken <= counted + LIBRARIES, f"{taken:,} bytes of {counted:,} set apart"
 
 
-def test_replays_allocate_nothing(tmp_path: Path) -> None:
-    with engine_of("qwen3", tmp_path) as engine:
+def test_replays_allocate_nothing(folder: Path) -> None:
+    with engine_of("qwen3", folder) as engine:
         engine.wait_until_captured()
         engine.generate(PROMPTS, GREEDY)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -102,12 +108,12 @@ def test_replays_allocate_nothing(tmp_path: Path) -> None:
 
 
 def test_memory_that_runs_out_in_a_capture_ends_capturing_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Torch may take no more of the GPU than it has: enough for steps op by op, and nothing for the graphs' pool."""
-    with engine_of("qwen3", tmp_path, "float32", capture="off") as plain:
+    with engine_of("qwen3", folder, "float32", capture="off") as plain:
         expected = [output.token_ids for output in plain.generate(PROMPTS, GREEDY)]
-    with engine_of("qwen3", tmp_path, "float32") as engine:
+    with engine_of("qwen3", folder, "float32") as engine:
         warm_up(engine)
         _, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
@@ -124,13 +130,11 @@ def test_memory_that_runs_out_in_a_capture_ends_capturing_and_nothing_else(
 
 
 @pytest.mark.parametrize("times", [1, 5])
-def test_interrupted_captures_give_their_memory_back(
-    tmp_path: Path, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_captures_give_their_memory_back(folder: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted as its first size is all but captured, as often as somebody tries; then captured, and right."""
-    with engine_of("qwen3", tmp_path, "float32", capture="off") as plain:
+    with engine_of("qwen3", folder, "float32", capture="off") as plain:
         expected = [output.token_ids for output in plain.generate(PROMPTS, GREEDY)]
-    with engine_of("qwen3", tmp_path, "float32") as engine:
+    with engine_of("qwen3", folder, "float32") as engine:
         warm_up(engine)
         before = torch.cuda.memory_allocated()
 
