@@ -19,8 +19,10 @@ from op_samples.draw import Draw, Sample
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
-from precast.kernels.attention.decode import Decode, decode_launch
+from precast.kernels import cuda_source
+from precast.kernels.attention.decode import Decode, decode_launch, decode_of
 from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
+from precast.kernels.attention.records import RECORDS
 from precast.kernels.dtypes import NAMES
 from precast.kernels.launch import as_function
 from precast.kernels.records import Pointer, Record, Stride, nothing
@@ -148,6 +150,67 @@ def test_source_on_a_cpu(
         expected = paged_attention(**sample)
         for late in (False, True):
             same(PAGED_ATTENTION, on_cpu(sample, how, late=late), expected)
+
+
+def test_a_token_gets_the_same_bits_alone(on_cpu: Run) -> None:
+    """Also from a ring of another length."""
+    sample = paged_sample(Draw(BRAIN, CPU), DECODE, heads=4, kv_heads=1, size=64, page_size=16)
+    together = on_cpu(sample, Decode(2, 2, 2))
+
+    for b in range(len(DECODE)):
+        lists = {name: sample[name][b : b + 1] for name in ("kv_lens", "page_start")}
+        lists |= {"cu_seqlens": sample["cu_seqlens"][:2], "page_indptr": sample["page_indptr"][b : b + 2]}
+        alone = on_cpu({**sample, **lists, "q": sample["q"][:, b : b + 1].clone()}, Decode(2, 2, 1))
+
+        assert torch.equal(alone[0, 0], together[0, b])
+
+
+# --- without a GPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "more"),
+    [
+        (32, 8, 128, {}),
+        (64, 8, 64, {"window": 128, "sinks": torch.empty(64, dtype=torch.float32)}),
+        (16, 8, 256, {"window": 1024, "soft_cap": 50.0}),
+        (71, 1, 80, {"chunk": 100, "slopes": torch.empty(71), "sinks": torch.empty(71, dtype=BRAIN)}),
+    ],
+    ids=["llama", "gpt-oss", "gemma", "all"],
+)
+def test_what_records_launch_fits_a_multiprocessor(
+    heads: int, kv_heads: int, size: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    triton = pytest.importorskip("triton", reason="cuobjdump comes with Triton, which is published for Linux only")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    sample = paged_sample(Draw(BRAIN, CPU), DECODE, heads=heads, kv_heads=kv_heads, size=size, page_size=16, **more)
+    use = use_of(sample)
+    for record in RECORDS[:2]:
+        assert callable(record.runs)
+        (launch,) = record.runs(use)
+        cubin = tmp_path / "decode.cubin"
+        cubin.write_bytes(cuda_source.compiled(FILE, tuple(launch.constants.items()), HOPPER))
+        said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+        used = dict(word.split(":") for word in said.split() if word.count(":") == 1 and word[-1].isdigit())
+
+        assert record.kind == "cuda"
+        assert launch.grid[0] <= 8
+        assert int(used["SHARED"]) - 1024 + launch.shared_bytes <= 227 << 10
+        assert int(used["REG"]) * launch.block <= 65536
+        assert (used["STACK"], used["LOCAL"]) == ("0", "0")
+
+
+def test_blocks_of_a_step_have_a_multiprocessor_each() -> None:
+    """Of a GPU's 132."""
+    sizes = [(32, 8, 128), (32, 4, 128), (16, 8, 256), (71, 1, 64)]
+    uses = [
+        use_of(paged_sample(Draw(BRAIN, CPU), DECODE, heads=heads, kv_heads=kv_heads, size=size, page_size=16))
+        for heads, kv_heads, size in sizes
+    ]
+    clusters = [[decode_of(use, slots).cluster for use in uses] for slots in (2, 8)]
+
+    assert clusters == [[8, 8, 8, 4], [2, 4, 2, 1]]
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
