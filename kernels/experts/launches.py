@@ -22,6 +22,8 @@ its programs, one an expert, reads all pairs."""
 _COUNT_BLOCK, _COUNTS, _OTHERS = 512, 1 << 14, 32
 """Pairs that a program of `count_kernel` and `place_kernel` has; the counts that the latter reads together, and the
 pairs that it compares each of its own with at a time."""
+_MANY = 1024
+"""In steps of more tokens, pairs are counted before they are ordered, and rows are rounded before they are added up."""
 _SUM_BLOCK = 1024
 _ALIGNED = 256
 """Bytes that each part of a workspace is a multiple of."""
@@ -95,7 +97,8 @@ def few_workspace(use: Use) -> Expr:
 
 
 def grouped(tokens: int | None, up: Tiles | None = None, down: Tiles | None = None) -> Launches:
-    """Of `precast.experts`, of up to `tokens` tokens: pairs in the order of experts, four launches."""
+    """Of `precast.experts`, of up to `tokens` tokens: pairs in the order of experts, four launches; five of many
+    tokens."""
     return lambda use: _grouped(use, tokens, up, down)
 
 
@@ -168,13 +171,13 @@ _GATED = (
     (16, None, Tiles(16, 32, 128, 2, 4, True)),
     (None, 32, Tiles(64, 64, 64, 4, 3, True, 2)),
     (None, 128, Tiles(128, 64, 64, 4, 3, True, 3)),
-    (None, None, Tiles(128, 128, 64, 8, 4, True, 3)),
+    (None, None, Tiles(128, 128, 64, 8, 4, False)),
 )
 _PLAIN = (
     (16, None, Tiles(16, 64, 64, 4, 5, True)),
     (None, 32, Tiles(64, 64, 64, 4, 4, True, 2)),
     (None, 128, Tiles(128, 128, 64, 4, 3, True, 3)),
-    (None, None, Tiles(128, 256, 64, 8, 4, False, 1)),
+    (None, None, Tiles(128, 256, 64, 8, 4, False)),
 )
 _WIDE = (
     (None, 16, Tiles(16, 32, 32, 4, 2, False)),
@@ -266,8 +269,8 @@ def _parts(use: Use, tokens: int | None) -> _Parts:
     sizes = _known(use)
     x = use.operands["x"].type.dtype
     # Rows that wait for their sum are rounded where there are so many that their bytes cost time.
-    kept: Dtype = "float32" if tokens is not None else x
-    places = _places(sizes.pairs, sizes.num_experts, is_counted=tokens is None)
+    kept: Dtype = x if _are_many(tokens) else "float32"
+    places = _places(sizes.pairs, sizes.num_experts, is_counted=_are_many(tokens))
     second = add(places.end, _aligned(mul(use.width("x") * sizes.inner, sizes.pairs)))
     end = add(second, _aligned(mul((4 if kept == "float32" else 2) * sizes.width, sizes.pairs)))
     return _Parts(places, Pointer("workspace", x, places.end), Pointer("workspace", kept, second), end)
@@ -279,7 +282,7 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
     up = up or tiles_of(tokens, average, use, "up", gated=bool(use.constant("gated")))
     down = down or tiles_of(tokens, average, use, "down", gated=False)
     experts, pairs = sizes.num_experts, sizes.pairs
-    most = None if tokens is None else tokens * sizes.top_k
+    most = None if tokens is None or _are_many(tokens) else tokens * sizes.top_k
     first = {
         **_ungated(experts, sizes.top_k, sizes.width, sizes.inner, "up_bias", use), **_between(use), "GATHERS": True,
     }  # fmt: skip
@@ -306,6 +309,11 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
             pdl=has_pdl(use),
         ),
     )
+
+
+def _are_many(tokens: int | None) -> bool:
+    """Whether steps of up to `tokens`, or of any number, can have more than _MANY."""
+    return tokens is None or tokens > _MANY
 
 
 def _order(

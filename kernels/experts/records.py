@@ -86,7 +86,7 @@ On an H200 one token of Qwen3-30B-A3B took 23 us in this way and 30 in the other
 140 and 127, 379 and 241, for tokens that share an expert read it twice. In between, times that grow with the bytes that
 are read meet at 2 to 5 tokens.
 """
-STEPS = (16, 64, 256, 1024)
+STEPS = (16, 64, 256, 1024, 4096)
 """Up to so many tokens tiles are of one size each; above, of the largest."""
 
 
