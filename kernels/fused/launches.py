@@ -81,16 +81,19 @@ def launches(use: Use) -> tuple[Launch, ...]:
         for i in range(MAX_OPERANDS)
     ]
     sizes = [*[None] * (MAX_AXES - len(where.sizes)), *where.sizes]
-    num_rows = numel(where.sizes)
+    num_rows, has_pdl = numel(where.sizes), use.target.capability >= (9, 0)
     return (
         Launch(
             "precast.kernels.fused.triton:fused_kernel",
             (ceildiv(num_rows, rows), ceildiv(where.columns, columns)),
             (*pointers, *outs, *[None] * (MAX_FUSED_RESULTS - len(outs)), *strides, *sizes, num_rows, where.columns),
-            constants={"STEPS": _text(steps, types, where, seen), "ROWS": rows, "COLUMNS": columns},
+            constants={
+                "STEPS": _text(steps, types, where, seen), "ROWS": rows, "COLUMNS": columns, "PDL": has_pdl,
+            },
             num_warps=max(1, min(16, rows * columns // 256)),
+            pdl=has_pdl,
         ),
-    )
+    )  # fmt: skip
 
 
 def tile(columns: Expr, *, whole: bool) -> tuple[int, int]:

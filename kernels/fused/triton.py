@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from precast.kernels.triton_chain import wait_for_previous
+
 
 @triton.constexpr_function
 def at(text, *path):  # type: ignore[no-untyped-def]
@@ -255,7 +257,7 @@ def fused_kernel(  # type: ignore[no-untyped-def]
     c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11,
     d0, d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11,
     size_a, size_b, size_c, num_rows, num_columns,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pointers = (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11)
     outs = (y0, y1, y2, y3)
@@ -268,6 +270,7 @@ def fused_kernel(  # type: ignore[no-untyped-def]
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     row_mask, column_mask = row < num_rows, column < num_columns
+    wait_for_previous(PDL)
     values = ()
     for x in tl.static_range(count(STEPS, "operands")):
         place = offsets(row, column, strides[x], sizes, STEPS, x)
