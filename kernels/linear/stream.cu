@@ -254,9 +254,15 @@ __device__ __forceinline__ void produce_x(
       if (copies) {
         if (elected()) {
           barrier_expect(barrier, rows * length * sizeof(Element));
-#pragma unroll 1
-          for (int row = 0; row < rows; row++)
-            copy(to + row * plan.pitch, x + row * row_stride + begin, length * sizeof(Element), barrier);
+          const Element* from = x + begin;
+          u32 to_row = to;
+#pragma unroll
+          for (int row = 0; row < ROWS; row++)
+            if (row < rows) {
+              copy(to_row, from, length * sizeof(Element), barrier);
+              to_row += plan.pitch;
+              from += row_stride;
+            }
         }
       } else {
 #pragma unroll 1
