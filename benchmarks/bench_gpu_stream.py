@@ -14,7 +14,6 @@ are printed and not written.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,10 +23,12 @@ from typing import Any
 import harness
 import torch
 
+from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.kernels import cuda_launch
-from precast.kernels.launch import as_function
+from precast.kernels.launch import launched_of
 from precast.kernels.linear.records import LONG, SHORT, Way, stream
 from precast.kernels.rms_norm.records import RECORDS as NORMS
+from precast.kernels.use import GPU, use_of
 
 LAYERS = 32
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -35,50 +36,37 @@ HEAD = (128256, 4096)
 ROWS = (1, 2, 4, 8)
 GOALS = {1: (3.65, 1.06), 8: (3.85, 1.12)}
 """By rows: milliseconds at most, and how many times one launch that reads everything."""
-BEFORE = "precast.kernels.linear/stream_before.cu:stream_linear"
-SHORT8 = SHORT._replace(kept_bytes=72 << 10)
-VARIANTS: dict[int, dict[str, Way | None]] = {
+Constants = dict[str, int]
+ROLLED, TWICE = {"UNROLL": 1}, {"UNROLL": 2}
+VARIANTS: dict[int, dict[str, tuple[Way, Constants]]] = {
     8: {
-        "before": None,
-        "as it is": SHORT,
-        "x kept": SHORT8,
-        "x kept from 9 tiles": SHORT8._replace(kept_from=9),
-        "x kept from 9, passes of 2": SHORT8._replace(kept_from=9, tiles=2),
-        "x kept, passes of 2": SHORT8._replace(tiles=2),
-        "x kept, passes of 2, pieces of 1 KiB": SHORT8._replace(tiles=2, piece=512),
-        "pairs": SHORT._replace(blocks=2),
-        "pairs, x kept": SHORT8._replace(blocks=2),
-        "pairs, x kept from 9 tiles": SHORT8._replace(blocks=2, kept_from=9),
-        "pairs, x kept from 9, passes of 4": SHORT8._replace(blocks=2, kept_from=9, tiles=4),
-        "pairs, x kept, passes of 2": SHORT8._replace(blocks=2, tiles=2),
-        "pairs, x kept, passes of 2, pieces of 1 KiB": SHORT8._replace(blocks=2, tiles=2, piece=512),
-        "pairs, x kept, passes of 2, 40 KiB of room": SHORT8._replace(blocks=2, tiles=2, room=40 << 10),
+        "as it is": (SHORT, {}),
+        "unrolled twice": (SHORT, TWICE),
+        "rolled": (SHORT, ROLLED),
+        "x kept from 9 tiles": (SHORT._replace(kept_from=9), {}),
+        "1 KiB": (SHORT._replace(piece=512), {}),
+        "1 KiB, unrolled twice": (SHORT._replace(piece=512), TWICE),
+        "1.5 KiB": (SHORT._replace(piece=768, kept_bytes=80 << 10), {}),
+        "1 KiB, 24 KiB of room": (SHORT._replace(piece=512, room=24 << 10), {}),
     },
     1: {
-        "before": None,
-        "as it is": LONG,
-        "x not kept in down": LONG._replace(kept_from=3),
-        "x not kept in down, passes of 2": LONG._replace(kept_from=3, tiles=2),
-        "passes of 2": LONG._replace(tiles=2),
-        "pieces of 2 KiB, passes of 2": LONG._replace(piece=1024, tiles=2),
-        "pieces of 2 KiB, passes of 2, 40 KiB of room": LONG._replace(piece=1024, tiles=2, room=40 << 10),
-        "pairs, passes of 2": LONG._replace(blocks=2, tiles=2),
+        "as it is": (LONG, {}),
+        "unrolled twice": (LONG, TWICE),
+        "rolled": (LONG, ROLLED),
+        "x kept in down": (LONG._replace(kept_from=0), TWICE),
+        "2 KiB": (LONG._replace(piece=1024, kept_from=0), TWICE),
+        "1 KiB": (LONG._replace(piece=512, kept_from=0), TWICE),
+        "2 KiB, 40 KiB of room": (LONG._replace(piece=1024, kept_from=0, room=40 << 10), TWICE),
     },
     4: {
-        "before": None,
-        "as it is": SHORT,
-        "x kept from 9 tiles": SHORT._replace(kept_from=9),
-        "passes of 2": SHORT._replace(tiles=2),
-        "pieces of 4 KiB, passes of 2": LONG._replace(tiles=2),
-        "pairs": SHORT._replace(blocks=2),
-        "pairs, passes of 2": SHORT._replace(blocks=2, tiles=2),
+        "as it is": (SHORT, {}),
+        "4 KiB": (LONG, {}),
+        "1 KiB": (SHORT._replace(piece=512), {}),
     },
     2: {
-        "before": None,
-        "as it is": LONG,
-        "passes of 2": LONG._replace(tiles=2),
-        "pieces of 2 KiB, passes of 2": SHORT._replace(tiles=2),
-        "pairs, passes of 2": LONG._replace(blocks=2, tiles=2),
+        "as it is": (LONG, {}),
+        "2 KiB": (LONG._replace(piece=1024, kept_from=0), {}),
+        "1 KiB": (LONG._replace(piece=512, kept_from=0), {}),
     },
 }
 
@@ -91,7 +79,7 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
     torch.mm(x, weight.t(), out=y)
 
 
-def streamed(*, pdl: bool, way: Way | None = None, gate: str | None = None, is_before: bool = False) -> Product:
+def streamed(*, pdl: bool, way: Way | None = None, gate: str | None = None, **constants: int) -> Product:
     """By the weight stream, which goes a given way."""
 
     kernels: dict[tuple[int, ...], tuple[int, cuda_launch.Kernel]] = {}
@@ -101,13 +89,11 @@ def streamed(*, pdl: bool, way: Way | None = None, gate: str | None = None, is_b
         args = (y.data_ptr(), x.data_ptr(), weight.data_ptr(), 0, 0, *sizes)
         if sizes not in kernels:
             launch = stream(len(x), *weight.shape, "bfloat16", gate=gate, most=len(x), way=way)
-            function = cuda_launch.function_of(
-                BEFORE if is_before else launch.kernel, tuple(launch.constants.items()), 0
-            )
+            function = cuda_launch.function_of(launch.kernel, tuple({**launch.constants, **constants}.items()), 0)
             given, plan = [*map(cuda_launch.At, range(len(args)))], launch.args[len(args) :]
             kernel = cuda_launch.Kernel(
-                function, given if is_before else [*given, *plan], num_given=len(args), num_threads=launch.block,
-                shared_bytes=227_840 if is_before else launch.shared_bytes, pdl=pdl,
+                function, [*given, *plan], num_given=len(args), num_threads=launch.block,
+                shared_bytes=launch.shared_bytes, pdl=pdl,
             )  # fmt: skip
             (grid,) = launch.grid
             kernels[sizes] = grid, kernel
@@ -246,13 +232,17 @@ class Layers:
     def __init__(self, model: Model, rows: int) -> None:
         self.model, self.rows = model, rows
         self.weight = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
-        record = next(each for each in NORMS if each.name == "triton.residual_rms_norm")
-        self._norm = as_function(record)
+        (record,) = (each for each in NORMS if each.name == "triton.residual_rms_norm")
+        rule = {"eps": Const(1e-5), "offset": Const(0.0), "cast_before_scale": Const(True)}
+        hidden, weight = TensorType("bfloat16", (rows, 4096)), TensorType("bfloat16", (4096,))
+        args = {**{name: Ref(name) for name in ("x", "residual", "weight")}, **rule}
+        node = Node("precast.residual_rms_norm", args, (Value("y", hidden), Value("s", hidden)))
+        types = {"x": hidden, "residual": hidden, "weight": weight}
+        self._norm = launched_of(record, use_of(node, types, GPU, {"weight"}))
 
     def norm(self, x: torch.Tensor, residual: torch.Tensor, y: torch.Tensor) -> None:
         """`y` the norm of the sum of `x` and `residual`, and that sum in the place of the residual."""
-        more = {"weight": self.weight, "eps": 1e-5, "offset": 0.0, "cast_before_scale": True}
-        self._norm(x=x, residual=residual, out=(y, residual), **more)
+        self._norm(x=x, residual=residual, weight=self.weight, out=(y, residual))
 
     def step(self, product: Product, gated: Product) -> None:
         """All layers and the head."""
@@ -272,20 +262,17 @@ class Layers:
         product(normed, weights["head"][0], buffer("logits", rows, HEAD[0]))
 
 
-def print_variants(model: Model, rows: int, *, pairs: bool, rounds: int = 6) -> None:
-    """Milliseconds of the products alone, and with norms between them, of each variant in turn, several times.
-
-    Of those that read x in pairs and how it is, or of the others.
-    """
+def print_variants(model: Model, rows: int, *, rounds: int = 6) -> None:
+    """Milliseconds of the products alone, and with norms between them, of each variant in turn, several times."""
     layers, found = Layers(model, rows), {}
-    for name, way in VARIANTS[rows].items():
-        if name != "as it is" and pairs != name.startswith("pairs"):
-            continue
+    for name, (way, more) in VARIANTS[rows].items():
         try:
-            product, gated = (streamed(pdl=True, way=way, gate=gate, is_before=way is None) for gate in (None, "silu"))
+            product, gated = (
+                streamed(pdl=True, way=way, gate=gate, **more) for gate in (None, "silu")
+            )  # fmt: skip
             steps = partial(model.step, product, rows), partial(layers.step, product, gated)
             found[name] = product, [captured(step) for step in steps], ([], []), bits(model, product, rows)
-        except (RuntimeError, OSError) as refused:
+        except RuntimeError as refused:
             print(f"rows {rows}  {name:46s} {refused}", flush=True)
     expected = next(iter(found.values()))[-1]
     for _ in range(rounds):
@@ -314,8 +301,8 @@ def main() -> None:
     one_launch = read_rate(model)
     print(f"one launch over {2 * model.all.numel() / 1e9:.3f} GB: {one_launch:.3f} TB/s", flush=True)
     if given.variants is not None:
-        for pairs, rows in itertools.product((False, True), given.variants or VARIANTS):
-            print_variants(model, rows, pairs=pairs)
+        for rows in given.variants or VARIANTS:
+            print_variants(model, rows)
         return
     table = {str(rows): measure(model, rows, one_launch) for rows in ROWS}
     met = {

@@ -40,27 +40,26 @@ _NUM_SMS = 132
 _THREADS = 320
 _SHARED_BYTES, _HEAD_BYTES = 227 << 10, 4480
 """Shared memory that a block may have, and what lies in front of the ring: barriers, and sums of the warps."""
-_MOST_STAGES, _MOST_X_SLOTS = 12, 8
+_MOST_STAGES, _MOST_X_SLOTS, _MOST_TILES_A_PASS = 12, 8, 8
 
 
 class Way(NamedTuple):
     """How the weight stream goes for some numbers of rows; the figures are the fastest that were measured.
 
     `piece`: elements of a row that are copied at once. x is kept in shared memory if it takes no more than `kept_bytes`
-    and a block has `kept_from` tiles at least; else it is read for every `tiles` tiles anew, by `blocks` blocks
-    together. `room` are bytes of shared memory that are left to the kernels beside.
+    and a block has `kept_from` tiles at least; else it is read again for every few tiles. `room` are bytes of shared
+    memory that are left to the kernels beside.
     """
 
-    piece: int = 2048
-    kept_bytes: int = 36 << 10
+    piece: int
+    kept_bytes: int
     kept_from: int = 0
-    tiles: int = 8
-    blocks: int = 1
     room: int = 0
 
 
 class Plan(NamedTuple):
-    """What `stream.cu` takes of it, in this order, and the shared memory that it fills."""
+    """What `stream.cu` takes of it, in this order; then how many tiles share one reading of x, how many blocks there
+    are, and the shared memory that a block fills."""
 
     tiles_each: int
     tiles_more: int
@@ -68,31 +67,35 @@ class Plan(NamedTuple):
     pieces: int
     stages: int
     x_slots: int
-    tiles: int
-    passes: int
+    tiles_a_pass: int
     grid: int
     shared_bytes: int
+
+    @property
+    def args(self) -> tuple[int, ...]:
+        """The kernel's."""
+        return self[:6]
 
 
 def plan_of(way: Way, rows: int, outputs: int, inputs: int, *, is_gated: bool, blocks: int = _NUM_SMS) -> Plan:
     """The plan for up to so many rows, over as many blocks at most."""
     num_tiles = -(-outputs // (1 + is_gated) // (_TILE // (1 + is_gated)))
-    grid = -(-min(blocks, num_tiles) // way.blocks) * way.blocks
+    grid = min(blocks, num_tiles)
     each, more = divmod(num_tiles, grid)
     pieces = -(-inputs // way.piece)
     piece = way.piece if pieces > 1 else -(-inputs // _TURN) * _TURN
     pitch, most = piece * _ELEMENT + _PAD, each + (more > 0)
     fits = most >= way.kept_from and pieces <= _MOST_X_SLOTS and rows * pieces * pitch <= way.kept_bytes
     x_slots = pieces if pieces <= 2 or fits else 2
-    tiles = 1 if x_slots == pieces else way.tiles
+    tiles = 1 if x_slots == pieces else 2 if most <= 2 else _MOST_TILES_A_PASS
     x_bytes, stage = rows * x_slots * pitch, _TILE * pitch
     stages = min((_SHARED_BYTES - _HEAD_BYTES - way.room - x_bytes) // stage, _MOST_STAGES, most * pieces)
     assert stages > 0
     used = _HEAD_BYTES + x_bytes + stages * stage
-    return Plan(each, more, piece, pieces, stages, x_slots, tiles, -(-most // tiles), grid, used)
+    return Plan(each, more, piece, pieces, stages, x_slots, tiles, grid, used)
 
 
-LONG, SHORT = Way(), Way(piece=1024)
+LONG, SHORT = Way(piece=2048, kept_bytes=36 << 10, kept_from=3), Way(piece=1024, kept_bytes=72 << 10)
 WAYS: dict[int, Way] = {2: LONG, MAX_ROWS: SHORT}
 """By the most rows that go this way."""
 
@@ -118,15 +121,14 @@ def stream(
     """
     way = way or next(way for rows, way in WAYS.items() if most <= rows)
     plan = plan_of(way, most, outputs, inputs, is_gated=gate is not None)
-    constants = {"BIAS": bias, "RESIDUAL": residual, "FLOAT16": dtype == "float16", "PASS": way.tiles,
-                 "CLUSTER": way.blocks}  # fmt: skip
+    constants = {"BIAS": bias, "RESIDUAL": residual, "FLOAT16": dtype == "float16", "PASS": plan.tiles_a_pass}
     return Launch(
         "precast.kernels.linear/stream.cu:stream_linear",
         grid=(plan.grid,),
         args=(
             Pointer("out.0"), Pointer("input"), Pointer("weight"), Pointer("bias") if bias else None,
             Pointer("residual") if residual else None, Stride("input", -2), Stride("input", -1),
-            Stride("residual", -2) if residual else 0, rows, outputs, inputs, *plan[:8],
+            Stride("residual", -2) if residual else 0, rows, outputs, inputs, *plan.args,
         ),
         constants=constants if gate is None else {**constants, "GATE": gate},
         block=_THREADS,

@@ -20,8 +20,8 @@
 //   RESIDUAL         residual[m, n] is added to the rounded product, and the sum rounded; it may be y
 //   GATE=f           f is silu, gelu or gelu_tanh; y[m, n] = f(a) * b, where a is the rounded product with row n of the
 //                    first half of w, and b that with row n of the second; y has half as many columns as w has rows
-//   PASS=n           so many tiles share one reading of x at most
-//   CLUSTER=n        so many CTAs read x together, each some rows for all; divides the grid
+//   PASS=n           so many tiles share one reading of x; 1 where all of x stays in shared memory
+//   UNROLL=n         so many steps of the inner loop in a row
 //
 // inputs must be a multiple of 32, w aligned to 16 bytes; x may have any strides, and lies best in rows aligned to 16
 // bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out, the pieces, what shared memory has.
@@ -44,16 +44,10 @@ constexpr int MAX_X_SLOTS = 8;        // pieces of x in shared memory
 constexpr int PAD = 16;               // bytes after a piece, so that ldmatrix finds its 8 rows in different banks
 
 #ifndef PASS
-#define PASS 8
+#define PASS 1
 #endif
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
-constexpr int MAX_PASS = PASS;        // tiles that share one reading of x at most
-#if CLUSTER > 1
-#define OF_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define OF_CLUSTERS
+#ifndef UNROLL
+#define UNROLL 4
 #endif
 
 #ifdef GATE
@@ -82,13 +76,6 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 // Arrives, and lets the phase end only when copies have brought so many bytes.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// The same at the barrier of another CTA of the cluster, which lies where this one's does.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
-               ::"r"(barrier), "r"(rank) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -123,18 +110,6 @@ __device__ __forceinline__ void copy(u32 to, const Element* from, u32 bytes, u32
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-// To the same place in all CTAs of the cluster, each of whose barriers gets the bytes.
-__device__ __forceinline__ void copy_to_all(u32 to, const Element* from, u32 bytes, u32 barrier) {
-#if CLUSTER > 1
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::
-          "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
-#else
-  copy(to, from, bytes, barrier);
-#endif
 }
 
 __device__ __forceinline__ void store_shared(u32 to, Element value) {
@@ -187,30 +162,10 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 __device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The warp that arrives goes on; those that sync wait until all threads of the block, or of the cluster, are here.
-__device__ __forceinline__ void arrive_at_start() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#else
-  asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory");
-#endif
-}
+// The warp that arrives goes on; those that sync wait until all threads of the block are here.
+__device__ __forceinline__ void arrive_at_start() { asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory"); }
 
-__device__ __forceinline__ void sync_at_start() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
-#endif
-}
-
-__device__ __forceinline__ u32 rank_in_cluster() {
-  u32 rank = 0;
-#if CLUSTER > 1
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
+__device__ __forceinline__ void sync_at_start() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
 
 __device__ __forceinline__ void sync_multiplying_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
@@ -229,7 +184,6 @@ __device__ __forceinline__ float gelu_tanh(float a) {
 // How it goes through w and x, the same in all CTAs but for their tiles: from `Plan` in records.py.
 struct Plan {
   int first, end;         // the tiles of this CTA
-  int pass, passes;       // tiles that share one reading of x; readings, as many in each CTA
   int piece, pieces;      // k of a piece of a row, the last one may be shorter; pieces of a row
   int pitch;              // bytes from a row's piece to the next row's in shared memory
   int x_slots, stages;    // pieces of x and of w in shared memory
@@ -256,34 +210,43 @@ __device__ __forceinline__ void produce_weights(
     const Plan& plan, const Element* w, int columns, int inputs, u32 ring, u32 full, u32 empty) {
   const u64 policy = read_once_policy();
   Place place = {0, 1};    // the first round finds the ring empty
-  for (int start = plan.first; start < plan.end; start += plan.pass)
+  for (int start = plan.first; start < plan.end; start += PASS)
     for (int index = 0; index < plan.pieces; index++)
-      for (int tile = start; tile < min(start + plan.pass, plan.end); tile++) {
+      for (int tile = start; tile < min(start + PASS, plan.end); tile++) {
         const int column = tile * TILE_COLUMNS, present = min(TILE_COLUMNS, columns - column);
-        const u32 bytes = plan.length(index, inputs) * sizeof(Element);
-        const u32 barrier = full + place.at * 8, to = ring + place.at * TILE * plan.pitch;
-        const Element* from = w + (i64)column * inputs + index * plan.piece;
+        const u32 bytes = plan.length(index, inputs) * sizeof(Element), barrier = full + place.at * 8;
+        u32 to = ring + place.at * TILE * plan.pitch;
         barrier_wait(empty + place.at * 8, place.parity);
         barrier_expect(barrier, bytes * present * HALVES);
+#pragma unroll 1
+        for (int half = 0; half < HALVES; half++) {
+          const Element* from = w + ((i64)half * columns + column) * inputs + index * plan.piece;
+          if (present == TILE_COLUMNS) {    // addresses are added up: to compute each anew takes longer than its copy
 #pragma unroll
-        for (int row = 0; row < TILE; row++) {
-          const int half = row / TILE_COLUMNS, in_half = row % TILE_COLUMNS;
-          if (in_half < present)
-            copy_once(to + row * plan.pitch, from + ((i64)half * columns + in_half) * inputs, bytes, barrier, policy);
+            for (int row = 0; row < TILE_COLUMNS; row++) {
+              copy_once(to, from, bytes, barrier, policy);
+              to += plan.pitch;
+              from += inputs;
+            }
+          } else {
+#pragma unroll 1
+            for (int row = 0; row < present; row++)
+              copy_once(to + row * plan.pitch, from + (i64)row * inputs, bytes, barrier, policy);
+            to += TILE_COLUMNS * plan.pitch;
+          }
         }
         place.advance(plan.stages);
       }
 }
 
-// One warp: the pieces of x, once if they are kept, else once a pass. Each CTA of a cluster copies some rows for all.
+// One warp: the pieces of x, once if they are kept, else once a pass.
 __device__ __forceinline__ void produce_x(
     const Plan& plan, const Element* x, i64 row_stride, i64 stride, int rows, int inputs, u32 slots, u32 full,
     u32 empty) {
   const int lane = threadIdx.x % 32;
   const bool copies = stride == 1 && (u64)x % 16 == 0 && (rows == 1 || row_stride % 8 == 0);
-  const int rank = rank_in_cluster();
   Place place = {0, 1};
-  for (int pass = 0; pass < plan.passes; pass++) {
+  for (int start = plan.first; start < plan.end; start += PASS) {
     for (int index = 0; index < plan.pieces; index++) {
       const int begin = index * plan.piece, length = plan.length(index, inputs);
       const u32 barrier = full + place.at * 8, to = slots + place.at * rows * plan.pitch;
@@ -291,11 +254,20 @@ __device__ __forceinline__ void produce_x(
       if (copies) {
         if (elected()) {
           barrier_expect(barrier, rows * length * sizeof(Element));
-          for (int row = rank; row < rows; row += CLUSTER)
-            copy_to_all(to + row * plan.pitch, x + row * row_stride + begin, length * sizeof(Element), barrier);
+          const Element* from = x + begin;
+          u32 to_row = to;
+#pragma unroll
+          for (int row = 0; row < ROWS; row++)
+            if (row < rows) {
+              copy(to_row, from, length * sizeof(Element), barrier);
+              to_row += plan.pitch;
+              from += row_stride;
+            }
         }
       } else {
+#pragma unroll 1
         for (int row = 0; row < rows; row++)
+#pragma unroll 2
           for (int k = lane; k < length; k += 32)
             store_shared(to + row * plan.pitch + k * sizeof(Element), x[row * row_stride + (begin + k) * stride]);
         __syncwarp();
@@ -310,7 +282,7 @@ __device__ __forceinline__ void produce_x(
 
 // A warp's part of a tile's product with a piece of x: of each run of TURN, its STEP.
 __device__ __forceinline__ void multiply_piece(float (&sums)[2][4], u32 w_rows, u32 x_rows, int length) {
-#pragma unroll 4
+#pragma unroll UNROLL
   for (int k = 0; k < length; k += TURN) {
     u32 a[4], b[4];
     load_matrices(b, x_rows + k * sizeof(Element));
@@ -323,7 +295,7 @@ __device__ __forceinline__ void multiply_piece(float (&sums)[2][4], u32 w_rows, 
 
 typedef float Partials[WARPS][TILE][ROWS];
 
-// What lies in front of the ring. The barriers of a cluster's CTAs have the same addresses.
+// What lies in front of the ring.
 struct alignas(128) Head {
   u64 w_full[MAX_STAGES], w_empty[MAX_STAGES], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
   Partials partials;
@@ -338,10 +310,10 @@ __device__ __forceinline__ float summed(const Partials& partials, int row, int m
   return sum;
 }
 
-extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_linear(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
     Element* y, const Element* x, const Element* w, const Element* bias, const Element* residual, i64 x_row_stride,
     i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs, i64 tiles_each,
-    i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 x_slots, i64 pass, i64 passes) {
+    i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 x_slots) {
   extern __shared__ __align__(128) unsigned char memory[];
   Head& head = *(Head*)memory;
   let_next_kernel_start();
@@ -350,7 +322,6 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
   Plan plan;
   plan.first = (int)tiles_each * (int)blockIdx.x + min((int)blockIdx.x, (int)tiles_more);
   plan.end = plan.first + (int)tiles_each + ((int)blockIdx.x < (int)tiles_more);    // some have one more
-  plan.pass = (int)pass, plan.passes = (int)passes;
   plan.piece = (int)piece, plan.pieces = (int)pieces, plan.pitch = plan.piece * (int)sizeof(Element) + PAD;
   plan.x_slots = (int)x_slots, plan.stages = (int)stages;
   plan.keeps_x = plan.x_slots == plan.pieces;
@@ -370,7 +341,7 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
   if (warp == X_WARP) {
     if (lane < plan.x_slots) {
       barrier_init(shared_address(&head.x_full[lane]), 1);
-      barrier_init(shared_address(&head.x_empty[lane]), WARPS * CLUSTER);
+      barrier_init(shared_address(&head.x_empty[lane]), WARPS);
     }
     barrier_init_fence();
     __syncwarp();
@@ -388,16 +359,15 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
   const u32 w_lane = (lane % 16) * plan.pitch + (warp * STEP + lane / 16 * 8) * sizeof(Element);
   const u32 x_lane = min(lane % 8, rows - 1) * plan.pitch + (warp * STEP + lane / 8 * 8) * sizeof(Element);
   Place w_place = {0, 0}, x_place = {0, 0};
-  int unread = plan.passes * plan.pieces - plan.x_slots;    // pieces of x that are yet to be copied
-  for (int pass = 0; pass < plan.passes; pass++) {
-    const int start = plan.first + pass * plan.pass, count = min(plan.pass, plan.end - start);
-    float sums[MAX_PASS][2][4] = {};
-    Element biases[MAX_PASS][HALVES] = {};    // asked for early, as the residual: nothing would hide it at the end
+  for (int start = plan.first; start < plan.end; start += PASS) {
+    const int count = min(PASS, plan.end - start);
+    float sums[PASS][2][4] = {};
+    Element biases[PASS][HALVES] = {};    // asked for early, as the residual: nothing would hide it at the end
 #ifdef RESIDUAL
-    Element residuals[MAX_PASS] = {};
+    Element residuals[PASS] = {};
 #endif
 #pragma unroll
-    for (int i = 0; i < MAX_PASS; i++) {
+    for (int i = 0; i < PASS; i++) {
       const int column = (start + i) * TILE_COLUMNS + own_row;
       if (i < count && own_m < rows && column < columns) {
 #ifdef BIAS
@@ -414,7 +384,7 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
       barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
       const u32 x_rows = slots + x_place.at * rows * plan.pitch + x_lane;
 #pragma unroll
-      for (int i = 0; i < MAX_PASS; i++)
+      for (int i = 0; i < PASS; i++)
         if (i < count) {
           barrier_wait(shared_address(&head.w_full[w_place.at]), w_place.parity);
           multiply_piece(sums[i], ring + w_place.at * TILE * plan.pitch + w_lane, x_rows, length);
@@ -422,16 +392,13 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(THREADS, 1) stream_line
           if (lane == 0) barrier_arrive(shared_address(&head.w_empty[w_place.at]));
           w_place.advance(plan.stages);
         }
-      if (!plan.keeps_x && unread-- > 0) {    // a CTA that nobody waits for may have ended
-        __syncwarp();
-        if (CLUSTER == 1 && lane == 0) barrier_arrive(shared_address(&head.x_empty[x_place.at]));
-        if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(shared_address(&head.x_empty[x_place.at]), lane);
-      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&head.x_empty[x_place.at]));
       x_place.advance(plan.x_slots);
       if (plan.keeps_x) x_place.parity = 0;    // what is kept stays in its first phase
     }
 #pragma unroll
-    for (int i = 0; i < MAX_PASS; i++)
+    for (int i = 0; i < PASS; i++)
       if (i < count) {
         sync_multiplying_warps();    // the tile before has been read
 #pragma unroll
