@@ -145,14 +145,14 @@ def _can_be_made(sizes: Sequence[Expr]) -> bool:
     return math.prod(_without(sizes[:place], place)) == 1 or (place == 2 and sizes[0] == 1)
 
 
-def _reorder(linear: FxNode, parts: Mapping[FxNode, tuple[int, ...]], ctx: PassContext) -> None:
+def _reorder(linear: FxNode, parts: dict[FxNode, tuple[int, ...]], ctx: PassContext) -> None:
     """Another product with the outputs in the order of the parts, which are made of it instead."""
     firsts = {order: node for node, order in reversed(parts.items())}
     orders = list(dict.fromkeys(parts.values()))
     with ctx.before(linear):
         params = [_ordered(linear, param, [firsts[order] for order in orders], ctx) for param in _params(linear)]
         product = ctx.call(aten.linear.default, linear.args[0], *params)
-        dim, start, slices = tensor(product).dim() - 1, 0, {}
+        dim, start, slices = tensor(product).dim() - 1, 0, dict[tuple[int, ...], FxNode]()
         for order in orders:
             slices[order] = ctx.call(aten.slice.Tensor, product, dim, start, start + len(order), 1)
             start += len(order)
