@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import harness
 import torch
+from bench_gpu_experts import product_flops_per_second, read_bytes_per_second
 from msgspec.structs import replace
 
 from precast.kernels import machine
@@ -115,6 +116,12 @@ def steps(model: dict[str, Layer], table: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def rates() -> dict[str, float]:
+    """What the machine reads and multiplies a second, at most."""
+    read, product = read_bytes_per_second() / 1e12, product_flops_per_second() / 1e12
+    return {"read_tb_per_s": round(read, 3), "product_tflop_per_s": round(product, 1)}
+
+
 def put(products: list[MeasuredProduct], path: Path) -> None:
     """Write a table with these products, and all else that it held; of cuBLASLt only what this version measured."""
 
@@ -145,7 +152,7 @@ def main() -> None:
         return
     gc.freeze()  # some versions of torch collect garbage before each capture: what is imported isn't looked at again
     started, measurement = time.perf_counter(), Measurement(given.seconds)
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"rates": rates()}
     print("microseconds of torch / first choice / fastest of how many")
     with torch.inference_mode():
         for name, model in MODELS.items():

@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/caches.md, made from `results/*.json`: no figure is written by hand.
+"""The figures of README.md and of pages in docs/, made from `results/*.json`: no figure is written by hand.
 
     python benchmarks/figures.py [--check]
 
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import kernel_figures
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
@@ -132,7 +134,15 @@ def caches_page() -> str:
     return _table(heads, rows)
 
 
-PAGES: dict[str, Callable[[], str]] = {"README.md": readme, "docs/caches.md": caches_page}
+def kernels_page() -> str:
+    """The table of docs/kernel_speed.md."""
+    rows = (row.cells for claim, rows_of in kernel_figures.KERNELS.items() for row in rows_of(result(claim)))
+    return _table(kernel_figures.HEADS, rows)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "README.md": readme, "docs/caches.md": caches_page, "docs/kernel_speed.md": kernels_page,
+}  # fmt: skip
 
 
 def filled(page: str) -> str:

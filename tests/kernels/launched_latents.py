@@ -82,11 +82,7 @@ def test_samples(name: str, dtype: torch.dtype, same: Same) -> None:
 
 @each_paged
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"window": 5, "cut": True, "page_size": 3}, {"cache_dtype": FLOAT8}, {"heads": 19, "page_size": 1}],
-    ids=str,
-)
+@pytest.mark.parametrize("more", [{}, {"window": 5, "cut": True, "page_size": 3}, {"cache_dtype": FLOAT8}], ids=str)
 def test_steps_of_one_shape(attend: Attend, step: str, more: dict[str, Any], same: Same) -> None:
     agrees(attend, latent_step(Draw(torch.float32, DEVICE), step, **(TINY | more)), same)
 
@@ -131,9 +127,14 @@ def test_sizes_of_deepseek(
 @each_paged
 def test_many_heads(attend: Attend, same: Same) -> None:
     """Several programs for the heads of one query."""
-    sizes = {"heads": 150, "nope": 2, "rope": 2, "latent": 16, "value": 1}
+    sizes: dict[str, Any] = {"heads": 150, "nope": 2, "rope": 2, "latent": 16, "value": 1, "page_size": 3}
 
-    agrees(attend, latent_step(Draw(torch.float16, DEVICE), "mixed", **sizes), same)
+    agrees(attend, paged_latent_sample(Draw(torch.float16, DEVICE), [(1, 9), (2, 5), (1, 1)], **sizes), same)
+
+
+@each_paged
+def test_pages_of_one_token(attend: Attend, same: Same) -> None:
+    agrees(attend, latent_step(Draw(torch.float32, DEVICE), "mixed", **(TINY | {"heads": 19, "page_size": 1})), same)
 
 
 @each_paged

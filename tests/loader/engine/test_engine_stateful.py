@@ -6,7 +6,7 @@ exact. After each action every page is counted: it has as many holders as tables
 copies hold it.
 
 The tests try forty scripts of a hundred actions, and ten thousand drawn at random. Run as a program the module goes on
-for as many actions as it is told: `python tests/loader/engine/test_engine_stateful.py --actions 1000000 --seed 1`.
+for as many actions as it is told: `CONTRIBUTING.md`, "Long and slow checks", has the command.
 """
 
 from __future__ import annotations

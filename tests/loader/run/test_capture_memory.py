@@ -130,9 +130,7 @@ def test_memory_that_runs_out_in_a_capture_ends_capturing_and_nothing_else(
 
 
 @pytest.mark.parametrize("times", [1, 5])
-def test_interrupted_captures_give_their_memory_back(
-    folder: Path, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_captures_give_their_memory_back(folder: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted as its first size is all but captured, as often as somebody tries; then captured, and right."""
     with engine_of("qwen3", folder, "float32", capture="off") as plain:
         expected = [output.token_ids for output in plain.generate(PROMPTS, GREEDY)]

@@ -1,0 +1,113 @@
+"""The table of docs/kernel_speed.md: what each kernel reaches of what the machine itself reached in the same run.
+
+A row is a kernel in one case: its microseconds, and the share that the least possible time has of them: that of the
+bytes that it must move or of the products that it must compute, whichever takes longer, at the machine's own rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+Figures = Mapping[str, Any]
+
+LINEARS_8B = {"qkv": 6144 * 4096, "o": 4096 * 4096, "gate_up": 28672 * 4096, "down": 4096 * 14336}
+"""Elements of the weights of a layer of the Llama 3.1 8B shape, which has 32."""
+HEAD_8B = 128256 * 4096
+MOST_ROWS_OF_A_HEAD = 256
+"""Steps of more rows are prompts, which have one row of logits."""
+
+
+class Row(NamedTuple):
+    """A kernel in one case; `floor`: the least possible microseconds."""
+
+    kernel: str
+    case: str
+    microseconds: float
+    floor: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As the table has them."""
+        digits = 1 if self.microseconds < 100 else 0
+        return self.kernel, self.case, f"{self.microseconds:,.{digits}f}", f"{self.floor / self.microseconds:.0%}"
+
+
+def stream(found: Figures) -> Iterator[Row]:
+    """All linear layers of a step."""
+    for rows, one in found["rows"].items():
+        least = 1e3 * found["gigabytes"] / found["one_launch_terabytes_per_second"]
+        yield Row("weight stream", f"8B shape, {rows} rows", 1e3 * one["stream_pdl_milliseconds"], least)
+
+
+def cublaslt(found: Figures) -> Iterator[Row]:
+    """The same for more rows."""
+    rates = found["rates"]
+    for rows in ("64", "256", "4096"):
+        weights = 32 * sum(LINEARS_8B.values()) + (HEAD_8B if int(rows) <= MOST_ROWS_OF_A_HEAD else 0)
+        read, product = 2 * weights / rates["read_tb_per_s"], 2 * int(rows) * weights / rates["product_tflop_per_s"]
+        measured = found["llama-3.1-8b"]["milliseconds"][rows]["fastest"]
+        yield Row("cuBLASLt", f"8B shape, {rows} rows", 1e3 * measured, max(read, product) / 1e6)
+
+
+def attention(found: Figures) -> Iterator[Row]:
+    """Paged attention of one layer."""
+    for case, one in found["rows"].items():
+        rate, most = (
+            (one["gb_per_s"], found["read_gb_per_s"])
+            if "gb_per_s" in one
+            else (one["tflop_per_s"], found["product_tflop_per_s"])
+        )
+        yield Row("attention", case, one["us"], one["us"] * rate / most)
+
+
+def latents(found: Figures) -> Iterator[Row]:
+    """Latent attention of one layer."""
+    for case, one in found["rows"].items():
+        yield Row("latent attention", case, one["us"], one["floor_us"])
+
+
+def experts(found: Figures) -> Iterator[Row]:
+    """Routed experts of one layer."""
+    for case, one in found["rows"].items():
+        yield Row("experts", case, one["built_in_us"], one["floor_us"])
+
+
+def states(found: Figures) -> Iterator[Row]:
+    """Scans, linear attention and convolutions of one layer."""
+    for name, steps in found["cases"].items():
+        for step, one in steps.items():
+            if "floor" in one:
+                yield Row(name, step, one["microseconds"], one["floor"])
+
+
+def delta_rule(found: Figures) -> Iterator[Row]:
+    """Delta rule, selective scan and wkv of one layer."""
+    for name, one in found.items():
+        if isinstance(one, dict) and "floor_microseconds" in one:
+            kernel, _, case = name.partition(", ")
+            yield Row(kernel.replace("_", " "), case, one["microseconds"], one["floor_microseconds"])
+
+
+def small_kernels(found: Figures) -> Iterator[Row]:
+    """Norms, rotary and gates of 4,096 tokens; with fewer they are as long as a launch."""
+    for name, one in found["cases"].items():
+        last = one["4096"]
+        share = last["gigabytes_per_second"] / found["copy_gigabytes_per_second"]
+        yield Row(name.replace("_", " "), "4096 tokens", last["microseconds"], last["microseconds"] * share)
+
+
+def sampling(found: Figures) -> Iterator[Row]:
+    """One token for each row, of Qwen's vocabulary."""
+    for case, one in found["rows"].items():
+        if " x 152064 bfloat16" in case:
+            yield Row("sampling", case.replace(" bfloat16", ""), one["microseconds"], one["bytes_microseconds"])
+
+
+KERNELS: Mapping[str, Callable[[Figures], Iterator[Row]]] = {
+    "gpu_stream": stream, "gpu_cublaslt": cublaslt, "gpu_attention": attention, "gpu_latents": latents,
+    "gpu_experts": experts, "gpu_states": states, "gpu_delta_rule": delta_rule, "gpu_small_kernels": small_kernels,
+    "gpu_sampling": sampling,
+}  # fmt: skip
+"""The claims, in the order of the table."""
+HEADS = ("kernel", "case", "us", "of the machine's rate")
