@@ -19,6 +19,7 @@ from precast.builder.passes.cache.insert_caches import insert_caches, insert_sta
 from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pass
 from precast.builder.passes.lower.fuse_gated_linear import fuse_gated_linear
 from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
+from precast.builder.passes.lower.spelled_out import spell_out_gates
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
 from precast.builder.passes.match.latent_attention import match_latent_attention
@@ -64,7 +65,7 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 """THE ordered list."""
 
-LOWERED_PASSES: tuple[LoweredPass, ...] = (fuse_gated_linear, fuse_pointwise)
+LOWERED_PASSES: tuple[LoweredPass, ...] = (fuse_gated_linear, spell_out_gates, fuse_pointwise)
 """Those after them, over the graph that the bundle holds."""
 
 _NEEDED = (insert_states, insert_caches, plan_pages, gather_logits)

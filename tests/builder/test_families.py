@@ -17,10 +17,13 @@ PLAIN = {
     "aten.div.Tensor", "aten.tanh.default", "aten.gelu.default", "aten.cat.default", "aten.transpose.int",
 }  # fmt: skip
 
-# What the families of other layers keep beside those: the decay and the gates of states, gates of shared experts, norms
-# without a weight, routers and rotations of a form of their own.
+# What the families of other layers keep beside those: the decay and the gates of states, gates of shared experts and
+# gated norms, which are steps of fused ops, norms without a weight, routers and rotations of a form of their own.
 STATES = {"aten.exp.default", "aten.neg.default", "aten.silu.default", "aten.to.dtype"}
-DELTA = STATES | {"aten.sigmoid.default", "aten.softplus.default"}
+DELTA = STATES | {
+    "aten.sigmoid.default", "aten.softplus.default", "aten.mean.dim", "aten.pow.Tensor_Scalar", "aten.rsqrt.default",
+}  # fmt: skip
+SHARED_GATE = {"aten.sigmoid.default", "aten.sum.dim_IntList", "aten.to.dtype"}
 TABLES = {"aten.cos.default", "aten.sin.default", "aten.unsqueeze.default", "aten.to.dtype"}
 NORM = {"aten.mean.dim", "aten.pow.Tensor_Scalar", "aten.to.dtype"}
 TURNED_PAIRS = {"aten.expand.default", "aten.neg.default", "aten.unsqueeze.default"}
@@ -58,10 +61,10 @@ BESIDE = {
         "aten.abs.default", "aten.gather.default", "aten.gt.Scalar", "aten.masked_fill.Scalar", "aten.max.dim",
         "aten.maximum.default", "aten.scatter.value", "aten.softmax.int", "aten.sub.Tensor",
     },
-    "qwen2_moe": {"aten.sigmoid.default"},
+    "qwen2_moe": SHARED_GATE,
     "qwen3_5_text": DELTA | TABLES | {"aten.expand.default", "aten.select.int"},
-    "qwen3_5_moe_text": DELTA | TABLES | {"aten.expand.default", "aten.select.int"},
-    "qwen3_next": DELTA,
+    "qwen3_5_moe_text": DELTA | SHARED_GATE | TABLES | {"aten.expand.default", "aten.select.int"},
+    "qwen3_next": DELTA | SHARED_GATE,
 }  # fmt: skip
 MANY_BLOCKS = {
     # calls of blocks, blocks

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from precast.builder.passes.graph_pass import lowered_pass
+from precast.builder.passes.lower.spelled_out import spelled_norms, types_of
 from precast.ir import limits
 from precast.ir.graph import schema as ir
 from precast.ir.graph.infer import flat, references
@@ -35,11 +36,11 @@ def fuse_pointwise(graph: ir.Graph) -> ir.Graph:
     is no operand: it may be written in between.
     """
     blocks = tuple(
-        msgspec.structs.replace(block, nodes=_fused(block.nodes, _types(block), block.outputs, _names(block.caches)))
+        msgspec.structs.replace(block, nodes=_fused(block.nodes, types_of(block), block.outputs, _names(block.caches)))
         for block in graph.blocks
     )
     held = _names(caches.tensors(graph.caches))
-    main = _fused(graph.main, _types(graph), graph.outputs.values(), held)
+    main = _fused(graph.main, types_of(graph), graph.outputs.values(), held)
     return msgspec.structs.replace(graph, blocks=blocks, main=main)
 
 
@@ -47,23 +48,27 @@ def _names(values: Iterable[ir.Value]) -> set[str]:
     return {value.name for value in values}
 
 
-def _types(function: ir.Graph | ir.Block) -> dict[str, ir.TensorType]:
-    given: list[ir.Value | ir.Param] = [*function.inputs, *function.params]
-    steps: Sequence[ir.Node | ir.Call]
-    if isinstance(function, ir.Graph):
-        given += function.constants
-        steps = function.main
-    else:
-        steps = function.nodes
-    return {each.name: each.type for each in (*given, *(value for step in steps for value in step.outputs))}
-
-
 def _fused(
     steps: Sequence[ir.Node | ir.Call], types: Mapping[str, ir.TensorType], outputs: Iterable[str],
     held: Collection[str],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The steps of a function with fused nodes; `held` are the names of its caches."""
-    regions = _Regions(steps, types, set(outputs), held)
+    """The steps of a function with fused nodes; `held` are the names of its caches.
+
+    Gated norms of heads are spelled out where all of their steps become a part of such nodes.
+    """
+    returned = set(outputs)
+    spelled = spelled_norms(steps, types, returned)
+    new = {value.name: value.type for step in spelled for value in step.outputs}
+    made = _joined(spelled, {**types, **new}, returned, held)
+    if all(value.name in types for step in made for value in step.outputs):
+        return made
+    return _joined(steps, types, returned, held)
+
+
+def _joined(
+    steps: Sequence[ir.Node | ir.Call], types: Mapping[str, ir.TensorType], outputs: set[str], held: Collection[str]
+) -> tuple[Any, ...]:
+    regions = _Regions(steps, types, outputs, held)
     regions.grow()
     last = {region[-1]: region for region in regions.all()}
     inside = {place for region in last.values() for place in region}

@@ -6,6 +6,7 @@ import pytest
 from graph_text import parse_graph
 
 from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
+from precast.builder.passes.lower.spelled_out import spell_out_gates
 from precast.ir import limits
 from precast.ir.graph.schema import Graph, Node
 from precast.ir.graph.text import format_step
@@ -28,9 +29,9 @@ def graph(nodes: str, *outputs: str) -> Graph:
 
 
 def fused(nodes: str, *outputs: str) -> list[str]:
-    """The nodes after the pass, as text; the graph is still right."""
+    """The nodes after the passes, as text; the graph is still right."""
     before = graph(nodes, *outputs)
-    after = fuse_pointwise.run(before)
+    after = fuse_pointwise.run(spell_out_gates.run(before))
     assert [each for each in verify(after) if each.rule != "IR011"] == [
         each for each in verify(before) if each.rule != "IR011"
     ]
@@ -136,6 +137,87 @@ def test_what_one_op_takes_is_made_together() -> None:
 )
 def test_what_is_made_apart(why: str, nodes: str) -> None:
     assert "precast.fused@1" not in ops_after(nodes, "c"), why
+
+
+GATED_NORM = """
+    %h: bfloat16[1, T, 2, 8] = aten.reshape.default(self=%x, shape=[1, T, 2, 8])
+    %z: bfloat16[1, T, 2, 8] = aten.reshape.default(self=%y, shape=[1, T, 2, 8])
+    %v: bfloat16[8] = aten.slice.Tensor(self=%w, dim=0, start=0, end=8)
+    %n = precast.rms_norm(x=%h, weight=%v, eps=1e-06, offset=1.0, cast_before_scale=true)
+    %g = aten.silu.default(self=%z)
+    %o = aten.mul.Tensor(self=%n, other=%g)
+    """
+
+
+def test_a_norm_of_heads_joins_its_gate() -> None:
+    *_, made = fused(GATED_NORM, "o")
+
+    assert made == (
+        "%o: bfloat16[1, T, 2, 8] = precast.fused@1(x0=%h, x1=%v, x2=%z, steps={"
+        "%s0 = aten.to.dtype@1(self=%x0, dtype=float32), %s1 = aten.pow.Tensor_Scalar@1(self=%s0, exponent=2), "
+        "%s2 = aten.mean.dim@1(self=%s1, dim=[-1], keepdim=true), %s3 = aten.add.Tensor@1(self=%s2, other=1e-06), "
+        "%s4 = aten.rsqrt.default@1(self=%s3), %s5 = aten.mul.Tensor@1(self=%s0, other=%s4), "
+        "%s6 = aten.add.Tensor@1(self=%x1, other=1.0), %s7 = aten.to.dtype@1(self=%s5, dtype=bfloat16), "
+        "%s8 = aten.mul.Tensor@1(self=%s6, other=%s7), %s9 = aten.silu.default@1(self=%x2), "
+        "%s10 = aten.mul.Tensor@1(self=%s8, other=%s9), return %s10})"
+    )
+
+
+SHARED_GATE = """
+    %one: bfloat16[1, 16] = aten.slice.Tensor(self=%p, dim=0, start=0, end=1)
+    %z = aten.linear.default(input=%y, weight=%p)
+    %l = aten.linear.default(input=%x, weight=%one)
+    %g = aten.sigmoid.default(self=%l)
+    %o = aten.mul.Tensor(self=%g, other=%z)
+    """
+
+
+def test_a_product_of_one_output_joins_what_it_gates() -> None:
+    *_, made = fused(SHARED_GATE, "o")
+
+    assert made == (
+        "%o: bfloat16[1, T, 16] = precast.fused@1(x0=%x, x1=%one, x2=%z, steps={"
+        "%s0 = aten.to.dtype@1(self=%x0, dtype=float32), %s1 = aten.to.dtype@1(self=%x1, dtype=float32), "
+        "%s2 = aten.mul.Tensor@1(self=%s0, other=%s1), %s3 = aten.sum.dim_IntList@1(self=%s2, dim=[-1], keepdim=true), "
+        "%s4 = aten.to.dtype@1(self=%s3, dtype=bfloat16), %s5 = aten.sigmoid.default@1(self=%s4), "
+        "%s6 = aten.mul.Tensor@1(self=%s5, other=%x2), return %s6})"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("shape=[1, T, 2, 8]", "shape=[T, 16]", id="no heads"),
+        pytest.param("%o = aten.mul.Tensor(self=%n, other=%g)", "%o = aten.neg.default(self=%n)", id="no gate"),
+        pytest.param("other=%g)", "other=%g) %m = aten.cat.default(tensors=[%n, %o], dim=0)", id="taken by two"),
+    ],
+)
+def test_norms_that_stay(old: str, new: str) -> None:
+    nodes = GATED_NORM.replace(": bfloat16[1, T, 2, 8]", "").replace(": bfloat16[8]", "").replace(old, new)
+    nodes = nodes.replace("end=8", "end=16") if "[T, 16]" in new else nodes
+
+    assert "precast.rms_norm@1" in ops_after(nodes, "m" if "%m" in new else "o")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("end=1)", "end=16)", id="many outputs"),
+        pytest.param("weight=%one)", "weight=%one, bias=%b)", id="with a bias"),
+        pytest.param("aten.sigmoid.default", "aten.tanh.default", id="another gate"),
+        pytest.param("other=%z)", "other=%z) %m = aten.add.Tensor(self=%o, other=%l)", id="taken by two"),
+        pytest.param("other=%z)", "other=%wide)", id="it gates what is wider"),
+    ],
+)
+def test_products_that_stay(old: str, new: str) -> None:
+    more = """
+        %wide = aten.cat.default(tensors=[%y, %y], dim=2)
+        %b = aten.slice.Tensor(self=%w, dim=0, start=0, end=1)
+        """
+    nodes = SHARED_GATE.replace(": bfloat16[1, 16]", "")
+    assert old in nodes
+
+    assert ops_after(more + nodes.replace(old, new), "m" if "%m" in new else "o").count("aten.linear.default@1") == 2
 
 
 def test_a_block_is_fused_once_for_all_its_calls() -> None:
