@@ -201,6 +201,20 @@ def hopper_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launc
     )
 
 
+def roles_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launch:
+    """`hopper_launch`, by the kernel whose warps have roles: a program has a multiprocessor for itself."""
+    plain = hopper_launch(use, tile, programs=programs or PROGRAMS // 2)
+    # Shared memory of a block is 227 KiB, of which barriers take a little.
+    size, width = _number(use, "k_cache", 3), use.width("q")
+    left = 226 * 1024 - 2 * tile.num_stages * tile.n * size * width
+    return plain._replace(
+        kernel="precast.kernels.attention.hopper_roles:context_kernel",
+        constants=plain.constants | {"Q_STAGES": min(2, left // (tile.m * size * width)), "REGISTERS": 216},
+        num_warps=4,
+        num_stages=1,
+    )
+
+
 def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahead: int = AHEAD) -> tuple[Launch, ...]:
     """Small tiles: of all sequences of a small step, of those with one query in others; and their parts, joined.
 
