@@ -114,10 +114,16 @@ def _rows(  # type: ignore[no-untyped-def]
     GROUP: gl.constexpr,
 ):
     """Of ROWS of a tile: the query in its sequence, its token, the head, and whether there is such a row."""
-    row = first_row + gl.arange(0, ROWS, layout=LAYOUT)
+    row = gl.arange(0, ROWS, layout=LAYOUT)
+    if ROWS % BLOCK_H == 0:
+        first_query += first_row // BLOCK_H
+        exists = row >= 0
+    else:
+        row += first_row
+        exists = row // BLOCK_H < BLOCK_Q
     query = first_query + row // BLOCK_H
     of_group = group * BLOCK_H + row % BLOCK_H
-    exists = (row // BLOCK_H < BLOCK_Q) & (query < num_queries) & (of_group < GROUP)
+    exists = exists & (query < num_queries) & (of_group < GROUP)
     return query, (first_token + query).to(gl.int64), kv_head * GROUP + of_group, exists
 
 
@@ -180,6 +186,7 @@ def _noted(notes, i):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _bring_all(  # type: ignore[no-untyped-def]
+    num_turns,
     num_tiles,
     q_ptr,
     k_ptr,
@@ -239,77 +246,75 @@ def _bring_all(  # type: ignore[no-untyped-def]
     ROWS: gl.constexpr = BLOCK_M // 2
     PARTS: gl.constexpr = BLOCK_D // 64
     _wait_for_previous(PDL)
-    num_items = num_tiles * (KV_HEADS * GROUPS)
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     done = 0
-    for turn in range(0, (num_items + num_programs - 1) // num_programs):
+    for turn in range(0, num_turns):
         item = _item_of(turn, program, num_programs)
-        if item < num_items:
-            kv_head = item // GROUPS % KV_HEADS
-            seq, first_query = _place_of(
-                item // (KV_HEADS * GROUPS), num_tiles, cu_seqlens_ptr, num_seqs, num_tokens, LEAST_QUERIES, BLOCK_Q
-            )
-            first_token, num_queries = _tokens_of(cu_seqlens_ptr, seq, num_seqs, num_tokens)
-            first_page, kv_len, num_slots, page_start = _keys_of(
-                kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, num_seqs, num_queries, PAGE_SIZE
-            )
-            start, full_start, full_end, end = _range_of(
-                first_query, num_queries, kv_len, num_slots, page_start, BLOCK_Q, BLOCK_N, WINDOW, CHUNK
-            )
-            num_steps = gl.maximum(end - start + BLOCK_N - 1, BLOCK_N) // BLOCK_N
-            keys_ptr = k_ptr + gl.to_tensor(kv_head).to(gl.int64) * k_stride_h
-            values_ptr = v_ptr + gl.to_tensor(kv_head).to(gl.int64) * v_stride_h
-            page_list = page_indices_ptr + first_page
-            page = _page_of(page_list, start, end, BLOCK_N, PAGE_SIZE, NEIGHBOURS, GROUPED)
+        kv_head = item // GROUPS % KV_HEADS
+        seq, first_query = _place_of(
+            item // (KV_HEADS * GROUPS), num_tiles, cu_seqlens_ptr, num_seqs, num_tokens, LEAST_QUERIES, BLOCK_Q
+        )
+        first_token, num_queries = _tokens_of(cu_seqlens_ptr, seq, num_seqs, num_tokens)
+        first_page, kv_len, num_slots, page_start = _keys_of(
+            kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, num_seqs, num_queries, PAGE_SIZE
+        )
+        start, full_start, full_end, end = _range_of(
+            first_query, num_queries, kv_len, num_slots, page_start, BLOCK_Q, BLOCK_N, WINDOW, CHUNK
+        )
+        num_steps = gl.maximum(end - start + BLOCK_N - 1, BLOCK_N) // BLOCK_N
 
-            mbarrier.wait(q_empty.index(turn % Q_STAGES), (turn // Q_STAGES & 1) ^ 1)
-            for part in range(0, 2 * PARTS):
-                _query, token, head, exists = _rows(
-                    part // PARTS * ROWS, first_query, num_queries, first_token, item % GROUPS, kv_head,
-                    gl.SliceLayout(1, COPY_Q), ROWS, BLOCK_H, BLOCK_Q, GROUP,
+        mbarrier.wait(q_empty.index(turn % Q_STAGES), (turn // Q_STAGES & 1) ^ 1)
+        for part in range(0, 2 * PARTS):
+            _query, token, head, exists = _rows(
+                part // PARTS * ROWS, first_query, num_queries, first_token, item % GROUPS, kv_head,
+                gl.SliceLayout(1, COPY_Q), ROWS, BLOCK_H, BLOCK_Q, GROUP,
+            )  # fmt: skip
+            d = part % PARTS * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, COPY_Q))
+            q_offsets = (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :] * q_stride_d
+            queries = gl.load(q_ptr + q_offsets, mask=exists[:, None], other=0.0)
+            q_shared.index(turn % Q_STAGES * (2 * PARTS) + part).store(queries)
+        first_note = turn % NOTE_STAGES * NOTES
+        _note(notes, first_note, first_token)
+        _note(notes, first_note + 1, num_queries)
+        _note(notes, first_note + 2, first_query)
+        _note(notes, first_note + 3, kv_head)
+        _note(notes, first_note + 4, item % GROUPS)
+        _note(notes, first_note + 5, kv_len)
+        _note(notes, first_note + 6, page_start)
+        _note(notes, first_note + 7, start)
+        _note(notes, first_note + 8, end)
+        _note(notes, first_note + 9, (full_start - start) // BLOCK_N)
+        _note(notes, first_note + 10, (full_end - start) // BLOCK_N)
+        _note(notes, first_note + 11, num_steps)
+        fence_async_shared()
+        mbarrier.arrive(q_full.index(turn % Q_STAGES), count=1)
+
+        keys_ptr = k_ptr + gl.to_tensor(kv_head).to(gl.int64) * k_stride_h
+        values_ptr = v_ptr + gl.to_tensor(kv_head).to(gl.int64) * v_stride_h
+        page_list = page_indices_ptr + first_page
+        page = _page_of(page_list, start, end, BLOCK_N, PAGE_SIZE, NEIGHBOURS, GROUPED)
+        # A stage has the keys of a step and the values of the step before.
+        for step in range(0, num_steps + 1):
+            stage = (done + step) % STAGES
+            first_key = start + step * BLOCK_N
+            following = _page_of(page_list, first_key + BLOCK_N, end, BLOCK_N, PAGE_SIZE, NEIGHBOURS, GROUPED)
+            value_key = gl.maximum(first_key - BLOCK_N, start)
+            value_page = _page_of(page_list, value_key, end, BLOCK_N, PAGE_SIZE, NEIGHBOURS, GROUPED)
+            mbarrier.wait(empty.index(stage), ((done + step) // STAGES & 1) ^ 1)
+            if step < num_steps:
+                _bring(
+                    k_shared.index(stage), keys_ptr, page, first_key, end, k_stride_p, k_stride_s,
+                    PAGE_SIZE, BLOCK_N, BLOCK_D, NEIGHBOURS, GROUPED, COPY,
                 )  # fmt: skip
-                d = part % PARTS * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, COPY_Q))
-                q_offsets = (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :] * q_stride_d
-                queries = gl.load(q_ptr + q_offsets, mask=exists[:, None], other=0.0)
-                q_shared.index(turn % Q_STAGES * (2 * PARTS) + part).store(queries)
-            first_note = turn % NOTE_STAGES * NOTES
-            _note(notes, first_note, first_token)
-            _note(notes, first_note + 1, num_queries)
-            _note(notes, first_note + 2, first_query)
-            _note(notes, first_note + 3, kv_head)
-            _note(notes, first_note + 4, item % GROUPS)
-            _note(notes, first_note + 5, kv_len)
-            _note(notes, first_note + 6, page_start)
-            _note(notes, first_note + 7, start)
-            _note(notes, first_note + 8, end)
-            _note(notes, first_note + 9, (full_start - start) // BLOCK_N)
-            _note(notes, first_note + 10, (full_end - start) // BLOCK_N)
-            _note(notes, first_note + 11, num_steps)
-            fence_async_shared()
-            mbarrier.arrive(q_full.index(turn % Q_STAGES), count=1)
-
-            # A stage has the keys of a step and the values of the step before.
-            before = page
-            for step in range(0, num_steps + 1):
-                stage = (done + step) % STAGES
-                first_key = start + step * BLOCK_N
-                following = _page_of(page_list, first_key + BLOCK_N, end, BLOCK_N, PAGE_SIZE, NEIGHBOURS, GROUPED)
-                mbarrier.wait(empty.index(stage), ((done + step) // STAGES & 1) ^ 1)
-                if step < num_steps:
-                    _bring(
-                        k_shared.index(stage), keys_ptr, page, first_key, end, k_stride_p, k_stride_s,
-                        PAGE_SIZE, BLOCK_N, BLOCK_D, NEIGHBOURS, GROUPED, COPY,
-                    )  # fmt: skip
-                if step > 0:
-                    _bring(
-                        v_shared.index(stage), values_ptr, before, first_key - BLOCK_N, end, v_stride_p, v_stride_s,
-                        PAGE_SIZE, BLOCK_N, BLOCK_D, NEIGHBOURS, GROUPED, COPY,
-                    )  # fmt: skip
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-                before = page
-                page = following
-            done += num_steps + 1
+            if step > 0:
+                _bring(
+                    v_shared.index(stage), values_ptr, value_page, value_key, end, v_stride_p, v_stride_s,
+                    PAGE_SIZE, BLOCK_N, BLOCK_D, NEIGHBOURS, GROUPED, COPY,
+                )  # fmt: skip
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            page = following
+        done += num_steps + 1
     async_copy.wait_group(0)
 
 
@@ -319,9 +324,9 @@ def _softmax(  # type: ignore[no-untyped-def]
     highest,
     total,
     position,
+    last_key,
     slope,
     first_key,
-    end,
     page_start,
     MASKED: gl.constexpr,
     SCORES: gl.constexpr,
@@ -341,10 +346,13 @@ def _softmax(  # type: ignore[no-untyped-def]
         capped = scores if slope is not None else scores * SCALE
         scores = SOFT_CAP * _tanh(capped / SOFT_CAP)
     if MASKED:
-        distance = position[:, None] - key[None, :]
-        visible = (key < end)[None, :] & (distance >= 0)
+        # A thread has the columns 8 i + j and 8 i + j + 1 for a j of its own: what remains of them is constant.
+        column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+        own = (column & 6)[None, :]
+        column = (column & -7)[None, :]
+        visible = column <= (last_key - first_key)[:, None] - own
         if WINDOW > 0:
-            visible = visible & (distance < WINDOW)
+            visible = visible & (column > (position - WINDOW - first_key)[:, None] - own)
         if CHUNK > 0:
             chunk_start = (position + page_start) // CHUNK * CHUNK - page_start
             visible = visible & (key[None, :] >= chunk_start[:, None])
@@ -393,9 +401,9 @@ def _steps(  # type: ignore[no-untyped-def]
     total,
     done,
     position,
+    last_key,
     slope,
     start,
-    end,
     page_start,
     q_shared,
     first_part,
@@ -430,7 +438,7 @@ def _steps(  # type: ignore[no-untyped-def]
         mbarrier.arrive(empty.index((now - 1) % STAGES), count=1)
         scores = warpgroup_mma_wait(1, [scores])
         weights, fade, highest, total = _softmax(
-            scores, highest, total, position, slope, start + step * BLOCK_N, end, page_start, MASKED,
+            scores, highest, total, position, last_key, slope, start + step * BLOCK_N, page_start, MASKED,
             SCORES, BLOCK_N, SCALE, SOFT_CAP, WINDOW, CHUNK,
         )  # fmt: skip
         p = gl.convert_layout(weights.to(p.dtype), gl.DotOperandLayout(0, VALUES, 2))
@@ -444,7 +452,7 @@ def _steps(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _compute(  # type: ignore[no-untyped-def]
     HALF: gl.constexpr,
-    num_items,
+    num_turns,
     out_ptr,
     sinks_ptr,
     slopes_ptr,
@@ -477,83 +485,80 @@ def _compute(  # type: ignore[no-untyped-def]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
     no_scores = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
-    program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
     done = 0
-    for turn in range(0, (num_items + num_programs - 1) // num_programs):
-        item = _item_of(turn, program, num_programs)
-        if item < num_items:
-            mbarrier.wait(q_full.index(turn % Q_STAGES), turn // Q_STAGES & 1)
-            first_note = turn % NOTE_STAGES * NOTES
-            num_queries = _noted(notes, first_note + 1)
-            start = _noted(notes, first_note + 7)
-            end = _noted(notes, first_note + 8)
-            page_start = _noted(notes, first_note + 6)
-            full_step = _noted(notes, first_note + 9)
-            edge_step = _noted(notes, first_note + 10)
-            num_steps = _noted(notes, first_note + 11)
-            query, _, head, exists = _rows(
-                HALF * ROWS, _noted(notes, first_note + 2), num_queries, 0, _noted(notes, first_note + 4),
-                _noted(notes, first_note + 3), gl.SliceLayout(1, SCORES), ROWS, BLOCK_H, BLOCK_Q, GROUP,
-            )  # fmt: skip
-            position = _noted(notes, first_note + 5) - num_queries + query
-            highest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-            total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
-            if sinks_ptr is not None:
-                # A sink is a key whose value is zero: the sum of weights starts with it.
-                highest = gl.load(sinks_ptr + head, mask=exists, other=0.0).to(gl.float32) * LOG2_E
-                total = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
-            slope = None
-            if slopes_ptr is not None:
-                slope = gl.load(slopes_ptr + head, mask=exists, other=0.0)
-            acc = gl.full([ROWS, BLOCK_D], 0.0, gl.float32, VALUES)
+    for turn in range(0, num_turns):
+        mbarrier.wait(q_full.index(turn % Q_STAGES), turn // Q_STAGES & 1)
+        first_note = turn % NOTE_STAGES * NOTES
+        num_queries = _noted(notes, first_note + 1)
+        start = _noted(notes, first_note + 7)
+        page_start = _noted(notes, first_note + 6)
+        full_step = _noted(notes, first_note + 9)
+        edge_step = _noted(notes, first_note + 10)
+        num_steps = _noted(notes, first_note + 11)
+        query, _, head, exists = _rows(
+            HALF * ROWS, _noted(notes, first_note + 2), num_queries, 0, _noted(notes, first_note + 4),
+            _noted(notes, first_note + 3), gl.SliceLayout(1, SCORES), ROWS, BLOCK_H, BLOCK_Q, GROUP,
+        )  # fmt: skip
+        position = _noted(notes, first_note + 5) - num_queries + query
+        # Padding has no keys, and a list of pages may be too short.
+        last_key = gl.minimum(position, _noted(notes, first_note + 8) - 1)
+        highest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+        if sinks_ptr is not None:
+            # A sink is a key whose value is zero: the sum of weights starts with it.
+            highest = gl.load(sinks_ptr + head, mask=exists, other=0.0).to(gl.float32) * LOG2_E
+            total = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
+        slope = None
+        if slopes_ptr is not None:
+            slope = gl.load(slopes_ptr + head, mask=exists, other=0.0)
+        acc = gl.full([ROWS, BLOCK_D], 0.0, gl.float32, VALUES)
 
-            first_part = (turn % Q_STAGES * 2 + HALF) * (BLOCK_D // 64)
-            mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
-            fence_async_shared()
-            scores = _scores_of(q_shared, first_part, k_shared.index(done % STAGES), no_scores, BLOCK_D)
-            scores = warpgroup_mma_wait(0, [scores])
-            weights, _, highest, total = _softmax(
-                scores, highest, total, position, slope, start, end, page_start, True,
-                SCORES, BLOCK_N, SCALE, SOFT_CAP, WINDOW, CHUNK,
-            )  # fmt: skip
-            p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, VALUES, 2))
+        first_part = (turn % Q_STAGES * 2 + HALF) * (BLOCK_D // 64)
+        mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
+        fence_async_shared()
+        scores = _scores_of(q_shared, first_part, k_shared.index(done % STAGES), no_scores, BLOCK_D)
+        scores = warpgroup_mma_wait(0, [scores])
+        weights, _, highest, total = _softmax(
+            scores, highest, total, position, last_key, slope, start, page_start, True,
+            SCORES, BLOCK_N, SCALE, SOFT_CAP, WINDOW, CHUNK,
+        )  # fmt: skip
+        p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, VALUES, 2))
 
-            if WINDOW > 0 or CHUNK > 0:
-                acc, p, highest, total = _steps(
-                    1, gl.minimum(full_step, num_steps), acc, p, highest, total, done, position, slope,
-                    start, end, page_start, q_shared, first_part, k_shared, v_shared, full, empty, no_scores,
-                    True, BLOCK_N, BLOCK_D, STAGES, SCALE, SOFT_CAP, WINDOW, CHUNK, SCORES, VALUES,
-                )  # fmt: skip
+        if WINDOW > 0 or CHUNK > 0:
             acc, p, highest, total = _steps(
-                gl.maximum(full_step, 1), edge_step, acc, p, highest, total, done, position, slope,
-                start, end, page_start, q_shared, first_part, k_shared, v_shared, full, empty, no_scores,
-                False, BLOCK_N, BLOCK_D, STAGES, SCALE, SOFT_CAP, WINDOW, CHUNK, SCORES, VALUES,
-            )  # fmt: skip
-            acc, p, highest, total = _steps(
-                gl.maximum(edge_step, 1), num_steps, acc, p, highest, total, done, position, slope,
-                start, end, page_start, q_shared, first_part, k_shared, v_shared, full, empty, no_scores,
+                1, gl.minimum(full_step, num_steps), acc, p, highest, total, done, position, last_key, slope,
+                start, page_start, q_shared, first_part, k_shared, v_shared, full, empty, no_scores,
                 True, BLOCK_N, BLOCK_D, STAGES, SCALE, SOFT_CAP, WINDOW, CHUNK, SCORES, VALUES,
             )  # fmt: skip
+        acc, p, highest, total = _steps(
+            gl.maximum(full_step, 1), edge_step, acc, p, highest, total, done, position, last_key, slope,
+            start, page_start, q_shared, first_part, k_shared, v_shared, full, empty, no_scores,
+            False, BLOCK_N, BLOCK_D, STAGES, SCALE, SOFT_CAP, WINDOW, CHUNK, SCORES, VALUES,
+        )  # fmt: skip
+        acc, p, highest, total = _steps(
+            gl.maximum(edge_step, 1), num_steps, acc, p, highest, total, done, position, last_key, slope,
+            start, page_start, q_shared, first_part, k_shared, v_shared, full, empty, no_scores,
+            True, BLOCK_N, BLOCK_D, STAGES, SCALE, SOFT_CAP, WINDOW, CHUNK, SCORES, VALUES,
+        )  # fmt: skip
 
-            mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
-            last = done + num_steps
-            mbarrier.arrive(empty.index((last - 1) % STAGES), count=1)
-            mbarrier.wait(full.index(last % STAGES), last // STAGES & 1)
-            fence_async_shared()
-            acc = warpgroup_mma(p, v_shared.index(last % STAGES), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(empty.index(last % STAGES), count=1)
-            done = last + 1
-            acc = acc / gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, VALUES))[:, None]
-            _, token, head, exists = _rows(
-                HALF * ROWS, _noted(notes, first_note + 2), _noted(notes, first_note + 1), _noted(notes, first_note),
-                _noted(notes, first_note + 4), _noted(notes, first_note + 3), gl.SliceLayout(1, VALUES),
-                ROWS, BLOCK_H, BLOCK_Q, GROUP,
-            )  # fmt: skip
-            e = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, VALUES))
-            offsets = (token * (KV_HEADS * GROUP) + head) * BLOCK_D
-            gl.store(out_ptr + (offsets[:, None] + e[None, :]), acc.to(dtype), mask=exists[:, None])
+        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
+        last = done + num_steps
+        mbarrier.arrive(empty.index((last - 1) % STAGES), count=1)
+        mbarrier.wait(full.index(last % STAGES), last // STAGES & 1)
+        fence_async_shared()
+        acc = warpgroup_mma(p, v_shared.index(last % STAGES), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(empty.index(last % STAGES), count=1)
+        done = last + 1
+        acc = acc / gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, VALUES))[:, None]
+        _, token, head, exists = _rows(
+            HALF * ROWS, _noted(notes, first_note + 2), _noted(notes, first_note + 1), _noted(notes, first_note),
+            _noted(notes, first_note + 4), _noted(notes, first_note + 3), gl.SliceLayout(1, VALUES),
+            ROWS, BLOCK_H, BLOCK_Q, GROUP,
+        )  # fmt: skip
+        e = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, VALUES))
+        offsets = (token * (KV_HEADS * GROUP) + head) * BLOCK_D
+        gl.store(out_ptr + (offsets[:, None] + e[None, :]), acc.to(dtype), mask=exists[:, None])
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -637,24 +642,30 @@ def context_kernel(  # type: ignore[no-untyped-def]
         _wait_for_previous(PDL)
     GROUPS: gl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     num_items = num_tiles * (KV_HEADS * GROUPS)
+    program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    # In the last turn there may be nothing left for this one.
+    num_turns = (num_items + num_programs - 1) // num_programs
+    if _item_of(num_turns - 1, program, num_programs) >= num_items:
+        num_turns -= 1
     gl.warp_specialize(
         [
             (_compute, (
-                0, num_items, out_ptr, sinks_ptr, slopes_ptr, q_shared, k_shared, v_shared, q_full, q_empty, full,
+                0, num_turns, out_ptr, sinks_ptr, slopes_ptr, q_shared, k_shared, v_shared, q_full, q_empty, full,
                 empty, notes, GROUP, KV_HEADS, BLOCK_H, BLOCK_Q, BLOCK_M, BLOCK_N, BLOCK_D, SCALE, SOFT_CAP, WINDOW,
                 CHUNK, STAGES, Q_STAGES,
             )),
             (_compute, (
-                1, num_items, out_ptr, sinks_ptr, slopes_ptr, q_shared, k_shared, v_shared, q_full, q_empty, full,
+                1, num_turns, out_ptr, sinks_ptr, slopes_ptr, q_shared, k_shared, v_shared, q_full, q_empty, full,
                 empty, notes, GROUP, KV_HEADS, BLOCK_H, BLOCK_Q, BLOCK_M, BLOCK_N, BLOCK_D, SCALE, SOFT_CAP, WINDOW,
                 CHUNK, STAGES, Q_STAGES,
             )),
             (_bring_all, (
-                num_tiles, q_ptr, k_ptr, v_ptr, cu_seqlens_ptr, kv_lens_ptr, page_indices_ptr, page_indptr_ptr,
-                page_start_ptr, num_tokens, num_seqs, q_stride_t, q_stride_h, q_stride_d, k_stride_p, k_stride_s,
-                k_stride_h, v_stride_p, v_stride_s, v_stride_h, q_shared, k_shared, v_shared, q_full, q_empty, full,
-                empty, notes, LEAST_QUERIES, PAGE_SIZE, GROUP, KV_HEADS, BLOCK_H, BLOCK_Q, BLOCK_M, BLOCK_N, BLOCK_D,
-                WINDOW, CHUNK, STAGES, Q_STAGES, PDL,
+                num_turns, num_tiles, q_ptr, k_ptr, v_ptr, cu_seqlens_ptr, kv_lens_ptr, page_indices_ptr,
+                page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, q_stride_t, q_stride_h, q_stride_d, k_stride_p,
+                k_stride_s, k_stride_h, v_stride_p, v_stride_s, v_stride_h, q_shared, k_shared, v_shared, q_full,
+                q_empty, full, empty, notes, LEAST_QUERIES, PAGE_SIZE, GROUP, KV_HEADS, BLOCK_H, BLOCK_Q, BLOCK_M,
+                BLOCK_N, BLOCK_D, WINDOW, CHUNK, STAGES, Q_STAGES, PDL,
             )),
         ],
         [4, 4],

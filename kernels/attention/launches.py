@@ -209,7 +209,8 @@ def roles_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launch
     left = 226 * 1024 - 2 * tile.num_stages * tile.n * size * width
     return plain._replace(
         kernel="precast.kernels.attention.hopper_roles:context_kernel",
-        constants=plain.constants | {"Q_STAGES": min(2, left // (tile.m * size * width)), "REGISTERS": 216},
+        constants=plain.constants
+        | {"Q_STAGES": min(2, left // (tile.m * size * width)), "REGISTERS": 224 if size > 128 else 216},
         num_warps=4,
         num_stages=1,
     )

@@ -30,10 +30,15 @@ if IS_INTERPRETED:
     hopper: Any = gluon_on_cpu.module("precast.kernels.attention.hopper")
     roles: Any = gluon_on_cpu.module("precast.kernels.attention.hopper_roles")
     SEQUENCES = [(5, 5), (1, 33), (0, 4), (19, 91), (1, 1), (40, 40)]
+    ROLES = [(128, Tile(32, 16, 4, 3))]
 else:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0", allow_module_level=True)
     SEQUENCES = [(5, 5), (1, 333), (0, 4), (190, 910), (1, 1), (400, 400), (129, 257)]
+    ROLES = [
+        (64, Tile(128, 64, 4, 4)), (64, Tile(128, 128, 4, 3)), (128, Tile(128, 64, 4, 5)), (128, Tile(128, 128, 4, 3)),
+        (256, Tile(128, 64, 4, 2)),
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -83,16 +88,15 @@ def test_prompts(more: dict[str, Any], size: int, same: Callable[..., None]) -> 
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("size", "stages"), [(64, 3), (128, 4)] if IS_INTERPRETED else [(64, 4), (128, 5)])
+@pytest.mark.parametrize(("size", "tile"), ROLES)
 def test_prompts_by_warps_with_roles(
-    more: dict[str, Any], size: int, stages: int, same: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], size: int, tile: Tile, same: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = Draw(torch.float16, DEVICE)
     given = {
         name: draw.uniform(x, dtype=torch.float32) if name in ("sinks", "slopes") else x for name, x in more.items()
     }
     sample = paged_sample(draw, SEQUENCES, heads=6, kv_heads=2, size=size, page_size=8, padding=3, **given)
-    tile = Tile(32, 16, 4, stages) if IS_INTERPRETED else Tile(128, 64, 4, stages)
     if IS_INTERPRETED:
         monkeypatch.setattr(launches, "PROGRAMS", 6)
         monkeypatch.setattr(roles, "SEQUENCES", tl.constexpr(4))
