@@ -85,6 +85,11 @@ def hopper_tile(use: Use) -> Tile:
     return Tile(64, 64, 4, 2 if _number(use, "k_cache", 3) > 64 else 3)
 
 
+def roles_tile(use: Use) -> Tile:
+    """`hopper_tile`, for warps with roles: as many stages as shared memory has room for."""
+    return Tile(128, 64, 4, 5 if _number(use, "k_cache", 3) > 64 else 4)
+
+
 def split_tile(use: Use, slots: range | None = None) -> Tile:
     """Of sequences with few queries: the least rows that the tensor cores take, and many keys on their way.
 
@@ -147,7 +152,7 @@ def paged(use: Use, *, is_small: bool, slots: range | None = None) -> tuple[Laun
 
 def hopper(use: Use) -> tuple[Launch, ...]:
     """`precast.paged_attention` for steps of many tokens, on Hopper."""
-    return (hopper_launch(use, hopper_tile(use)), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
+    return (roles_launch(use, roles_tile(use)), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
 
 
 def partial_bytes(use: Use, *, is_small: bool) -> Expr:
