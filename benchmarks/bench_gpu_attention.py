@@ -5,9 +5,10 @@ tensors without pages. Shapes are published ones in bfloat16, in pages of 16 tok
 as are more than the L2 cache holds, in one CUDA graph. The read rate is that of a sum over 4 GB, the rate of products
 that of 8192 x 8192 x 8192; a causal product counts the pairs that are visible.
 
-    python benchmarks/bench_gpu_attention.py [--sweep] [--seconds N] [--out FILE] [CASE ...]
+    python benchmarks/bench_gpu_attention.py [--sweep] [--prompts-only] [--seconds N] [--out FILE] [--models MODEL ...]
 
-`--sweep` also tries other tiles and numbers of parts, and reports the best for each case.
+`--sweep` also tries other tiles and numbers of parts, and reports the best for each case. With `--prompts-only` there
+are prompts alone, and each choice is a line, with the largest difference from what torch computes.
 """
 
 from __future__ import annotations
@@ -88,6 +89,11 @@ HOPPER_TILES = {
     64: [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2)],
     128: [Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2)],
 }
+ROLES_TILES = {
+    64: [Tile(128, 128, 4, 3), Tile(128, 64, 4, 4)],
+    128: [Tile(128, 128, 4, 3), Tile(128, 64, 4, 5), Tile(128, 64, 4, 3)],
+    256: [Tile(128, 64, 4, 2)],
+}
 SPLIT_TILES = {
     64: [Tile(16, 64, 4, 3), Tile(16, 128, 4, 3), Tile(16, 64, 2, 3), Tile(16, 32, 2, 3)],
     128: [Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 32, 4, 4), Tile(16, 32, 4, 3), Tile(16, 32, 4, 2),
@@ -157,6 +163,7 @@ class Choice(NamedTuple):
     pdl: bool = True
     hopper: Tile | None = None
     ahead: int | None = None
+    roles: Tile | None = None
     early: bool = True
 
 
@@ -181,6 +188,8 @@ def launches_of(use: Use, case: Case, choice: Choice) -> tuple[Launch, ...]:
             # Tiles of eight warps have a multiprocessor for themselves.
             programs = choice.programs or attention.PROGRAMS * 4 // choice.hopper.num_warps
             large = attention.hopper_launch(use, choice.hopper, programs=programs)
+        elif choice.roles:
+            large = attention.roles_launch(use, choice.roles, programs=choice.programs)
         else:
             large = chosen_launches(use, case)[0]
         found = small if is_small else (large, *small)
@@ -215,6 +224,7 @@ def choices_of(model: Model, case: Case) -> Iterator[Choice]:
     yield Choice()
     yield PLAIN
     if case.queries > 1:
+        yield from (Choice(roles=tile) for tile in ROLES_TILES.get(model.size, ()))
         yield from (Choice(hopper=tile) for tile in HOPPER_TILES.get(model.size, ()))
         yield from (Choice(context=tile) for tile in CONTEXT_TILES[model.size])
     else:
@@ -386,6 +396,45 @@ def try_all(model: Model, case: Case, given: list[Given], expected: torch.Tensor
     return [*found[:8], *(each for each in found[8:] if len(each) > 2 or each[1] == told(PLAIN))]
 
 
+def reference(model: Model, case: Case, given: Given) -> torch.Tensor:
+    """The last 128 queries of the last sequence, by torch in float32."""
+    x = given.arguments
+    first_page, start = int(x["page_indptr"][-2]), int(x["page_start"][-1])
+    pages = x["page_indices"][first_page:].long()
+    q = x["q"][0, -128:].float().transpose(0, 1)
+    k, v = (x[name][pages].flatten(0, 1)[: case.tokens - start].float().transpose(0, 1)
+            for name in ("k_cache", "v_cache"))  # fmt: skip
+    k, v = (each.repeat_interleave(model.heads // model.kv_heads, 0) for each in (k, v))
+    distance = torch.arange(case.tokens - 128, case.tokens, device="cuda")[:, None] - torch.arange(
+        start, case.tokens, device="cuda"
+    )
+    visible = (distance >= 0) & (distance < (model.window or case.tokens))
+    scores = (q @ k.transpose(1, 2) * model.size**-0.5).masked_fill(~visible, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def print_prompts(model: Model, name: str, case: Case) -> None:
+    """A line for each choice of a prompt."""
+    given = layers_of(model, case, "cuda")
+    expected = reference(model, case, given[0])
+    for choice in choices_of(model, case):
+        try:
+            for each in given:
+                each.out.fill_(torch.nan)
+            us = microseconds(calls_of(given, model, case, choice), runs=3)
+            found = given[0].out[0, -128:].float()
+            row: dict[str, Any] = {**rate(model, case, us), "error": float((found - expected).abs().max())}
+            row["nan"] = int(given[0].out.isnan().sum())
+            if choice == PLAIN:
+                plain = given[0].out.clone()
+            elif choice.roles or choice.hopper:
+                row["from_plain"] = float((given[0].out - plain).abs().max())
+        except Exception as error:  # noqa: BLE001 - one case doesn't end the others
+            us, row = float("nan"), {"failed": str(error)[:200]}
+        print(f"{name}, {case.text}: {us:8.1f} us {json.dumps(row)} {told(choice)}", flush=True)
+    print(f"{name}, {case.text}: torch {baseline(model, case)} us", flush=True)
+
+
 def told(choice: Choice) -> str:
     """Only what differs from what records choose."""
     parts = {name: tuple(x) if isinstance(x, tuple) else x for name, x in choice._asdict().items()}
@@ -397,14 +446,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_attention.json")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--prompts-only", action="store_true")
     parser.add_argument("--seconds", type=float, default=150, help="of trying, shared by the cases")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA GPU: nothing measured")
         return
-    cases = PREFILL + DECODE
-    compiled = compile_all(arguments.models, cases, sweep=arguments.sweep)
+    cases = PREFILL + ([] if arguments.prompts_only else DECODE)
+    compiled = compile_all(arguments.models, cases, sweep=arguments.sweep or arguments.prompts_only)
+    if arguments.prompts_only:
+        for name in arguments.models:
+            for case in cases:
+                print_prompts(MODELS[name], name, case)
+                torch.cuda.empty_cache()
+        return
     table: dict[str, Any] = {}
     for name in arguments.models:
         for case in cases:

@@ -85,6 +85,11 @@ def hopper_tile(use: Use) -> Tile:
     return Tile(64, 64, 4, 2 if _number(use, "k_cache", 3) > 64 else 3)
 
 
+def roles_tile(use: Use) -> Tile:
+    """`hopper_tile`, for warps with roles: as many stages as shared memory has room for."""
+    return Tile(128, 64, 4, 5 if _number(use, "k_cache", 3) > 64 else 4)
+
+
 def split_tile(use: Use, slots: range | None = None) -> Tile:
     """Of sequences with few queries: the least rows that the tensor cores take, and many keys on their way.
 
@@ -147,7 +152,7 @@ def paged(use: Use, *, is_small: bool, slots: range | None = None) -> tuple[Laun
 
 def hopper(use: Use) -> tuple[Launch, ...]:
     """`precast.paged_attention` for steps of many tokens, on Hopper."""
-    return (hopper_launch(use, hopper_tile(use)), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
+    return (roles_launch(use, roles_tile(use)), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
 
 
 def partial_bytes(use: Use, *, is_small: bool) -> Expr:
@@ -198,6 +203,21 @@ def hopper_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launc
         kernel="precast.kernels.attention.hopper:context_kernel",
         args=(result, *args),
         constants=constants | {"STAGES": tile.num_stages},
+    )
+
+
+def roles_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launch:
+    """`hopper_launch`, by the kernel whose warps have roles: a program has a multiprocessor for itself."""
+    plain = hopper_launch(use, tile, programs=programs or PROGRAMS // 2)
+    # Shared memory of a block is 227 KiB, of which barriers take a little.
+    size, width = _number(use, "k_cache", 3), use.width("q")
+    left = 226 * 1024 - 2 * tile.num_stages * tile.n * size * width
+    return plain._replace(
+        kernel="precast.kernels.attention.hopper_roles:context_kernel",
+        constants=plain.constants
+        | {"Q_STAGES": min(2, left // (tile.m * size * width)), "REGISTERS": 224 if size > 128 else 216},
+        num_warps=4,
+        num_stages=1,
     )
 
 
