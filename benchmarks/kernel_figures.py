@@ -11,12 +11,6 @@ from typing import Any, NamedTuple
 
 Figures = Mapping[str, Any]
 
-LINEARS_8B = {"qkv": 6144 * 4096, "o": 4096 * 4096, "gate_up": 28672 * 4096, "down": 4096 * 14336}
-"""Elements of the weights of a layer of the Llama 3.1 8B shape, which has 32."""
-HEAD_8B = 128256 * 4096
-MOST_ROWS_OF_A_HEAD = 256
-"""Steps of more rows are prompts, which have one row of logits."""
-
 
 class Row(NamedTuple):
     """A kernel in one case; `floor`: the least possible microseconds."""
@@ -37,17 +31,9 @@ def stream(found: Figures) -> Iterator[Row]:
     """All linear layers of a step."""
     for rows, one in found["rows"].items():
         least = 1e3 * found["gigabytes"] / found["one_launch_terabytes_per_second"]
-        yield Row("weight stream", f"8B shape, {rows} rows", 1e3 * one["stream_pdl_milliseconds"], least)
-
-
-def cublaslt(found: Figures) -> Iterator[Row]:
-    """The same for more rows."""
-    rates = found["rates"]
-    for rows in ("64", "256", "4096"):
-        weights = 32 * sum(LINEARS_8B.values()) + (HEAD_8B if int(rows) <= MOST_ROWS_OF_A_HEAD else 0)
-        read, product = 2 * weights / rates["read_tb_per_s"], 2 * int(rows) * weights / rates["product_tflop_per_s"]
-        measured = found["llama-3.1-8b"]["milliseconds"][rows]["fastest"]
-        yield Row("cuBLASLt", f"8B shape, {rows} rows", 1e3 * measured, max(read, product) / 1e6)
+        yield Row(
+            "weight stream", f"8B shape, {rows} row" + "s" * (rows != "1"), 1e3 * one["stream_pdl_milliseconds"], least
+        )
 
 
 def attention(found: Figures) -> Iterator[Row]:
@@ -59,12 +45,6 @@ def attention(found: Figures) -> Iterator[Row]:
             else (one["tflop_per_s"], found["product_tflop_per_s"])
         )
         yield Row("attention", case, one["us"], one["us"] * rate / most)
-
-
-def latents(found: Figures) -> Iterator[Row]:
-    """Latent attention of one layer."""
-    for case, one in found["rows"].items():
-        yield Row("latent attention", case, one["us"], one["floor_us"])
 
 
 def experts(found: Figures) -> Iterator[Row]:
@@ -79,14 +59,6 @@ def states(found: Figures) -> Iterator[Row]:
         for step, one in steps.items():
             if "floor" in one:
                 yield Row(name, step, one["microseconds"], one["floor"])
-
-
-def delta_rule(found: Figures) -> Iterator[Row]:
-    """Delta rule, selective scan and wkv of one layer."""
-    for name, one in found.items():
-        if isinstance(one, dict) and "floor_microseconds" in one:
-            kernel, _, case = name.partition(", ")
-            yield Row(kernel.replace("_", " "), case, one["microseconds"], one["floor_microseconds"])
 
 
 def small_kernels(found: Figures) -> Iterator[Row]:
@@ -105,9 +77,8 @@ def sampling(found: Figures) -> Iterator[Row]:
 
 
 KERNELS: Mapping[str, Callable[[Figures], Iterator[Row]]] = {
-    "gpu_stream": stream, "gpu_cublaslt": cublaslt, "gpu_attention": attention, "gpu_latents": latents,
-    "gpu_experts": experts, "gpu_states": states, "gpu_delta_rule": delta_rule, "gpu_small_kernels": small_kernels,
-    "gpu_sampling": sampling,
+    "gpu_stream": stream, "gpu_attention": attention, "gpu_experts": experts, "gpu_states": states,
+    "gpu_small_kernels": small_kernels, "gpu_sampling": sampling,
 }  # fmt: skip
 """The claims, in the order of the table."""
 HEADS = ("kernel", "case", "us", "of the machine's rate")
