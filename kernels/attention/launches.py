@@ -212,10 +212,10 @@ def roles_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launch
     # Shared memory of a block is 227 KiB, of which barriers take a little.
     size, width = _number(use, "k_cache", 3), use.width("q")
     left = 226 * 1024 - 2 * tile.num_stages * tile.n * size * width
+    more = {"Q_STAGES": min(2, left // (tile.m * size * width)), "REGISTERS": 224 if size > 128 else 216}
     return plain._replace(
         kernel="precast.kernels.attention.hopper_roles:context_kernel",
-        constants=plain.constants
-        | {"Q_STAGES": min(2, left // (tile.m * size * width)), "REGISTERS": 224 if size > 128 else 216},
+        constants={**plain.constants, **more},
         num_warps=4,
         num_stages=1,
     )

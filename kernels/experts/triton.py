@@ -161,7 +161,7 @@ def _rows_of_weight(first_n, COUNT: tl.constexpr, IS_GATED: tl.constexpr, SWAPPE
     Rows of a gate and of its values come in turn, by eights where they are the rows of a product, so that a thread has
     both of a number.
     """
-    TURN: tl.constexpr = 8 if SWAPPED else 1
+    TURN: tl.constexpr = 8 if SWAPPED else 1  # pyright: ignore[reportAssignmentType]
     each = tl.arange(0, 2 * COUNT if IS_GATED else COUNT)
     n = first_n + (each // (2 * TURN) * TURN + each % TURN if IS_GATED else each)
     is_row = n < SIZE_N
