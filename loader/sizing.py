@@ -13,15 +13,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan, Call, Expr, Graph
 from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
 from precast.kernels import step_memory
-from precast.kernels.registry import target_of
 from precast.kernels.use import Target
 from precast.loader.device import Device
 from precast.loader.run.batch import BatchInputs
@@ -102,7 +99,7 @@ def size_arena(
     plan, is_cuda = graph.caches, device.kind == "cuda"
     slab_bytes = max(plan.slab_bytes, 1)
     reserve = CUDA_RESERVE if is_cuda else 0
-    target = target or target_of(torch.device(device.name))
+    target = target or _target_of(device)
     addresses = addresses_of(graph, limits, device, target)
     others = step_bytes(graph, limits, step_memory.step_peak(graph, target, addresses))
     captured = step_memory.step_peak(graph, target, addresses, captured=True)
@@ -160,7 +157,16 @@ def addresses_of(graph: Graph, limits: EngineLimits, device: Device, target: Tar
     sizes = step_memory.step_sizes(
         graph, max_num_tokens=num_tokens, max_num_seqs=num_seqs, max_seq_len=limits.max_seq_len, num_pages={}
     )
-    return step_memory.addresses_of(graph, target or target_of(torch.device(device.name)), sizes)
+    return step_memory.addresses_of(graph, target or _target_of(device), sizes)
+
+
+def _target_of(device: Device) -> Target:
+    """What a device of torch's is, where nobody has said it."""
+    import torch
+
+    from precast.kernels.registry import target_of
+
+    return target_of(torch.device(device.name))
 
 
 def graph_bytes(graph: Graph, limits: EngineLimits, peak: Expr, captured_sizes: Sequence[int]) -> Callable[[int], int]:
