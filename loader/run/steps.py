@@ -75,8 +75,8 @@ def _arrival(pinned: Buffer, device: Device) -> _Arrival:
 class StepRunner(ABC):
     """A model with its caches, and a fixed place on the device for each of its inputs.
 
-    `graph` and `memory` belong together. No step goes beyond `limits`. `gives_logits`: as tensors of torch, of steps that
-    draw nothing.
+    `graph` and `memory` belong together. No step goes beyond `limits`. `gives_logits`: as tensors of torch, of
+    steps that draw nothing.
     """
 
     gives_logits = True
