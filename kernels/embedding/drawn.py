@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from precast.ir.graph import symbols
-from precast.kernels.embedding.launches import known_ids as launches
+from precast.kernels.embedding.known_ids import launches
 from precast.kernels.launch import Launched
 from precast.kernels.registry import target_of
 

@@ -1,4 +1,4 @@
-"""The launch that puts drawn tokens among a step's token ids (`precast.kernels.embedding.drawn`). No torch."""
+"""The launch that puts tokens, which the step before drew, in their places among a step's ids. No torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from precast.kernels.records import Launch, Pointer
 _BLOCK = 256
 
 
-def known_ids(has_pdl: bool) -> tuple[Launch, ...]:
-    """One launch: `ids` [T] and `drawn` [R] int64 in, [T] out."""
+def launches(has_pdl: bool) -> tuple[Launch, ...]:
+    """One launch, over `ids` and `drawn`; T are the ids."""
     return (
         Launch(
             kernel="precast.kernels.embedding.triton:known_ids_kernel",
