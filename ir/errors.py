@@ -95,6 +95,8 @@ CODES: dict[str, str] = {
     "symbol-unbound": "a symbol has no value, or two different ones",
     # --- the target machine -----------------------------------------------------------------------------------
     "device-missing": "the device that was asked for is not there",
+    "backend-unfit": "a backend does not run the model",
+    "kernel-missing": "a native layer has no kernel for a launch",
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
     "implementation-missing": "no implementation computes a node on this target",

@@ -1,44 +1,24 @@
-"""`precast.load`: from a bundle and a checkpoint to an engine, phase by phase."""
+"""`precast.load`: from a bundle and a checkpoint to an engine. Here a backend is chosen, before it is imported.
+
+No torch: `precast.loader.torch_load` loads with it, `precast.loader.driver.load` without.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
 from pathlib import Path
-from typing import Literal, get_args
-
-import msgspec
-import torch
+from typing import TYPE_CHECKING, get_args
 
 from precast.ir.artifact import Bundle
-from precast.ir.errors import RequestError, shown_value
-from precast.ir.graph.schema import Graph
-from precast.ir.memory import caches, liveness
-from precast.ir.memory.capture import capture_plan, cut
-from precast.ir.weights import config_facts
-from precast.ir.weights.checkpoint import CheckpointFiles
-from precast.ir.weights.tensorfile import Tensor
-from precast.kernels.dtypes import BY_NAME
+from precast.ir.errors import RequestError, TargetError, shown_value
 from precast.kernels.measured import read_table
-from precast.kernels.registry import target_of
-from precast.loader import sizing
-from precast.loader.cache.memory import CacheMemory
-from precast.loader.collector import collector_held
-from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
-from precast.loader.engine.tokenizer import check_tokenizer
-from precast.loader.placement import bind_world, place
-from precast.loader.program.restore import restore
-from precast.loader.run.batch import BatchInputs
-from precast.loader.run.runner import Runner
-from precast.loader.sizing import EngineLimits
+from precast.loader.options import Backend, Capture, LoadOptions
 from precast.loader.timeline import Timeline
-from precast.loader.torch_device import cut_blocks_to_size, tensor_of
-from precast.loader.weights.stream import load_weights
-from precast.loader.weights.workers import PinnedBuffers
 
-Capture = Literal["background", "before", "off"]
-"""When steps are captured as CUDA graphs."""
+if TYPE_CHECKING:
+    import torch
 
 
 def load(
@@ -54,6 +34,7 @@ def load(
     allow_config_mismatch: bool = False,
     choices: str | Path | None = None,
     capture: Capture | None = None,
+    backend: Backend | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
@@ -67,18 +48,25 @@ def load(
     this function returns, or not at all (`off`); None: `background` on a GPU, and `off` on a CPU, where a captured step
     is no faster.
 
+    `backend`: "torch", or "driver": the CUDA driver alone, for which neither torch nor Triton is imported. It runs
+    models whose ops are all computed by kernels of the bundle's native layer, by cuBLASLt, or are views. None: the
+    driver where it runs the model, else torch; `timeline` then says why.
+
     `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that comes with Precast
     for the GPU, if there is one.
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
 
-    On a GPU torch's allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
+    With torch on a GPU, its allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
 
     Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError
-    for a device that is missing or too small, RequestError for options outside their range; all but what the device
-    has no room for before a tensor is read.
+    for a device that is missing or too small, and (`backend-unfit`) for a backend that doesn't run the model,
+    RequestError for options outside their range; all but what the device has no room for before a tensor is read.
     """
+    if backend is not None and backend not in get_args(Backend):
+        found = f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}"
+        raise RequestError("engine-option-invalid", found)
     if capture is not None and capture not in get_args(Capture):
         found = f"capture is {capture!r}, expected one of {', '.join(get_args(Capture))}"
         raise RequestError("engine-option-invalid", found)
@@ -89,67 +77,43 @@ def load(
     if choices is not None and not isinstance(choices, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"choices is {choices!r}, expected the path of a table")
     table = None if choices is None else read_table(Path(choices))
-    timeline = Timeline() if timeline is None else timeline
-    with timeline.phase("context"):
-        placement = place(device)
-    target = placement.device
-    capture = capture or ("background" if target.kind == "cuda" else "off")
-    with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
-        with timeline.phase("bundle"), collector_held():
-            opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-            graph = bind_world(opened.graph, placement)
-            graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-            limits = EngineLimits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
-            sizing.check_limits(graph, limits)
-            BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
-            check_tokenizer(opened.files("tokenizer"))
-            if not allow_config_mismatch:
-                config_facts.check(opened.manifest.config, weights)
-            what = target_of(torch.device(target.name), table)
-            program = restore(graph, device=torch.device(target.name), target=what)
-            files = CheckpointFiles.open(weights)
-        with timeline.phase("weights") as phase:
-            loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
-            program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))
-            phase.bytes = loaded.bytes_read
-            phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
-        with timeline.phase("pools") as phase:
-            sizes = () if capture == "off" else captured_sizes(graph, limits)
-            free = target.free_bytes()
-            size = sizing.size_arena(graph, limits, target, free=free, captured_sizes=sizes, target=what)
-            memory = CacheMemory(graph.caches, size.num_slabs, target)
-            program.bind(memory.tensors)
-            cut_blocks_to_size(torch.device(target.name))
-            program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
-            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes)
-            phase.bytes, phase.counters = size.num_bytes, size.counters()
-        if capture == "before":
-            with timeline.phase("captured") as phase:
-                runner.capture_all()
-                phase.counters = {"graphs": runner.captures.num_captured}
-    model, tokenizer = opened.manifest.model, opened.files("tokenizer")
-    return Engine(
-        runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes,
-        max_prefill_tokens=max_prefill_tokens,
+    options = LoadOptions(
+        bundle, weights, device, max_num_seqs, max_num_tokens, max_prefill_tokens, cache_bytes, reuse_prefixes,
+        allow_config_mismatch, table, capture,
     )  # fmt: skip
+    timeline = Timeline() if timeline is None else timeline
+    if backend != "torch":
+        found = _load_with_driver(options, timeline, must=backend == "driver")
+        if isinstance(found, Engine):
+            return found
+        options = found
+    with timeline.phase("import"):
+        from precast.loader.torch_load import load_with_torch
+    return load_with_torch(options, timeline)
 
 
-@liveness.computed()
-def captured_sizes(graph: Graph, limits: EngineLimits) -> tuple[int, ...]:
-    """The sizes of the bundle's capture plan that the limits can fill."""
-    plan = graph.capture if graph.capture.sizes else capture_plan(graph)
-    return cut(plan, limits.max_num_tokens)
+def _load_with_driver(options: LoadOptions, timeline: Timeline, *, must: bool) -> Engine | LoadOptions:
+    """The engine; or, where the driver alone doesn't run the model, the options with the bundle opened.
 
+    Raises TargetError `backend-unfit` instead if it `must`.
+    """
+    from precast.loader.driver.coverage import UnfitError, fits_device
 
-def constant_tensors(graph: Graph, constants: Mapping[str, Tensor], device: Device) -> dict[str, torch.Tensor]:
-    """A bundle's constants by name, on the device. They have the types that the graph declares (`Bundle.open`)."""
-    tensors = {}
-    for value in graph.constants:
-        _, shape, data = constants[value.name]
-        dtype = BY_NAME[value.type.dtype]
-        flat = torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
-        tensors[value.name] = flat.reshape(shape).to(device.name)
-    return tensors
+    if not must and not fits_device(options.device):
+        return options
+    from precast.loader.driver.load import load_with_driver
+
+    began, num_phases = time.perf_counter(), len(timeline.phases)
+    try:
+        return load_with_driver(options, timeline)
+    except UnfitError as error:
+        if must:
+            fix = "load it with backend='torch', or leave the choice to Precast"
+            raise TargetError("backend-unfit", f"the driver backend doesn't run the model: {error}", fix=fix) from None
+        del timeline.phases[num_phases:]
+        phase = timeline.add("backend", start=began, seconds=time.perf_counter() - began)
+        phase.note = f"torch, as the driver alone doesn't run the model: {error}"
+        return options if error.opened is None else options._replace(bundle=error.opened)
 
 
 def _check_options(bundle: object, weights: object, **numbers: object) -> None:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan, Call, Expr, Graph
-from precast.ir.memory import caches
+from precast.ir.memory import caches, liveness
 from precast.ir.memory.addresses import Addresses
+from precast.ir.memory.capture import capture_plan, cut
 from precast.kernels import step_memory
 from precast.kernels.use import Target
 from precast.loader.device import Device
@@ -167,6 +168,13 @@ def _target_of(device: Device) -> Target:
     from precast.kernels.registry import target_of
 
     return target_of(torch.device(device.name))
+
+
+@liveness.computed()
+def captured_sizes(graph: Graph, limits: EngineLimits) -> tuple[int, ...]:
+    """The sizes of the bundle's capture plan that the limits can fill."""
+    plan = graph.capture if graph.capture.sizes else capture_plan(graph)
+    return cut(plan, limits.max_num_tokens)
 
 
 def graph_bytes(graph: Graph, limits: EngineLimits, peak: Expr, captured_sizes: Sequence[int]) -> Callable[[int], int]:

@@ -269,19 +269,19 @@ def run(
 
     with stages(LOAD_PHASES, "loading") as progress:
         timeline = AnnouncedTimeline(progress)
-        with timeline.phase("import"):
-            from precast.ir.artifact import Bundle
-            from precast.loader.engine.params import SamplingParams
-            from precast.loader.engine.prompts import check_prompts
-            from precast.loader.engine.tokenizer import Tokenizer
+        from precast.ir.artifact import Bundle
+        from precast.loader.engine.params import SamplingParams
+        from precast.loader.engine.prompts import check_prompts
+        from precast.loader.engine.tokenizer import Tokenizer
 
-            params = SamplingParams(**sampling)
-            opened = Bundle.open(bundle)  # what is wrong with a prompt is said before torch is imported
-            tokenizer = Tokenizer.from_files(opened.files("tokenizer"))
-            check_prompts(
-                all_prompts, params, opened.manifest.model, lambda: tokenizer, add_special_tokens=add_special_tokens
-            )
-            from precast.loader.load import load
+        params = SamplingParams(**sampling)
+        opened = Bundle.open(bundle)  # what is wrong with a prompt is said before torch is imported
+        tokenizer = Tokenizer.from_files(opened.files("tokenizer"))
+        check_prompts(
+            all_prompts, params, opened.manifest.model, lambda: tokenizer, add_special_tokens=add_special_tokens
+        )
+        from precast.loader.load import load
+
         engine = load(
             opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
             max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
