@@ -19,6 +19,7 @@ from precast.ir.graph.infer import references
 from precast.ir.memory import strides
 from precast.ir.memory.addresses import VIEWS, Addresses, spans_of
 from precast.ir.memory.strides import Layout
+from precast.ir.memory.views import view_of
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.choices import Case, cases
 from precast.kernels.launch_key import launch_key
@@ -269,45 +270,12 @@ class _Run:
 
     def _view(self, node: ir.Node, of: Placed, shape: tuple[int, ...]) -> Placed:
         """The result of a node that moves nothing."""
-        layout, offset = of.layout, 0
-        match node.op.removeprefix("aten."):
-            case "reshape.default":
-                found = strides.reshaped(layout, shape)
-                if found is None:
-                    raise NotCoveredError(f"{node.op} copies {list(layout.shape)} to {list(shape)}")
-                layout = found
-            case "transpose.int":
-                layout = strides.transposed(layout, self._integer(node, "dim0"), self._integer(node, "dim1"))
-            case "permute.default":
-                layout = strides.permuted(layout, self._integers(node, "dims"))
-            case "unsqueeze.default":
-                layout = strides.unsqueezed(layout, self._integer(node, "dim"))
-            case "squeeze.dim":
-                layout = strides.without(layout, self._integer(node, "dim"))
-            case "expand.default":
-                layout = strides.expanded(layout, shape)
-            case "select.int":
-                dim, index = self._integer(node, "dim") % len(layout.shape), self._integer(node, "index")
-                offset = index % layout.shape[dim] * layout.strides[dim]
-                layout = strides.without(layout, dim)
-            case "slice.Tensor":
-                dim, step = self._integer(node, "dim") % len(layout.shape), self._integers(node, "step") or [1]
-                offset = self._integer(node, "start") * layout.strides[dim]
-                layout = strides.sliced(layout, shape, dim, *step)
-            case "to.dtype":
-                pass
-            case _:
-                raise AssertionError(f"{node.op} is no view")
-        return Placed(of.base, of.offset + offset * element_bytes(of.dtype), of.dtype, layout)
-
-    def _integer(self, node: ir.Node, name: str) -> int:
-        (found,) = self._integers(node, name)
-        return found
-
-    def _integers(self, node: ir.Node, name: str) -> list[int]:
-        """The argument's integers: one, or those of its list; none where it is left out."""
-        arg = node.args.get(name, ir.Items(()))
-        return [self._of(item) for item in (arg.items if isinstance(arg, ir.Items) else (arg,))]
+        if node.op == "aten.to.dtype":
+            return of
+        view = view_of(node, of.layout, shape, self._of)
+        if view is None:
+            raise NotCoveredError(f"{node.op} of {of.dtype} copies {list(of.layout.shape)} to {list(shape)}")
+        return Placed(of.base, of.offset + view.offset * element_bytes(of.dtype), of.dtype, view.layout)
 
     def _of(self, arg: ir.Arg) -> int:
         if isinstance(arg, ir.Dim):
