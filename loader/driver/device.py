@@ -128,7 +128,8 @@ class DriverDevice:
     def seconds_between(self, first: Event, last: Event) -> float:
         """As the interface says."""
         assert isinstance(first, _Event) and isinstance(last, _Event), "events of another device"  # noqa: PT018
-        milliseconds: float = made("cuEventElapsedTime", c_float, first.handle, last.handle)
+        with self.use():
+            milliseconds: float = made("cuEventElapsedTime", c_float, first.handle, last.handle)
         return milliseconds / 1000
 
     def stream(self) -> int:
@@ -302,10 +303,11 @@ class _Event:
         """As the interface says: it asks until it is passed, and lets other threads run between."""
         query = library.function("cuEventQuery")
         looks = 0
-        while (status := query(self.handle)) == library.NOT_READY:
-            looks += 1
-            if looks % _LOOKS_BETWEEN_SLEEPS == 0:
-                time.sleep(0)
+        with self._device.use():
+            while (status := query(self.handle)) == library.NOT_READY:
+                looks += 1
+                if looks % _LOOKS_BETWEEN_SLEEPS == 0:
+                    time.sleep(0)
         if status:
             raise library.DriverError(status, "cuEventQuery")
 

@@ -106,13 +106,13 @@ class Model:
 
     def _prepared(self, launches: Sequence[LaunchAt], tensors: Mapping[str, Buffer]) -> list[Run]:
         made = []
-        for launch, key, grid, args in launches:
+        for each in launches:
             values: list[Number] = []
-            for arg in args:
+            for arg in each.args:
                 if arg is None or isinstance(arg, (int, float)):
                     values.append(arg)
                 else:
                     of = self._workspace if arg.memory.kind == "workspace" else tensors[arg.memory.name]
                     values.append(of.pointer + arg.offset)
-            made.append(self._kernels.prepared(Ready(launch, key, grid, tuple(values))))
+            made.append(self._kernels.prepared(Ready(each.launch, each.key, each.grid, tuple(values))))
         return made
