@@ -65,6 +65,7 @@ CODES: dict[str, str] = {
     "check-failed": "what was built of the model does not compute what transformers computes",
     "option-invalid": "a build option has a value that is not allowed",
     "tokenizer-invalid": "a tokenizer file cannot be used",
+    "compile-failed": "a kernel doesn't compile for a target",
     "dependency-missing": "an optional dependency is not installed",
     # --- weights ----------------------------------------------------------------------------------------------
     "checkpoint-missing": "there is no checkpoint at the path",

@@ -31,11 +31,11 @@ def forms(launch: Launch, dtype_of: DtypeOf) -> tuple[str, ...]:
     return tuple(_form(arg, dtype_of, is_triton=not launch.block) for arg in launch.args)
 
 
-def launch_key(launch: Launch, dtype_of: DtypeOf) -> str:
-    """The digest, 64 hexadecimal digits."""
+def launch_key(launch: Launch, known: tuple[str, ...]) -> str:
+    """The digest, 64 hexadecimal digits, of a launch whose arguments have these `forms`."""
     what = [
         launch.kernel, sorted(launch.constants.items()), launch.num_warps, launch.num_stages, launch.block,
-        launch.shared_bytes, launch.pdl, forms(launch, dtype_of),
+        launch.shared_bytes, launch.pdl, known,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(what, separators=(",", ":")).encode()).hexdigest()
 

@@ -19,7 +19,7 @@ from precast.ir.memory.views import view_of
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.choices import Case, case_for, cases, fastest
 from precast.kernels.embedding.known_ids import launches as known_ids
-from precast.kernels.launch_key import launch_key
+from precast.kernels.launch_key import forms, launch_key
 from precast.kernels.records import Launch, Pointer, Record, Stride
 from precast.kernels.sampling.limits import PARAMETERS, SAMPLE_VERSION
 from precast.kernels.use import Target, Use, statics_in, types_in, use_of
@@ -57,11 +57,12 @@ class Address(NamedTuple):
 
 
 class LaunchAt(NamedTuple):
-    """A launch of a step. `args` are those of the launch, in its order; `key` finds its compiled kernel
-    (`precast.ir.native`), "" for a library's."""
+    """A launch of a step. `args` are those of the launch, in its order; `key`, which is made of their `forms`
+    (`precast.kernels.launch_key`), finds its compiled kernel (`precast.ir.native`). A library's has neither."""
 
     launch: Launch
     key: str
+    forms: tuple[str, ...]
     grid: tuple[int, int, int]
     args: tuple[Address | int | float | None, ...]
 
@@ -100,8 +101,7 @@ def drawing_launches(logits: TensorType, target: Target, num_rows: int, *, captu
     node = Node("precast.sample", {name: Ref(name) for name in types}, (drawn,), SAMPLE_VERSION)
     tensors = {name: _outside(name, kind, "input") for name, kind in types.items()}
     tensors["out.0"] = _outside("tokens", drawn.type, "value")
-    given = record.runs(use_of(node, types, target))
-    return tuple(_at(launch, tensors, {}) for launch in given)
+    return _outside_a_graph(record.runs(use_of(node, types, target)), tensors, {})
 
 
 def known_ids_launches(target: Target, num_tokens: int) -> tuple[LaunchAt, ...]:
@@ -111,11 +111,24 @@ def known_ids_launches(target: Target, num_tokens: int) -> tuple[LaunchAt, ...]:
     ids = TensorType("int64", (num_tokens,))
     tensors = {"ids": _outside("ids", ids, "input"), "drawn": _outside("drawn", ids, "input")}
     tensors["out.0"] = _outside("known_ids", ids, "value")
-    return tuple(_at(launch, tensors, {"T": num_tokens}) for launch in known_ids(target.capability >= (9, 0)))
+    return _outside_a_graph(known_ids(target.capability >= (9, 0)), tensors, {"T": num_tokens})
+
+
+def _outside_a_graph(launches: Sequence[Launch], tensors: Mapping[str, Held], sizes: Sizes) -> tuple[LaunchAt, ...]:
+    dtypes = {name: held.type.dtype for name, held in tensors.items()}
+    return tuple(_at(_keyed(launch, dtypes), tensors, sizes) for launch in launches)
 
 
 def _outside(name: str, kind: TensorType, memory: str) -> Held:
     return Held(kind, strides.contiguous([int(size) for size in kind.shape]), Memory(memory, name))  # type: ignore[arg-type]
+
+
+class _Keyed(NamedTuple):
+    """A launch, and what is known of its kernel."""
+
+    launch: Launch
+    key: str
+    forms: tuple[str, ...]
 
 
 class _Chosen(NamedTuple):
@@ -123,7 +136,7 @@ class _Chosen(NamedTuple):
 
     use: Use
     cases: tuple[Case, ...]
-    launches: dict[str, tuple[tuple[Launch, str], ...]]
+    launches: dict[str, tuple[_Keyed, ...]]
     is_placed: bool
 
 
@@ -178,7 +191,7 @@ class _Walk:
         for i, value in enumerate(node.outputs):
             memory = Memory("value", returned.get(value.name, value.name), "" if value.name in returned else function)
             frame[value.name] = tensors[f"out.{i}"] = self._result(node, value, frame, memory, record)
-        made = tuple(_at(launch, tensors, self._sizes, key) for launch, key in chosen.launches.get(record.name, ()))
+        made = tuple(_at(keyed, tensors, self._sizes) for keyed in chosen.launches.get(record.name, ()))
         return NodeAt(node, record, tensors, made)
 
     def _of(self, node: Node, function: str) -> _Chosen:
@@ -193,7 +206,7 @@ class _Walk:
                     listed = [item.name for item in arg.items if isinstance(item, Ref)]
                     types |= {f"{name}.{i}": self._types[function][each].dtype for i, each in enumerate(listed)}
             launches = {
-                name: tuple((launch, key_of(launch, types)) for launch in record.runs(use))
+                name: tuple(_keyed(launch, types) for launch in record.runs(use))
                 for name, record in records.items()
                 if not isinstance(record.runs, str)
             }
@@ -240,17 +253,19 @@ class _Walk:
         return tuple(symbols.evaluate(size, self._sizes) for size in shape)
 
 
-def key_of(launch: Launch, dtypes: Mapping[str, Dtype]) -> str:
-    """The key of a launch over tensors of these types; "" for a library's."""
-    return "" if launch.library else launch_key(launch, lambda pointer: pointer.dtype or dtypes[pointer.tensor])
+def _keyed(launch: Launch, dtypes: Mapping[str, Dtype]) -> _Keyed:
+    """The launch over tensors of these types."""
+    if launch.library:
+        return _Keyed(launch, "", ())
+    known = forms(launch, lambda pointer: pointer.dtype or dtypes[pointer.tensor])
+    return _Keyed(launch, launch_key(launch, known), known)
 
 
-def _at(launch: Launch, tensors: Mapping[str, Held], sizes: Sizes, key: str | None = None) -> LaunchAt:
+def _at(keyed: _Keyed, tensors: Mapping[str, Held], sizes: Sizes) -> LaunchAt:
     """The launch with its numbers."""
-    if key is None:
-        key = key_of(launch, {name: held.type.dtype for name, held in tensors.items()})
+    launch = keyed.launch
     first, second, third = (*(symbols.evaluate(size, sizes) for size in launch.grid), 1, 1)[:3]
-    return LaunchAt(launch, key, (first, second, third), tuple(_value(arg, tensors, sizes) for arg in launch.args))
+    return LaunchAt(*keyed, (first, second, third), tuple(_value(arg, tensors, sizes) for arg in launch.args))
 
 
 def _value(
