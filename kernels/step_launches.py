@@ -68,7 +68,7 @@ class LaunchAt(NamedTuple):
 
     def values(self) -> list[int]:
         """The arguments as numbers that conditions on kernels are asked of; memory begins at a multiple of 16."""
-        return [arg.offset if isinstance(arg, Address) else int(arg or 0) for arg in self.args]
+        return [arg.offset if isinstance(arg, Address) else arg if isinstance(arg, int) else 0 for arg in self.args]
 
 
 class NodeAt(NamedTuple):

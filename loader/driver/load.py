@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -12,6 +12,7 @@ from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
+from precast.ir.native import NativeLayer
 from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.linear import cublaslt
@@ -38,8 +39,12 @@ from precast.loader.sizing import EngineLimits, captured_sizes
 from precast.loader.timeline import Timeline
 
 
-def load_with_driver(options: LoadOptions, timeline: Timeline) -> Engine:
+def load_with_driver(
+    options: LoadOptions, timeline: Timeline, *, layers: Sequence[NativeLayer] | None = None
+) -> Engine:
     """See `precast.loader.load.load`. Raises UnfitError, before a tensor is read, for a model that it doesn't run.
+
+    `layers`: native layers to take kernels from; None: those of the bundle.
 
     The context is made while the bundle is opened, and the rest is made ready while weights stream.
     """
@@ -47,7 +52,7 @@ def load_with_driver(options: LoadOptions, timeline: Timeline) -> Engine:
         context = pool.submit(_opened_device, _index(options.device), timeline)
         with timeline.phase("bundle"), collector_held():
             opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
-            layers = native.layers_of(opened)
+            layers = native.layers_of(opened) if layers is None else layers
             limits = options.limits(opened.manifest.model.max_seq_len)
             device = context.result()
             ring = Ring(device)

@@ -22,7 +22,7 @@ from precast.ir.memory.strides import Layout
 from precast.ir.memory.views import view_of
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.choices import Case, cases
-from precast.kernels.launch_key import launch_key
+from precast.kernels.launch_key import forms, launch_key
 from precast.kernels.records import Launch, Pointer, Ranges, Record, Stride
 from precast.kernels.use import Target, Use, statics_in, types_in, use_of
 from precast.loader.device import Buffer, Dim3
@@ -347,7 +347,10 @@ def keyed(record: Record, use: Use, kinds: Mapping[str, ir.Dtype]) -> tuple[_Key
     def dtype_of(pointer: Pointer) -> ir.Dtype:
         return pointer.dtype or ("uint8" if pointer.tensor == "workspace" else kinds[pointer.tensor])
 
-    return tuple(_Keyed(launch, "" if launch.library else launch_key(launch, dtype_of)) for launch in record.runs(use))
+    return tuple(
+        _Keyed(launch, "" if launch.library else launch_key(launch, forms(launch, dtype_of)))
+        for launch in record.runs(use)
+    )
 
 
 def _tensors(node: ir.Node) -> Iterator[tuple[str, str]]:
