@@ -77,7 +77,8 @@ answers = [out.token_ids for params in (greedy, drawn) for out in engine.generat
 stats = engine.stats
 print(json.dumps({
     "answers": answers, "first_token_s": round(seconds, 3), "graphs": stats.graphs,
-    "capture_s": round(stats.capture_seconds, 3), "captured_steps": stats.captured_steps, "eager_steps": stats.eager_steps,
+    "capture_s": round(stats.capture_seconds, 3), "captured_steps": stats.captured_steps,
+    "eager_steps": stats.eager_steps,
     "imported": sorted({"torch", "triton", "transformers"} & set(sys.modules)), "timeline": timeline.text(),
 }))
 sys.stdout.flush()
