@@ -96,7 +96,7 @@ if backend == "driver":
     from precast.loader.driver.load import load_with_driver
     with open(layer, "rb") as file:
         read = msgspec.msgpack.decode(file.read(), type=NativeLayer)
-    engine = load_with_driver(options, timeline, layers=[read])
+    engine = load_with_driver(options, timeline, layer=read)
 else:
     with timeline.phase("import"):
         from precast.loader.torch_load import load_with_torch

@@ -65,7 +65,7 @@ if backend == "driver":
     from precast.ir.native import NativeLayer
     from precast.loader.driver.load import load_with_driver
     read = msgspec.msgpack.decode(open(layer, "rb").read(), type=NativeLayer)
-    engine = load_with_driver(options, timeline, layers=[read])
+    engine = load_with_driver(options, timeline, layer=read)
 else:
     from precast.loader.torch_load import load_with_torch
     engine = load_with_torch(options, timeline)

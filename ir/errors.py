@@ -48,6 +48,11 @@ CODES: dict[str, str] = {
     "graph-invalid": "the graph breaks rules of the verifier",
     "constants-invalid": "the constants are not a canonical safetensors file",
     "constants-mismatch": "the constants are not those that the graph declares",
+    "native-compression": "a native layer's blob is not exactly one zstd frame of a declared, allowed size",
+    "native-encoding": "a native layer does not decode as one",
+    "native-not-canonical": "a native layer differs from its own canonical encoding",
+    "native-nesting": "a native layer is nested deeper than the format allows",
+    "native-invalid": "a native layer contradicts itself, its target or the launches that there are",
     # --- build ------------------------------------------------------------------------------------------------
     "build-in-progress": "another build is writing to the same path",
     "disk-full": "the file system has no room for the bundle, or a quota or size limit is reached",
@@ -101,6 +106,7 @@ CODES: dict[str, str] = {
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
     "implementation-missing": "no implementation computes a node on this target",
+    "native-refused": "a native layer was asked for by its digest, and can't be used on this machine",
 }
 
 FIXES: dict[str, str] = {

@@ -8,15 +8,23 @@ Every struct is wire format, as in `precast.ir.graph.schema`. Nothing here knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
+from precast.ir import limits
+from precast.ir.errors import BundleError, shown, some
 from precast.ir.graph.schema import Wire
 
 ParamType = Literal["pointer", "int32", "int64", "float32"]
 """What a kernel takes in one place: 8, 4, 8 or 4 bytes."""
 
+ALIGNED = 16
+"""Of what Triton compiles kernels apart for: multiples of so many bytes or elements."""
+MOST_INT32 = 2**31 - 1
+"""Of an integer argument; a larger one takes a kernel with 64 bits in its place."""
 NO_ARGUMENT = -1
 """In the place of an argument: a null pointer. Triton's kernels end with two, for memory of their own."""
 
@@ -80,3 +88,90 @@ class NativeLayer(Wire, frozen=True):
     sources: dict[str, str]
     kernels: tuple[NativeKernel, ...]
     images: dict[str, bytes]
+
+
+def takes(aligned: Sequence[int], ones: Sequence[int], narrow: Sequence[int], values: Sequence[int]) -> bool:
+    """Whether a kernel takes a launch of these values, an integer for each argument: those of `aligned` are multiples
+    of 16, those of `ones` are 1, and those of `narrow` have 31 bits."""
+    return (
+        all(values[i] % ALIGNED == 0 for i in aligned)
+        and all(values[i] == 1 for i in ones)
+        and all(values[i] <= MOST_INT32 for i in narrow)
+    )
+
+
+_KERNEL = re.compile(r"precast\.kernels(\.[a-z_0-9]+)+(/[a-z_0-9]+\.cu)?:[A-Za-z_][A-Za-z_0-9]*")
+_FUNCTION = re.compile(r"[A-Za-z_$][A-Za-z_0-9$]*")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ELF = b"\x7fELF"
+_MOST_THREADS = 1024
+"""Of a block, on all GPUs."""
+
+
+def check(layer: NativeLayer) -> None:
+    """Raise BundleError (`native-invalid`, `limit-exceeded`) with all that is wrong with a layer."""
+    for what, found, limit in (
+        ("kernels", len(layer.kernels), limits.MAX_KERNELS),
+        ("images", len(layer.images), limits.MAX_KERNELS),
+        ("sources", len(layer.sources), limits.MAX_KERNELS),
+    ):
+        if found > limit:
+            raise BundleError("limit-exceeded", f"native: {found} {what}; at most {limit} are allowed")
+    problems = [*_problems(layer), *(each for kernel in layer.kernels for each in _kernel_problems(layer, kernel))]
+    if problems:
+        listed = "; ".join(some(problems))
+        raise BundleError("native-invalid", f"native layer for {shown(layer.target)}: {listed}")
+
+
+def _problems(layer: NativeLayer) -> Iterator[str]:
+    if layer.target not in SHARED_BYTES:
+        yield f"the target is none of {', '.join(SHARED_BYTES)}"
+    if not 0 < layer.driver < 1_000_000:
+        yield f"driver is {layer.driver}, which is no version of CUDA"
+    for name, digest in layer.sources.items():
+        if not _DIGEST.fullmatch(digest):
+            yield f"source {shown(name)} has no digest"
+    for digest, image in layer.images.items():
+        if hashlib.sha256(image).hexdigest() != digest:
+            yield f"image {shown(digest)} has another content than its digest says"
+        elif not image.startswith(_ELF):
+            yield f"image {digest} is no cubin"
+    unused = sorted(layer.images.keys() - {kernel.image for kernel in layer.kernels})
+    if unused:
+        yield f"no kernel is in image {', '.join(some(unused))}"
+    order = [_place(kernel) for kernel in layer.kernels]
+    if order != sorted(order):
+        yield "the kernels are not in their order"
+
+
+def _place(kernel: NativeKernel) -> tuple[str, str, int]:
+    return kernel.kernel, kernel.key, -len(kernel.aligned) - len(kernel.ones)
+
+
+def _kernel_problems(layer: NativeLayer, kernel: NativeKernel) -> Iterator[str]:
+    name = shown(kernel.kernel)
+    if not _KERNEL.fullmatch(kernel.kernel) or kernel.kernel.partition(":")[0] not in layer.sources:
+        yield f"{name} is no kernel of the sources that are listed"
+    if not _DIGEST.fullmatch(kernel.key):
+        yield f"{name}: its key is no digest"
+    if kernel.image not in layer.images:
+        yield f"{name}: there is no image {shown(kernel.image)}"
+    if not _FUNCTION.fullmatch(kernel.function):
+        yield f"{name}: {shown(repr(kernel.function))} is no function of an image"
+    if not (32 <= kernel.threads <= _MOST_THREADS and kernel.threads % 32 == 0):
+        yield f"{name}: {kernel.threads} threads, expected whole warps, up to {_MOST_THREADS}"
+    most = SHARED_BYTES.get(layer.target, 0)
+    if not 0 <= kernel.shared_bytes <= most:
+        yield f"{name}: {kernel.shared_bytes} bytes of shared memory, and {layer.target} has {most} for a block"
+    if len(kernel.params) > limits.MAX_KERNEL_PARAMS:
+        yield f"{name}: {len(kernel.params)} parameters; at most {limits.MAX_KERNEL_PARAMS} are allowed"
+    given = [param.argument for param in kernel.params if param.argument != NO_ARGUMENT]
+    if any(param.argument == NO_ARGUMENT and param.type != "pointer" for param in kernel.params):
+        yield f"{name}: a number that is no argument"
+    places = [*given, *kernel.aligned, *kernel.ones]
+    if any(not 0 <= place < limits.MAX_KERNEL_PARAMS for place in places) or len(set(given)) != len(given):
+        yield f"{name}: parameters or conditions of arguments that there are not"
+    if list(kernel.aligned) != sorted({*kernel.aligned}) or list(kernel.ones) != sorted({*kernel.ones}):
+        yield f"{name}: conditions that are not in their order"
+    if {*kernel.ones} & {*given}:
+        yield f"{name}: an argument that is 1 has a parameter"

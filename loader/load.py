@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from precast.ir.artifact import Bundle
+from precast.ir.bundle.trust import Trust
 from precast.ir.errors import RequestError, TargetError, shown_value
 from precast.kernels.measured import read_table
 from precast.loader.engine.engine import Engine
@@ -35,6 +37,8 @@ def load(
     choices: str | Path | None = None,
     capture: Capture | None = None,
     backend: Backend | None = None,
+    native: str | Sequence[str] = (),
+    trust: Trust | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
@@ -54,6 +58,10 @@ def load(
 
     `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that comes with Precast
     for the GPU, if there is one.
+
+    `native`: digests, one or several, of native layers or of bundles whose native layers may be used: they are code.
+    Those that `trust` admits are used too; None: those that this user compiled on this machine. Where none is used,
+    kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md).
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
@@ -79,7 +87,7 @@ def load(
     table = None if choices is None else read_table(Path(choices))
     options = LoadOptions(
         bundle, weights, device, max_num_seqs, max_num_tokens, max_prefill_tokens, cache_bytes, reuse_prefixes,
-        allow_config_mismatch, table, capture,
+        allow_config_mismatch, table, capture, [native] if isinstance(native, str) else native, trust,
     )  # fmt: skip
     timeline = Timeline() if timeline is None else timeline
     if backend != "torch":

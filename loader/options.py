@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from precast.ir.artifact import Bundle
+from precast.ir.bundle.trust import Trust
 from precast.kernels.measured import Table
 from precast.loader.sizing import EngineLimits
 
@@ -19,7 +21,7 @@ Backend = Literal["driver", "torch"]
 
 
 class LoadOptions(NamedTuple):
-    """The arguments of `precast.load`; `table` has the choices of `choices`, if any are given."""
+    """The arguments of `precast.load`; `table` has the choices of `choices`, if any are given, `native` is a list."""
 
     bundle: str | Path | Bundle
     weights: str | Path
@@ -32,6 +34,8 @@ class LoadOptions(NamedTuple):
     allow_config_mismatch: bool
     table: Table | None
     capture: Capture | None
+    native: Sequence[str] = ()
+    trust: Trust | None = None
 
     def limits(self, max_seq_len: int) -> EngineLimits:
         """The engine's limits, for a model of so many tokens a sequence."""

@@ -14,13 +14,16 @@ from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
+from precast.kernels.native import Native
 from precast.kernels.registry import target_of
+from precast.kernels.use import Target
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.tokenizer import check_tokenizer
+from precast.loader.native import choose
 from precast.loader.options import LoadOptions
 from precast.loader.placement import bind_world, place
 from precast.loader.program.restore import restore
@@ -40,7 +43,7 @@ def load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
     target = placement.device
     capture = options.capture or ("background" if target.kind == "cuda" else "off")
     with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
-        with timeline.phase("bundle"), collector_held():
+        with timeline.phase("bundle") as phase, collector_held():
             bundle = options.bundle
             opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
             graph = bind_world(opened.graph, placement)
@@ -51,7 +54,7 @@ def load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
             check_tokenizer(opened.files("tokenizer"))
             if not options.allow_config_mismatch:
                 config_facts.check(opened.manifest.config, options.weights)
-            what = target_of(torch.device(target.name), options.table)
+            what, phase.note = _with_native(target_of(torch.device(target.name), options.table), opened, options)
             program = restore(graph, device=torch.device(target.name), target=what)
             files = CheckpointFiles.open(options.weights)
         with timeline.phase("weights") as phase:
@@ -67,17 +70,25 @@ def load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
             program.bind(memory.tensors)
             cut_blocks_to_size(torch.device(target.name))
             program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
-            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes)
+            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, target=what)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
         if capture == "before":
             with timeline.phase("captured") as phase:
                 runner.capture_all()
-                phase.counters = {"graphs": runner.captures.num_captured}
+                phase.counters = {"graphs": runner.captures.num_captured, "compilations": runner.native.compilations}
     model, tokenizer = opened.manifest.model, opened.files("tokenizer")
     return Engine(
         runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=options.reuse_prefixes,
         max_prefill_tokens=options.max_prefill_tokens,
     )  # fmt: skip
+
+
+def _with_native(target: Target, bundle: Bundle, options: LoadOptions) -> tuple[Target, str]:
+    """The target with the kernels that are compiled already, and a word on where they come from; none for CPUs."""
+    if target.device == "cpu":
+        return target, ""
+    chosen = choose(bundle, target.text, allowed=options.native, trust=options.trust)
+    return target._replace(native=Native(chosen.layer)), chosen.note
 
 
 def constant_tensors(graph: Graph, constants: Mapping[str, Tensor], device: Device) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ from functools import partial
 
 from precast.ir.errors import TargetError
 from precast.ir.native import NO_ARGUMENT, NativeKernel, NativeLayer
-from precast.kernels.launch_key import takes
 from precast.kernels.named import named
+from precast.kernels.native import Native
 from precast.kernels.records import Launch
 from precast.loader.driver import library
 from precast.loader.driver.device import DriverDevice, LoadedKernel, relaxed_capture
@@ -25,12 +25,8 @@ _MUCH_SHARED_BYTES = 48 << 10
 class Kernels:
     """What launches run, on one device."""
 
-    def __init__(self, layer: NativeLayer, device: DriverDevice) -> None:
-        self._device, self._images = device, layer.images
-        self._by_key: dict[str, list[tuple[NativeKernel, tuple[int, ...]]]] = {}
-        for kernel in layer.kernels:
-            narrow = tuple(param.argument for param in kernel.params if param.type == "int32")
-            self._by_key.setdefault(kernel.key, []).append((kernel, narrow))
+    def __init__(self, native: Native, device: DriverDevice) -> None:
+        self._device, self._native = device, native
         self._loaded: dict[tuple[str, str], LoadedKernel] = {}
         self._products: dict[tuple[str, tuple[tuple[str, object], ...]], Callable[..., None]] = {}
 
@@ -48,9 +44,9 @@ class Kernels:
 
     def _kernel_for(self, ready: Ready) -> NativeKernel:
         numbers = [value if isinstance(value, int) else 0 for value in ready.values]
-        for kernel, narrow in self._by_key.get(ready.key, ()):
-            if takes(kernel.aligned, kernel.ones, narrow, numbers):
-                return kernel
+        kernel = self._native.find(ready.key, numbers)
+        if kernel is not None:
+            return kernel
         raise TargetError(
             "kernel-missing",
             f"the native layer has no kernel {ready.launch.kernel} for these arguments: {ready.values}",
@@ -60,7 +56,7 @@ class Kernels:
     def _function(self, kernel: NativeKernel, *, is_cuda: bool) -> int:
         name = kernel.image, kernel.function
         if name not in self._loaded:
-            loaded = self._device.load(self._images[kernel.image], kernel.function)
+            loaded = self._device.load(self._native.image(kernel), kernel.function)
             assert isinstance(loaded, LoadedKernel)
             if is_cuda or kernel.shared_bytes > _MUCH_SHARED_BYTES:
                 library.call("cuFuncSetAttribute", loaded.handle, library.FUNCTION_CARVEOUT, 100)

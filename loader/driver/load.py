@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -17,12 +17,13 @@ from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.linear import cublaslt
 from precast.kernels.measured import Table, table_of
+from precast.kernels.native import Native
 from precast.kernels.use import GPU, Target
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
 from precast.loader.device import Buffer
-from precast.loader.driver import native, weights
+from precast.loader.driver import weights
 from precast.loader.driver.coverage import UnfitError, covered, most_sizes
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.kernels import Kernels, missing
@@ -32,6 +33,7 @@ from precast.loader.driver.runner import DriverRunner
 from precast.loader.driver.weights import Planned, Ring
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.tokenizer import check_tokenizer
+from precast.loader.native import choose
 from precast.loader.options import LoadOptions
 from precast.loader.placement import Placement, bind_world
 from precast.loader.run.batch import BatchInputs
@@ -39,20 +41,17 @@ from precast.loader.sizing import EngineLimits, captured_sizes
 from precast.loader.timeline import Timeline
 
 
-def load_with_driver(
-    options: LoadOptions, timeline: Timeline, *, layers: Sequence[NativeLayer] | None = None
-) -> Engine:
+def load_with_driver(options: LoadOptions, timeline: Timeline, *, layer: NativeLayer | None = None) -> Engine:
     """See `precast.loader.load.load`. Raises UnfitError, before a tensor is read, for a model that it doesn't run.
 
-    `layers`: native layers to take kernels from; None: those of the bundle.
+    `layer`: where kernels are taken from, whoever made it; None: from one of the bundle's that is admitted.
 
     The context is made while the bundle is opened, and the rest is made ready while weights stream.
     """
     with ThreadPoolExecutor(2, thread_name_prefix="precast-load") as pool:
         context = pool.submit(_opened_device, _index(options.device), timeline)
-        with timeline.phase("bundle"), collector_held():
+        with timeline.phase("bundle") as phase, collector_held():
             opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
-            layers = native.layers_of(opened) if layers is None else layers
             limits = options.limits(opened.manifest.model.max_seq_len)
             device = context.result()
             ring = Ring(device)
@@ -62,7 +61,8 @@ def load_with_driver(
             sizing.check_limits(graph, limits)
             BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
             try:
-                layer = native.layer_for(layers, opened, target)
+                if layer is None:
+                    layer, phase.note = _native_layer(opened, target, options)
                 program, addresses = covered(graph, target, limits)
                 if lacking := missing(program.launches(), layer):
                     raise UnfitError(f"the native layer lacks {', '.join(lacking)}", opened)
@@ -77,9 +77,10 @@ def load_with_driver(
             config_facts.check(opened.manifest.config, options.weights)
         with device.use():
             cublaslt.version()
-            kernels = Kernels(layer, device)
+            found = Native(layer)
+            kernels = Kernels(found, device)
         tensors = streamed.result()
-    runner = _pools(options, timeline, program, addresses, graph, kernels, tensors, device, limits, target)
+    runner = _pools(options, timeline, program, addresses, graph, kernels, tensors, device, limits, target, found)
     return Engine(
         runner, opened.manifest.model, tokenizer_files=opened.files("tokenizer"), timeline=timeline,
         reuses_prefixes=options.reuse_prefixes, max_prefill_tokens=options.max_prefill_tokens,
@@ -89,6 +90,14 @@ def load_with_driver(
 def target_of(device: DriverDevice, table: Table | None) -> Target:
     """The target that a device is: what `precast.kernels.registry.target_of` says of it where all is installed."""
     return GPU._replace(capability=device.capability, table=table_of(device.model) if table is None else table)
+
+
+def _native_layer(opened: Bundle, target: Target, options: LoadOptions) -> tuple[NativeLayer, str]:
+    """The layer that is admitted, and by which rule. Raises UnfitError where none is."""
+    chosen = choose(opened, target.text, allowed=options.native, trust=options.trust)
+    if chosen.layer is None:
+        raise UnfitError(chosen.note, opened)
+    return chosen.layer, chosen.note
 
 
 def _index(device: object) -> int:
@@ -124,6 +133,7 @@ def _pools(
     device: DriverDevice,
     limits: EngineLimits,
     target: Target,
+    found: Native,
 ) -> DriverRunner:
     """The runner, with caches in what the weights have left."""
     most = most_sizes(graph, limits)
@@ -135,7 +145,7 @@ def _pools(
         memory = CacheMemory(graph.caches, size.num_slabs, device)
         pages = {pool.pages: memory.num_pages[pool.name] for pool in memory.plan.pools}
         model = Model(program, graph, kernels, addresses, {**tensors, **memory.buffers}, held, pages)
-        runner = DriverRunner(model, graph, memory, device, limits, captured_sizes=sizes)
+        runner = DriverRunner(model, graph, memory, device, limits, found, captured_sizes=sizes)
         phase.bytes, phase.counters = size.num_bytes, size.counters()
     if options.capture == "before":
         with timeline.phase("captured") as phase:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import strides
+from precast.kernels.native import Native
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Buffer, Event
 from precast.loader.driver.device import DriverDevice
@@ -38,11 +39,12 @@ class DriverRunner(StepRunner):
         memory: CacheMemory,
         device: DriverDevice,
         limits: EngineLimits,
+        native: Native,
         *,
         captured_sizes: Sequence[int] = (),
     ) -> None:
         """As `StepRunner`."""
-        super().__init__(graph, memory, device, limits, captured_sizes)
+        super().__init__(graph, memory, device, limits, captured_sizes, native)
         self._stream_of = device
         self._model: Model | None = model
         self._spare = device.alloc(self._drawn_bytes.shape[0])

@@ -11,9 +11,10 @@ import torch
 from precast.ir.graph.schema import Dtype, Graph
 from precast.kernels import registry
 from precast.kernels.embedding.drawn import known_ids_on
+from precast.kernels.native import Native
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.sample import greedy
-from precast.kernels.use import types_in
+from precast.kernels.use import Target, types_in
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.device import Device, Event
 from precast.loader.program.instructions import HostCall
@@ -42,16 +43,20 @@ class Runner(StepRunner):
         limits: EngineLimits,
         *,
         captured_sizes: Sequence[int] = (),
+        target: Target | None = None,
     ) -> None:
         """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called.
 
+        `target` is what the device is, as `restore` was told.
+
         Raises what `BatchInputs` raises for the graph.
         """
-        super().__init__(graph, memory, device, limits, captured_sizes)
         on = torch.device(device.name)
+        target = target or registry.target_of(on)
+        super().__init__(graph, memory, device, limits, captured_sizes, target.native or Native())
         dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
-        self._known_ids = known_ids_on(on)
-        drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
+        self._known_ids = known_ids_on(on, target)
+        drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes, target=target)
         self._sample, self._sample_captured = drawing(), drawing(control="static")
         self._drawn = tensor_of(self._drawn_bytes).view(torch.int64)
         self._program: Program | None = program

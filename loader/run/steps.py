@@ -23,6 +23,7 @@ import numpy as np
 
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
+from precast.kernels.native import Native
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
@@ -82,9 +83,16 @@ class StepRunner(ABC):
     gives_logits = True
 
     def __init__(
-        self, graph: Graph, memory: CacheMemory, device: Device, limits: EngineLimits, captured_sizes: Sequence[int]
+        self,
+        graph: Graph,
+        memory: CacheMemory,
+        device: Device,
+        limits: EngineLimits,
+        captured_sizes: Sequence[int],
+        native: Native,
     ) -> None:
-        """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called.
+        """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called. `native`
+        counts what is compiled.
 
         Raises what `BatchInputs` raises for the graph.
         """
@@ -92,6 +100,7 @@ class StepRunner(ABC):
         self.device = device
         self.num_slabs = memory.num_slabs
         self.limits = limits
+        self.native = native
         self._inputs = BatchInputs(graph)
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
