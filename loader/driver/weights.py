@@ -125,9 +125,7 @@ def load_weights(what: Planned, graph: Graph, *, ring: Ring) -> Weights:
     parts = ring.parts()
     at = {i: memory.pointer + start for i, start in places.items()}
     num_bytes = share(plan.jobs, lambda: _worker(at, made, device, parts.pop()), THREADS)
-    for move in plan.moves:
-        dtype = plan.targets[move.source].dtype
-        put(_seen(made[move.source], dtype), move.view, dtype, made[move.target], move.destination, ())
+    move_all(plan, made)
     with device.use():
         for i in sorted(what.on_host & places.keys()):
             _upload(at[i], made[i])
@@ -140,6 +138,13 @@ def load_weights(what: Planned, graph: Graph, *, ring: Ring) -> Weights:
     recipe_of = {param.name: param.recipe for param in graph.params}
     named = {param.name: buffers[_made_name(param.name, recipe_of)] for param in graph.params}
     return Weights(named, num_bytes, plan.bytes_needed)
+
+
+def move_all(plan: Plan, made: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+    """Move what is in temporary targets to where it belongs, in the plan's order; both are on the host."""
+    for move in plan.moves:
+        dtype = plan.targets[move.source].dtype
+        put(_seen(made[move.source], dtype), move.view, dtype, made[move.target], move.destination, ())
 
 
 def constants(graph: Graph, given: Mapping[str, Any], device: DriverDevice) -> dict[str, Buffer]:
@@ -176,7 +181,7 @@ def _worker(
             nonlocal turn
             turn = (turn + 1) % len(buffers)
             library.call("cuEventSynchronize", events[turn].handle)  # type: ignore[attr-defined]
-            num_bytes = _run(job, descriptor, buffers[turn].pointer, views[turn], at, made, stream)
+            num_bytes = do_job(job, descriptor, buffers[turn].pointer, views[turn], at, made, stream)
             events[turn].record(stream)
             return num_bytes
 
@@ -187,7 +192,7 @@ def _worker(
             library.call("cuStreamDestroy_v2", stream)
 
 
-def _run(
+def do_job(
     job: Job,
     descriptor: int,
     pinned: int,
@@ -196,10 +201,14 @@ def _run(
     made: Mapping[int, npt.NDArray[np.uint8]],
     stream: int,
 ) -> int:
-    """Read a job's bytes, where they belong or through pinned memory, and make its copies."""
+    """Read a job's bytes, where they belong or through pinned memory, and make its copies; how many were read.
+
+    Targets are on the host (`made`), or on the device (`at` these addresses), where `stream` brings them from `pinned`
+    memory, which is seen by `view`.
+    """
     through = sum(each.num_bytes for each in job.ranges if each.target is not None and each.target not in made)
-    if through > len(view):  # rare: rows that no job holds whole
-        large = np.empty(through, np.uint8)
+    large = np.empty(through if through > len(view) else 0, np.uint8)
+    if len(large):  # rare: rows that no job holds whole
         pinned, view = large.ctypes.data, large.data
     staged = np.empty(job.buffer_bytes, np.uint8)
     ranges, uploads, used = [], [], 0
@@ -220,7 +229,7 @@ def _run(
     num_bytes = read_ranges(descriptor, job.file, ranges)
     for address, source, length in uploads:
         library.call("cuMemcpyAsync", address, source, length, stream)
-    if view.nbytes != BUFFER_BYTES:
+    if len(large):
         library.call("cuStreamSynchronize", stream)  # its memory is gone afterwards
     for copy in job.copies:
         _copy(copy, staged, made)
@@ -255,9 +264,9 @@ def converted(values: npt.NDArray[Any], dtype: Dtype, to: Dtype) -> npt.NDArray[
     if dtype == "bfloat16":
         values = (values.astype(np.uint32) << 16).view(np.float32)
     if to != "bfloat16":
-        with np.errstate(over="ignore"):  # to infinity
+        with np.errstate(all="ignore"):  # infinities and NaN stay what they are
             return values.astype(to)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
