@@ -20,9 +20,10 @@ from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
-from precast.kernels.measured import read_table
+from precast.kernels.measured import Table, read_table
 from precast.kernels.native import Native
 from precast.kernels.registry import target_of
+from precast.kernels.sealed import sealed_tables
 from precast.kernels.use import Target
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -73,8 +74,8 @@ def load(
     this function returns, or not at all (`off`); None: `background` on a GPU, and `off` on a CPU, where a captured step
     is no faster.
 
-    `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that comes with Precast
-    for the GPU, if there is one.
+    `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that the bundle was
+    sealed with on this machine, else the one that comes with Precast for the GPU, if there is one.
 
     `native`: digests, one or several, of native layers or of bundles whose native layers may be used: they are code.
     Those that `trust` admits are used too; None: those that this user compiled on this machine. Where none is used,
@@ -115,6 +116,7 @@ def load(
             check_tokenizer(opened.files("tokenizer"))
             if not allow_config_mismatch:
                 config_facts.check(opened.manifest.config, weights)
+            table = _sealed(opened, target) if table is None else table
             what, phase.note = _with_native(target_of(torch.device(target.name), table), opened, native, trust)
             program = restore(graph, device=torch.device(target.name), target=what)
             files = CheckpointFiles.open(weights)
@@ -142,6 +144,17 @@ def load(
         runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes,
         max_prefill_tokens=max_prefill_tokens,
     )  # fmt: skip
+
+
+def _sealed(bundle: Bundle, device: Device) -> Table | None:
+    """The choices that were measured on this very machine, and attached to the bundle; None if there are none."""
+    tables = sealed_tables(bundle.attached) if device.kind == "cuda" else {}
+    if not tables:
+        return None
+    from precast.kernels.machine import this_machine
+
+    machine = this_machine()
+    return next((table for table in tables.values() if table.machine == machine), None)
 
 
 def _with_native(
