@@ -57,8 +57,8 @@ def load(
     models whose ops are all computed by kernels of the bundle's native layer, by cuBLASLt, or are views. None: the
     driver where it runs the model, else torch; `timeline` then says why.
 
-    `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that comes with Precast
-    for the GPU, if there is one.
+    `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that the bundle was
+    sealed with on this machine, else the one that comes with Precast for the GPU, if there is one.
 
     `native`: digests, one or several, of native layers or of bundles whose native layers may be used: they are code.
     Those that `trust` admits are used too; None: those that this user compiled on this machine. Where none is used,

@@ -14,8 +14,10 @@ from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
+from precast.kernels.measured import Table
 from precast.kernels.native import Native
 from precast.kernels.registry import target_of
+from precast.kernels.sealed import sealed_tables
 from precast.kernels.use import Target
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -54,7 +56,8 @@ def load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
             check_tokenizer(opened.files("tokenizer"))
             if not options.allow_config_mismatch:
                 config_facts.check(opened.manifest.config, options.weights)
-            what, phase.note = _with_native(target_of(torch.device(target.name), options.table), opened, options)
+            table = _sealed(opened, target) if options.table is None else options.table
+            what, phase.note = _with_native(target_of(torch.device(target.name), table), opened, options)
             program = restore(graph, device=torch.device(target.name), target=what)
             files = CheckpointFiles.open(options.weights)
         with timeline.phase("weights") as phase:
@@ -81,6 +84,17 @@ def load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
         runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=options.reuse_prefixes,
         max_prefill_tokens=options.max_prefill_tokens,
     )  # fmt: skip
+
+
+def _sealed(bundle: Bundle, device: Device) -> Table | None:
+    """The choices that were measured on this very machine, and attached to the bundle; None if there are none."""
+    tables = sealed_tables(bundle.attached) if device.kind == "cuda" else {}
+    if not tables:
+        return None
+    from precast.kernels.machine import this_machine
+
+    machine = this_machine()
+    return next((table for table in tables.values() if table.machine == machine), None)
 
 
 def _with_native(target: Target, bundle: Bundle, options: LoadOptions) -> tuple[Target, str]:

@@ -16,8 +16,10 @@ from precast.ir.native import NativeLayer
 from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.linear import cublaslt
+from precast.kernels.machine import machine_with
 from precast.kernels.measured import Table, table_of
 from precast.kernels.native import Native
+from precast.kernels.sealed import sealed_tables
 from precast.kernels.use import GPU, Target
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -55,7 +57,7 @@ def load_with_driver(options: LoadOptions, timeline: Timeline, *, layer: NativeL
             limits = options.limits(opened.manifest.model.max_seq_len)
             device = context.result()
             ring = Ring(device)
-            target = target_of(device, options.table)
+            target = target_of(device, _table(opened, device) if options.table is None else options.table)
             graph = bind_world(opened.graph, Placement(0, 1, 1, device))
             graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
             sizing.check_limits(graph, limits)
@@ -90,6 +92,15 @@ def load_with_driver(options: LoadOptions, timeline: Timeline, *, layer: NativeL
 def target_of(device: DriverDevice, table: Table | None) -> Target:
     """The target that a device is: what `precast.kernels.registry.target_of` says of it where all is installed."""
     return GPU._replace(capability=device.capability, table=table_of(device.model) if table is None else table)
+
+
+def _table(opened: Bundle, device: DriverDevice) -> Table | None:
+    """The choices that were measured on this very machine, and attached to the bundle; None if there are none."""
+    tables = sealed_tables(opened.attached)
+    if not tables:
+        return None
+    machine = machine_with(device.model, device.capability)
+    return next((table for table in tables.values() if table.machine == machine), None)
 
 
 def _native_layer(opened: Bundle, target: Target, options: LoadOptions) -> tuple[NativeLayer, str]:
