@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from precast.ir.graph.schema import Dtype
 
 Stream = Any
 """A queue of work, made by `Device.stream`. None, where one is asked for: the current one of this thread."""
-Kernel = Callable[..., None]
+Kernel = Any
 """A kernel of a loaded image, made by `Device.load`."""
 
 

@@ -92,10 +92,10 @@ def load(
     )  # fmt: skip
     timeline = Timeline() if timeline is None else timeline
     if backend != "torch":
-        found = _load_with_driver(options, timeline, must=backend == "driver")
-        if isinstance(found, Engine):
-            return found
-        options = found
+        loaded = _load_with_driver(options, timeline, must=backend == "driver")
+        if isinstance(loaded, Engine):
+            return loaded
+        options = loaded
     is_timed = any(phase.name == "import" for phase in timeline.phases)  # by the caller
     with nullcontext() if is_timed else timeline.phase("import"):
         from precast.loader.torch_load import load_with_torch

@@ -90,7 +90,7 @@ class DriverDevice:
             fixed = made("cuFuncGetAttribute", c_int, library.FUNCTION_SHARED_BYTES, found.handle)
             most = self._attribute(library.MOST_SHARED_BYTES) - fixed
             call("cuFuncSetAttribute", found.handle, library.FUNCTION_MOST_DYNAMIC_BYTES, most)
-        return found  # type: ignore[return-value]
+        return found
 
     def launch(
         self, kernel: Kernel, grid: Dim3, block: Dim3, args: Arguments, shared_bytes: int = 0, stream: Stream = None

@@ -211,7 +211,9 @@ def do_job(
     if len(large):  # rare: rows that no job holds whole
         pinned, view = large.ctypes.data, large.data
     staged = np.empty(job.buffer_bytes, np.uint8)
-    ranges, uploads, used = [], [], 0
+    ranges: list[Range] = []
+    uploads: list[tuple[int, int, int]] = []  # addresses there and here, and bytes
+    used = 0
     for each in job.ranges:
         for start, length, offset in each.each():
             if each.target is None:
@@ -222,7 +224,7 @@ def do_job(
                 ranges.append(Range(start, view[used : used + length]))
                 address = at[each.target] + offset
                 if uploads and uploads[-1][0] + uploads[-1][2] == address:
-                    uploads[-1] = (*uploads[-1][:2], uploads[-1][2] + length)
+                    uploads[-1] = uploads[-1][0], uploads[-1][1], uploads[-1][2] + length
                 else:
                     uploads.append((address, pinned + used, length))
                 used += length
