@@ -20,9 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from precast.ir.artifact import Bundle
 
 SHAPES = ("llama-3.1-8b",)
+TARGET = "sm_90"
 GOAL = 1.35
 RUNS = 3
 BATCHES = (1, 8, 64, 256)
@@ -78,29 +79,21 @@ os._exit(0)
 SERVE = """
 import json, os, sys, time
 began = time.perf_counter()
-checkpoint, backend, bundle, layer, batches = sys.argv[1], *sys.argv[2:6]
+checkpoint, backend, bundle, digest, batches = sys.argv[1], *sys.argv[2:6]
 if backend == "driver":
     class Blocked:
         def find_spec(self, name, path=None, target=None):
             if name.partition(".")[0] in ("torch", "triton"):
                 raise ImportError(name + " is blocked")
     sys.meta_path.insert(0, Blocked())
-from precast.loader.engine.params import SamplingParams
-from precast.loader.options import LoadOptions
+import precast
 from precast.loader.timeline import Timeline
 timeline = Timeline(origin=began)
-options = LoadOptions(bundle, checkpoint, "cuda", 256, 8192, None, 16 << 30, True, True, None, "background")
-if backend == "driver":
-    import msgspec
-    from precast.ir.native import NativeLayer
-    from precast.loader.driver.load import load_with_driver
-    with open(layer, "rb") as file:
-        read = msgspec.msgpack.decode(file.read(), type=NativeLayer)
-    engine = load_with_driver(options, timeline, layer=read)
-else:
-    with timeline.phase("import"):
-        from precast.loader.torch_load import load_with_torch
-    engine = load_with_torch(options, timeline)
+engine = precast.load(
+    bundle, weights=checkpoint, device="cuda", cache_bytes=16 << 30, allow_config_mismatch=True, backend=backend,
+    native=digest, timeline=timeline,
+)
+SamplingParams = precast.SamplingParams
 answer = engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=1, ignore_eos=True))
 print("first", flush=True)
 found = {"first_token_s": round(time.perf_counter() - began, 3), "timeline": timeline.text(),
@@ -132,19 +125,15 @@ os._exit(0)
 
 
 def build(folder: Path, shape: str) -> None:
-    """The bundle of a published shape, and its layer beside it."""
-    import check_driver
+    """The bundle of a published shape, with its layer."""
     import shapes
 
     import precast
-    from precast.builder.native.layer import native_layer
-    from precast.kernels.use import GPU
 
-    source = shapes.write_config(shape, folder / f"{shape}.config")
-    made = precast.build(source, folder / f"{shape}.bundle", dtype="bfloat16", max_seq_len=8192)
     began = time.perf_counter()
-    layer = native_layer(check_driver.bound(made), GPU)
-    (folder / f"{shape}.layer").write_bytes(msgspec.msgpack.encode(layer))
+    source = shapes.write_config(shape, folder / f"{shape}.config")
+    made = precast.build(source, folder / f"{shape}.bundle", dtype="bfloat16", max_seq_len=8192, targets=[TARGET])
+    layer = made.native[TARGET]
     size = sum(map(len, layer.images.values()))
     print(f"{shape}: {len(layer.kernels)} kernels, {size >> 10} KiB, {time.perf_counter() - began:.0f} s", flush=True)
 
@@ -166,7 +155,8 @@ def started(code: str, *args: object) -> tuple[float, dict[str, Any]]:
 
 def measured(folder: Path, shape: str, place: Path) -> dict[str, Any]:
     """All processes of one shape; one that fails is noted."""
-    bundle, layer, checkpoint = folder / f"{shape}.bundle", folder / f"{shape}.layer", place / shape
+    bundle, checkpoint = folder / f"{shape}.bundle", place / shape
+    digest = Bundle.open(bundle).digest
     if not (checkpoint / "model.safetensors.index.json").exists():
         write = (
             "import sys; sys.path.insert(0, sys.argv[1]); import random_checkpoints; from pathlib import Path; "
@@ -177,9 +167,9 @@ def measured(folder: Path, shape: str, place: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, runs, code, args in (
         ("floor", RUNS, FLOOR, ()),
-        ("driver", RUNS, SERVE, ("driver", bundle, layer, "")),
-        ("driver_steps", 1, SERVE, ("driver", bundle, layer, ",".join(map(str, BATCHES)))),
-        ("torch", 1, SERVE, ("torch", bundle, layer, "")),
+        ("driver", RUNS, SERVE, ("driver", bundle, digest, "")),
+        ("driver_steps", 1, SERVE, ("driver", bundle, digest, ",".join(map(str, BATCHES)))),
+        ("torch", 1, SERVE, ("torch", bundle, digest, "")),
     ):
         try:
             timed = [started(code, checkpoint, *args) for _ in range(runs)]

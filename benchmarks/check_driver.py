@@ -17,8 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from precast.ir.artifact import Bundle
 
 _DENSE: dict[str, Any] = {
@@ -38,37 +36,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 32, "mamba_expand": 2,
     },
 }  # fmt: skip
+TARGET = "sm_90"
 PROMPTS = [[3, 5, 7], [11] * 40, list(range(20, 120)), [9], [400, 30, 20, 10, 5, 499]]
 MAX_TOKENS = 40
 
 SERVE = """
 import json, sys, time
 began = time.perf_counter()
-backend, bundle, layer, checkpoint, capture = sys.argv[1:6]
+backend, bundle, digest, checkpoint, capture = sys.argv[1:6]
 if backend == "driver":
     class Blocked:
         def find_spec(self, name, path=None, target=None):
             if name.partition(".")[0] in ("torch", "triton"):
                 raise ImportError(name + " is blocked")
     sys.meta_path.insert(0, Blocked())
-from precast.ir.artifact import Bundle
-from precast.loader.engine.params import SamplingParams
-from precast.loader.options import LoadOptions
+import precast
 from precast.loader.timeline import Timeline
+SamplingParams = precast.SamplingParams
 prompts, count = json.load(sys.stdin)
 timeline = Timeline(origin=began)
-options = LoadOptions(
-    Bundle.open(bundle), checkpoint, "cuda", 16, 1024, None, 64 << 20, False, True, None, capture
+engine = precast.load(
+    bundle, weights=checkpoint, device="cuda", max_num_seqs=16, max_num_tokens=1024, cache_bytes=64 << 20,
+    reuse_prefixes=False, allow_config_mismatch=True, capture=capture, backend=backend, native=digest,
+    timeline=timeline,
 )
-if backend == "driver":
-    import msgspec
-    from precast.ir.native import NativeLayer
-    from precast.loader.driver.load import load_with_driver
-    read = msgspec.msgpack.decode(open(layer, "rb").read(), type=NativeLayer)
-    engine = load_with_driver(options, timeline, layer=read)
-else:
-    from precast.loader.torch_load import load_with_torch
-    engine = load_with_torch(options, timeline)
 greedy = SamplingParams(max_tokens=count, ignore_eos=True)
 drawn = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, seed=3)
 first = engine.generate([prompts[0]], SamplingParams(max_tokens=1, ignore_eos=True))
@@ -87,32 +78,23 @@ import os; os._exit(0)
 
 
 def build(folder: Path, family: str) -> None:
-    """The bundle, and its layer beside it."""
+    """The bundle, with its layer."""
     from transformers import AutoConfig
 
     import precast
-    from precast.builder.native.layer import native_layer
-    from precast.kernels.use import GPU
 
-    path = folder / f"{family}.bundle"
-    made = precast.build(AutoConfig.for_model(family, **FAMILIES[family]), path, dtype="bfloat16")
     began = time.perf_counter()
-    layer = native_layer(bound(made), GPU)
-    (folder / f"{family}.layer").write_bytes(msgspec.msgpack.encode(layer))
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    made = precast.build(config, folder / f"{family}.bundle", dtype="bfloat16", targets=[TARGET])
+    layer = made.native[TARGET]
     size = sum(map(len, layer.images.values()))
     print(f"{family}: {len(layer.kernels)} kernels, {size >> 10} KiB, {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def bound(opened: Bundle) -> Any:
-    """The graph of the one rank."""
-    from precast.loader.placement import Placement, bind_world
-
-    return bind_world(opened.graph, Placement(0, 1, 1, None))  # type: ignore[arg-type]
-
-
 def served(backend: str, folder: Path, family: str, checkpoint: Path, capture: str) -> dict[str, Any]:
     """What a process that serves the family says."""
-    command = [sys.executable, "-c", SERVE, backend, folder / f"{family}.bundle", folder / f"{family}.layer"]
+    bundle = folder / f"{family}.bundle"
+    command = [sys.executable, "-c", SERVE, backend, bundle, Bundle.open(bundle).digest]
     run = subprocess.run(
         [*map(str, command), str(checkpoint), capture], input=json.dumps([PROMPTS, MAX_TOKENS]), text=True,
         capture_output=True, check=False, timeout=150,

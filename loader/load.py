@@ -16,12 +16,13 @@ from precast.ir.artifact import Bundle
 from precast.ir.bundle.trust import Trust
 from precast.ir.errors import RequestError, TargetError, shown_value
 from precast.kernels.measured import read_table
-from precast.loader.engine.engine import Engine
 from precast.loader.options import Backend, Capture, LoadOptions
 from precast.loader.timeline import Timeline
 
 if TYPE_CHECKING:
     import torch
+
+    from precast.loader.engine.engine import Engine
 
 
 def load(
@@ -93,7 +94,7 @@ def load(
     timeline = Timeline() if timeline is None else timeline
     if backend != "torch":
         loaded = _load_with_driver(options, timeline, must=backend == "driver")
-        if isinstance(loaded, Engine):
+        if not isinstance(loaded, LoadOptions):
             return loaded
         options = loaded
     is_timed = any(phase.name == "import" for phase in timeline.phases)  # by the caller
@@ -105,17 +106,29 @@ def load(
 def _load_with_driver(options: LoadOptions, timeline: Timeline, *, must: bool) -> Engine | LoadOptions:
     """The engine; or, where the driver alone doesn't run the model, the options with the bundle opened.
 
-    Raises TargetError `backend-unfit` instead if it `must`.
+    Raises TargetError `backend-unfit` instead if it `must`. The context is made while the rest is imported.
     """
-    from precast.loader.driver.coverage import UnfitError, fits_device
-
-    if not must and not fits_device(options.device):
+    if not must and options.device is not None and not str(options.device).startswith("cuda"):
         return options
-    from precast.loader.driver.load import load_with_driver
+    from precast.loader.driver.context import begin
 
     began, num_phases = time.perf_counter(), len(timeline.phases)
     try:
-        return load_with_driver(options, timeline)
+        context = begin(options.device, timeline)
+    except TargetError:
+        if must:
+            raise
+        return options  # torch says what it sees
+    from precast.loader.driver.coverage import UnfitError
+    from precast.loader.driver.load import load_with_driver
+
+    try:
+        return load_with_driver(options, timeline, context)
+    except TargetError as error:
+        if must or error.code != "device-missing":
+            raise
+        del timeline.phases[num_phases:]
+        return options  # torch says what it sees
     except UnfitError as error:
         if must:
             fix = "load it with backend='torch', or leave the choice to Precast"

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from precast.ir.artifact import Bundle
 from precast.ir.bundle.trust import Trust
 from precast.kernels.measured import Table
-from precast.loader.sizing import EngineLimits
 
 if TYPE_CHECKING:
     import torch
+
+    from precast.loader.sizing import EngineLimits
 
 Capture = Literal["background", "before", "off"]
 """When steps are captured as CUDA graphs."""
@@ -39,4 +40,6 @@ class LoadOptions(NamedTuple):
 
     def limits(self, max_seq_len: int) -> EngineLimits:
         """The engine's limits, for a model of so many tokens a sequence."""
+        from precast.loader.sizing import EngineLimits
+
         return EngineLimits(self.max_num_seqs, self.max_num_tokens, max_seq_len, self.cache_bytes)

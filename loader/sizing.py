@@ -87,10 +87,13 @@ def size_arena(
     free: int,
     captured_sizes: Sequence[int] = (),
     target: Target | None = None,
+    planned: Addresses | None = None,
 ) -> ArenaSize:
     """The arena of a graph with slabs, on a device with `free` bytes left by the weights.
 
     Steps of `captured_sizes` tokens are to be captured. `target` is what the device is, as `restore` was told.
+    `planned`: all that a step writes lies at these addresses, or in memory that is taken already; None: what has an
+    address, and what else is alive, is worked out.
 
     With `limits.cache_bytes`, what slabs fit into them. Without: on a GPU what is free, but no more than the longest
     sequences fill; on a CPU what the default sequences fill, up to half of the memory.
@@ -101,9 +104,9 @@ def size_arena(
     slab_bytes = max(plan.slab_bytes, 1)
     reserve = CUDA_RESERVE if is_cuda else 0
     target = target or _target_of(device)
-    addresses = addresses_of(graph, limits, device, target)
-    others = step_bytes(graph, limits, step_memory.step_peak(graph, target, addresses))
-    captured = step_memory.step_peak(graph, target, addresses, captured=True)
+    addresses = planned or addresses_of(graph, limits, device, target)
+    others = step_bytes(graph, limits, 0 if planned else step_memory.step_peak(graph, target, addresses))
+    captured = 0 if planned else step_memory.step_peak(graph, target, addresses, captured=True)
     graphs = graph_bytes(graph, limits, captured, captured_sizes) if is_cuda else lambda num_slabs: 0
 
     def inputs(num_slabs: int) -> int:
@@ -196,6 +199,8 @@ def step_bytes(graph: Graph, limits: EngineLimits, peak: Expr) -> Callable[[int]
 
     `peak` is that of `kernels.step_memory.step_peak`.
     """
+    if peak == 0:
+        return lambda num_slabs: 0
     plan, (max_num_seqs, max_num_tokens, max_seq_len, _) = graph.caches, limits
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
     num_seqs = min(max_num_seqs, max_num_tokens)

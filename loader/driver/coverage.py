@@ -7,7 +7,6 @@ It runs a graph if every op, in every size class that a step of the engine's lim
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BundleError, TargetError
@@ -20,7 +19,6 @@ from precast.kernels.choices import fastest
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.use import Target, statics_in, types_in, use_of
 from precast.loader.device import Buffer
-from precast.loader.driver import library
 from precast.loader.driver.program import (
     ACTIVATIONS,
     OUTPUT,
@@ -43,17 +41,6 @@ class UnfitError(Exception):
     def __init__(self, why: str, opened: Bundle | None = None) -> None:
         super().__init__(why)
         self.opened = opened
-
-
-def fits_device(device: Any) -> bool:
-    """Whether a device is asked for that may run without torch: a GPU, or any, and the CUDA driver sees one."""
-    if device is not None and not str(device).startswith("cuda"):
-        return False
-    try:
-        library.call("cuInit", 0)
-        return bool(library.made("cuDeviceGetCount", library.c_int))
-    except (TargetError, library.DriverError):
-        return False
 
 
 def most_sizes(graph: Graph, limits: EngineLimits) -> dict[str, int]:

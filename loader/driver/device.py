@@ -213,8 +213,13 @@ def made_graph(stream: int) -> int:
 
 
 def _check_there(index: int) -> None:
-    call("cuInit", 0)
-    count = made("cuDeviceGetCount", c_int)
+    try:
+        call("cuInit", 0)
+        count = made("cuDeviceGetCount", c_int)
+    except library.DriverError as error:
+        raise TargetError(
+            "device-missing", str(error), fix="use device='cpu', or check the driver with nvidia-smi"
+        ) from None
     if index >= count:
         raise TargetError(
             "device-missing",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
 from precast.ir.artifact import Bundle
-from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
@@ -43,40 +42,43 @@ from precast.loader.sizing import EngineLimits, captured_sizes
 from precast.loader.timeline import Timeline
 
 
-def load_with_driver(options: LoadOptions, timeline: Timeline, *, layer: NativeLayer | None = None) -> Engine:
+def load_with_driver(
+    options: LoadOptions, timeline: Timeline, context: Future[DriverDevice], *, layer: NativeLayer | None = None
+) -> Engine:
     """See `precast.loader.load.load`. Raises UnfitError, before a tensor is read, for a model that it doesn't run.
 
-    `layer`: where kernels are taken from, whoever made it; None: from one of the bundle's that is admitted.
-
-    The context is made while the bundle is opened, and the rest is made ready while weights stream.
+    `context` is under way while the bundle is opened, and the rest is made ready while weights stream. `layer`: where
+    kernels are taken from, whoever made it; None: from one of the bundle's that is admitted.
     """
-    with ThreadPoolExecutor(2, thread_name_prefix="precast-load") as pool:
-        context = pool.submit(_opened_device, _index(options.device), timeline)
-        with timeline.phase("bundle") as phase, collector_held():
-            opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
-            limits = options.limits(opened.manifest.model.max_seq_len)
-            device = context.result()
+    with timeline.phase("bundle") as phase, collector_held():
+        opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
+        limits = options.limits(opened.manifest.model.max_seq_len)
+        if layer is None and not opened.native:
+            raise UnfitError("the bundle has no native layer", opened)
+        files = CheckpointFiles.open(options.weights)
+        device = context.result()
+        target = target_of(device, _table(opened, device) if options.table is None else options.table)
+        graph = bind_world(opened.graph, Placement(0, 1, 1, device))
+        graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
+        sizing.check_limits(graph, limits)
+        BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
+        try:
+            if layer is None:
+                layer, phase.note = _native_layer(opened, target, options)
             ring = Ring(device)
-            target = target_of(device, _table(opened, device) if options.table is None else options.table)
-            graph = bind_world(opened.graph, Placement(0, 1, 1, device))
-            graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-            sizing.check_limits(graph, limits)
-            BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
-            try:
-                if layer is None:
-                    layer, phase.note = _native_layer(opened, target, options)
-                program, addresses = covered(graph, target, limits)
-                if lacking := missing(program.launches(), layer):
-                    raise UnfitError(f"the native layer lacks {', '.join(lacking)}", opened)
-                planned = weights.planned(graph, opened.manifest.checkpoint, CheckpointFiles.open(options.weights))
-                if why := weights.uncovered(planned):
-                    raise UnfitError(why, opened)
-            except NotCoveredError as error:
-                raise UnfitError(str(error), opened) from None
-        streamed = pool.submit(_streamed, planned, graph, opened, ring, timeline)
+            program, addresses = covered(graph, target, limits)
+            if lacking := missing(program.launches(), layer):
+                raise UnfitError(f"the native layer lacks {', '.join(lacking)}", opened)
+            planned = weights.planned(graph, opened.manifest.checkpoint, files)
+            if why := weights.uncovered(planned):
+                raise UnfitError(why, opened)
+        except NotCoveredError as error:
+            raise UnfitError(str(error), opened) from None
         check_tokenizer(opened.files("tokenizer"))
         if not options.allow_config_mismatch:
             config_facts.check(opened.manifest.config, options.weights)
+    with ThreadPoolExecutor(1, thread_name_prefix="precast-load") as pool:
+        streamed = pool.submit(_streamed, planned, graph, opened, ring, timeline)
         with device.use():
             cublaslt.version()
             found = Native(layer)
@@ -111,20 +113,6 @@ def _native_layer(opened: Bundle, target: Target, options: LoadOptions) -> tuple
     return chosen.layer, chosen.note
 
 
-def _index(device: object) -> int:
-    """Of the GPU that is asked for; the first, if none is said."""
-    name, _, number = ("cuda" if device is None else str(device)).partition(":")
-    if name != "cuda" or not (number.isdecimal() or number == ""):
-        found = f"device is {device!r}, expected 'cuda' or a certain GPU like 'cuda:1' for the driver backend"
-        raise RequestError("engine-option-invalid", found)
-    return int(number or 0)
-
-
-def _opened_device(index: int, timeline: Timeline) -> DriverDevice:
-    with timeline.phase("context"):
-        return DriverDevice(index)
-
-
 def _streamed(planned: Planned, graph: Graph, opened: Bundle, ring: Ring, timeline: Timeline) -> Mapping[str, Buffer]:
     with timeline.phase("weights") as phase:
         loaded = weights.load_weights(planned, graph, ring=ring)
@@ -151,8 +139,10 @@ def _pools(
     with device.use(), timeline.phase("pools") as phase:
         sizes = () if options.capture == "off" else captured_sizes(graph, limits)
         held = hold(program, graph, addresses, most, device)
-        free = device.free_bytes() + sum(len_of(each) for each in held)
-        size = sizing.size_arena(graph, limits, device, free=free, captured_sizes=sizes, target=target)
+        free = device.free_bytes() + held.activations.shape[0]
+        size = sizing.size_arena(
+            graph, limits, device, free=free, captured_sizes=sizes, target=target, planned=addresses
+        )
         memory = CacheMemory(graph.caches, size.num_slabs, device)
         pages = {pool.pages: memory.num_pages[pool.name] for pool in memory.plan.pools}
         model = Model(program, graph, kernels, addresses, {**tensors, **memory.buffers}, held, pages)
@@ -163,8 +153,3 @@ def _pools(
             runner.capture_all()
             phase.counters = {"graphs": runner.captures.num_captured}
     return runner
-
-
-def len_of(buffer: Buffer) -> int:
-    """The bytes of a buffer of bytes."""
-    return buffer.shape[0]

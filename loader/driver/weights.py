@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 THREADS = 12
 """They read the page cache faster than the bus takes it."""
-BUFFERS_A_THREAD, BUFFER_BYTES = 2, 8 << 20
+BUFFERS_A_THREAD, BUFFER_BYTES = 1, 16 << 20
+"""While one thread's buffer is on its way, others read. Smaller buffers keep Python busy, more take longer to pin."""
 PARAM_ALIGNMENT = 256
 """Where params begin, in bytes."""
 
