@@ -12,7 +12,8 @@ from op_samples.draw import Draw, Sample
 from op_samples.table import samples_of, taking
 
 from precast.kernels import registry
-from precast.kernels.choices import fastest
+from precast.kernels.choices import fitting
+from precast.kernels.launch import use_of_tensors
 from precast.kernels.spec import OpSpec
 
 CUDA = torch.device("cuda")
@@ -121,9 +122,9 @@ OF_TORCH: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OF_TORCH)
 def test_ops_of_torch_are_captured(op: str) -> None:
-    record = fastest(f"aten.{op}", 1, registry.target_of(CUDA))
-    function = registry.function_of(record)
     given = OF_TORCH[op](torch.randn(6, 8, device=CUDA))
+    record = fitting(use_of_tensors(f"aten.{op}", 1, given)._replace(target=registry.target_of(CUDA)), {"T": 6})[0]
+    function = registry.function_of(record)
     name, _, overload = op.partition(".")
     expected = getattr(getattr(torch.ops.aten, name), overload)(**given)
     if not record.allocates:
