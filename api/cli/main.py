@@ -282,13 +282,17 @@ def digest(bundle: Path, as_json: bool) -> None:
     "--allow-native", "native", multiple=True, metavar="DIGEST",
     help="Use the native layer with this digest, or those of the bundle with it: code that others compiled.",
 )  # fmt: skip
+@click.option(
+    "--backend", type=click.Choice(["driver", "torch"]),
+    help="The CUDA driver alone, without torch, or torch. Default: the driver where it runs the model.",
+)  # fmt: skip
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
     as_json: bool, weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int,
     max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None,
-    native: tuple[str, ...], **sampling: Any,
+    native: tuple[str, ...], backend: Any, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -314,7 +318,7 @@ def run(
         engine = load(
             opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
             max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
-            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native,
+            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native, backend=backend,
             timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer
