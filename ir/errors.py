@@ -98,6 +98,7 @@ CODES: dict[str, str] = {
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
     "implementation-missing": "no implementation computes a node on this target",
+    "group-missing": "a collective in the graph is about ranks that this one is not connected with",
 }
 
 FIXES: dict[str, str] = {

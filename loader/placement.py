@@ -14,6 +14,7 @@ import msgspec
 
 from precast.ir.errors import RequestError
 from precast.ir.graph import symbols
+from precast.ir.graph.alone import without_collectives
 from precast.ir.graph.schema import Expr, Graph
 from precast.ir.verify import verifier
 from precast.loader.device import Device
@@ -54,8 +55,10 @@ def place(device: str | torch.device | None, *, rank: int = 0, tp: int = 1, ep: 
 def bind_world(graph: Graph, placement: Placement) -> Graph:
     """The graph of this rank: the symbols of the world have their values, in normal form, and are gone.
 
-    A graph without such symbols is returned as it is. Raises RequestError for a world outside the symbols' ranges, and
-    BundleError (graph-invalid) for a graph that makes no sense with these values.
+    Where no ranks share a layer, its collectives are gone too. A graph without such symbols is returned as it is.
+
+    Raises RequestError for a world outside the symbols' ranges, and BundleError (graph-invalid) for a graph that makes
+    no sense with these values.
     """
     world = {each.name: placement.world[each.name] for each in graph.symbols if each.name in placement.world}
     if not world:
@@ -68,6 +71,8 @@ def bind_world(graph: Graph, placement: Placement) -> Graph:
             raise RequestError("engine-option-invalid", found)
     others = tuple(each for each in graph.symbols if each.name not in world)
     bound: Graph = msgspec.structs.replace(_bound(graph, Graph, world), symbols=others)
+    if placement.tp == 1:
+        bound = without_collectives(bound)
     verifier.check(bound)
     return bound
 
