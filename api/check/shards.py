@@ -31,7 +31,11 @@ from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
-PROMPTS = ((5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20), (17, 2, 45, 9), (99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90))
+PROMPTS = (
+    (5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20),
+    (17, 2, 45, 9),
+    (99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90),
+)
 """Token ids of three sequences; below 121, as those of `precast.check.agreement`."""
 
 STEPS = ((6, 1, 10), (4, 1, 0), (1, 1, 1), (1, 1, 1))
