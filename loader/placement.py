@@ -15,7 +15,9 @@ import msgspec
 from precast.ir.errors import RequestError
 from precast.ir.graph import symbols
 from precast.ir.graph.alone import without_collectives
-from precast.ir.graph.schema import Expr, Graph
+from precast.ir.graph.plain import plain
+from precast.ir.graph.schema import Expr, Graph, ShardPlan
+from precast.ir.memory import caches
 from precast.ir.verify import verifier
 from precast.loader.device import Device
 
@@ -70,9 +72,12 @@ def bind_world(graph: Graph, placement: Placement) -> Graph:
             found = f"{symbol.name} is {size}, and the bundle allows {allowed}"
             raise RequestError("engine-option-invalid", found)
     others = tuple(each for each in graph.symbols if each.name not in world)
-    bound: Graph = msgspec.structs.replace(_bound(graph, Graph, world), symbols=others)
+    bound: Graph = msgspec.structs.replace(_bound(graph, Graph, world), symbols=others, shards=ShardPlan())
     if placement.tp == 1:
         bound = without_collectives(bound)
+    else:
+        bound = msgspec.structs.replace(bound, caches=caches.without_slabs(bound.caches))
+    bound = plain(bound)
     verifier.check(bound)
     return bound
 

@@ -220,6 +220,8 @@ class _Localised:
         pieces = self._pieces(relation.given)
         if len(pieces) != 1 or pieces[0].start != 0 or pieces[0].outer != 1 or pieces[0].units.by != "tp":
             raise Misfit(f"{self.node.op} needs all of what would be split in several pieces")
+        if pieces[0].units.count != pieces[0].units.finest:
+            raise Misfit(f"{self.node.op} needs all of what several ranks would hold at once")
         if self._pieces(relation.made) != pieces:
             raise Misfit(f"{self.node.op} needs all of what would be split")
         (arg,) = (arg for arg, given in self.node.args.items() if given == Ref(name))

@@ -136,7 +136,9 @@ def _worlds(units: set[Units]) -> tuple[World, ...]:
         if tp > 1 and not any(each.by != "vocab" for each in units):
             break
         if all(_divides(tp, each) for each in units if each.by in ("tp", "vocab")):
-            parts = tuple(ep for ep in range(1, tp + 1) if tp % ep == 0 and all(_divides_experts(tp, ep, each) for each in units))
+            most = tp if any(each.by == "ep" for each in units) else 1
+            fitting = (ep for ep in range(1, most + 1) if tp % ep == 0)
+            parts = tuple(ep for ep in fitting if all(_divides_experts(tp, ep, each) for each in units))
             found += [World(tp, parts)] if parts else []
     return tuple(found)
 
