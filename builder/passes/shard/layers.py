@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from precast.builder.passes.shard.layouts import Piece, Units
 from precast.builder.passes.shard.solve import Function, Spot, System, whole
+from precast.ir.graph.infer import references
 from precast.ir.graph.schema import Expr, Node, Ref
 
 Attempt = tuple[tuple[Spot, Piece], ...]
@@ -63,7 +64,7 @@ def _delta_rule(system: System, function: Function, node: Node, seed: int) -> La
 
 def _shared_heads(kind: str, function: Function, node: Node, many: int, few: int, seed: int) -> Layer:
     """By single heads, those that several share held more than once where ranks are many; or by the shared ones."""
-    counts = (many, few) if many != few else (many,)
+    counts = (many, few) if 1 < few < many else (many,)
     value = node.outputs[0].name
     spot = ((function.name, value), 2)
     attempts = tuple(((spot, whole(many, Units(count, "tp", count, seed))),) for count in counts)
@@ -112,12 +113,30 @@ def _convolution(system: System, function: Function, node: Node, seed: int) -> L
 
 
 def _embedding(system: System, function: Function, node: Node, seed: int) -> Layer | None:
-    if node.op != "precast.embedding" or node.args["ids"] != Ref("input_ids") or function.name:
+    if node.op != "precast.embedding" or function.name or not _are_tokens(function, _name(node, "ids")):
         return None
     weight = _name(node, "weight")
+    if function.given.get(weight) != "param":
+        return None
     rows = _size(function, weight, 0)
     spot = (("", weight), 0)
     return Layer("embedding", "", node.outputs[0].name, (((spot, Piece(0, Units(rows, "vocab", rows, seed), 1)),),))
+
+
+def _are_tokens(function: Function, name: str) -> bool:
+    """Whether these are the step's token ids, or made of them alone."""
+    makers = {value.name: step for step in function.steps for value in step.outputs}
+    waiting, inputs = [name], set()
+    while waiting:
+        name = waiting.pop()
+        step = makers.get(name)
+        if step is None:
+            inputs.add(name)
+        elif isinstance(step, Node):
+            waiting += references(step.args)
+        else:
+            return False
+    return inputs == {"input_ids"}
 
 
 def _head(system: System, function: Function, node: Node, seed: int) -> Layer | None:

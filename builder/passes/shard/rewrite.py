@@ -9,7 +9,7 @@ import msgspec
 
 from precast.builder.passes.shard import layouts
 from precast.builder.passes.shard.layouts import EXPERT_RANKS, Misfit, Pieces, Units
-from precast.builder.passes.shard.rules import Gathers, Relation, Same, Sums, Through, relations
+from precast.builder.passes.shard.rules import Every, Gathers, Relation, Same, Sums, Through, relations
 from precast.builder.passes.shard.solve import Function, Name, System
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import apply_shape_rule, references
@@ -249,7 +249,8 @@ class _Localised:
             axis = dim.value % len(self.function.types[source.name].shape)
             pieces = self._pieces((source.name, axis))
             if pieces:
-                for bound in ("start", "end"):
+                strided = self.args.get("step", Const(1)) != Const(1)
+                for bound in ("end",) if strided else ("start", "end"):
                     given = self.args[bound]
                     if not isinstance(given, Const) or type(given.value) is not int:
                         raise Misfit("a slice of what would be split has no known bounds")
@@ -270,7 +271,7 @@ class _Localised:
 def _places(relation: Relation, types: Mapping[str, TensorType]) -> Iterable[tuple[str, int]]:
     if isinstance(relation, Through):
         return [(name, dim) for name in relation for dim in range(len(types[name].shape))]
-    if isinstance(relation, Same):
+    if isinstance(relation, (Same, Every)):
         return [relation.whole, relation.part]
     return relation.places if isinstance(relation, Sums) else list(relation)
 

@@ -25,6 +25,14 @@ class Same(NamedTuple):
     start: int = 0
 
 
+class Every(NamedTuple):
+    """Element `step * i`, or one of those that follow it, of `whole` is element `i` of `part`."""
+
+    whole: Place
+    part: Place
+    step: int
+
+
 class Through(NamedTuple):
     """One tensor is the other under another shape."""
 
@@ -59,7 +67,7 @@ class HeadRows(NamedTuple):
     heads: Place
 
 
-Relation = Same | Through | Shares | Sums | Gathers | HeadRows
+Relation = Same | Every | Through | Shares | Sums | Gathers | HeadRows
 
 
 def relations(node: Node, types: Types) -> Iterator[Relation]:
@@ -231,10 +239,12 @@ def _slice(of: _Of) -> Iterator[Relation]:
         return
     axis = dim % len(of.shape(name))
     for each in range(len(of.shape(name))):
-        start = of.number("start", 0)
+        start, end, step = of.number("start", 0), of.number("end", 0), of.number("step", 1)
         if each != axis:
             yield Same((name, each), (of.result, each))
-        elif start is not None and of.number("step", 1) == 1 and isinstance(of.shape(of.result)[axis], int):
+        elif step is not None and step > 1 and start is not None and start < step and end == of.shape(name)[axis]:
+            yield Every((name, axis), (of.result, axis), step)
+        elif start is not None and step == 1 and isinstance(of.shape(of.result)[axis], int):
             yield Same((name, axis), (of.result, axis), start)
 
 

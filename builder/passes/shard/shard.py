@@ -115,7 +115,7 @@ def _odd(units: Iterator[Units]) -> str:
     return f"{counts} can't be divided by 2"
 
 
-def _check_memory(system: System, touched: set[Name]) -> None:
+def _check_memory(system: System, touched: list[Name]) -> None:
     """Params and caches can be split so."""
     recipes = {param.name: param.recipe for param in system.graph.params}
     for name in touched:
@@ -299,7 +299,8 @@ def _replicated_rows(system: System, function: Function, outcomes: list[Outcome]
         takers = [function.steps[index] for _, index in system.users.get(name, ())]
         made = [(function.name, each.name) for step in takers if isinstance(step, Node) for each in step.outputs]
         if made:
-            reason = next((reasons[each] for each in made if each in reasons), "no layer that can be split has it")
+            failed = next((reasons[each] for each in made if each in reasons), "")
+            reason = f"it projects what every rank has whole ({failed})" if failed else "no layer that is split has it"
             found.setdefault(reason, []).append(value)
     for reason, params in found.items():
         yield ShardRow("other", function.name, "replicated", tuple(params), reason=reason)

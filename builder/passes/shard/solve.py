@@ -12,6 +12,7 @@ from typing import NamedTuple
 from precast.builder.passes.shard import layouts
 from precast.builder.passes.shard.layouts import Misfit, Piece, Pieces
 from precast.builder.passes.shard.rules import (
+    Every,
     Gathers,
     HeadRows,
     Place,
@@ -81,13 +82,13 @@ class System:
         """The values of other functions, or of other names, that are the same tensor or of the same spec."""
         return self._joined.get(name, [])
 
-    def follow(self, spots: Iterable[tuple[Spot, Piece]], *, through_norms: bool) -> set[Name]:
+    def follow(self, spots: Iterable[tuple[Spot, Piece]], *, through_norms: bool) -> list[Name]:
         """Split these, and all that belongs to them; the values that are split anew.
 
         `through_norms`: norms may gather what they need all of. Raises Misfit; what was split by then stays so, and
         the caller goes back to what was before.
         """
-        touched: set[Name] = set()
+        touched: dict[Name, None] = {}
         waiting = list(spots)
         while waiting:
             spot, piece = waiting.pop()
@@ -97,21 +98,26 @@ class System:
                 continue
             self.pieces[spot] = after
             name, dim = spot
-            touched.add(name)
+            touched[name] = None
             if self.kind(name) == "input":
                 raise Misfit("what it would split comes from outside of the layer, where all ranks have it")
             waiting += [((other, dim), piece) for other in self.joined(name)]
             for function, relation in self._relations.get(name, ()):
                 found = self._through(function, relation, name[1], dim, piece, through_norms=through_norms)
                 waiting += [(((function, place[0]), place[1]), each) for place, each in found]
-        return touched
+        return list(touched)
 
     def _through(
         self, function: str, relation: Relation, name: str, dim: int, piece: Piece, *, through_norms: bool
     ) -> Iterator[tuple[Place, Piece]]:
         types = self.functions[function].types
         here = (name, dim)
-        if isinstance(relation, Same):
+        if isinstance(relation, Every):
+            if here == relation.whole:
+                yield relation.part, _quotient(piece, relation.step)
+            if here == relation.part:
+                yield relation.whole, _scaled(piece, relation.step)
+        elif isinstance(relation, Same):
             yield from _same(relation, types, here, piece)
         elif isinstance(relation, Through):
             for source, target in ((relation.before, relation.after), (relation.after, relation.before)):
@@ -169,6 +175,8 @@ def _shared(relation: Shares, types: dict[str, TensorType], here: Place, piece: 
     many, few = (types[place[0]].shape[place[1]] for place in relation)
     assert isinstance(many, int) and isinstance(few, int), "sizes before the model is split"
     units, ratio = piece.units, many // few
+    if few == 1:
+        return  # each rank has the one head that all share
     if piece.start != 0 or units.finest not in (many, few):
         raise Misfit(f"{many} heads over {few} would have to be split into {units.finest}")
     wanted = (many, 1) if units.finest == many else (few, ratio)
@@ -190,12 +198,18 @@ def _scaled(piece: Piece, by: int) -> Piece:
     return Piece(piece.start * by, piece.units, inner * by)
 
 
+def _quotient(piece: Piece, by: int) -> Piece:
+    if not isinstance(piece.inner, int) or piece.inner % by or piece.start % by:
+        raise Misfit(f"a slice takes every {by}th element of units of {piece.inner}")
+    return Piece(piece.start // by, piece.units, piece.inner // by)
+
+
 def _names(relation: Relation) -> set[str]:
     if isinstance(relation, Through):
         return {relation.before, relation.after}
     if isinstance(relation, Sums):
         return {name for name, _ in relation.places}
-    if isinstance(relation, Same):
+    if isinstance(relation, (Same, Every)):
         return {relation.whole[0], relation.part[0]}
     return {place[0] for place in relation}
 
