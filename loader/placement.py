@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from precast.ir.errors import RequestError
+from precast.ir.errors import RequestError, shown_value
 from precast.ir.graph import symbols
 from precast.ir.graph.alone import without_collectives
-from precast.ir.graph.schema import Expr, Graph
+from precast.ir.graph.schema import Expr, Graph, Symbol
 from precast.ir.verify import verifier
 from precast.loader.device import Device
 
 if TYPE_CHECKING:
     import torch
+
+MAX_RANKS = 1024
+"""Ranks that share each layer: far more than any machine connects closely enough for that."""
+MAX_LISTED_RANKS = 64
+"""Of the numbers of ranks that a bundle takes, an error lists those up to this."""
 
 
 class Placement(NamedTuple):
@@ -37,19 +42,66 @@ class Placement(NamedTuple):
         return {"rank": self.rank, "tp": self.tp, "ep": self.ep}
 
 
-def place(device: str | torch.device | None, *, rank: int = 0, tp: int = 1, ep: int = 1) -> Placement:
-    """The placement on a device that is opened for it; None: a GPU if there is one.
+def check_world(tp: object, ep: object, graph: Graph | None = None) -> None:
+    """Raise RequestError for numbers of ranks that are none, or that the graph doesn't take: with those that it does."""
+    for name, count in (("tp", tp), ("ep", ep)):
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_RANKS:
+            found = f"{name} is {shown_value(count)}, expected an integer of 1 to {MAX_RANKS}"
+            raise RequestError("engine-option-invalid", found)
+    assert isinstance(tp, int)  # both are: the loop has looked
+    assert isinstance(ep, int)
+    if tp % ep:
+        fitting = ", ".join(str(count) for count in range(1, tp + 1) if tp % count == 0)
+        found = f"ep is {ep}, and tp is {tp}: experts are split over the ranks that share a layer"
+        raise RequestError("engine-option-invalid", found, fix=f"give an ep that divides tp: {fitting}")
+    if graph is None or (why := _excluded(graph, tp, ep)) is None:
+        return
+    valid = [each for each in valid_worlds(graph) if each[1] == 1] or [(1, 1)]
+    listed = ", ".join(str(each) for each, _ in valid)
+    with_ep = ", ".join(str(each) for count, each in valid_worlds(graph) if count == tp)
+    fix = f"give an ep of {with_ep}" if with_ep else f"give a tp of {listed}"
+    raise RequestError("engine-option-invalid", why, fix=f"{fix}: the bundle is split over no other numbers of ranks")
 
-    Raises what `torch_device.open_device` raises, and RequestError for more ranks than one.
+
+def valid_worlds(graph: Graph) -> list[tuple[int, int]]:
+    """The (tp, ep) that a bundle's graph takes, up to `MAX_LISTED_RANKS` ranks."""
+    sizes = range(1, MAX_LISTED_RANKS + 1)
+    return [(tp, ep) for tp in sizes for ep in range(1, tp + 1) if tp % ep == 0 and _excluded(graph, tp, ep) is None]
+
+
+def _excluded(graph: Graph, tp: int, ep: int) -> str | None:
+    """Why the graph doesn't take this world; None if it does."""
+    symbols_of = {symbol.name: symbol for symbol in graph.symbols}
+    if tp > 1 and "tp" not in symbols_of:
+        return f"tp is {tp}, and the bundle is built for one rank"
+    for name, count in (("tp", tp), ("ep", ep), ("rank", tp - 1)):
+        symbol = symbols_of.get(name)
+        if symbol is not None and (count < symbol.min or (symbol.max is not None and count > symbol.max)):
+            return f"{name} is {count}, and the bundle allows {_range(symbol)}"
+    return None
+
+
+def _range(symbol: Symbol) -> str:
+    return f"{symbol.min} to {'any' if symbol.max is None else symbol.max}"
+
+
+def place(
+    device: str | torch.device | None, *, rank: int = 0, tp: int = 1, ep: int = 1, local_rank: int | None = None
+) -> Placement:
+    """The placement of a rank on a device that is opened for it; None: a GPU if there is one.
+
+    Where ranks share the model, each takes the GPU of its number on its host, `local_rank`; None: `rank`.
+
+    Raises what `torch_device.open_device` raises, and RequestError for a rank or numbers of ranks that are none.
     """
-    if (rank, tp, ep) != (0, 1, 1):
-        found = (
-            f"rank is {rank}, tp is {tp}, ep is {ep}, and this release runs a model on one device: rank 0, tp 1, ep 1"
-        )
-        raise RequestError("engine-option-invalid", found)
-    from precast.loader.torch_device import open_device  # the backend is chosen before it is imported
+    check_world(tp, ep)
+    if not isinstance(rank, int) or not 0 <= rank < tp:
+        raise RequestError("engine-option-invalid", f"rank is {shown_value(rank)}, expected 0 to {tp - 1}")
+    from precast.loader.torch_device import open_device, open_gpu  # the backend is chosen before it is imported
 
-    return Placement(rank, tp, ep, open_device(device))
+    if tp == 1:
+        return Placement(rank, tp, ep, open_device(device))
+    return Placement(rank, tp, ep, open_gpu(device, rank if local_rank is None else local_rank))
 
 
 def bind_world(graph: Graph, placement: Placement) -> Graph:
@@ -66,8 +118,7 @@ def bind_world(graph: Graph, placement: Placement) -> Graph:
     for symbol in graph.symbols:
         size = world.get(symbol.name)
         if size is not None and (size < symbol.min or (symbol.max is not None and size > symbol.max)):
-            allowed = f"{symbol.min} to {'any' if symbol.max is None else symbol.max}"
-            found = f"{symbol.name} is {size}, and the bundle allows {allowed}"
+            found = f"{symbol.name} is {size}, and the bundle allows {_range(symbol)}"
             raise RequestError("engine-option-invalid", found)
     others = tuple(each for each in graph.symbols if each.name not in world)
     bound: Graph = msgspec.structs.replace(_bound(graph, Graph, world), symbols=others)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def connect(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Group:
+def connect(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Gloo | Nccl:
     """The group of `size` ranks that meet at `store`, over NCCL for a GPU, gloo for a CPU; all ranks call it.
 
     A collective that the others don't join within `timeout` fails. Raises RuntimeError if they don't come to the store.
@@ -39,6 +39,10 @@ class Gloo:
     def __init__(self, backend: torch.distributed.ProcessGroupGloo, rank: int, size: int) -> None:
         self._backend = backend
         self.rank, self.size = rank, size
+
+    def abort(self) -> None:
+        """End, from another thread, what this rank waits for in others that are gone."""
+        self._backend.abort()
 
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`."""
@@ -68,6 +72,10 @@ class Nccl:
     def __init__(self, backend: torch.distributed.ProcessGroupNCCL, rank: int, size: int) -> None:
         self._backend = backend
         self.rank, self.size = rank, size
+
+    def abort(self) -> None:
+        """End, from another thread, what this rank waits for in others that are gone."""
+        self._backend.abort()
 
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`."""
