@@ -17,47 +17,51 @@ from precast.kernels.spec import PRODUCT, OpSpec
 
 def all_reduce(x: torch.Tensor, *, group: Group | str) -> torch.Tensor:
     """The sum of `x` over the ranks; contiguous, new memory."""
-    out = x.new_empty(x.shape)
-    all_reduce_into(x, group=group, out=out)
-    return out
+    return all_reduce_into(x, group=group)
 
 
-def all_reduce_into(x: torch.Tensor, *, group: Group | str, out: torch.Tensor) -> None:
+def all_reduce_into(x: torch.Tensor, *, group: Group | str, out: torch.Tensor | None = None) -> torch.Tensor:
     """As `all_reduce`, into `out`."""
+    out = x.new_empty(x.shape) if out is None else out
     _connected(group).all_reduce(out, x)
+    return out
 
 
 def all_gather(x: torch.Tensor, *, dim: int, group: Group | str, size: int) -> torch.Tensor:
     """The `x` of all `size` ranks, one after another along `dim`; contiguous, new memory."""
-    dim %= x.dim()
-    out = x.new_empty(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
-    all_gather_into(x, dim=dim, group=group, size=size, out=out)
-    return out
+    return all_gather_into(x, dim=dim, group=group, size=size)
 
 
-def all_gather_into(x: torch.Tensor, *, dim: int, group: Group | str, size: int, out: torch.Tensor) -> None:
+def all_gather_into(
+    x: torch.Tensor, *, dim: int, group: Group | str, size: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """As `all_gather`, into `out`."""
-    connected = _connected(group, size)
-    if math.prod(x.shape[: dim % x.dim()]) == 1:  # what the ranks give lies one after another
+    dim, connected = dim % x.dim(), _connected(group, size)
+    if out is None:
+        out = x.new_empty(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+    if math.prod(x.shape[:dim]) == 1:  # what the ranks give lies one after another
         connected.all_gather(out.view(size, *x.shape), x)
-        return
-    parts = x.new_empty(size, *x.shape)
-    connected.all_gather(parts, x)
-    out.unflatten(dim, (size, x.shape[dim])).copy_(parts.movedim(0, dim % x.dim()))
+    else:
+        parts = x.new_empty(size, *x.shape)
+        connected.all_gather(parts, x)
+        out.unflatten(dim, (size, x.shape[dim])).copy_(parts.movedim(0, dim))
+    return out
 
 
 def reduce_scatter(x: torch.Tensor, *, dim: int, group: Group | str, size: int) -> torch.Tensor:
     """This rank's part, one of `size` along `dim`, of the sum of `x` over the ranks; contiguous, new memory."""
-    dim %= x.dim()
-    out = x.new_empty(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
-    reduce_scatter_into(x, dim=dim, group=group, size=size, out=out)
-    return out
+    return reduce_scatter_into(x, dim=dim, group=group, size=size)
 
 
-def reduce_scatter_into(x: torch.Tensor, *, dim: int, group: Group | str, size: int, out: torch.Tensor) -> None:
+def reduce_scatter_into(
+    x: torch.Tensor, *, dim: int, group: Group | str, size: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """As `reduce_scatter`, into `out`."""
-    parts = x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim % x.dim(), 0)
-    _connected(group, size).reduce_scatter(out, parts)
+    dim = dim % x.dim()
+    part = x.shape[dim] // size
+    out = x.new_empty(*x.shape[:dim], part, *x.shape[dim + 1 :]) if out is None else out
+    _connected(group, size).reduce_scatter(out, x.unflatten(dim, (size, part)).movedim(dim, 0))
+    return out
 
 
 def _connected(group: Group | str, size: int | None = None) -> Group:
