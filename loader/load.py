@@ -41,6 +41,7 @@ from precast.loader.world.agree import Loaded
 from precast.loader.world.follower import Ended, Follower
 from precast.loader.world.lead import Lead
 from precast.loader.world.meet import facts_of, meet, size_of_all
+from precast.loader.world.processes import Processes
 from precast.loader.world.start import Launched, World, join_ranks, launched, start_ranks
 from precast.loader.world.timeouts import Timeouts, timeouts_of
 
@@ -65,6 +66,7 @@ def load(
     capture: Capture | None = None,
     world_port: int | None = None,
     timeouts: Mapping[str, float] | None = None,
+    processes: Processes | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
@@ -86,7 +88,8 @@ def load(
     with the engine. Where a launcher such as `torchrun` has started all processes, each is its rank: on rank 0 this
     function returns the engine, on the others it raises SystemExit once that is closed. None: as many as the launcher
     has started, or 1. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`: seconds, by
-    the names of `precast.loader.world.timeouts.Timeouts`.
+    the names of `precast.loader.world.timeouts.Timeouts`. `processes` for the other ranks, if the caller has started
+    them beforehand.
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
@@ -121,7 +124,7 @@ def load(
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         check_world(tp, ep, opened.graph)
         with timeline.phase("ranks"):
-            world = _join(opened, options, found_launcher, tp, ep, device, waits, world_port)
+            world = _join(opened, options, found_launcher, tp, ep, device, waits, world_port, processes)
         local_rank = 0 if found_launcher is None else found_launcher.local_rank
         if isinstance(world.side, Follower):
             follow(world, bundle=opened, device=device, ep=ep, local_rank=local_rank, **options._asdict())
@@ -173,12 +176,13 @@ def _join(
     device: str | torch.device | None,
     timeouts: Timeouts,
     port: int | None,
+    processes: Processes | None,
 ) -> World:
     """Start the other ranks, or join those that a launcher has started."""
     if found is None:
         kind = None if device is None else str(device)
         given = options._asdict() | {"bundle": str(bundle.path)}
-        return start_ranks(tp, ep, timeouts, port, kind, given)
+        return start_ranks(processes or Processes(tp), ep, timeouts, port, kind, given)
     if found.num_ranks != tp:
         message = f"tp is {tp}, and the launcher has started {found.num_ranks} processes"
         raise RequestError("engine-option-invalid", message, fix=f"give tp={found.num_ranks}, or none")

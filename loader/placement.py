@@ -43,7 +43,7 @@ class Placement(NamedTuple):
 
 
 def check_world(tp: object, ep: object, graph: Graph | None = None) -> None:
-    """Raise RequestError for numbers of ranks that are none, or that the graph doesn't take: with those that it does."""
+    """Raise RequestError for numbers of ranks that are none, or that the graph doesn't take: it says those that fit."""
     for name, count in (("tp", tp), ("ep", ep)):
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_RANKS:
             found = f"{name} is {shown_value(count)}, expected an integer of 1 to {MAX_RANKS}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from precast.kernels.collectives.group import Group, sum_in_order
+from precast.kernels.collectives.group import sum_in_order
 
 if TYPE_CHECKING:
     from torch.distributed import Store

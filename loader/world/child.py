@@ -1,4 +1,4 @@
-"""A rank as a process that rank 0 has started: `python -m precast.loader.world.child`, with a `Job` on its standard input."""
+"""A rank as a process that rank 0 has started: `python -m precast.loader.world.child`, its `Job` on standard input."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ import msgspec
 from precast.ir.errors import PrecastError
 from precast.loader.world.channel import connect
 from precast.loader.world.follower import Follower
-from precast.loader.world.start import LOOPBACK, Job, Meeting, World
+from precast.loader.world.processes import Job
+from precast.loader.world.start import LOOPBACK, Meeting, World
 from precast.loader.world.timeouts import Timeouts
 
 
 def main() -> int:
     """Run the rank until rank 0 ends it; the process's exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and ends all
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    from precast.loader.load import follow  # torch with it, while rank 0 does other things
+
+    raw = sys.stdin.buffer.read()
+    if not raw:  # rank 0 has ended before it had anything to do
+        return 1
+    job = msgspec.json.decode(raw, type=Job)
     timeouts = Timeouts(**job.timeouts)
     try:
         channel = connect(LOOPBACK, job.port, bytes.fromhex(job.secret), job.rank, seconds=timeouts.join)
         world = World(Follower(job.rank, job.num_ranks, channel, timeouts), Meeting(file=job.store))
-        from precast.loader.load import follow
-
         follow(world, ep=job.ep, device=job.device, local_rank=job.rank, **job.options)
     except PrecastError as error:  # rank 0 has been told, and says it
         return error.exit_code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,7 +27,7 @@ MARGIN_SECONDS = 5.0
 """Rank 0 says who is late; its followers wait a little longer for that."""
 
 
-class Ended(Exception):  # noqa: N818 - it is no error
+class Ended(Exception):
     """Rank 0 needs this rank no more."""
 
 

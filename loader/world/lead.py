@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +17,7 @@ from precast.ir.errors import PrecastError, TargetError
 from precast.loader.world import ring as rings
 from precast.loader.world.channel import Channel
 from precast.loader.world.messages import End, Failed, Here, OrdersAt, ReadsOrders, Together
+from precast.loader.world.processes import FIX, Processes
 from precast.loader.world.timeouts import Timeouts
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -33,19 +32,17 @@ and either is noticed first."""
 class Lead:
     """Rank 0 of `num_ranks`, with a channel to each of the others.
 
-    `processes` are those that it has started, by rank; others are none of its business beyond their channels.
+    `processes` are those that it has started; others are none of its business beyond their channels.
     """
 
     rank = 0
 
-    def __init__(
-        self, channels: Mapping[int, Channel], timeouts: Timeouts, processes: Mapping[int, subprocess.Popen[bytes]]
-    ) -> None:
+    def __init__(self, channels: Mapping[int, Channel], timeouts: Timeouts, processes: Processes | None = None) -> None:
         self.num_ranks = 1 + len(channels)
         self.timeouts = timeouts
         self.num_orders = 0
         self._channels = dict(channels)
-        self._processes = dict(processes)
+        self._processes = processes
         self._ring: rings.Ring | None = None
         self._by_ring: list[int] = []  # ranks that read orders from the ring; the others get them by their channel
         self._by_channel = sorted(channels)
@@ -168,9 +165,8 @@ class Lead:
         self._closed.set()
         if self._failure is None:
             self._tell(End())
-        deadline = time.monotonic() + self.timeouts.end
-        for process in self._processes.values():
-            _reap(process, deadline)
+        if self._processes is not None:
+            self._processes.reap(self.timeouts.end)
         for channel in self._channels.values():
             channel.close()
         for call in self._at_close:
@@ -239,15 +235,9 @@ class Lead:
                 channel.send(message)
 
     def _lost(self, rank: int) -> TargetError:
-        process = self._processes.get(rank)
-        how = "closed its connection"
-        if process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                how = ended(process.wait(REASON_SECONDS / 2))
-            how = f"(process {process.pid}) {how}"
-        return TargetError(
-            "rank-lost", f"rank {rank} {how}, and the others end with it", fix="load again; what it printed says more"
-        )
+        how = "" if self._processes is None else self._processes.end_of(rank, REASON_SECONDS / 2)
+        how = how or "closed its connection"
+        return TargetError("rank-lost", f"rank {rank} {how}, and the others end with it", fix=f"load again; {FIX}")
 
     def _late(self, ranks: Sequence[int], phase: str, timeout: str) -> TargetError:
         names = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
@@ -266,27 +256,9 @@ class Lead:
         time.sleep(0)
 
 
-def ended(code: int) -> str:
-    """How a process has ended, in words, by its return code."""
-    if code >= 0:
-        return f"ended with code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
-
-
-def _reap(process: subprocess.Popen[bytes], deadline: float) -> None:
-    """Wait until a process has ended, which was told to; kill it at the deadline."""
-    try:
-        process.wait(max(deadline - time.monotonic(), 0.1))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _leave(error: PrecastError) -> None:
     """End this process, whose main thread waits for a device that doesn't answer."""
     with suppress(OSError, ValueError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
     os._exit(error.exit_code)

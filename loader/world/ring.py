@@ -1,4 +1,4 @@
-"""Orders from rank 0 to the followers on its host, through memory that they share: no system call, no copy by the kernel.
+"""Orders from rank 0 to the followers on its host, through memory that they share: no system calls.
 
     page 0      magic[16]; from byte 64 * (1 + i) on: how many orders follower i has read[8]
     slot n      number[8], length[8], the order

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
+import socket
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from precast.ir.errors import PrecastError, RequestError, TargetError
+from precast.ir.errors import RequestError, TargetError
 from precast.loader.world.channel import accept_ranks, connect, listen, new_secret
 from precast.loader.world.follower import Follower
-from precast.loader.world.lead import Lead, ended
+from precast.loader.world.lead import Lead
+from precast.loader.world.processes import Processes, jobs
 from precast.loader.world.timeouts import Timeouts
 
 if TYPE_CHECKING:
@@ -38,20 +38,6 @@ class Launched(NamedTuple):
     num_ranks: int
     local_rank: int
     num_local: int
-
-
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What rank 0 tells a process that it has started, over its standard input."""
-
-    rank: int
-    num_ranks: int
-    ep: int
-    port: int
-    secret: str
-    store: str
-    timeouts: dict[str, float]
-    device: str | None
-    options: dict[str, Any]
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
@@ -100,79 +86,35 @@ class Meeting(NamedTuple):
 
 
 def start_ranks(
-    num_ranks: int, ep: int, timeouts: Timeouts, port: int | None, device: str | None, options: Mapping[str, Any]
+    processes: Processes,
+    ep: int,
+    timeouts: Timeouts,
+    port: int | None,
+    device: str | None,
+    options: Mapping[str, Any],
 ) -> World:
-    """Start ranks 1 and up on this host, and wait until they are there. `options` are those of `precast.load`.
+    """Give these processes their ranks, and wait until they have joined. `options` are those of `load.follow`.
 
     Raises what `listen` and `accept_ranks` raise, and TargetError (rank-lost) for a process that ends before.
     """
-    secret, listener = new_secret(), listen(LOOPBACK, port)
+    secret, num_ranks = new_secret(), processes.num_ranks
     folder = tempfile.mkdtemp(prefix="precast-")  # nobody else may look into it
     store = str(Path(folder) / "store")
-    processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
-        for rank in range(1, num_ranks):
-            job = Job(
-                rank,
-                num_ranks,
-                ep,
-                listener.getsockname()[1],
-                secret.hex(),
-                store,
-                timeouts._asdict(),
-                device,
-                dict(options),
-            )
-            processes[rank] = _start(job)
-        channels = accept_ranks(
-            listener, secret, processes, seconds=timeouts.join, check=lambda: _check_running(processes)
-        )
+        with closing(listen(LOOPBACK, port)) as listener:
+            for job in jobs(
+                num_ranks, options, ep=ep, port=listener.getsockname()[1], secret=secret.hex(), store=store,
+                timeouts=timeouts._asdict(), device=device,
+            ):  # fmt: skip
+                processes.give(job)
+            channels = accept_ranks(listener, secret, range(1, num_ranks), seconds=timeouts.join, check=processes.check)
     except BaseException:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+        processes.kill()
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    finally:
-        listener.close()
     lead = Lead(channels, timeouts, processes)
     lead.at_close(lambda: shutil.rmtree(folder, ignore_errors=True))
     return World(lead, Meeting(file=store))
-
-
-def _start(job: Job) -> subprocess.Popen[bytes]:
-    """A process that runs a rank. What it prints goes to standard error: standard output is for answers.
-
-    It is in a process group of its own: Ctrl-C reaches rank 0, which ends the others.
-    """
-    environment = dict(os.environ)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.num_ranks)))
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "precast.loader.world.child"],
-        stdin=subprocess.PIPE, stdout=_standard_error(), env=environment, process_group=0,
-    )  # fmt: skip
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # that it has ended is found by whoever waits for it
-        process.stdin.write(msgspec.json.encode(job))
-        process.stdin.close()
-    return process
-
-
-def _standard_error() -> int:
-    """Standard error's descriptor; where that is closed, one that leads nowhere."""
-    try:
-        os.fstat(2)
-    except OSError:
-        return subprocess.DEVNULL
-    return 2
-
-
-def _check_running(processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-    for rank, process in processes.items():
-        if process.poll() is not None:
-            how = f"rank {rank} (process {process.pid}) {ended(process.returncode)} before it had joined the others"
-            raise TargetError("rank-lost", how, fix="what it printed says more")
 
 
 def join_ranks(found: Launched, timeouts: Timeouts, port: int | None) -> World:
@@ -187,19 +129,21 @@ def join_ranks(found: Launched, timeouts: Timeouts, port: int | None) -> World:
         return World(Follower(found.rank, found.num_ranks, channel, timeouts), Meeting(launcher=store))
     host = LOOPBACK if found.num_local == found.num_ranks else os.environ.get("MASTER_ADDR", LOOPBACK)
     secret = new_secret()
-    try:
-        listener = listen(host, port)
-    except RequestError:
-        if host == LOOPBACK or port is not None:
-            raise
-        listener = listen("0.0.0.0", port)  # noqa: S104 - the name leads here by another address than its own
-    try:
+    with closing(_listen_at(host, port)) as listener:
         store.set(LEAD_KEY, msgspec.json.encode([host, listener.getsockname()[1], secret.hex()]).decode())
         channels = accept_ranks(listener, secret, range(1, found.num_ranks), seconds=timeouts.join)
         store.delete_key(LEAD_KEY)  # the next world of these processes is another one
-    finally:
-        listener.close()
-    return World(Lead(channels, timeouts, {}), Meeting(launcher=store))
+    return World(Lead(channels, timeouts, None), Meeting(launcher=store))
+
+
+def _listen_at(host: str, port: int | None) -> socket.socket:
+    """A listener at this name of the host; at all of its addresses where the name leads here by none of its own."""
+    try:
+        return listen(host, port)
+    except (RequestError, socket.gaierror):
+        if host == LOOPBACK or port is not None:
+            raise
+        return listen("0.0.0.0", port)
 
 
 def _rendezvous(timeouts: Timeouts) -> Store:
@@ -238,8 +182,3 @@ def _where_lead_is(store: Store, found: Launched, timeouts: Timeouts) -> tuple[s
         message = f"rank {found.rank} waited {timeouts.join:g} s for rank 0 at the rendezvous"
         raise TargetError("rank-missing", message, fix="start rank 0 with precast too") from error
     return host, port, bytes.fromhex(secret)
-
-
-def as_error(error: BaseException) -> int:
-    """The code that a process ends with after this error."""
-    return error.exit_code if isinstance(error, PrecastError) else 1

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 from safetensors.torch import save_file
 from tiny import random_weights, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
 
 from precast.ir.artifact import ops_of, write_bundle
 from precast.ir.encoding import FORMAT
-from precast.ir.graph.schema import Graph, Symbol
+from precast.ir.graph.schema import Graph
 from precast.ir.manifest import Checkpoint, Manifest
 
 WEIGHTS = random_weights()
-WORLD = (Symbol("tp", 1, 4), Symbol("ep", 1, 4), Symbol("rank", 0, 3))
 
 
-def replicated(graph: Graph | None = None) -> Graph:
-    """The graph for up to four ranks, each of which computes all of it."""
-    graph = tiny_graph() if graph is None else graph
-    return msgspec.structs.replace(graph, symbols=(*graph.symbols, *WORLD))
-
-
-def write(path: Path, graph: Graph) -> Path:
-    """The bundle of the tiny model with this graph."""
+def write(path: Path, graph: Graph | None = None) -> Path:
+    """The bundle of the tiny model with this graph; None: split over up to four ranks."""
+    graph = tiny_graph(tp=True) if graph is None else graph
     inv_freq = WEIGHTS["inv_freq"]
     write_bundle(
         path,
