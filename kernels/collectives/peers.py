@@ -35,11 +35,13 @@ _MACROS = {torch.bfloat16: None, torch.float16: "FLOAT16", torch.float32: "FLOAT
 
 
 class Way(NamedTuple):
-    """How vectors are added up: the kernel, its grid, and how many vectors one launch takes."""
+    """How vectors are added up: the kernel, its grid, how many vectors one launch takes, and how many of those that a
+    thread has are sent `ahead` of the one that it waits for."""
 
     kernel: KernelName
     num_blocks: int
     capacity: int
+    ahead: int = 2
 
     def slot(self, num_ranks: int) -> int:
         """Vectors of one rank's slot."""
@@ -70,7 +72,8 @@ class PeerMemory:
             checked(driver.cuMemsetD32(own, _EMPTY, num_bytes // 4))
             torch.cuda.synchronize()
             handles = exchange("handle", _bytes_of(checked(driver.cuIpcGetMemHandle(own))))
-            self._own, self._opened = own, []
+            self._own = own
+            self._opened: list[driver.CUdeviceptr] = []
             self.addresses: list[int] = []
             problem = ""
             for other, handle in enumerate(handles):
@@ -79,7 +82,7 @@ class PeerMemory:
                 except RuntimeError as error:
                     problem = f"rank {rank} can't write the memory of rank {other}: {error}"
                     break
-        problems = [each.decode() for each in exchange("opened", problem.encode()) if each]
+        problems = [each.decode() for each in exchange("opened", problem.encode() or b"all") if each != b"all"]
         if problems:
             self.close()
             raise RuntimeError("; ".join(problems))
@@ -126,9 +129,10 @@ class PeerSum:
 
     def _kernel(self, dtype: torch.dtype) -> Kernel:
         macro = _MACROS[dtype]
-        constants = (("RANK", self._rank), ("RANKS", self._num_ranks), *(((macro, True),) if macro else ()))
+        constants: list[tuple[str, int | float | bool | str]] = [("RANK", self._rank), ("RANKS", self._num_ranks)]
+        constants += [("DEPTH", self.way.ahead), *([(macro, True)] if macro else [])]
         with torch.cuda.device(self._index):
-            function = function_of(f"{_FILE}:{self.way.kernel}", constants, self._index)
+            function = function_of(f"{_FILE}:{self.way.kernel}", tuple(constants), self._index)
         self._kernels[dtype] = made = Kernel(function, self._args, num_given=3, num_threads=_THREADS)
         return made
 

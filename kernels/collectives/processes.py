@@ -38,13 +38,13 @@ def _with_peers(nccl: Nccl, store: Store, device: torch.device, timeout: timedel
     from precast.kernels import cuda_source
 
     def exchange(name: str, said: bytes) -> list[bytes]:
-        store.set(f"peers/{name}/{nccl.rank}", said)
+        store.set(f"peers/{name}/{nccl.rank}", said)  # type: ignore[arg-type]
         return [store.get(f"peers/{name}/{rank}") for rank in range(nccl.size)]
 
-    can = exchange("can", b"yes" if cuda_source.is_installed() else b"")
-    if not all(can):
+    if not 2 <= nccl.size <= MAX_PEERS:
+        return nccl
+    if b"none" in exchange("bindings", b"some" if cuda_source.is_installed() else b"none"):
         nccl.text = "NCCL, as cuda-bindings are not installed everywhere"
-    if not 2 <= nccl.size <= MAX_PEERS or not all(can):
         return nccl
     from precast.kernels.collectives.peers import Peers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gpu_ranks import CASES, TURNS, add_up, given, wait_in_vain
+from torch import multiprocessing
 
 from precast.kernels import cuda_source
 
@@ -53,3 +57,28 @@ def test_it_compiles(ranks: int, dtype: dict[str, Any]) -> None:
     given = (("RANK", ranks - 1), ("RANKS", ranks), *dtype.items())
 
     assert cuda_source.compiled(FILE, given, (9, 0)).startswith(b"\x7fELF")
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@needs_two
+def test_gpus_add_up_eagerly_and_in_replays(tmp_path: Path) -> None:
+    multiprocessing.spawn(add_up, (2, tmp_path), 2)
+
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for turn in range(TURNS):
+        for i, (shape, dtype) in enumerate(CASES):
+            parts = [given(rank, turn, shape, dtype).double() for rank in range(2)]
+            expected = (parts[0] + parts[1]).to(dtype)
+            for rank in range(2):
+                assert torch.equal(found[rank][turn][i], expected), f"turn {turn}, {shape}, {dtype}, rank {rank}"
+
+
+@pytest.mark.gpu
+@needs_two
+def test_a_rank_that_waits_in_vain_can_be_told_to_stop(tmp_path: Path) -> None:
+    with contextlib.suppress(multiprocessing.ProcessExitedException):  # NCCL may find the context broken
+        multiprocessing.spawn(wait_in_vain, (2, tmp_path), 2)
+    assert (tmp_path / "said").exists()
