@@ -5,17 +5,11 @@ Made once, first; all that follows is told. Nothing else knows the symbols of th
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 from precast.ir.errors import RequestError, shown_value
-from precast.ir.graph import symbols
-from precast.ir.graph.alone import without_collectives
-from precast.ir.graph.schema import Expr, Graph, Symbol
+from precast.ir.graph.schema import Graph, Symbol
+from precast.ir.graph.world import bound, refusal
 from precast.ir.verify import verifier
 from precast.loader.device import Device
 
@@ -115,35 +109,14 @@ def bind_world(graph: Graph, placement: Placement) -> Graph:
     world = {each.name: placement.world[each.name] for each in graph.symbols if each.name in placement.world}
     if not world:
         return graph
+    refused = refusal(graph.shards, placement.tp, placement.ep) if graph.shards.worlds else None
+    if refused is not None:
+        raise RequestError("engine-option-invalid", refused, fix="start as many ranks as the bundle can be split over")
     for symbol in graph.symbols:
         size = world.get(symbol.name)
         if size is not None and (size < symbol.min or (symbol.max is not None and size > symbol.max)):
             found = f"{symbol.name} is {size}, and the bundle allows {_range(symbol)}"
             raise RequestError("engine-option-invalid", found)
-    others = tuple(each for each in graph.symbols if each.name not in world)
-    bound: Graph = msgspec.structs.replace(_bound(graph, Graph, world), symbols=others)
-    if placement.tp == 1:
-        bound = without_collectives(bound)
-    verifier.check(bound)
-    return bound
-
-
-def _bound(value: Any, kind: Any, world: Mapping[str, int]) -> Any:
-    """`value`, of the type `kind` of the schema, with the world's values in each of its expressions."""
-    if kind == Expr:
-        return symbols.substitute(value, world)  # a division by zero stays: the verifier says where it stands
-    if isinstance(value, msgspec.Struct):
-        kinds = _field_types(type(value))
-        changes = {name: _bound(getattr(value, name), each, world) for name, each in kinds.items()}
-        return msgspec.structs.replace(value, **changes)
-    if isinstance(value, tuple):
-        items = typing.get_args(kind)
-        return tuple(_bound(item, items[0], world) for item in value)
-    if isinstance(value, dict):
-        return {key: _bound(item, typing.get_args(kind)[1], world) for key, item in value.items()}
-    return value
-
-
-@cache
-def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    return typing.get_type_hints(struct)
+    made = bound(graph, placement.world)
+    verifier.check(made)
+    return made

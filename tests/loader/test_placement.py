@@ -63,7 +63,7 @@ WORLD = {
     "column_arg": "floordiv(6, tp)",
 }
 SECOND_OF_TWO = {
-    "world": "", "rows": "12", "first": "12", "heads": "2", "columns": "3", "column_arg": "dim(3)",
+    "world": "", "rows": "12", "first": "12", "heads": "2", "columns": "3", "column_arg": "3",
 }  # fmt: skip
 
 
