@@ -116,6 +116,9 @@ MAX_READS = 1 << 20
 """Tensors that all recipes read, those of an `each` for each number. 896 experts in 93 layers, of three matrices with
 their scales, are 500,000."""
 
+MAX_WORLDS = 64
+"""Numbers of ranks that a graph can be split over; their expressions are evaluated for each."""
+
 MAX_REPEATED_READS = 1 << 15
 """Reads of tensors that were read before: they cost a load 20 us each, and a checkpoint nothing. Each tensor of a known
 model is read once; ten reads of one tensor in each of 126 layers would be 1,260."""

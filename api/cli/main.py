@@ -138,12 +138,13 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--cache", is_flag=True, help="Cache groups, pools, and what sequences cost.")
 @click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
 @click.option("--capture", is_flag=True, help="Which steps are captured as CUDA graphs, and where a target cuts them.")
+@click.option("--shards", is_flag=True, help="Over how many ranks the model can be split, and how each layer is.")
 @click.option("--target", help="Of --kernels and --capture: cpu, or a GPU's compute capability.  [default: sm_90]")
 @CHOICES
 @AS_JSON
 def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: bool, **parts: bool) -> None:
     """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
-    from precast.cli import capture_view, kernels_view, show, targets
+    from precast.cli import capture_view, kernels_view, shards_view, show, targets
     from precast.ir.artifact import Bundle
     from precast.kernels.use import Target
 
@@ -159,7 +160,7 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
     opened = Bundle.open(bundle)
     views: dict[str, Callable[[Bundle], Report]] = {
         "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
-        "capture": capture,
+        "capture": capture, "shards": shards_view.shards,
     }  # fmt: skip
     reports = [view(opened) for name, view in views.items() if parts[name]]
     _report(show.together(reports or [show.summary(opened)]), as_json)

@@ -1,4 +1,4 @@
-"""A graph on one rank: collectives, which change nothing there, are left out."""
+"""A graph on one rank: collectives, which change nothing there, are left out, and ops of parts are those of the whole."""
 
 from __future__ import annotations
 
@@ -46,8 +46,16 @@ def _kept(steps: Sequence[Step]) -> tuple[tuple[Step, ...], dict[str, str]]:
         if is_collective(step) and isinstance(given, Ref):
             names[step.outputs[0].name] = given.name
         else:
-            kept.append(msgspec.structs.replace(step, args=args))
+            kept.append(_of_the_whole(msgspec.structs.replace(step, args=args)))
     return tuple(kept), names
+
+
+def _of_the_whole(step: Step) -> Step:
+    """An embedding of a part of the vocabulary that is all of it."""
+    if isinstance(step, Call) or step.op != "precast.sharded_embedding":
+        return step
+    args = {name: arg for name, arg in step.args.items() if name != "start"}
+    return msgspec.structs.replace(step, op="precast.embedding", version=1, args=args)
 
 
 def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
-from precast.ir.graph.symbols import add
+from precast.ir.graph.symbols import add, mul, numel
 from precast.kernels.records import reference
-from precast.kernels.use import Use, type_bytes
+from precast.kernels.use import Use, type_bytes, width
 
 
 def _embedding(use: Use) -> Expr:
@@ -13,4 +13,15 @@ def _embedding(use: Use) -> Expr:
     return 0 if use.constant("scale") in (None, 1.0) else add(type_bytes(use.result), 16)
 
 
-RECORDS = (reference("precast.embedding", "embedding.embedding", _embedding),)
+def _sharded_embedding(use: Use) -> Expr:
+    """Ids counted from the part on, once clamped, and two comparisons; the rows, scaled or not."""
+    ids = use.operands["ids"]
+    places = add(mul(2 * width(ids), numel(ids.shape)), mul(3, numel(ids.shape)))
+    rows = type_bytes(use.result)
+    return add(places, rows, _embedding(use), 512)
+
+
+RECORDS = (
+    reference("precast.embedding", "embedding.embedding", _embedding),
+    reference("precast.sharded_embedding", "embedding.sharded_embedding", _sharded_embedding),
+)

@@ -35,6 +35,7 @@ from precast.ir.graph.schema import (
     Read,
     Recipe,
     Ref,
+    ShardPlan,
     Slice,
     Slot,
     StateGroup,
@@ -42,6 +43,7 @@ from precast.ir.graph.schema import (
     Symbol,
     TensorType,
     Value,
+    World,
 )
 from precast.ir.manifest import ModelInfo
 
@@ -189,6 +191,7 @@ def tiny_graph(
             groups=tuple(_group(name, groups, layers, heads) for name in groups),
             states=(_state_group(),) if state else (),
         ),
+        shards=ShardPlan((World(1), World(2, (1, 2)), World(4, (1, 2, 4)))) if tp else ShardPlan(),
     )
 
 

@@ -138,8 +138,8 @@ def test_a_port_that_is_taken(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("bundle", "options", "message"),
     [
-        ("split.bundle", {"tp": 8}, "tp is 8, and the bundle allows 1 to 4\n  fix: give a tp of 1, 2, 3, 4:"),
-        ("whole.bundle", {"tp": 2}, "tp is 2, and the bundle is built for one rank\n  fix: give a tp of 1:"),
+        ("split.bundle", {"tp": 3}, "tp is 3, and the bundle can be split over 1, 2, 4 ranks"),
+        ("whole.bundle", {"tp": 2}, "tp is 2, and the bundle can be split over 1 ranks"),
         ("split.bundle", {"tp": 4, "ep": 3}, "ep is 3, and tp is 4: .*\n  fix: give an ep that divides tp: 1, 2, 4"),
         ("split.bundle", {"tp": 0}, "tp is 0, expected an integer of 1 to 1024"),
         ("split.bundle", {"tp": 2, "timeouts": {"joining": 3}}, "timeouts has 'joining', expected join, agree"),
