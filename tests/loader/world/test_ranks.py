@@ -49,8 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loaded(folder: Path, bundle: str = "split.bundle", **options: Any) -> Engine:
-    return load(folder / bundle, weights=folder / "ckpt", device="cpu", **options)
+def loaded(folder: Path, bundle: str = "split.bundle", *, device: str = "cpu", **options: Any) -> Engine:
+    return load(folder / bundle, weights=folder / "ckpt", device=device, **options)
 
 
 def tokens(engine: Engine, params: Any = GREEDY, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
@@ -103,9 +103,35 @@ def test_ranks_on_other_hosts_get_orders_by_their_channel(folder: Path, monkeypa
         assert tokens(engine) == expected()
 
 
+@pytest.fixture
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("capture", ["before", "background", "off"])
+def test_two_gpus_give_the_tokens_of_one(capture: str, folder: Path) -> None:
+    with loaded(folder, device="cuda", max_num_seqs=4, max_num_tokens=16) as alone:
+        drawn = tokens(alone, DRAWN)
+    options: dict[str, Any] = {"tp": 2, "max_num_seqs": 4, "max_num_tokens": 16, "capture": capture}
+    with loaded(folder, "state.bundle", device="cuda", **options) as engine:
+        assert tokens(engine) == expected(state=True)
+    with loaded(folder, device="cuda", **options) as engine:
+        assert tokens(engine) == expected()
+        assert tokens(engine, DRAWN) == drawn
+        assert (engine.stats.captured_steps > 0) == (capture != "off")
+        assert (engine.stats.eager_steps > 0) == (capture != "before")
+
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")])
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_ends_the_world(how: signal.Signals, folder: Path) -> None:
-    with loaded(folder, tp=2, max_num_tokens=7) as engine:
+def test_a_rank_that_is_lost_ends_the_world(how: signal.Signals, device: str, folder: Path) -> None:
+    with loaded(folder, device=device, tp=2, max_num_tokens=7) as engine:
         lead, pid = engine._runner._lead, pid_of(engine, 1)
         assert lead is not None
         found = {signal.SIGKILL: ("rank-lost", rf"rank 1 \(process {pid}\) was ended by SIGKILL"),
