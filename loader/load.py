@@ -253,6 +253,8 @@ def _load_rank(
         placement = placed()
     target = placement.device
     on = torch.device(target.name)
+    if world is not None and target.kind == "cuda":
+        torch.cuda.set_device(on)  # nothing of this process may make a context on another rank's GPU
     capture = options.capture or ("background" if target.kind == "cuda" else "off")
     with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
         with timeline.phase("bundle"), collector_held():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from precast.ir.errors import RequestError, shown_value
-from precast.ir.graph.schema import Graph, Symbol
+from precast.ir.graph.schema import Graph
 from precast.ir.graph.world import bound, refusal
 from precast.ir.verify import verifier
 from precast.loader.device import Device
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 1024
 """Ranks that share each layer: far more than any machine connects closely enough for that."""
-MAX_LISTED_RANKS = 64
-"""Of the numbers of ranks that a bundle takes, an error lists those up to this."""
 
 
 class Placement(NamedTuple):
@@ -37,7 +35,7 @@ class Placement(NamedTuple):
 
 
 def check_world(tp: object, ep: object, graph: Graph | None = None) -> None:
-    """Raise RequestError for numbers of ranks that are none, or that the graph doesn't take: it says those that fit."""
+    """Raise RequestError for numbers of ranks that are none, or that the graph doesn't take: with those that fit."""
     for name, count in (("tp", tp), ("ep", ep)):
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_RANKS:
             found = f"{name} is {shown_value(count)}, expected an integer of 1 to {MAX_RANKS}"
@@ -48,35 +46,9 @@ def check_world(tp: object, ep: object, graph: Graph | None = None) -> None:
         fitting = ", ".join(str(count) for count in range(1, tp + 1) if tp % count == 0)
         found = f"ep is {ep}, and tp is {tp}: experts are split over the ranks that share a layer"
         raise RequestError("engine-option-invalid", found, fix=f"give an ep that divides tp: {fitting}")
-    if graph is None or (why := _excluded(graph, tp, ep)) is None:
-        return
-    valid = [each for each in valid_worlds(graph) if each[1] == 1] or [(1, 1)]
-    listed = ", ".join(str(each) for each, _ in valid)
-    with_ep = ", ".join(str(each) for count, each in valid_worlds(graph) if count == tp)
-    fix = f"give an ep of {with_ep}" if with_ep else f"give a tp of {listed}"
-    raise RequestError("engine-option-invalid", why, fix=f"{fix}: the bundle is split over no other numbers of ranks")
-
-
-def valid_worlds(graph: Graph) -> list[tuple[int, int]]:
-    """The (tp, ep) that a bundle's graph takes, up to `MAX_LISTED_RANKS` ranks."""
-    sizes = range(1, MAX_LISTED_RANKS + 1)
-    return [(tp, ep) for tp in sizes for ep in range(1, tp + 1) if tp % ep == 0 and _excluded(graph, tp, ep) is None]
-
-
-def _excluded(graph: Graph, tp: int, ep: int) -> str | None:
-    """Why the graph doesn't take this world; None if it does."""
-    symbols_of = {symbol.name: symbol for symbol in graph.symbols}
-    if tp > 1 and "tp" not in symbols_of:
-        return f"tp is {tp}, and the bundle is built for one rank"
-    for name, count in (("tp", tp), ("ep", ep), ("rank", tp - 1)):
-        symbol = symbols_of.get(name)
-        if symbol is not None and (count < symbol.min or (symbol.max is not None and count > symbol.max)):
-            return f"{name} is {count}, and the bundle allows {_range(symbol)}"
-    return None
-
-
-def _range(symbol: Symbol) -> str:
-    return f"{symbol.min} to {'any' if symbol.max is None else symbol.max}"
+    why = None if graph is None else refusal(graph.shards, tp, ep)
+    if why is not None:
+        raise RequestError("engine-option-invalid", why)
 
 
 def place(
@@ -115,7 +87,8 @@ def bind_world(graph: Graph, placement: Placement) -> Graph:
     for symbol in graph.symbols:
         size = world.get(symbol.name)
         if size is not None and (size < symbol.min or (symbol.max is not None and size > symbol.max)):
-            found = f"{symbol.name} is {size}, and the bundle allows {_range(symbol)}"
+            allowed = f"{symbol.min} to {'any' if symbol.max is None else symbol.max}"
+            found = f"{symbol.name} is {size}, and the bundle allows {allowed}"
             raise RequestError("engine-option-invalid", found)
     made = bound(graph, placement.world)
     verifier.check(made)

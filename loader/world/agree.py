@@ -89,7 +89,7 @@ def check_facts(facts: Sequence[Facts]) -> None:
 
 
 def slabs_of_all(sizes: Sequence[Sized]) -> int:
-    """The slabs that all ranks have room for. Raises the error of one that has too little, with all their arithmetic."""
+    """The slabs that all ranks have room for. Raises the error of one with too little, and the arithmetic of all."""
     failed = [(rank, each.failure) for rank, each in enumerate(sizes) if each.failure is not None]
     if not failed:
         return min(each.num_slabs for each in sizes)

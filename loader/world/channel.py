@@ -131,13 +131,15 @@ def accept_ranks(
                 check()
                 if time.monotonic() > deadline:
                     raise _missing(sorted(wanted - found.keys()), seconds, callers.num_refused)
+                odd = ""
                 for rank, connection in callers.next(min(0.1, seconds)):
-                    channel = Channel(connection)
                     if rank in found or rank not in wanted:
-                        channel.close()
-                        why = "came twice" if rank in found else f"is none of {sorted(wanted)}"
-                        raise RequestError("engine-option-invalid", f"rank {rank} {why}")
-                    found[rank] = channel
+                        connection.close()
+                        odd = f"rank {rank} {'came twice' if rank in found else f'is none of {sorted(wanted)}'}"
+                    else:
+                        found[rank] = Channel(connection)
+                if odd:
+                    raise RequestError("engine-option-invalid", odd, fix="give each process a rank of its own")
     except BaseException:
         for channel in found.values():
             channel.close()

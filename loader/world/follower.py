@@ -47,7 +47,8 @@ class Follower:
         self._is_ended = False
         self._at_failure: list[Callable[[], object]] = []
         self._closed = threading.Event()
-        threading.Thread(target=self._hear, name="precast-rank-0", daemon=True).start()
+        self._thread = threading.Thread(target=self._hear, name="precast-rank-0", daemon=True)
+        self._thread.start()
 
     def gather(self, phase: str, value: T, *, timeout: str = "agree") -> list[T]:
         """As `Lead.gather`."""
@@ -115,6 +116,8 @@ class Follower:
         """This rank has ended."""
         self._closed.set()
         self._channel.close()
+        self._thread.join(self.timeouts.end)
+        self._at_failure.clear()  # what connects ranks is freed by this thread: others might do it as Python ends
 
     def wait_for_reason(self, seconds: float = 3.0) -> None:
         """After an error: wait to hear whether another rank is to blame."""

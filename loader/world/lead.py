@@ -53,9 +53,13 @@ class Lead:
         self._busy: tuple[str, float] | None = None
         self._at_close: list[Callable[[], object]] = []
         self._closed = threading.Event()
-        for rank in channels:
-            threading.Thread(target=self._hear, args=(rank,), name=f"precast-rank-{rank}", daemon=True).start()
-        threading.Thread(target=self._look, name="precast-ranks", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._hear, args=(rank,), name=f"precast-rank-{rank}", daemon=True)
+            for rank in channels
+        ]
+        self._threads.append(threading.Thread(target=self._look, name="precast-ranks", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     # --- agreements --------------------------------------------------------------------------------------------
 
@@ -169,6 +173,9 @@ class Lead:
             self._processes.reap(self.timeouts.end)
         for channel in self._channels.values():
             channel.close()
+        for thread in self._threads:
+            thread.join(self.timeouts.end)
+        self._at_failure.clear()  # what connects ranks is freed by this thread: others might do it as Python ends
         for call in self._at_close:
             call()
 
@@ -206,6 +213,8 @@ class Lead:
             if time.monotonic() < since + seconds:
                 continue
             self._failed(Failed.of(self._late(self._behind(), timeout, timeout), 0))
+            if self._processes is not None:
+                self._processes.kill()  # who waits for what they have to send is told that they are gone
             if self._closed.wait(self.timeouts.end) or self._busy is not busy:
                 continue
             assert self._failure is not None

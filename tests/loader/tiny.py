@@ -35,6 +35,7 @@ from precast.ir.graph.schema import (
     Read,
     Recipe,
     Ref,
+    ShardPlan,
     Slice,
     Slot,
     StateGroup,
@@ -42,6 +43,7 @@ from precast.ir.graph.schema import (
     Symbol,
     TensorType,
     Value,
+    World,
 )
 from precast.ir.manifest import ModelInfo
 
@@ -189,6 +191,7 @@ def tiny_graph(
             groups=tuple(_group(name, groups, layers, heads) for name in groups),
             states=(_state_group(),) if state else (),
         ),
+        shards=ShardPlan((World(1), World(2, (1, 2)), World(4, (1, 2, 4)))) if tp else ShardPlan(),
     )
 
 
@@ -299,7 +302,8 @@ def _block(name: str, groups: Groups, heads: Heads) -> Block:
             _node("precast.write_kv", k=Ref("k"), v=Ref("v"), k_cache=Ref("cache.k"), v_cache=Ref("cache.v"),
                   slot_mapping=Ref(f"slot_mapping_{name}")),
             _node("precast.paged_attention", _value("seen", 1, "T", heads.query, HEAD), q=Ref("q"),
-                  k_cache=Ref("cache.k"), v_cache=Ref("cache.v"), sinks=Const(None), cu_seqlens=Ref("cu_seqlens"), kv_lens=Ref("kv_lens"),
+                  k_cache=Ref("cache.k"), v_cache=Ref("cache.v"), sinks=Const(None), cu_seqlens=Ref("cu_seqlens"),
+                  kv_lens=Ref("kv_lens"),
                   scale=Const(0.5), **rule, **pages),
             _node("aten.reshape.default", _value("flat", 1, "T", query), self=Ref("seen"), shape=_ints(1, "T", query)),
             _projected("flat", "w.o", "out", HIDDEN),
