@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from precast.ir.graph.schema import Expr
 from precast.kernels.records import Record, nothing, reference
 from precast.kernels.use import Use, size, type_bytes
@@ -19,12 +21,15 @@ def _scattered(use: Use) -> Expr:
     return size(use.operands["x"])
 
 
-def _records(name: str, workspace: Callable[[Use], Expr]) -> tuple[Record, Record]:
+def _records(name: str, workspace: Callable[[Use], Expr]) -> tuple[Record, ...]:
+    """Ranks on CPUs meet while the host runs: no recording of what torch does holds that."""
     module, op = "collectives.collectives", f"precast.{name}"
     into = Record(
-        name=f"torch.{name}", op=op, runs=f"precast.kernels.{module}:{name}_into", workspace=workspace, allocates=False
-    )
-    return into, reference(op, module, workspace)
+        name=f"torch.{name}", op=op, runs=f"precast.kernels.{module}:{name}_into", workspace=workspace, allocates=False,
+        devices=("cuda",),
+    )  # fmt: skip
+    by_host = msgspec.structs.replace(into, name=f"torch.{name}_by_host", devices=("cpu",), control="host")
+    return into, by_host, msgspec.structs.replace(reference(op, module, workspace), devices=("cuda",))
 
 
 RECORDS = (
