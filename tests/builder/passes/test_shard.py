@@ -78,8 +78,11 @@ def test_branches_that_are_added_are_summed_once_where_nothing_could_be_fused_be
         " %y2 = aten.linear.default(input=%g2, weight=%down2) %half = aten.mul.Tensor(self=%y2, other=0.5)"
         " %z = aten.add.Tensor(self=%y, other=%half)"
     )
-    params = 'params { %up2: float32[8, 16] = read("a", [8, 16], float32) %down2: float32[16, 8] = read("b", [16, 8], float32)'
-    edits = ("%z = aten.add.Tensor(self=%y, other=%x)", second), ("params {", params)
+    up, down = (
+        '%up2: float32[8, 16] = read("a", [8, 16], float32)',
+        '%down2: float32[16, 8] = read("b", [16, 8], float32)',
+    )
+    edits = ("%z = aten.add.Tensor(self=%y, other=%x)", second), ("params {", f"params {{ {up} {down}")
     behind = ("return hidden=%z", "%w = aten.silu.default(self=%z) return hidden=%w")
 
     once = shard(graph_of(FEED_FORWARD, *edits))
