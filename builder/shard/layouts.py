@@ -32,7 +32,7 @@ class Units(NamedTuple):
     """`count` units over all ranks. Where `finest` is more, that many parts of the layer share them, and in worlds of
     more ranks than units each unit stands on several ranks. `seed` is the number of the layer that they belong to."""
 
-    count: int
+    count: int  # type: ignore[assignment]
     by: Split
     finest: int
     seed: int
@@ -182,9 +182,9 @@ def _groups(before: Sequence[Expr], after: Sequence[Expr]) -> list[tuple[range, 
 
 def _flattened(pieces: Pieces, sizes: Sequence[Expr], dim: int) -> Pieces:
     """The pieces of one dimension as those of all elements in a row."""
-    prefix, suffix = symbols.numel(sizes[:dim]), symbols.numel(sizes[dim + 1 :])
-    if isinstance(prefix, int) and isinstance(suffix, int) and isinstance(sizes[dim], int):
-        row = sizes[dim] * suffix
+    prefix, suffix, size = symbols.numel(sizes[:dim]), symbols.numel(sizes[dim + 1 :]), sizes[dim]
+    if isinstance(prefix, int) and isinstance(suffix, int) and isinstance(size, int):
+        row = size * suffix
         if prefix * len(pieces) > MOST_PIECES:
             raise Misfit(f"a dimension falls into more than {MOST_PIECES} pieces")
         return tuple(

@@ -173,8 +173,7 @@ def _norm(of: _Of) -> Iterator[Relation]:
 def _residual_norm(of: _Of) -> Iterator[Relation]:
     names = [value.name for value in of.node.outputs]
     for arg in ("x", "residual"):
-        name = of.name(arg)
-        names.append(name)
+        names.append(of.given(arg))
     yield from of.leading(*names)
 
 
@@ -287,8 +286,7 @@ def _write_kv(of: _Of) -> Iterator[Relation]:
 def _paged_attention(of: _Of) -> Iterator[Relation]:
     yield from of.same((of.result, 2), of.arg("q", 2), of.arg("sinks", 0), of.arg("slopes", 0))
     yield from of.same(of.arg("k_cache", 2), of.arg("v_cache", 2))
-    keys = of.arg("k_cache", 2)
-    yield Shares((of.result, 2), keys)
+    yield Shares((of.result, 2), of.at(of.given("k_cache"), 2))
 
 
 def _latent_attention(of: _Of) -> Iterator[Relation]:
@@ -309,15 +307,13 @@ def _channels(**places: int) -> Callable[[_Of], Iterator[Relation]]:
 def _state_space_scan(of: _Of) -> Iterator[Relation]:
     yield from _channels(x=2, dt=2, a=0, d=0, dt_bias=0, state=1)(of)
     yield from of.same(of.arg("b", 2), of.arg("c", 2))
-    groups = of.arg("b", 2)
-    yield Shares((of.result, 2), groups)
+    yield Shares((of.result, 2), of.at(of.given("b"), 2))
 
 
 def _delta_rule(of: _Of) -> Iterator[Relation]:
     yield from _channels(v=2, beta=2, decay=2, state=1)(of)
     yield from of.same(of.arg("q", 2), of.arg("k", 2))
-    keys = of.arg("q", 2)
-    yield Shares((of.result, 2), keys)
+    yield Shares((of.result, 2), of.at(of.given("q"), 2))
 
 
 def _linear_attention(of: _Of) -> Iterator[Relation]:

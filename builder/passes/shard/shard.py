@@ -253,8 +253,8 @@ def _split_rows(system: System, outcome: Outcome, functions: Mapping[str, Rewrit
                 for piece in pieces if piece.units.by != "within"
             }  # fmt: skip
             nodes = tuple(each for each in products if mode != "column" and _takes(function, each, params))
-            collective = ("all_reduce", GROUP) if nodes else ("", "")
-            yield ShardRow(kind, name, mode, tuple(params), nodes, max(counts), *collective)
+            row = ShardRow(kind, name, mode, tuple(params), nodes, max(counts, default=0))
+            yield msgspec.structs.replace(row, collective="all_reduce", group=GROUP) if nodes else row
 
 
 def _is_param(system: System, name: str) -> bool:
