@@ -41,7 +41,11 @@ def verify(graph: Graph, model: ModelInfo | None = None) -> tuple[Violation, ...
     With `model`, the graph is held against its numbers too: it is whole, and what an engine runs.
     """
     facts = Facts(graph, model)
-    for rules in (FORM_RULES, _MEANING, (*INDEX_RULES, *CAPTURE_RULES, *SHARD_RULES)):  # each take for granted that those before hold
+    for rules in (
+        FORM_RULES,
+        _MEANING,
+        (*INDEX_RULES, *CAPTURE_RULES, *SHARD_RULES),
+    ):  # each take for granted that those before hold
         found = tuple(
             Violation(rule.id, where, message) for rule in rules for where, message in islice(rule.check(facts), 100)
         )
