@@ -7,7 +7,7 @@ threads and simulated collectives take the place of devices and their connection
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +58,11 @@ class Proof(NamedTuple):
     model_bytes: int
 
     @property
+    def text(self) -> str:
+        """The world in words."""
+        return f"{self.tp} ranks" + (f", and the experts into {self.ep} parts" if self.ep > 1 else "")
+
+    @property
     def holds(self) -> bool:
         """Whether all logits are within the tolerance."""
         return self.error < TOLERANCE
@@ -97,6 +102,15 @@ def prove(bundle: Bundle, weights: Path, *, tp: int, ep: int = 1, alone: _Found 
         for parts, wanted in zip(zip(*(each.logits for each in found), strict=True), expected.logits, strict=True)
     ]
     return Proof(tp, ep, max(errors), tuple(each.num_bytes for each in found), expected.num_bytes)
+
+
+def proofs(bundle: Bundle, weights: Path, *, most: int) -> Iterator[Proof]:
+    """All worlds of 2 ranks to `most` that the bundle can be split over, one by one."""
+    alone: _Found | None = None
+    for world in bundle.graph.shards.worlds:
+        for ep in world.ep if 1 < world.tp <= most else ():
+            alone = alone or unsharded(bundle, weights)
+            yield prove(bundle, weights, tp=world.tp, ep=ep, alone=alone)
 
 
 def _placement(rank: int, tp: int, ep: int) -> Placement:

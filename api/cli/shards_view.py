@@ -62,9 +62,7 @@ def _fields(row: ShardRow, graph: Graph) -> dict[str, object]:
 
 def _whole(graph: Graph) -> list[Param]:
     """The params that each rank has all of."""
-    return [
-        param for param in graph.params if not any(symbols.free_symbols(size) & WORLD for size in param.type.shape)
-    ]
+    return [param for param in graph.params if not any(symbols.free_symbols(size) & WORLD for size in param.type.shape)]
 
 
 def _one_rank() -> dict[str, int]:

@@ -21,8 +21,8 @@ def _worlds(facts: Facts) -> Iterator[Fault]:
     ranges = {symbol.name: symbol for symbol in facts.graph.symbols if symbol.name in WORLD}
     if not worlds:
         return
-    if len(worlds) > limits.MAX_WORLDS:
-        yield "shards", f"{len(worlds)} worlds; at most {limits.MAX_WORLDS} are allowed"
+    if (count := sum(len(world.ep) or 1 for world in worlds)) > limits.MAX_WORLDS:
+        yield "shards", f"{count} worlds; at most {limits.MAX_WORLDS} are allowed"
         return
     if worlds[0].tp != 1 or worlds[0].ep != (1,):
         yield "shards", "expected the world of one rank first"
@@ -43,7 +43,9 @@ def _worlds(facts: Facts) -> Iterator[Fault]:
 
 def _sizes(facts: Facts) -> Iterator[Fault]:
     """A part without elements, or of less, is none: those worlds don't divide what is split."""
-    if any(world.tp < 1 or any(ep < 1 for ep in world.ep) for world in facts.graph.shards.worlds):
+    worlds = facts.graph.shards.worlds
+    bad = any(world.tp < 1 or any(ep < 1 for ep in world.ep) for world in worlds)
+    if bad or sum(len(world.ep) for world in worlds) > limits.MAX_WORLDS:
         return  # another rule says so
     split = {
         size: where
@@ -51,7 +53,7 @@ def _sizes(facts: Facts) -> Iterator[Fault]:
         for size in kind.shape
         if not isinstance(size, int) and symbols.free_symbols(size) & WORLD
     }
-    for world in facts.graph.shards.worlds:
+    for world in worlds:
         for size, where in split.items():
             for ep in world.ep:
                 if not _is_positive(size, {"tp": world.tp, "ep": ep}, (0, world.tp - 1)):

@@ -9,6 +9,9 @@ from typing import Protocol
 
 import torch
 
+MAX_PEERS = 8
+"""Ranks whose GPUs write each other's memory, at most."""
+
 
 class Group(Protocol):
     """What connects a rank with the others. Results are the same, bit by bit, on all ranks.
@@ -37,6 +40,19 @@ class Group(Protocol):
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """The sum of all ranks' `x[rank]` into `out`; `x` is [size, *out.shape], `out` contiguous."""
+        ...
+
+
+class Connected(Group, Protocol):
+    """A group of processes."""
+
+    @property
+    def text(self) -> str:
+        """What connects them, in words."""
+        ...
+
+    def abort(self) -> None:
+        """End, from another thread, what this rank waits for in others that are gone."""
         ...
 
 

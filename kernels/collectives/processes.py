@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from precast.kernels.collectives.group import sum_in_order
+from precast.kernels.collectives.group import MAX_PEERS, Connected, sum_in_order
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def connect(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Gloo | Nccl:
-    """The group of `size` ranks that meet at `store`, over NCCL for a GPU, gloo for a CPU; all ranks call it.
+def connect(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Connected:
+    """The group of `size` ranks that meet at `store`; all ranks call it.
 
-    A collective that the others don't join within `timeout` fails. Raises RuntimeError if they don't come to the store.
+    Over gloo for a CPU. Over NCCL for a GPU, and if the ranks' GPUs can write each other's memory, by kernels of our
+    own where these are faster. A collective that the others don't join within `timeout` fails. Raises RuntimeError if
+    they don't come to the store.
     """
     from torch import distributed
 
@@ -27,7 +29,30 @@ def connect(store: Store, rank: int, size: int, device: torch.device, timeout: t
         return Gloo(distributed.ProcessGroupGloo(store, rank, size, timeout), rank, size)
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return Nccl(distributed.ProcessGroupNCCL(store, rank, size, options), rank, size)
+    nccl = Nccl(distributed.ProcessGroupNCCL(store, rank, size, options), rank, size)
+    return _with_peers(nccl, store, device, timeout)
+
+
+def _with_peers(nccl: Nccl, store: Store, device: torch.device, timeout: timedelta) -> Connected:
+    """The same group, with kernels of our own if each rank can write the memory of all."""
+    from precast.kernels import cuda_source
+
+    def exchange(name: str, said: bytes) -> list[bytes]:
+        store.set(f"peers/{name}/{nccl.rank}", said)  # type: ignore[arg-type]
+        return [store.get(f"peers/{name}/{rank}") for rank in range(nccl.size)]
+
+    if not 2 <= nccl.size <= MAX_PEERS:
+        return nccl
+    if b"none" in exchange("bindings", b"some" if cuda_source.is_installed() else b"none"):
+        nccl.text = "NCCL, as cuda-bindings are not installed everywhere"
+        return nccl
+    from precast.kernels.collectives.peers import Peers
+
+    try:
+        return Peers(nccl, device, exchange, limit=timeout.total_seconds())
+    except RuntimeError as error:  # on other hosts, or without a link: on all ranks
+        nccl.text = f"NCCL, as {error}"
+        return nccl
 
 
 class Gloo:
@@ -38,7 +63,7 @@ class Gloo:
 
     def __init__(self, backend: torch.distributed.ProcessGroupGloo, rank: int, size: int) -> None:
         self._backend = backend
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.text = rank, size, "gloo"
 
     def abort(self) -> None:
         """End, from another thread, what this rank waits for in others that are gone."""
@@ -71,7 +96,7 @@ class Nccl:
 
     def __init__(self, backend: torch.distributed.ProcessGroupNCCL, rank: int, size: int) -> None:
         self._backend = backend
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.text = rank, size, "NCCL"
 
     def abort(self) -> None:
         """End, from another thread, what this rank waits for in others that are gone."""

@@ -320,6 +320,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "gated activation": ("gated_activation", _gated, {}, 1.05),
     "gated linear": ("gated_linear", _gated_product, {}, 1.05),
     "embedding": ("embedding", _embedded, {}, 1.05),
+    "sharded embedding": ("sharded_embedding", _embedded, {"start": 20}, 1.25),
     "rotary tables": ("rotary_tables", _tables, {}, 1.25),
     "rope frequencies": ("rope_frequencies", _frequencies, {}, 2.5),
     "gather rows": ("gather_rows", _gathered, {}, 1.05),

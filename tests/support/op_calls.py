@@ -110,6 +110,7 @@ TWO_NORMS: Args = {**STREAM, "inner_weight": f32(8)}
 
 OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8)}, (f32(1, "T", 8),)),
+    ("sharded_embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8), "start": 99}, (f32(1, "T", 8),)),
     ("rms_norm", NORM, (f32(1, "T", 8),)),
     ("rms_norm", {**NORM, "weight": None}, (f32(1, "T", 8),)),
     ("residual_rms_norm", STREAM, (f32(1, "T", 8), f32(1, "T", 8))),

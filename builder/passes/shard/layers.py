@@ -20,13 +20,13 @@ Attempt = tuple[tuple[Spot, Piece], ...]
 
 class Layer(NamedTuple):
     """A layer that may be split: its kind, the function and the value that it is found by, ways to split it in order
-    of preference, and whether its norms may gather what they need."""
+    of preference, and whether norms in it may gather what they need all of, for each of them."""
 
     kind: str
     function: str
     value: str
     attempts: tuple[Attempt, ...]
-    through_norms: bool = True
+    through_norms: tuple[bool, ...] = (True, True)
 
 
 def layers(system: System) -> Iterator[Layer]:
@@ -150,7 +150,7 @@ def _head(system: System, function: Function, node: Node, seed: int) -> Layer | 
         return None
     piece = Piece(0, Units(tokens, "vocab", tokens, _embedded(system, tokens, seed)), 1)
     spot = (("", logits), len(shape) - 1)
-    return Layer("head", "", logits, (((spot, piece),),), through_norms=False)
+    return Layer("head", "", logits, (((spot, piece),),), through_norms=(False,))
 
 
 def _embedded(system: System, tokens: int, seed: int) -> int:
@@ -177,7 +177,7 @@ def _feed_forward(system: System, function: Function, node: Node, seed: int) -> 
         return None
     spot = ((function.name, weight), dim)
     attempt = ((spot, whole(count, Units(count, "tp", count, seed))),)
-    return Layer("feed-forward", function.name, node.outputs[0].name, (attempt,), through_norms=False)
+    return Layer("feed-forward", function.name, node.outputs[0].name, (attempt, attempt), through_norms=(False, True))
 
 
 def _name(node: Node, arg: str) -> str:

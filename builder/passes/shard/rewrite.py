@@ -145,6 +145,8 @@ class _Localised:
                 if (name, dim) not in known:
                     raise Misfit(f"{self.node.op} needs all of what would be split")
         for relation in self.relations:
+            if isinstance(relation, Gathers) and self._pieces(relation.made) and not self._pieces(relation.given):
+                raise Misfit(f"{self.node.op} makes all of it at once")
             if isinstance(relation, Same):
                 size = self.function.types[relation.part[0]].shape[relation.part[1]]
                 if layouts.cut(self._pieces(relation.whole), relation.start, size) != self._pieces(relation.part):

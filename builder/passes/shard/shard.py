@@ -88,17 +88,17 @@ def _split_layers(system: System) -> Iterator[Outcome]:
         if system.dims((layer.function, layer.value)):
             continue  # its caches are those of a layer that is split, and it with them
         reason = ""
-        for attempt in layer.attempts:
+        for attempt, through_norms in zip(layer.attempts, layer.through_norms, strict=False):
             before = dict(system.pieces)
             try:
                 if odd := _odd(piece.units for _, piece in attempt):
                     raise Misfit(odd)
-                touched = system.follow(attempt, through_norms=layer.through_norms)
+                touched = system.follow(attempt, through_norms=through_norms)
                 check(system, touched)
                 _check_memory(system, touched)
             except Misfit as error:
                 system.pieces = before
-                reason = str(error)
+                reason = reason or str(error)
                 continue
             yield Outcome(layer, "", frozenset(touched))
             break

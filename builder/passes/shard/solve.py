@@ -75,7 +75,10 @@ class System:
         return self.functions[name[0]].given.get(name[1])
 
     def is_constant(self, name: Name) -> bool:
-        """Whether the value, or what a call binds to it, is a constant of the bundle: those have no recipes."""
+        """Whether all ranks have the value whole, and each takes its part of it: a constant of the bundle, which has no
+        recipe, what a call binds to one, or what a layer is given that counts no tokens."""
+        if self.kind(name) == "input":
+            return name[0] != "" and all(isinstance(size, int) for size in self.type_of(name).shape)
         return self.kind(name) == "constant" or any(self.kind(other) == "constant" for other in self.joined(name))
 
     def joined(self, name: Name) -> list[Name]:
@@ -99,7 +102,7 @@ class System:
             self.pieces[spot] = after
             name, dim = spot
             touched[name] = None
-            if self.kind(name) == "input":
+            if self.kind(name) == "input" and not self.is_constant(name):
                 raise Misfit("what it would split comes from outside of the layer, where all ranks have it")
             waiting += [((other, dim), piece) for other in self.joined(name)]
             for function, relation in self._relations.get(name, ()):

@@ -615,7 +615,7 @@ def test_collectives_go_through_the_group_that_the_program_is_given() -> None:
 
 def test_a_collective_without_its_group_is_refused() -> None:
     with pytest.raises(
-        TargetError, match="makes sum of what all ranks of the group 'tp' have, .* with no others"
+        TargetError, match=r"makes sum of what all ranks of the group 'tp' have, .* with no others"
     ) as error:
         restore(parse_graph(SUMMED), device=CPU)
     assert error.value.code == "group-missing"
