@@ -20,11 +20,11 @@ _ANY_FLOAT: Dtype = "bfloat16"
 
 
 class _Stored(NamedTuple):
-    """A tensor of the file, what it is for, and of what it says which (`groups`) how many there are."""
+    """A tensor of the file, what it is for, and, for the groups of inputs, how many there are."""
 
     read: Read
     role: str = "weight"
-    count: int = 0
+    num_groups: int = 0
 
     @property
     def dtype(self) -> Dtype:
@@ -62,12 +62,12 @@ def checkpoint_numbers(graph: Graph) -> int:
     return sum(sizes)
 
 
-def _stored(recipe: Recipe, role: str = "weight", count: int = 0) -> Iterator[_Stored]:
+def _stored(recipe: Recipe, role: str = "weight", num_groups: int = 0) -> Iterator[_Stored]:
     if isinstance(recipe, Read):
-        yield _Stored(recipe, role, count)
+        yield _Stored(recipe, role, num_groups)
     elif isinstance(recipe, Each):
         for index in range(recipe.count):
-            yield from _stored(recipes.nth(recipe, index), role, count)
+            yield from _stored(recipes.nth(recipe, index), role, num_groups)
     elif isinstance(recipe, Dequantise):
         groups = recipes.shape(recipe.scales)[0]
         yield from _stored(recipe.of, "bits")
@@ -78,14 +78,14 @@ def _stored(recipe: Recipe, role: str = "weight", count: int = 0) -> Iterator[_S
             yield from _stored(recipe.groups, "groups", groups if isinstance(groups, int) else 1)
     else:
         for part in recipes.parts(recipe):
-            yield from _stored(part, role, count)
+            yield from _stored(part, role, num_groups)
 
 
 def _content(stored: _Stored, drawn: torch.Generator) -> torch.Tensor:
     """What the tensor holds, by its role; weights are small enough that sums over their inputs are about 1."""
     shape, dtype = stored.read.shape, BY_NAME[stored.dtype]
     if stored.role == "groups":
-        return (torch.arange(shape[0]) * stored.count // shape[0]).to(dtype)
+        return (torch.arange(shape[0]) * stored.num_groups // shape[0]).to(dtype)
     if stored.role.startswith("scales"):
         if dtype == torch.uint8:  # powers of two, counted from 127
             return torch.randint(118, 124, shape, generator=drawn).to(dtype)
