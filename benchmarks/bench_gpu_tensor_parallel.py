@@ -137,7 +137,18 @@ def tokens(engine: Any) -> list[list[int]]:
 
 def first_token(bundle: Path, checkpoint: Path, tp: int, ep: int) -> float:
     """Seconds from the first line of `precast run` to its first token, after others have compiled the kernels."""
-    command = ["-P", "-m", "precast", "run", str(bundle), "--weights", str(checkpoint), "--device", "cuda", "--token-ids"]
+    command = [
+        "-P",
+        "-m",
+        "precast",
+        "run",
+        str(bundle),
+        "--weights",
+        str(checkpoint),
+        "--device",
+        "cuda",
+        "--token-ids",
+    ]
     command += ["1,15,27", "--max-tokens", "1", "--json", "--tp", str(tp), "--ep", str(ep)]
     timeline = json.loads(_ended([sys.executable, *command]))["timeline"]
     return round(float(timeline["total_seconds"]), 2)

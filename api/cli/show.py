@@ -13,8 +13,8 @@ from precast.ir.artifact import Bundle
 from precast.ir.errors import shown, some
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Expr, Graph, LatentSpec, Node, PagedSpec, StateSpec
-from precast.ir.graph.world import unsharded
 from precast.ir.graph.text import format_graph, format_recipe, format_type
+from precast.ir.graph.world import unsharded
 from precast.ir.memory import caches
 from precast.ir.memory.liveness import computed
 from precast.ir.ops.flops import precast_share

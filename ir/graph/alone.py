@@ -1,4 +1,4 @@
-"""A graph on one rank: collectives, which change nothing there, are left out, and ops of parts are those of the whole."""
+"""A graph on one rank: collectives change nothing there and are left out, and ops of parts are those of the whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The verifier's rules about worlds of several ranks: which there are, what the plan names, and that sums are whole.
 
-What ranks hold parts of shows in its sizes, which have symbols of the world; so a sum over such a dimension is a part of
-a sum, whatever the plan says. A graph that is bound to a rank has none of these symbols, and these rules pass over it.
+What ranks hold parts of shows in its sizes, which have symbols of the world; so a sum over such a dimension is a part
+of a sum, whatever the plan says. A graph that is bound to a rank has none of these symbols: these rules pass over it.
 """
 
 from __future__ import annotations

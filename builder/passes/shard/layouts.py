@@ -7,7 +7,7 @@ units of 128. What no piece covers, every rank has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from precast.ir.graph import symbols
@@ -138,13 +138,8 @@ def cut(pieces: Pieces, start: int, length: Expr) -> Pieces:
         if start <= piece.start and piece.end <= start + length:
             found.append(piece._replace(start=piece.start - start))
         elif piece.start < start + length and start < piece.end:
-            found += _cut_inside(piece, start, length)
+            raise Misfit(f"a slice takes some of {piece.units.count} units alone")
     return tuple(found)
-
-
-def _cut_inside(piece: Piece, start: int, length: int) -> Pieces:
-    """Of a piece that is not whole there: nothing may be lost of it, so this is refused."""
-    raise Misfit(f"a slice takes some of {piece.units.count} units alone")
 
 
 # --- reshapes --------------------------------------------------------------------------------------------------------
@@ -260,12 +255,5 @@ def _quotient(size: Expr, by: Expr) -> Expr | None:
     if isinstance(by, int):
         found = symbols.floordiv(size, by)
         return found if symbols.equal(symbols.mul(found, by), size) else None
-    for found in _factors(size):
-        if symbols.equal(symbols.mul(found, by), size):
-            return found
-    return None
-
-
-def _factors(size: Expr) -> Iterable[Expr]:
-    """Numbers that a product has as its factors."""
-    return [coefficient for coefficient in symbols.terms(size).values()]
+    factors = symbols.terms(size).values()
+    return next((factor for factor in factors if symbols.equal(symbols.mul(factor, by), size)), None)

@@ -1,7 +1,7 @@
 """A param's recipe, cut to what a rank has of it.
 
-A cut is made where what is read is still apart, so that a rank reads its own bytes: below casts, exchanges of dimensions
-and reshapes, and in each part of a join.
+A cut is made where what is read is still apart, so that a rank reads its own bytes: below casts, exchanges of
+dimensions and reshapes, and in each part of a join.
 """
 
 from __future__ import annotations

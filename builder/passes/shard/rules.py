@@ -1,7 +1,7 @@
 """How dimensions of an op's tensors belong together, by op: what is split in one of them is split in the others.
 
-An op has a rule here, or nothing that it takes or makes can be split. A dimension that a rule doesn't name is whole: the
-op needs all of it at once. Rules say nothing of layers; those are found where splits end (`solve`).
+An op has a rule here, or nothing that it takes or makes can be split. A dimension that a rule doesn't name is whole:
+the op needs all of it at once. Rules say nothing of layers; those are found where splits end (`solve`).
 """
 
 from __future__ import annotations
@@ -89,6 +89,12 @@ class _Of:
         given = self.node.args.get(arg)
         return given.name if isinstance(given, Ref) else None
 
+    def given(self, arg: str) -> str:
+        """The tensor of an argument that is always given."""
+        name = self.name(arg)
+        assert name is not None, "it fits the signature"
+        return name
+
     def shape(self, name: str) -> tuple[Expr, ...]:
         return self.types[name].shape
 
@@ -126,16 +132,14 @@ def _pointwise(of: _Of) -> Iterator[Relation]:
 
 
 def _linear(of: _Of) -> Iterator[Relation]:
-    x, weight = of.name("input"), of.name("weight")
-    assert x is not None and weight is not None, "it fits the signature"
+    x, weight = of.given("input"), of.given("weight")
     yield from of.leading(of.result, x)
     yield from of.same(of.at(of.result, -1), (weight, 0), of.arg("bias", 0))
     yield Sums((of.at(x, -1), (weight, 1)))
 
 
 def _addmm(of: _Of) -> Iterator[Relation]:
-    a, b, bias = of.name("mat1"), of.name("mat2"), of.name("self")
-    assert a is not None and b is not None and bias is not None, "it fits the signature"
+    a, b, bias = of.given("mat1"), of.given("mat2"), of.given("self")
     yield from of.same((of.result, 0), (a, 0))
     yield from of.same((of.result, 1), (b, 1))
     yield from of.aligned(bias, of.result)
@@ -143,8 +147,7 @@ def _addmm(of: _Of) -> Iterator[Relation]:
 
 
 def _matmul(of: _Of) -> Iterator[Relation]:
-    a, b = of.name("self"), of.name("other")
-    assert a is not None and b is not None, "it fits the signature"
+    a, b = of.given("self"), of.given("other")
     for name in (a, b):
         yield from of.aligned(name, of.result, but=2)
     yield from of.same(of.at(of.result, -2), of.at(a, -2))
@@ -153,8 +156,7 @@ def _matmul(of: _Of) -> Iterator[Relation]:
 
 
 def _gated_activation(of: _Of) -> Iterator[Relation]:
-    x = of.name("x")
-    assert x is not None, "it fits the signature"
+    x = of.given("x")
     yield from of.leading(of.result, x)
     half = of.shape(of.result)[-1]
     yield Same(of.at(x, -1), of.at(of.result, -1))
@@ -163,8 +165,7 @@ def _gated_activation(of: _Of) -> Iterator[Relation]:
 
 
 def _norm(of: _Of) -> Iterator[Relation]:
-    x = of.name("x")
-    assert x is not None, "it fits the signature"
+    x = of.given("x")
     yield from of.leading(of.result, x)
     yield Gathers(of.at(x, -1), of.at(of.result, -1))
 
@@ -173,14 +174,13 @@ def _residual_norm(of: _Of) -> Iterator[Relation]:
     names = [value.name for value in of.node.outputs]
     for arg in ("x", "residual"):
         name = of.name(arg)
-        assert name is not None, "it fits the signature"
         names.append(name)
     yield from of.leading(*names)
 
 
 def _along_dim(of: _Of) -> Iterator[Relation]:
     """All dimensions but the one that is worked along."""
-    name, dim = of.name("self"), of.number("dim", -1)
+    name, dim = of.given("self"), of.number("dim", -1)
     if name is None or dim is None:
         return
     for value in of.node.outputs:
@@ -191,8 +191,7 @@ def _along_dim(of: _Of) -> Iterator[Relation]:
 
 
 def _reduction(of: _Of) -> Iterator[Relation]:
-    name, dims = of.name("self"), of.node.args.get("dim")
-    assert name is not None, "it fits the signature"
+    name, dims = of.given("self"), of.node.args.get("dim")
     if not isinstance(dims, Items):
         return
     rank = len(of.shape(name))
@@ -204,13 +203,12 @@ def _reduction(of: _Of) -> Iterator[Relation]:
 
 
 def _reshape(of: _Of) -> Iterator[Relation]:
-    name = of.name("self")
-    assert name is not None, "it fits the signature"
+    name = of.given("self")
     yield Through(name, of.result)
 
 
 def _transpose(of: _Of) -> Iterator[Relation]:
-    name = of.name("self")
+    name = of.given("self")
     i, j = of.number("dim0", 0), of.number("dim1", 0)
     if name is None or i is None or j is None:
         return
@@ -220,7 +218,7 @@ def _transpose(of: _Of) -> Iterator[Relation]:
 
 
 def _permute(of: _Of) -> Iterator[Relation]:
-    name, dims = of.name("self"), of.node.args["dims"]
+    name, dims = of.given("self"), of.node.args["dims"]
     if name is None or not isinstance(dims, Items):
         return
     order = [item.value for item in dims.items if isinstance(item, Const) and type(item.value) is int]
@@ -228,13 +226,12 @@ def _permute(of: _Of) -> Iterator[Relation]:
 
 
 def _expand(of: _Of) -> Iterator[Relation]:
-    name = of.name("self")
-    assert name is not None, "it fits the signature"
+    name = of.given("self")
     yield from of.aligned(name, of.result)
 
 
 def _slice(of: _Of) -> Iterator[Relation]:
-    name, dim = of.name("self"), of.number("dim", 0)
+    name, dim = of.given("self"), of.number("dim", 0)
     if name is None or dim is None:
         return
     axis = dim % len(of.shape(name))
@@ -249,7 +246,7 @@ def _slice(of: _Of) -> Iterator[Relation]:
 
 
 def _select(of: _Of) -> Iterator[Relation]:
-    name, dim = of.name("self"), of.number("dim", 0)
+    name, dim = of.given("self"), of.number("dim", 0)
     if name is None or dim is None:
         return
     axis = dim % len(of.shape(name))
@@ -291,13 +288,11 @@ def _paged_attention(of: _Of) -> Iterator[Relation]:
     yield from of.same((of.result, 2), of.arg("q", 2), of.arg("sinks", 0), of.arg("slopes", 0))
     yield from of.same(of.arg("k_cache", 2), of.arg("v_cache", 2))
     keys = of.arg("k_cache", 2)
-    assert keys is not None, "it fits the signature"
     yield Shares((of.result, 2), keys)
 
 
 def _latent_attention(of: _Of) -> Iterator[Relation]:
-    q, weight = of.arg("q", 2), of.name("weight")
-    assert weight is not None, "it fits the signature"
+    q, weight = of.arg("q", 2), of.given("weight")
     yield from of.same((of.result, 2), q)
     yield HeadRows((weight, 0), (of.result, 2))
 
@@ -315,7 +310,6 @@ def _state_space_scan(of: _Of) -> Iterator[Relation]:
     yield from _channels(x=2, dt=2, a=0, d=0, dt_bias=0, state=1)(of)
     yield from of.same(of.arg("b", 2), of.arg("c", 2))
     groups = of.arg("b", 2)
-    assert groups is not None, "it fits the signature"
     yield Shares((of.result, 2), groups)
 
 
@@ -323,7 +317,6 @@ def _delta_rule(of: _Of) -> Iterator[Relation]:
     yield from _channels(v=2, beta=2, decay=2, state=1)(of)
     yield from of.same(of.arg("q", 2), of.arg("k", 2))
     keys = of.arg("q", 2)
-    assert keys is not None, "it fits the signature"
     yield Shares((of.result, 2), keys)
 
 
@@ -336,8 +329,7 @@ def _linear_attention(of: _Of) -> Iterator[Relation]:
 
 def _experts(of: _Of) -> Iterator[Relation]:
     yield from of.same(of.arg("up", 0), of.arg("down", 0), of.arg("up_bias", 0), of.arg("down_bias", 0))
-    up, down = of.name("up"), of.name("down")
-    assert up is not None and down is not None, "it fits the signature"
+    up, down = of.given("up"), of.given("down")
     half = of.shape(down)[2]
     for name in filter(None, (up, of.name("up_bias"))):
         yield Same((name, 1), (down, 2))
@@ -346,8 +338,7 @@ def _experts(of: _Of) -> Iterator[Relation]:
 
 
 def _grouped_linear(of: _Of) -> Iterator[Relation]:
-    x, weight = of.name("x"), of.name("weight")
-    assert x is not None and weight is not None, "it fits the signature"
+    x, weight = of.given("x"), of.given("weight")
     yield from of.same((of.result, 1), (weight, 1), of.arg("bias", 1))
     yield Sums(((x, 1), (weight, 2)))
 

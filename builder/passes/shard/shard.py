@@ -1,8 +1,8 @@
 """The pass that splits a model over the ranks of a world; `layers` says what can be split, `solve` how far it reaches.
 
 What comes out is one graph for every rank of every world that divides its layers: its sizes, the starts of its recipes'
-slices and the offsets of its ids are expressions over `tp`, `ep` and `rank`. In a world of one rank it is the graph that
-went in, but for nodes that change nothing there, which a load leaves out.
+slices and the offsets of its ids are expressions over `tp`, `ep` and `rank`. In a world of one rank it is the graph
+that went in, but for nodes that change nothing there, which a load leaves out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from precast.builder.passes.shard import layouts
 from precast.builder.passes.shard.layers import Layer, layers
 from precast.builder.passes.shard.layouts import Misfit, Units
 from precast.builder.passes.shard.recipes import split
-from precast.builder.passes.shard.rules import Sums, relations
 from precast.builder.passes.shard.rewrite import GROUP, Rewritten, all_units, check, rewritten
+from precast.builder.passes.shard.rules import Sums, relations
 from precast.builder.passes.shard.solve import Function, Name, System
 from precast.ir.errors import RecipeError
 from precast.ir.graph.infer import references
@@ -108,7 +108,7 @@ def _split_layers(system: System) -> Iterator[Outcome]:
 
 def _odd(units: Iterator[Units]) -> str:
     """Why even two ranks can't share these: a single layer would rule out all worlds that machines have."""
-    found = [each for each in units]
+    found = list(units)
     if any(each.by == "vocab" or each.count % 2 == 0 for each in found):
         return ""
     counts = " and ".join(str(each.count) for each in found)
@@ -243,9 +243,9 @@ def _split_rows(system: System, outcome: Outcome, functions: Mapping[str, Rewrit
     for name, function in system.functions.items():
         modes: dict[Mode, list[str]] = {}
         for value, given in function.given.items():
-            if given == "param" and (name, value) in outcome.touched and (name, value) in system.users:
-                if mode := _mode(system, function, value):
-                    modes.setdefault(mode, []).append(value)
+            is_its = given == "param" and (name, value) in outcome.touched and (name, value) in system.users
+            if is_its and (mode := _mode(system, function, value)):
+                modes.setdefault(mode, []).append(value)
         products = functions[name].products if name in functions else ()
         for mode, params in modes.items():
             counts = {

@@ -23,13 +23,17 @@ from precast.builder.passes.shard.rules import (
     Through,
     relations,
 )
-from precast.ir.graph.schema import Block, Call, Expr, Graph, Node, Tie, TensorType, Value
+from precast.ir.graph.infer import references
+from precast.ir.graph.schema import Block, Call, Expr, Graph, Node, TensorType, Tie, Value
 from precast.ir.memory import caches
 
 Name = tuple[str, str]
 """A value: the block that it stands in, empty for `main`, and its name there."""
 Spot = tuple[Name, int]
 """A dimension of a value."""
+
+
+_WRITTEN = "sizes of heads and params are numbers before the model is split"
 
 
 class Function(NamedTuple):
@@ -138,7 +142,8 @@ class System:
             yield from _shared(relation, types, here, piece)
         elif isinstance(relation, HeadRows):
             rows, heads = (types[place[0]].shape[place[1]] for place in relation)
-            assert isinstance(rows, int) and isinstance(heads, int), "sizes before the model is split"
+            assert isinstance(rows, int), _WRITTEN
+            assert isinstance(heads, int), _WRITTEN
             if here == relation.heads:
                 yield relation.rows, _scaled(piece, rows // heads)
 
@@ -176,7 +181,8 @@ def _same(relation: Same, types: dict[str, TensorType], here: Place, piece: Piec
 def _shared(relation: Shares, types: dict[str, TensorType], here: Place, piece: Piece) -> Iterator[tuple[Place, Piece]]:
     """Heads that share others: as many parts as there are of the fewer, or, where those may be held twice, of all."""
     many, few = (types[place[0]].shape[place[1]] for place in relation)
-    assert isinstance(many, int) and isinstance(few, int), "sizes before the model is split"
+    assert isinstance(many, int), _WRITTEN
+    assert isinstance(few, int), _WRITTEN
     units, ratio = piece.units, many // few
     if few == 1:
         return  # each rank has the one head that all share
@@ -218,8 +224,6 @@ def _names(relation: Relation) -> set[str]:
 
 
 def _read(step: Node | Call) -> Iterator[str]:
-    from precast.ir.graph.infer import references
-
     return references(step.args) if isinstance(step, Node) else iter(step.args.values())
 
 
@@ -257,5 +261,6 @@ def _function(
 
 def whole(size: Expr, units: layouts.Units) -> Piece:
     """All of a dimension as one piece of these units."""
-    assert isinstance(size, int) and size % units.count == 0, "units divide the dimension"
+    assert isinstance(size, int), _WRITTEN
+    assert size % units.count == 0, "units divide the dimension"
     return Piece(0, units, size // units.count)

@@ -341,7 +341,11 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("aten.cat.default", {"tensors": (f32(3), t("int64", 3))}, "expected dtype float32, found int64"),
     ("precast.embedding", {"ids": f32("T"), "weight": f32(9, 8)}, "ids: expected dtype"),
     ("precast.embedding", {"ids": t("int64", "T"), "weight": f32(8)}, "weight: expected 2"),
-    ("precast.sharded_embedding", {"ids": t("int64", "T"), "weight": f32(9, 8), "start": "T"}, "start: expected a size"),
+    (
+        "precast.sharded_embedding",
+        {"ids": t("int64", "T"), "weight": f32(9, 8), "start": "T"},
+        "start: expected a size",
+    ),
     ("precast.rms_norm", {**NORM, "weight": f32(7)}, "weight: expected shape"),
     ("precast.rms_norm", {**NORM, "x": t("int64", 8)}, "x: expected dtype"),
     ("precast.rms_norm", {"x": f32(), "weight": f32()}, "at least one dimension"),

@@ -980,9 +980,7 @@ REJECTED = [
         "%all is no part of a sum",
         WORLD,
         part("ceildiv(16, tp)"),
-        step(
-            f'{PRODUCT} %all = precast.all_reduce(x=%sum, group="tp") %two = precast.all_reduce(x=%all, group="tp")'
-        ),
+        step(f'{PRODUCT} %all = precast.all_reduce(x=%sum, group="tp") %two = precast.all_reduce(x=%all, group="tp")'),
     ),
 ]
 
