@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,9 @@ from precast.loader.world.follower import Follower
 from precast.loader.world.lead import Lead
 from precast.loader.world.messages import Failed
 from precast.loader.world.start import World
+
+NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch would end the process where a rank is lost; here rank 0 sees it first, says which, and ends the others."""
 
 
 def _facts(digest: str, options: str, device: Device, target: Target, weights_bytes: int) -> Facts:
@@ -55,6 +59,9 @@ def meet(world: World, digest: str, options: str, device: Device, target: Target
     side = world.side
     check_facts(side.gather("facts", _facts(digest, options, device, target, weights_bytes)))
     timeout = timedelta(seconds=side.timeouts.step)
+    if device.kind == "cuda":
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
     try:
         group = connect(
             world.meeting.store(side.num_ranks), side.rank, side.num_ranks, torch.device(device.name), timeout
