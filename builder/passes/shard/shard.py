@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 
 from precast.builder.passes.graph_pass import LoweredPass
-from precast.builder.passes.shard import layouts
-from precast.builder.passes.shard.layers import Layer, layers
-from precast.builder.passes.shard.layouts import Misfit, Units
-from precast.builder.passes.shard.recipes import split
-from precast.builder.passes.shard.rewrite import GROUP, Rewritten, all_units, check, rewritten
-from precast.builder.passes.shard.rules import Sums, relations
-from precast.builder.passes.shard.solve import Function, Name, System
+from precast.builder.shard import layouts
+from precast.builder.shard.layers import Layer, layers
+from precast.builder.shard.layouts import Misfit, Units
+from precast.builder.shard.recipes import split
+from precast.builder.shard.rewrite import GROUP, Rewritten, all_units, check, rewritten
+from precast.builder.shard.rules import Sums, relations
+from precast.builder.shard.solve import Function, Name, System
 from precast.ir.errors import RecipeError
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from precast.builder.passes.shard.layouts import Misfit, Piece, Pieces, cut, local_shape, local_size, reshaped
+from precast.builder.shard.layouts import Misfit, Piece, Pieces, cut, local_shape, local_size, reshaped
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Cast, Concat, Each, Expr, Recipe, Reshape, Slice, Stack, Tie, Transpose
 from precast.ir.weights import recipes

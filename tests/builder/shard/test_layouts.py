@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from precast.builder.passes.shard.layouts import (
+from precast.builder.shard.layouts import (
     Misfit,
     Piece,
     Units,

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from precast.builder.passes.shard import layouts
-from precast.builder.passes.shard.layouts import EXPERT_RANKS, Misfit, Pieces, Units
-from precast.builder.passes.shard.rules import Every, Gathers, Relation, Same, Sums, Through, relations
-from precast.builder.passes.shard.solve import Function, Name, System
+from precast.builder.shard import layouts
+from precast.builder.shard.layouts import EXPERT_RANKS, Misfit, Pieces, Units
+from precast.builder.shard.rules import Every, Gathers, Relation, Same, Sums, Through, relations
+from precast.builder.shard.solve import Function, Name, System
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import apply_shape_rule, references
 from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Items, Node, Ref, TensorType, Value

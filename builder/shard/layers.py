@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from precast.builder.passes.shard.layouts import Piece, Units
-from precast.builder.passes.shard.solve import Function, Spot, System, whole
+from precast.builder.shard.layouts import Piece, Units
+from precast.builder.shard.solve import Function, Spot, System, whole
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import Expr, Node, Ref
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from precast.builder.passes.shard import layouts
-from precast.builder.passes.shard.layouts import Misfit, Piece, Pieces
-from precast.builder.passes.shard.rules import (
+from precast.builder.shard import layouts
+from precast.builder.shard.layouts import Misfit, Piece, Pieces
+from precast.builder.shard.rules import (
     Every,
     Gathers,
     HeadRows,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from reference import evaluate
 
-from precast.builder.passes.shard.layouts import Piece, Pieces, Units
-from precast.builder.passes.shard.recipes import split
+from precast.builder.shard.layouts import Piece, Pieces, Units
+from precast.builder.shard.recipes import split
 from precast.ir.graph.schema import Cast, Concat, Each, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
 from precast.ir.weights import recipes
 
