@@ -64,11 +64,11 @@ def shard(graph: Graph) -> Graph:
     if len(worlds) < 2:
         return msgspec.structs.replace(graph, shards=ShardPlan(worlds, tuple(_rows(system, outcomes, {}))))
     functions = {name: rewritten(system, function) for name, function in system.functions.items()}
-    most = max(world.tp for world in worlds)
+    ranks = tuple(world.tp for world in worlds)
     return msgspec.structs.replace(
         graph,
         symbols=_symbols(graph, worlds),
-        params=tuple(_param(system, param, most) for param in graph.params),
+        params=tuple(_param(system, param, ranks) for param in graph.params),
         blocks=tuple(_block(system, block, functions[block.name]) for block in graph.blocks),
         main=functions[""].steps,
         outputs={name: functions[""].returned[value] for name, value in graph.outputs.items()},
@@ -171,11 +171,11 @@ def _local(system: System, name: Name) -> TensorType:
     return TensorType(kind.dtype, layouts.local_shape(kind.shape, system.dims(name)))
 
 
-def _param(system: System, param: Param, most_ranks: int) -> Param:
+def _param(system: System, param: Param, ranks: tuple[int, ...]) -> Param:
     dims = system.dims(("", param.name))
     if not dims or system.is_constant(("", param.name)):
         return param
-    return Param(param.name, _local(system, ("", param.name)), split(param.recipe, dims, most_ranks))
+    return Param(param.name, _local(system, ("", param.name)), split(param.recipe, dims, ranks))
 
 
 def _block(system: System, block: Block, made: Rewritten) -> Block:

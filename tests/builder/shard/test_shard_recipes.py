@@ -93,7 +93,7 @@ def test_a_vocabulary_that_ranks_do_not_divide_is_filled_up() -> None:
     recipe = read("embed", 7, 2)
     stored = tensors(recipe)
 
-    mine = split(recipe, {0: (Piece(0, Units(7, "vocab", 7, 0), 1),)}, most_ranks=4)
+    mine = split(recipe, {0: (Piece(0, Units(7, "vocab", 7, 0), 1),)}, ranks=(1, 2, 4))
 
     parts = [evaluate(of_rank(mine, 4, rank), stored) for rank in range(4)]
     assert [len(part) for part in parts] == [2, 2, 2, 2]
