@@ -40,7 +40,7 @@ from precast.loader.weights.workers import PinnedBuffers
 from precast.loader.world.agree import Loaded
 from precast.loader.world.follower import Ended, Follower
 from precast.loader.world.lead import Lead
-from precast.loader.world.meet import facts_of, meet, size_of_all
+from precast.loader.world.meet import meet, size_of_all
 from precast.loader.world.processes import Processes
 from precast.loader.world.start import Launched, World, join_ranks, launched, start_ranks
 from precast.loader.world.timeouts import Timeouts, timeouts_of
@@ -241,12 +241,9 @@ def follow(
 
 
 def _load_rank(
-    bundle: str | Path | Bundle,
-    options: _Options,
-    placed: Callable[[], Placement],
-    world: World | None,
+    bundle: str | Path | Bundle, options: _Options, placed: Callable[[], Placement], world: World | None,
     timeline: Timeline,
-) -> _Loaded:
+) -> _Loaded:  # fmt: skip
     """Everything up to the first step, of one rank; None: of the only one."""
     table = None if options.choices is None else read_table(Path(options.choices))
     with timeline.phase("context"):
@@ -273,8 +270,7 @@ def _load_rank(
             files = CheckpointFiles.open(options.weights)
             groups = {}
             if world is not None:
-                facts = facts_of(opened.digest, options.common, target, what, params_bytes(graph))
-                groups["tp"] = meet(world, facts, on)
+                groups["tp"] = meet(world, opened.digest, options.common, target, what, params_bytes(graph))
             program = restore(graph, device=on, target=what, groups=groups)
         with timeline.phase("weights") as phase:
             loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
@@ -293,7 +289,7 @@ def _load_rank(
             program.bind(memory.tensors)
             cut_blocks_to_size(on)
             program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
-            side = None if world is None else world.side
+            side = world and world.side
             runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, world=side)
             if side is not None:
                 side.share_orders(runner.orders.max_bytes)

@@ -6,6 +6,7 @@ threads and simulated collectives take the place of devices and their connection
 
 from __future__ import annotations
 
+import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,12 @@ from typing import NamedTuple
 import torch
 
 from precast.check.agreement import relative_error
+from precast.check.excerpt import in_float32, one_of_each_layer
+from precast.check.random_checkpoint import checkpoint_numbers, random_checkpoint
 from precast.ir.artifact import Bundle
+from precast.ir.errors import TargetError
+from precast.ir.graph.schema import Call
+from precast.ir.graph.world import unsharded as of_one_rank
 from precast.ir.memory import caches
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.collectives.group import Group
@@ -23,7 +29,7 @@ from precast.loader.cache.arena import Arena
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.tables import PageTables
 from precast.loader.load import constant_tensors
-from precast.loader.placement import Placement, bind_world
+from precast.loader.placement import Placement, bind_world, check_world
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
 from precast.loader.schedule.requests import Chunk, Request, Step
@@ -40,6 +46,9 @@ PROMPTS = (
 
 STEPS = ((6, 1, 10), (4, 1, 0), (1, 1, 1), (1, 1, 1))
 """Tokens of each sequence that a step computes: prompts packed, a chunk beside a decoded token, decoding alone."""
+
+MOST_NUMBERS = 1 << 26
+"""In the params of a model that is run as it is; of a larger one, one layer of each kind."""
 
 TOLERANCE = 1e-4
 """Of logits in float32, relative: the norm of the difference over the norm of the unsharded model's."""
@@ -111,6 +120,44 @@ def proofs(bundle: Bundle, weights: Path, *, most: int) -> Iterator[Proof]:
         for ep in world.ep if 1 < world.tp <= most else ():
             alone = alone or unsharded(bundle, weights)
             yield prove(bundle, weights, tp=world.tp, ep=ep, alone=alone)
+
+
+class Excerpt(NamedTuple):
+    """What was proven of a bundle with random weights: `layers` of its `all_layers`, those of other kinds alike."""
+
+    proof: Proof
+    layers: int
+    all_layers: int
+
+
+def prove_with_random_weights(bundle: Bundle, *, tp: int, ep: int = 1) -> Excerpt:
+    """Compare ranks with one in float32, for whoever has no checkpoint. Of a large model one layer of each kind is
+    kept, with all its sizes.
+
+    Raises what `prove` raises, and TargetError (device-memory) where not even that fits this machine's memory.
+    """
+    check_world(tp, ep, bundle.graph)
+    kept = in_float32(bundle)
+    if checkpoint_numbers(of_one_rank(kept.graph)) > MOST_NUMBERS:
+        kept = one_of_each_layer(kept)
+    plain = of_one_rank(kept.graph)
+    _check_room(checkpoint_numbers(plain))
+    with tempfile.TemporaryDirectory() as folder:
+        weights = random_checkpoint(plain, Path(folder))
+        proof = prove(kept, weights, tp=tp, ep=ep)
+    return Excerpt(proof, *(sum(isinstance(step, Call) for step in each.graph.main) for each in (kept, bundle)))
+
+
+def _check_room(num_numbers: int) -> None:
+    """The float32 params of all ranks together, the bfloat16 file, which may lie in memory, and a rest."""
+    wanted, free = 4 * num_numbers * 3 // 2 + (1 << 30), open_device("cpu").free_bytes()
+    if wanted > free:
+        raise TargetError(
+            "device-memory",
+            f"one layer of each kind has {num_numbers / 1e9:.1f} billion numbers; to compare ranks takes "
+            f"{wanted / (1 << 30):.1f} GiB of memory, and {free / (1 << 30):.1f} GiB are free",
+            fix="use a machine with more memory; `precast build --check` proves the plan on the model made tiny",
+        )
 
 
 def _placement(rank: int, tp: int, ep: int) -> Placement:

@@ -169,9 +169,17 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 @main.command()
 @BUNDLE
 @click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files, or one file.")
+@click.option("--shards", type=int, metavar="N", help="Run N ranks on this CPU, and compare them with one.")
+@click.option("--ep", type=int, metavar="M", help="Of --shards: the parts into which experts are split.  [default: 1]")
 @AS_JSON
-def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
-    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint."""
+def verify(bundle: Path, weights: Path | None, shards: int | None, ep: int | None, as_json: bool) -> None:
+    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint.
+
+    With --shards, N ranks compute the logits of a few tokens with random weights, in float32, and are compared with one
+    rank: all layers of a small model, one of each kind of a large one.
+    """
+    if ep is not None and shards is None:
+        raise click.UsageError("--ep goes with --shards")
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
 
@@ -187,7 +195,17 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
         recipes.check(opened.graph, opened.manifest.checkpoint, files, most=None)
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
+    is_split = True
+    if shards is not None:
+        from precast.cli.shards_proof import proof_of
+
+        found = proof_of(opened, shards, ep or 1)
+        fields |= found.fields
+        lines.append(found.text)
+        is_split = found.fields["shards"]["holds"]
     _report(Report(fields, "\n".join(lines)), as_json)
+    if not is_split:
+        click.get_current_context().exit(3)
 
 
 @main.command()

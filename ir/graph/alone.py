@@ -41,7 +41,7 @@ def _kept(steps: Sequence[Step]) -> tuple[tuple[Step, ...], dict[str, str]]:
             bound = {name: names.get(value, value) for name, value in step.args.items()}
             kept.append(msgspec.structs.replace(step, args=bound))
             continue
-        args = {name: _renamed(arg, names) for name, arg in step.args.items()}
+        args = {name: renamed(arg, names) for name, arg in step.args.items()}
         given = args.get("x")
         if is_collective(step) and isinstance(given, Ref):
             names[step.outputs[0].name] = given.name
@@ -58,9 +58,10 @@ def _of_the_whole(step: Step) -> Step:
     return msgspec.structs.replace(step, op="precast.embedding", version=1, args=args)
 
 
-def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
+def renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
+    """The argument with other names where it has one of these."""
     if isinstance(arg, Ref):
         return Ref(names.get(arg.name, arg.name))
     if isinstance(arg, Items):
-        return Items(tuple(_renamed(item, names) for item in arg.items))  # type: ignore[misc]
+        return Items(tuple(renamed(item, names) for item in arg.items))  # type: ignore[misc]
     return arg

@@ -6,7 +6,7 @@ The backend is an object of its own, made over a store: nothing is registered in
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,7 +61,8 @@ class Gloo:
     Gloo's own sums go around a ring, in half precision where tensors are of it.
     """
 
-    def __init__(self, backend: torch.distributed.ProcessGroupGloo, rank: int, size: int) -> None:
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        """`backend`: a ProcessGroupGloo, of whose methods torch's types don't speak."""
         self._backend = backend
         self.rank, self.size, self.text = rank, size, "gloo"
 
@@ -94,7 +95,8 @@ class Gloo:
 class Nccl:
     """One of `size` processes with a GPU each; NCCL sums in the tensors' own type."""
 
-    def __init__(self, backend: torch.distributed.ProcessGroupNCCL, rank: int, size: int) -> None:
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        """`backend`: a ProcessGroupNCCL."""
         self._backend = backend
         self.rank, self.size, self.text = rank, size, "NCCL"
 

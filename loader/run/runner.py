@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -187,7 +188,7 @@ class Runner:
         if self._lead is None:
             ticket.arrived.synchronize()
         else:
-            with self._lead.step():  # what is lost of a world leaves garbage in the place of tokens
+            with self._lead.step(is_told=True):  # what is lost of a world leaves garbage in the place of tokens
                 ticket.arrived.synchronize()
         if self._opened is not None:
             self._opened[2].passed(ticket.arrived)
@@ -294,7 +295,9 @@ class Runner:
         while self._at_close:
             self._at_close.pop()()
         if self.device.kind == "cuda":
-            torch.cuda.empty_cache()
+            # Where a rank was lost amid a collective, the GPU may have been left with an error, which was raised.
+            with suppress(RuntimeError) if self._world is not None else nullcontext():
+                torch.cuda.empty_cache()
             if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.12 and newer
                 torch.accelerator.empty_host_cache()
 

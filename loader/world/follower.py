@@ -117,6 +117,9 @@ class Follower:
         self._closed.set()
         self._channel.close()
         self._thread.join(self.timeouts.end)
+        for disconnect in self._at_failure:
+            with suppress(Exception):
+                disconnect()
         self._at_failure.clear()  # what connects ranks is freed by this thread: others might do it as Python ends
 
     def wait_for_reason(self, seconds: float = 3.0) -> None:

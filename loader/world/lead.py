@@ -118,10 +118,11 @@ class Lead:
                 raise
 
     @contextmanager
-    def step(self, timeout: str = "step") -> Iterator[None]:
+    def step(self, timeout: str = "step", *, is_told: bool = False) -> Iterator[None]:
         """What all ranks do together: an error in it after an order was given ends all of them.
 
-        Raises what `check` raises, before it begins and if a rank is lost meanwhile.
+        `is_told`: the order was given before. Raises what `check` raises, before it begins, and if a rank is lost
+        meanwhile.
         """
         self.check()
         before = self.num_orders
@@ -129,7 +130,7 @@ class Lead:
         try:
             yield
         except BaseException as error:
-            is_told = self.num_orders > before
+            is_told = is_told or self.num_orders > before
             if isinstance(error, Exception) and is_told:
                 self._wait_for_reason()
             if self._failure is None and is_told:
@@ -175,6 +176,9 @@ class Lead:
             channel.close()
         for thread in self._threads:
             thread.join(self.timeouts.end)
+        for disconnect in self._at_failure:
+            with suppress(Exception):
+                disconnect()
         self._at_failure.clear()  # what connects ranks is freed by this thread: others might do it as Python ends
         for call in self._at_close:
             call()

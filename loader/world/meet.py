@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +13,7 @@ import msgspec
 import torch
 
 from precast.ir.errors import PrecastError, TargetError
-from precast.kernels.collectives.group import Group
+from precast.kernels.collectives.group import Connected
 from precast.kernels.collectives.processes import connect
 from precast.kernels.use import Target
 from precast.loader.device import Device
@@ -23,9 +24,11 @@ from precast.loader.world.lead import Lead
 from precast.loader.world.messages import Failed
 from precast.loader.world.start import World
 
+NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch would end the process where a rank is lost; here rank 0 sees it first, says which, and ends the others."""
 
-def facts_of(digest: str, options: str, device: Device, target: Target, weights_bytes: int) -> Facts:
-    """What this rank is: it loads the bundle of this digest with these options, and `target` chooses its kernels."""
+
+def _facts(digest: str, options: str, device: Device, target: Target, weights_bytes: int) -> Facts:
     is_gpu = device.kind == "cuda"
     gpu = torch.cuda.get_device_properties(torch.device(device.name)) if is_gpu else None
     table = hashlib.sha256(msgspec.json.encode(target.table) + ",".join(sorted(target.kinds)).encode())
@@ -46,16 +49,23 @@ def facts_of(digest: str, options: str, device: Device, target: Target, weights_
     )
 
 
-def meet(world: World, facts: Facts, device: torch.device) -> Group:
-    """Compare the facts of all ranks, and connect them.
+def meet(world: World, digest: str, options: str, device: Device, target: Target, weights_bytes: int) -> Connected:
+    """Compare what all ranks are, and connect them.
+
+    This one loads the bundle of this digest with these options, and `target` chooses its kernels.
 
     Raises what `check_facts` raises, and TargetError (rank-late) for ranks that don't come to connect.
     """
     side = world.side
-    check_facts(side.gather("facts", facts))
+    check_facts(side.gather("facts", _facts(digest, options, device, target, weights_bytes)))
     timeout = timedelta(seconds=side.timeouts.step)
+    if device.kind == "cuda":
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
     try:
-        group = connect(world.meeting.store(side.num_ranks), side.rank, side.num_ranks, device, timeout)
+        group = connect(
+            world.meeting.store(side.num_ranks), side.rank, side.num_ranks, torch.device(device.name), timeout
+        )
     except RuntimeError as error:
         first_line = next(iter(str(error).splitlines()), "")
         message = f"rank {side.rank} can't connect with the others: {first_line}"

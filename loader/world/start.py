@@ -52,8 +52,11 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
         default = {"LOCAL_RANK": environment["RANK"], "LOCAL_WORLD_SIZE": environment["WORLD_SIZE"]}.get(name)
         text = environment.get(name, default)
         if text is None or not text.isdecimal():
-            found = f"the environment says {name}={text!r}, expected a number"
-            raise RequestError("engine-option-invalid", found, fix="start it by torchrun, or unset RANK and WORLD_SIZE")
+            raise RequestError(
+                "engine-option-invalid",
+                f"the environment says {name}={text!r}, expected a number",
+                fix="start it by torchrun, or unset RANK and WORLD_SIZE",
+            )
         numbers[name] = int(text)
     found = Launched(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"])
     if found.rank >= found.num_ranks:

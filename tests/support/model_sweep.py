@@ -32,7 +32,7 @@ from precast.ir.ops.flops import precast_share
 
 Status = Literal["green", "red", "out of scope"]
 
-SECONDS = 120.0
+SECONDS = 300.0
 """A type that takes longer than this is stopped, and red."""
 
 MAX_RANKS = 8

@@ -116,14 +116,26 @@ def main(only: tuple[str, ...], workers: int, shards: bool) -> None:
     if unknown:
         types = ", ".join(unknown)
         raise click.UsageError(f"transformers {transformers.__version__} has no causal language model of type {types}")
-    rows: list[Row] = []
     if not shards:
         rows = sweep(only or model_types(), workers=workers, done=_show)
-    text = page(rows) if rows else PAGE.read_text(encoding="utf-8")
-    green = [row.model_type for row in rows if row.status == "green"] if rows else only or green_types(text)
-    text = with_ranks(text, sweep(green, workers=workers, done=_show, splits=True))
-    if not only:
-        PAGE.write_text(text, encoding="utf-8")
+        if not only:
+            PAGE.write_text(page(rows), encoding="utf-8")
+        if not any(row.status == "green" for row in rows):
+            return
+        only = tuple(row.model_type for row in rows if row.status == "green") if only else ()
+    _split(only, workers)
+
+
+def _split(only: Sequence[str], workers: int) -> None:
+    """Split these types over ranks; or those that the page calls green, and fill its columns as they are known."""
+
+    def done(row: Row) -> None:
+        _show(row)
+        if not only:
+            PAGE.write_text(with_ranks(PAGE.read_text(encoding="utf-8"), [row]), encoding="utf-8")
+
+    wanted = only or green_types(PAGE.read_text(encoding="utf-8"))
+    sweep(wanted, workers=workers, done=done, splits=True)
 
 
 def _show(row: Row) -> None:

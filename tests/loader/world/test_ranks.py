@@ -103,16 +103,15 @@ def test_ranks_on_other_hosts_get_orders_by_their_channel(folder: Path, monkeypa
         assert tokens(engine) == expected()
 
 
-@pytest.fixture
-def two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
+def needs_gpus(device: str = "cuda") -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA GPUs")
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("capture", ["before", "background", "off"])
 def test_two_gpus_give_the_tokens_of_one(capture: str, folder: Path) -> None:
+    needs_gpus()
     with loaded(folder, device="cuda", max_num_seqs=4, max_num_tokens=16) as alone:
         drawn = tokens(alone, DRAWN)
     options: dict[str, Any] = {"tp": 2, "max_num_seqs": 4, "max_num_tokens": 16, "capture": capture}
@@ -125,12 +124,10 @@ def test_two_gpus_give_the_tokens_of_one(capture: str, folder: Path) -> None:
         assert (engine.stats.eager_steps > 0) == (capture != "before")
 
 
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")])
-
-
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_ends_the_world(how: signal.Signals, device: str, folder: Path) -> None:
+    needs_gpus(device)
     with loaded(folder, device=device, tp=2, max_num_tokens=7) as engine:
         lead, pid = engine._runner._lead, pid_of(engine, 1)
         assert lead is not None
