@@ -60,7 +60,7 @@ def load_weights(
     """
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
         stored = recipes.require(graph, rules, files)
-        _check_room(sum(_param_bytes(param) for param in graph.params), device)  # what is planned grows with it
+        _check_room(params_bytes(graph), device)  # what is planned grows with it
         assembly = param_parts(graph.params, lambda name: stored[name].dtype)
         plan = plan_reads(assembly, stored.__getitem__)
         memory = _allocate(plan.targets, device)
@@ -72,6 +72,11 @@ def load_weights(
     recipe_of = {param.name: param.recipe for param in graph.params}
     made = {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
     return Weights(made, bytes_read, bytes_needed)
+
+
+def params_bytes(graph: Graph) -> int:
+    """The bytes of all params of a graph that is bound to its rank."""
+    return sum(map(_param_bytes, graph.params))
 
 
 def _round(

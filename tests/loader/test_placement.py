@@ -13,7 +13,7 @@ from precast.ir.graph import schema
 from precast.ir.graph.schema import Apply, Expr, Graph
 from precast.ir.graph.text import format_graph
 from precast.ir.verify import verifier
-from precast.loader.placement import Placement, bind_world, place
+from precast.loader.placement import Placement, bind_world, check_world, place
 from precast.loader.torch_device import CpuDevice
 
 SHARDED = """\
@@ -63,7 +63,7 @@ WORLD = {
     "column_arg": "floordiv(6, tp)",
 }
 SECOND_OF_TWO = {
-    "world": "", "rows": "12", "first": "12", "heads": "2", "columns": "3", "column_arg": "dim(3)",
+    "world": "", "rows": "12", "first": "12", "heads": "2", "columns": "3", "column_arg": "3",
 }  # fmt: skip
 
 
@@ -118,9 +118,39 @@ def _parts(kind: typing.Any) -> set[typing.Any]:
     return {kind}.union(*(_parts(part) for part in typing.get_args(kind)))
 
 
-def test_one_device_is_the_world_for_now() -> None:
+def test_a_rank_has_its_place() -> None:
     assert place("cpu").world == {"rank": 0, "tp": 1, "ep": 1}
-    for world in ({"tp": 2}, {"rank": 1, "tp": 2}, {"ep": 8}):
-        with pytest.raises(RequestError, match="this release runs a model on one device") as error:
-            place("cpu", **world)
-        assert error.value.code == "engine-option-invalid"
+    assert place("cpu", rank=3, tp=4, ep=2).world == {"rank": 3, "tp": 4, "ep": 2}
+
+
+@pytest.mark.parametrize(
+    ("world", "message"),
+    [
+        ({"rank": 1}, "rank is 1, expected 0 to 0"),
+        ({"rank": -1, "tp": 2}, "rank is -1, expected 0 to 1"),
+        ({"tp": 0}, "tp is 0, expected an integer of 1 to 1024"),
+        ({"tp": 2048}, "tp is 2048, expected"),
+        ({"ep": True}, "ep is True, expected"),
+        ({"tp": 6, "ep": 4}, "ep is 4, and tp is 6: .*\n  fix: give an ep that divides tp: 1, 2, 3, 6\n"),
+    ],
+)
+def test_worlds_that_are_none(world: dict[str, typing.Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        place("cpu", **world)
+    assert error.value.code == "engine-option-invalid"
+
+
+def test_ranks_share_no_gpu() -> None:
+    with pytest.raises(RequestError, match="device is 'cuda:1', and each rank takes a GPU of its own") as error:
+        place("cuda:1", tp=2)
+    assert error.value.code == "engine-option-invalid"
+
+
+@pytest.mark.parametrize(("tp", "ep", "message"), [(3, 1, "split over 1, 2, 4 ranks"), (4, 4, "into 1, 2 parts")])
+def test_worlds_that_a_bundle_is_not_split_for(tp: int, ep: int, message: str) -> None:
+    plan = schema.ShardPlan((schema.World(1), schema.World(2, (1, 2)), schema.World(4, (1, 2))))
+    graph = msgspec.structs.replace(graph_of(**WORLD), shards=plan)
+    with pytest.raises(RequestError, match=message) as error:
+        check_world(tp, ep, graph)
+    assert error.value.code == "engine-option-invalid"
+    check_world(4, 2, graph)

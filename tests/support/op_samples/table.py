@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from op_samples import attention, experts, latent_attention, norms, rotary, rows, sampling, states
+from op_samples import attention, collectives, experts, latent_attention, norms, rotary, rows, sampling, states
 from op_samples.draw import Draw, Sample
 from precast.kernels import registry
 from precast.kernels.choices import runnable
@@ -15,6 +15,7 @@ from precast.kernels.spec import OpSpec
 
 SAMPLES = {
     **attention.SAMPLES,
+    **collectives.SAMPLES,
     **experts.SAMPLES,
     **latent_attention.SAMPLES,
     **norms.SAMPLES,
