@@ -25,9 +25,11 @@ from precast.builder.lower.lower import lower, refuse_unknown_ops
 from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
 from precast.builder.passes.graph_pass import Pass
+from precast.builder.shard.compared import compared
 from precast.builder.source.config_facts import config_facts
 from precast.builder.source.facts import limit
 from precast.builder.source.source import Source, open_source
+from precast.builder.source.tp_plan import tp_plan
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.errors import BuildError
 from precast.ir.memory.capture import capture_plan
@@ -111,7 +113,8 @@ def build(
     say("pack")
     return pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
-        config=facts, provenance=_provenance(opened, started, from_snapshot=is_restored) | notes,
+        config=facts,
+        provenance=_provenance(opened, started, from_snapshot=is_restored) | notes | _beside_theirs(opened, graph),
     )  # fmt: skip
 
 
@@ -191,6 +194,12 @@ def _notes(source: Source, dtype: str) -> dict[str, object]:
     for note in notes:
         logging.getLogger("precast").warning("warning: %s: %s", source.name, note)
     return {"notes": notes} if notes else {}
+
+
+def _beside_theirs(source: Source, graph: Graph) -> dict[str, object]:
+    """How the shard plan differs from that of transformers, for the provenance; nothing where either has none."""
+    theirs = tp_plan(source.config)
+    return {"tp_plan": msgspec.to_builtins(compared(graph, theirs))} if theirs and graph.shards.rows else {}
 
 
 def _provenance(source: Source, started: float, *, from_snapshot: bool) -> dict[str, object]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import msgspec
+
 from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
@@ -22,12 +24,52 @@ def shards(bundle: Bundle) -> Report:
         "shards": [_fields(row, graph) for row in plan.rows],
         "replicated_share": round(whole / total, 4) if total else 1.0,
     }
+    compared = _compared(bundle)
+    if compared is not None:
+        fields["tp_plan"] = msgspec.to_builtins(compared)
     if not plan.worlds:
         return Report(fields, "one rank: the bundle has no plan for several")
     worlds = [("ranks (tp)", "parts of the experts (ep)")]
     worlds += [(str(world.tp), ", ".join(map(str, world.ep))) for world in plan.worlds]
     share = f"{100 * whole / total:.2f} % of the parameters are on every rank" if total else "no parameters"
-    return Report(fields, f"{table(worlds)}\n\n{table(_rows(graph))}\n\n{share}")
+    parts = [table(worlds), table(_rows(graph)), share, *([] if compared is None else [_compared_text(compared)])]
+    return Report(fields, "\n\n".join(parts))
+
+
+# --- beside the plan of transformers ---------------------------------------------------------------------------------
+
+
+class _Difference(msgspec.Struct, frozen=True):
+    entry: str
+    theirs: str
+    ours: str
+    params: int
+    reason: str
+
+
+class _Comparison(msgspec.Struct, frozen=True):
+    """What the build says of its plan beside that of transformers."""
+
+    entries: int
+    same: int
+    differences: tuple[_Difference, ...]
+
+
+def _compared(bundle: Bundle) -> _Comparison | None:
+    """What the bundle's provenance says, if it has it. Anybody may have written that record."""
+    try:
+        return msgspec.convert(bundle.provenance.get("tp_plan"), _Comparison)
+    except msgspec.ValidationError:
+        return None
+
+
+def _compared_text(found: _Comparison) -> str:
+    head = f"transformers' own plan: {found.same} of the {found.entries} entries for params of this graph say the same"
+    if not found.differences:
+        return head
+    titles = ("entry or params", "theirs", "ours", "params", "our reason")
+    rows = [(each.entry, each.theirs or "-", each.ours, str(each.params), each.reason) for each in found.differences]
+    return f"{head}; what differs:\n\n{table([titles, *rows])}"
 
 
 def _rows(graph: Graph) -> list[tuple[str, ...]]:

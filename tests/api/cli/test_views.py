@@ -17,6 +17,7 @@ from precast.cli import show
 from precast.cli.capture_view import capture
 from precast.cli.compare import difference
 from precast.cli.kernels_view import kernels
+from precast.cli.shards_view import shards
 from precast.ir.artifact import Bundle
 from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import CachePlan, CapturePlan, Graph, Node, Ref, TensorType, Value
@@ -501,3 +502,21 @@ def test_targets_that_are_none_are_usage_errors(
 
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_shards_are_shown_beside_the_plan_of_transformers(bundle: Path, command: Command) -> None:
+    fields, text = fields_of(command, "inspect", bundle, "--shards"), command("inspect", bundle, "--shards").stdout
+
+    theirs = fields["tp_plan"]
+    assert theirs["same"] == theirs["entries"] > 0
+    assert re.search(rf"transformers' own plan: {theirs['same']} of the {theirs['same']} entries", text)
+    assert re.search(r"model.embed_tokens.weight +- +vocab +1 +embedding, by \d+", text)
+
+
+def test_a_provenance_record_that_another_builder_wrote_is_not_shown_as_a_comparison(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+
+    report = shards(msgspec.structs.replace(opened, provenance={"tp_plan": {"entries": "many"}}))
+
+    assert "tp_plan" not in report.fields
+    assert "transformers" not in report.text
