@@ -99,6 +99,9 @@ def main() -> None:
 @click.option(
     "--kv-dtype", default="auto", show_default=True, help="Of cached keys and values: fp8_e4m3, or the model's (auto)."
 )
+@click.option(
+    "--shard-plan", type=PATH, help="JSON file that says of params, by patterns of names, how they are split."
+)
 @click.option("--snapshots", type=DIRECTORY, help="Directory of snapshots that speed up rebuilds.")
 @click.option("--snapshot-after", metavar="STAGE", help="The stage that is kept.  [default: shard]")
 @click.option(

@@ -10,7 +10,7 @@ import msgspec
 from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Call, Graph, Param, ShardRow, Tie
+from precast.ir.graph.schema import Call, Graph, Param, ShardPlan, ShardRow, Tie
 from precast.ir.ops.checks import WORLD
 
 
@@ -21,6 +21,7 @@ def shards(bundle: Bundle) -> Report:
     whole, total = _elements(_whole(graph)), _elements(graph.params, _one_rank())
     fields = {
         "worlds": [{"tp": world.tp, "ep": list(world.ep)} for world in plan.worlds],
+        "overrides": {each.pattern: each.choice for each in plan.overrides},
         "shards": [_fields(row, graph) for row in plan.rows],
         "replicated_share": round(whole / total, 4) if total else 1.0,
     }
@@ -28,11 +29,18 @@ def shards(bundle: Bundle) -> Report:
     if compared is not None:
         fields["tp_plan"] = msgspec.to_builtins(compared)
     if not plan.worlds:
-        return Report(fields, "one rank: the bundle has no plan for several")
+        text = "one rank: the bundle has no plan for several"
+        return Report(fields, "\n\n".join([text, *_overrides(plan)]))
     worlds = [("ranks (tp)", "parts of the experts (ep)")]
     worlds += [(str(world.tp), ", ".join(map(str, world.ep))) for world in plan.worlds]
     share = f"{100 * whole / total:.2f} % of the parameters are on every rank" if total else "no parameters"
-    parts = [table(worlds), table(_rows(graph)), share, *([] if compared is None else [_compared_text(compared)])]
+    parts = [
+        table(worlds),
+        table(_rows(graph)),
+        share,
+        *_overrides(plan),
+        *([] if compared is None else [_compared_text(compared)]),
+    ]
     return Report(fields, "\n\n".join(parts))
 
 
@@ -70,6 +78,12 @@ def _compared_text(found: _Comparison) -> str:
     titles = ("entry or params", "theirs", "ours", "params", "our reason")
     rows = [(each.entry, each.theirs or "-", each.ours, str(each.params), each.reason) for each in found.differences]
     return f"{head}; what differs:\n\n{table([titles, *rows])}"
+
+
+def _overrides(plan: ShardPlan) -> list[str]:
+    """What the user's plan file says."""
+    titles = ("the plan file's entry", "choice")
+    return [table([titles, *((each.pattern, each.choice) for each in plan.overrides)])] if plan.overrides else []
 
 
 def _rows(graph: Graph) -> list[tuple[str, ...]]:

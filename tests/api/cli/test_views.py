@@ -520,3 +520,28 @@ def test_a_provenance_record_that_another_builder_wrote_is_not_shown_as_a_compar
 
     assert "tp_plan" not in report.fields
     assert "transformers" not in report.text
+
+
+def test_entries_of_a_plan_file_are_shown(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "plan.json").write_text('{"model.layers.*.mlp": "replicate"}')
+    families.make_config("llama").save_pretrained(tmp_path)
+    said = command("build", tmp_path, "-o", tmp_path / "b", "--shard-plan", tmp_path / "plan.json")
+    assert said.exit_code == 0, said.stderr
+
+    fields = fields_of(command, "inspect", tmp_path / "b", "--shards")
+    text = command("inspect", tmp_path / "b", "--shards").stdout
+
+    assert fields["overrides"] == {"model.layers.*.mlp": "replicate"}
+    assert re.search(r"the plan file's entry +choice\nmodel.layers.\*.mlp +replicate\n", text)
+    assert re.search(r"other +replicated .* the plan file says replicate", text)
+
+
+def test_a_plan_file_that_does_not_fit_names_itself_and_what_is_known(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "plan.json").write_text('{"model.layers.*.mlp": "whole"}')
+    families.make_config("llama").save_pretrained(tmp_path)
+
+    said = command("build", tmp_path, "-o", tmp_path / "b", "--shard-plan", tmp_path / "plan.json")
+
+    assert said.exit_code == 1
+    assert "plan.json: expected names with choices of replicate" in said.stderr
+    assert "code: shard-plan-invalid" in said.stderr
