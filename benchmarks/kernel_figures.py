@@ -1,4 +1,4 @@
-"""The table of docs/kernel_speed.md: what each kernel reaches of what the machine itself reached in the same run.
+"""The table of docs/kernel_speed.md: what each kernel reaches of what the machine itself reaches.
 
 A row is a kernel in one case: its microseconds, and the share that the least possible time has of them: that of the
 bytes that it must move or of the products that it must compute, whichever takes longer, at the machine's own rates.
@@ -31,9 +31,8 @@ def stream(found: Figures) -> Iterator[Row]:
     """All linear layers of a step."""
     for rows, one in found["rows"].items():
         least = 1e3 * found["gigabytes"] / found["one_launch_terabytes_per_second"]
-        yield Row(
-            "weight stream", f"8B shape, {rows} row" + "s" * (rows != "1"), 1e3 * one["stream_pdl_milliseconds"], least
-        )
+        taken = 1e3 * one["stream_pdl_milliseconds"]
+        yield Row("weight stream", f"8B shape, {rows} row{_plural(rows)}", taken, least)
 
 
 def attention(found: Figures) -> Iterator[Row]:
@@ -50,7 +49,8 @@ def attention(found: Figures) -> Iterator[Row]:
 def experts(found: Figures) -> Iterator[Row]:
     """Routed experts of one layer."""
     for case, one in found["rows"].items():
-        yield Row("experts", case, one["built_in_us"], one["floor_us"])
+        share = max(one["bytes_of_read_rate"], one["flops_of_product_rate"])
+        yield Row("experts", f"{case} token{_plural(case)}", one["built_in_us"], one["built_in_us"] * share)
 
 
 def states(found: Figures) -> Iterator[Row]:
@@ -74,6 +74,10 @@ def sampling(found: Figures) -> Iterator[Row]:
     for case, one in found["rows"].items():
         if " x 152064 bfloat16" in case:
             yield Row("sampling", case.replace(" bfloat16", ""), one["microseconds"], one["bytes_microseconds"])
+
+
+def _plural(case: str) -> str:
+    return "" if case.split()[-1] == "1" else "s"
 
 
 KERNELS: Mapping[str, Callable[[Figures], Iterator[Row]]] = {
