@@ -83,6 +83,16 @@ class Gloo:
         """See `Group`."""
         sum_in_order(out, [each[self.rank] for each in self._all(x)])
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """See `Group`."""
+        if x.numel():
+            self._backend.send([_sent(x.contiguous())], to, 0).wait()
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """See `Group`."""
+        if out.numel():
+            self._backend.recv([_sent(out)], source, 0).wait()
+
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' `x`. Their bytes are sent: gloo does not know all element types."""
         sent = x.contiguous().view(-1).view(torch.uint8)
@@ -116,3 +126,16 @@ class Nccl:
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`."""
         self._backend._reduce_scatter_base(out, x.contiguous()).wait()
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """See `Group`."""
+        self._backend.send([_sent(x.contiguous())], to, 0).wait()
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """See `Group`."""
+        self._backend.recv([_sent(out)], source, 0).wait()
+
+
+def _sent(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: backends don't know all element types."""
+    return x.view(-1).view(torch.uint8)

@@ -17,6 +17,7 @@ from precast.builder.shard import layouts
 from precast.builder.shard.layers import Layer, layers
 from precast.builder.shard.layouts import Misfit, Units
 from precast.builder.shard.overrides import CODE, Overrides, apart, check_expected, is_whole, named
+from precast.builder.shard.pipelines import pipelines
 from precast.builder.shard.recipes import split
 from precast.builder.shard.rewrite import GROUP, Rewritten, all_units, check, rewritten
 from precast.builder.shard.rules import Sums, relations
@@ -58,14 +59,16 @@ class Outcome(NamedTuple):
 
 
 def shard(graph: Graph, overrides: Overrides = ()) -> Graph:
-    """The graph split over `tp` ranks, its experts into `ep` parts, and the plan that says so; see the module.
+    """The graph split over `tp` ranks, its experts into `ep` parts, and the plan that says so; see the module. The plan
+    also has the ways to divide the layers over stages.
 
     `overrides`: what the user says of it. Raises BuildError (shard-plan-invalid) where that can't be.
     """
     wanted = named(graph, overrides)
     made = _split(apart(graph, wanted), {name: entry.pattern for name, entry in wanted.items() if is_whole(entry)})
     check_expected(made, wanted)
-    return msgspec.structs.replace(made, shards=msgspec.structs.replace(made.shards, overrides=overrides))
+    plan = msgspec.structs.replace(made.shards, overrides=overrides, pipelines=pipelines(made))
+    return msgspec.structs.replace(made, shards=plan)
 
 
 def _split(graph: Graph, whole: Mapping[str, str]) -> Graph:
