@@ -271,6 +271,9 @@ def digest(bundle: Path, as_json: bool) -> None:
     "--ep", type=int, default=1, metavar="M", help="Groups of ranks that experts are split over; divides --tp."
 )
 @click.option(
+    "--pp", type=int, default=1, metavar="P", help="Stages that have the layers, each of --tp ranks."
+)
+@click.option(
     "--world-port", type=int, metavar="PORT", help="Rank 0 listens there for the others. Default: a free one."
 )
 @click.option(
@@ -308,7 +311,7 @@ def digest(bundle: Path, as_json: bool) -> None:
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
-    as_json: bool, weights: Path, device: str | None, tp: int | None, ep: int, world_port: int | None,
+    as_json: bool, weights: Path, device: str | None, tp: int | None, ep: int, pp: int, world_port: int | None,
     timeouts: dict[str, float], max_num_seqs: int, max_num_tokens: int, max_prefill_tokens: int | None,
     cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None, **sampling: Any,
 ) -> None:  # fmt: skip
@@ -332,10 +335,10 @@ def run(
             check_prompts(
                 all_prompts, params, opened.manifest.model, lambda: tokenizer, add_special_tokens=add_special_tokens
             )
-            processes = _early_ranks(tp)
+            processes = _early_ranks(tp, pp)
             from precast.loader.load import load
         engine = load(
-            opened, weights=weights, device=device, tp=tp, ep=ep, max_num_seqs=max_num_seqs,
+            opened, weights=weights, device=device, tp=tp, ep=ep, pp=pp, max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
             allow_config_mismatch=allow_config_mismatch, choices=choices, world_port=world_port, timeouts=timeouts,
             processes=processes, timeline=timeline,
@@ -362,16 +365,17 @@ def run(
             click.echo(timeline.text(), err=True)
 
 
-def _early_ranks(tp: int | None) -> Processes | None:
+def _early_ranks(tp: int | None, pp: int) -> Processes | None:
     """Processes for the ranks that `load` will start, which import torch while this one does."""
     from precast.loader.placement import check_world
     from precast.loader.world.processes import Processes
     from precast.loader.world.start import launched
 
-    if tp is None or tp == 1 or launched() is not None:
+    tp = 1 if tp is None else tp
+    if tp * pp == 1 or launched() is not None:
         return None
-    check_world(tp, 1)
-    return Processes(tp)
+    check_world(tp, 1, pp=pp)
+    return Processes(tp * pp)
 
 
 def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:

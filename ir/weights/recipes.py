@@ -383,9 +383,13 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
     raise WeightsError("weights-mismatch", "\n".join(lines), where=str(files.path), fix=fix)
 
 
-def require(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> dict[str, StoredTensor]:
-    """The stored tensor of every name that the graph's recipes read. Raises what `check` raises."""
-    check(graph, rules, files)
+def require(
+    graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, whole: schema.Graph | None = None
+) -> dict[str, StoredTensor]:
+    """The stored tensor of every name that the graph's recipes read. Raises what `check` raises; of `whole`, where the
+    graph is a part of that: the checkpoint is of all of it.
+    """
+    check(graph if whole is None else whole, rules, files)
     names = {read.tensor for param in graph.params for read in each_leaf(param.recipe)}
     found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
     return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}

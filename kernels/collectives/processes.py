@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def connect(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Connected:
-    """The group of `size` ranks that meet at `store`; all ranks call it.
+def connect(
+    store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, *, sums: bool = True
+) -> Connected:
+    """The group of `size` ranks that meet at `store`; all ranks call it. `sums`: they add up what they have.
 
     Over gloo for a CPU. Over NCCL for a GPU, and if the ranks' GPUs can write each other's memory, by kernels of our
     own where these are faster. A collective that the others don't join within `timeout` fails. Raises RuntimeError if
@@ -30,7 +32,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, timeout: t
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     nccl = Nccl(distributed.ProcessGroupNCCL(store, rank, size, options), rank, size)
-    return _with_peers(nccl, store, device, timeout)
+    return _with_peers(nccl, store, device, timeout) if sums else nccl
 
 
 def _with_peers(nccl: Nccl, store: Store, device: torch.device, timeout: timedelta) -> Connected:
