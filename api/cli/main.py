@@ -174,12 +174,17 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 @click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files, or one file.")
 @click.option("--shards", type=int, metavar="N", help="Run N ranks on this CPU, and compare them with one.")
 @click.option("--ep", type=int, metavar="M", help="Of --shards: the parts into which experts are split.  [default: 1]")
+@click.option(
+    "--pp", type=int, metavar="P", help="Divide the layers over P stages, of --shards ranks each.  [default: 1]"
+)
 @AS_JSON
-def verify(bundle: Path, weights: Path | None, shards: int | None, ep: int | None, as_json: bool) -> None:
+def verify(
+    bundle: Path, weights: Path | None, shards: int | None, ep: int | None, pp: int | None, as_json: bool
+) -> None:
     """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint.
 
-    With --shards, N ranks compute the logits of a few tokens with random weights, in float32, and are compared with one
-    rank: all layers of a small model, one of each kind of a large one.
+    With --shards or --pp, all ranks compute the logits of a few tokens with random weights, in float32, and are
+    compared with one rank: all layers of a small model, one of each kind of a large one.
     """
     if ep is not None and shards is None:
         raise click.UsageError("--ep goes with --shards")
@@ -199,10 +204,10 @@ def verify(bundle: Path, weights: Path | None, shards: int | None, ep: int | Non
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
     is_split = True
-    if shards is not None:
+    if shards is not None or pp is not None:
         from precast.cli.shards_proof import proof_of
 
-        found = proof_of(opened, shards, ep or 1)
+        found = proof_of(opened, 1 if shards is None else shards, ep or 1, 1 if pp is None else pp)
         fields |= found.fields
         lines.append(found.text)
         is_split = found.fields["shards"]["holds"]
@@ -270,9 +275,7 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option(
     "--ep", type=int, default=1, metavar="M", help="Groups of ranks that experts are split over; divides --tp."
 )
-@click.option(
-    "--pp", type=int, default=1, metavar="P", help="Stages that have the layers, each of --tp ranks."
-)
+@click.option("--pp", type=int, default=1, metavar="P", help="Stages that have the layers, each of --tp ranks.")
 @click.option(
     "--world-port", type=int, metavar="PORT", help="Rank 0 listens there for the others. Default: a free one."
 )

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Call, Graph, Pipeline, TensorType, Tie
-from precast.ir.graph.stages import MOST_STAGES, num_layers, read_by
+from precast.ir.graph.stages import MOST_STAGES, num_layers, read_by, slot_spans
 from precast.ir.graph.world import UNSHARDED
-from precast.ir.memory import caches
 from precast.ir.weights.tensorfile import element_bytes
 
 
@@ -52,15 +51,8 @@ def _way(best: Sequence[Mapping[int, tuple[int, int, int]]], bounds: Sequence[in
 
 def _bounds(graph: Graph) -> list[int]:
     """Before which layers a graph can be cut, by their number; 0 and the number of all of them included."""
-    slots = {tensor.name: slot.name for _, slot in caches.slots(graph.caches) for tensor in slot.tensors}
-    spans: dict[str, list[int]] = {}
-    layer, count = 0, num_layers(graph)
-    for step in graph.main:
-        for name in slots.keys() & set(read_by(step)):
-            spans.setdefault(slots[name], []).append(min(layer, count - 1))
-        layer += isinstance(step, Call)
-    inside = {cut for span in spans.values() for cut in range(min(span) + 1, max(span) + 1)}
-    return [cut for cut in range(count + 1) if cut not in inside]
+    inside = {cut for first, last in slot_spans(graph).values() for cut in range(first + 1, last + 1)}
+    return [cut for cut in range(num_layers(graph) + 1) if cut not in inside]
 
 
 def _costs(graph: Graph, bounds: Sequence[int]) -> dict[tuple[int, int], int]:

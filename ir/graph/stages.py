@@ -44,10 +44,10 @@ def refusal(plan: ShardPlan, pp: int, num_layers: int) -> str | None:
     if pp in known:
         return None
     if pp > num_layers:
-        return f"pp is {pp}, and the model has {num_layers} layers, of which each stage takes at least one"
-    if len(known) == 1:
-        return f"pp is {pp}, and the bundle has no plan of stages"
-    why = "" if pp > MOST_STAGES else ": between its other layers, what they share in the caches can't be parted"
+        return f"pp is {pp}, and the graph calls {num_layers} layers or parts of them: each stage takes at least one"
+    if not plan.worlds:
+        return f"pp is {pp}, and the bundle was built without a plan of stages"
+    why = "" if pp > MOST_STAGES else ": layers that share a cache are not parted"
     return f"pp is {pp}, and the layers can be divided into {', '.join(map(str, known))} stages{why}"
 
 
@@ -61,6 +61,22 @@ def num_layers(graph: Graph) -> int:
     return sum(isinstance(step, Call) for step in graph.main)
 
 
+def slot_spans(graph: Graph) -> dict[str, tuple[int, int]]:
+    """By cache slot, the first and the last layer that has it, counted from 0; between these a graph can't be cut.
+
+    A node between two calls goes with the later one, one after the last call with that.
+    """
+    slots = {tensor.name: slot.name for _, slot in caches.slots(graph.caches) for tensor in slot.tensors}
+    found: dict[str, tuple[int, int]] = {}
+    layer, last = 0, num_layers(graph) - 1
+    for step in graph.main:
+        here = max(min(layer, last), 0)
+        for name in slots.keys() & set(read_by(step)):
+            found[slots[name]] = found.get(slots[name], (here, here))[0], here
+        layer += isinstance(step, Call)
+    return found
+
+
 class Stage(NamedTuple):
     """The steps `start .. end` of `main`, what comes in from the stage before, and what goes out to the next one."""
 
@@ -70,13 +86,18 @@ class Stage(NamedTuple):
     sent: tuple[str, ...]
 
 
-def stages_of(graph: Graph, layers: Sequence[int]) -> tuple[Stage, ...]:
-    """What each stage has, for these numbers of calls."""
+def bounds_of(graph: Graph, layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The steps of `main` that each stage has, from one up to another, for these numbers of calls."""
     calls = [index for index, step in enumerate(graph.main) if isinstance(step, Call)]
     assert sum(layers) == len(calls), "each layer has a stage"
     cuts = [calls[count - 1] + 1 for count in itertools.accumulate(layers)][:-1]
-    crossing = [(), *(crossing_at(graph, cut) for cut in cuts), ()]
-    bounds = itertools.pairwise((0, *cuts, len(graph.main)))
+    return tuple(itertools.pairwise((0, *cuts, len(graph.main))))
+
+
+def stages_of(graph: Graph, layers: Sequence[int]) -> tuple[Stage, ...]:
+    """What each stage has, for these numbers of calls."""
+    bounds = bounds_of(graph, layers)
+    crossing = [(), *(crossing_at(graph, end) for _, end in bounds[:-1]), ()]
     return tuple(Stage(*bound, crossing[i], crossing[i + 1]) for i, bound in enumerate(bounds))
 
 

@@ -194,6 +194,7 @@ def with_slots(plan: CachePlan, kept: Callable[[Slot], bool]) -> CachePlan:
     In a plan with slabs each holds as many pages of each pool as before, so that page tables are the same; pages, and
     with them slabs, are as much smaller as they can be.
     """
+
     def left(group: G) -> G:
         slots = tuple(slot for slot in group.slots if kept(slot))
         return msgspec.structs.replace(group, slots=slots)

@@ -22,7 +22,7 @@ CASES = [
     pytest.param("llama-tied-bias", {"pp": 2}, id="stages"),
     pytest.param("nemotron_h", {"pp": 3}, id="three stages of a hybrid"),
     pytest.param("gpt_oss", {"tp": 2, "pp": 2}, id="stages of two ranks"),
-    pytest.param("gemma4-three-share", {"pp": 2}, id="stages beside shared kv"),
+    pytest.param("gemma3n", {"pp": 4}, id="stages beside shared kv"),
 ]
 
 
