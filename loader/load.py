@@ -86,12 +86,13 @@ def load(
     for the GPU, if there is one.
 
     `tp`: so many ranks share each layer, each a process with a GPU of its own, and `ep`, which divides `tp`, says over
-    how many groups of them experts are split. This process is rank 0, and starts the others on this host; they end
-    with the engine. Where a launcher such as `torchrun` has started all processes, each is its rank: on rank 0 this
-    function returns the engine, on the others it raises SystemExit once that is closed. None: as many as the launcher
-    has started for each stage, or 1. `pp`: so many stages have the layers, each `tp` ranks: `pp * tp` processes in all. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`: seconds, by
-    the names of `precast.loader.world.timeouts.Timeouts`. `processes` for the other ranks, if the caller has started
-    them beforehand.
+    how many groups of them experts are split. `pp`: the layers are divided over so many stages of `tp` ranks each, for
+    a model that one host has no room for. This process is rank 0, and starts the others on this host; they end with the
+    engine. Where a launcher such as `torchrun` has started all processes, each is its rank: on rank 0 this function
+    returns the engine, on the others it raises SystemExit once that is closed. `tp` None: as many as the launcher has
+    started for each stage, or 1. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`:
+    seconds, by the names of `precast.loader.world.timeouts.Timeouts`. `processes` for the other ranks, if the caller
+    has started them beforehand.
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.

@@ -15,8 +15,8 @@ def proof_of(bundle: Bundle, tp: int, ep: int, pp: int) -> Report:
         proof, layers, all_layers = prove_with_random_weights(bundle, tp=tp, ep=ep, pp=pp)
     share = max(proof.rank_bytes) / proof.model_bytes
     fields = {
-        "tp": tp, "ep": ep, "pp": pp, "holds": proof.holds, "error": proof.error, "layers": layers, "all_layers": all_layers,
-        "rank_bytes": list(proof.rank_bytes), "model_bytes": proof.model_bytes,
+        "tp": tp, "ep": ep, "pp": pp, "holds": proof.holds, "error": proof.error, "layers": layers,
+        "all_layers": all_layers, "rank_bytes": list(proof.rank_bytes), "model_bytes": proof.model_bytes,
     }  # fmt: skip
     each = "one" if pp == 1 else f"up to {pp}"
     kept = "all layers" if layers == all_layers else f"{layers} of {all_layers} layers, {each} of each kind"

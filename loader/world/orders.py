@@ -1,6 +1,7 @@
 """What rank 0 orders all ranks to do, as bytes: a fixed head, three tables of integers, and the step's inputs.
 
-    head        version[1] kind[1] has_unknown[1] wants_logits[1] num_rows[4] num_tokens[8] copies[4] lengths[4] parts[4] pad[4]
+    head        version[1] kind[1] has_unknown[1] wants_logits[1] num_rows[4] num_tokens[8] copies[4] lengths[4]
+                parts[4] pad[4]
     copies      group, source, target: int32[copies, 3], in the order in which they are made
     lengths     of each array, by the names in order, -1 of one that isn't there: int64[lengths]
     parts       where the bytes of each lie in the places, and how many: int64[parts, 2]
@@ -47,8 +48,8 @@ class Order(NamedTuple):
     """One order. A step copies pages first; then its inputs are in their places, and the program runs on them.
 
     `num_tokens` of a captured size, or 0: op by op. Then `lengths` say how long each array is, `num_rows` how many rows
-    draw a token, `has_unknown` whether tokens that were drawn last are among its inputs, and `wants_logits` whether rank
-    0 wants logits in their place: stages that have none must be sent them.
+    draw a token, and `has_unknown` whether tokens that were drawn last are among its inputs. `wants_logits`: rank 0
+    wants logits in the place of tokens, and the last stage sends them.
     """
 
     kind: Kind
