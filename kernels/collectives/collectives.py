@@ -73,16 +73,16 @@ def send(x: torch.Tensor, *, group: Group | str, target: int) -> None:
 
 def receive(shape: Sequence[int], *, dtype: torch.dtype, group: Group | str, source: int) -> torch.Tensor:
     """What the stage `source` sends, of these sizes; contiguous, new memory on the CPU. A group of one gives zeros."""
-    out = torch.empty(shape, dtype=dtype)
-    receive_into(shape, dtype=dtype, group=group, source=source, out=out)
-    return out
+    return receive_into(shape, dtype=dtype, group=group, source=source)
 
 
 def receive_into(
-    shape: Sequence[int], *, dtype: torch.dtype, group: Group | str, source: int, out: torch.Tensor
-) -> None:
-    """As `receive`, into `out`, which has these sizes."""
+    shape: Sequence[int], *, dtype: torch.dtype, group: Group | str, source: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `receive`, into `out`."""
+    out = torch.empty(shape, dtype=dtype) if out is None else out
     _connected(group).receive(out, source)
+    return out
 
 
 def _connected(group: Group | str, size: int | None = None) -> Group:

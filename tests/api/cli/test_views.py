@@ -20,7 +20,7 @@ from precast.cli.kernels_view import kernels
 from precast.cli.shards_view import shards
 from precast.ir.artifact import Bundle
 from precast.ir.encoding import FORMAT
-from precast.ir.graph.schema import CachePlan, CapturePlan, Graph, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import CachePlan, Call, CapturePlan, Graph, Node, Ref, TensorType, Value
 from precast.ir.memory.capture import NODE_SECONDS, WORK_PER_SECOND, capture_plan
 from precast.kernels.stateful.limits import MAX_WALKED
 from precast.kernels.use import Target
@@ -545,3 +545,16 @@ def test_a_plan_file_that_does_not_fit_names_itself_and_what_is_known(tmp_path: 
     assert said.exit_code == 1
     assert "plan.json: expected names with choices of replicate" in said.stderr
     assert "code: shard-plan-invalid" in said.stderr
+
+
+def test_stages_are_shown_with_their_layers(bundle: Path, command: Command) -> None:
+    fields, text = fields_of(command, "inspect", bundle, "--shards"), command("inspect", bundle, "--shards").stdout
+
+    layers = sum(isinstance(step, Call) for step in Bundle.open(bundle).graph.main)
+    assert [(each["pp"], sum(each["layers"])) for each in fields["pipelines"]] == [
+        (stages, layers) for stages in range(2, layers + 1)
+    ]
+    one_each = ", ".join(map(str, range(layers)))
+    assert re.search(
+        rf"stages \(pp\) +layers of each +parameters of the largest\n.*\n{layers} +{one_each} ", text, re.S
+    )

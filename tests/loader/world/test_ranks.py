@@ -247,9 +247,10 @@ def asked(folder: Path, bundle: str = "split.bundle") -> list[str | Path]:
     return [folder / bundle, "--weights", folder / "ckpt", "--token-ids", "5", "--max-tokens", "12", "--ignore-eos"]
 
 
-def test_ranks_that_a_launcher_has_started(folder: Path, launcher: Launcher) -> None:
+@pytest.mark.parametrize("axis", [(), ("--pp", "2")], ids=["ranks", "stages"])
+def test_ranks_that_a_launcher_has_started(axis: Sequence[str], folder: Path, launcher: Launcher) -> None:
     for rank in (0, 1):
-        launcher.start(rank, *asked(folder), "--json")
+        launcher.start(rank, *asked(folder), *axis, "--json")
 
     (code, out, err), follower = launcher.ended()
 
@@ -257,6 +258,24 @@ def test_ranks_that_a_launcher_has_started(folder: Path, launcher: Launcher) -> 
     answer = json.loads(out)
     assert answer["outputs"][0]["token_ids"] == expected()[0]
     assert list(answer["timeline"]["ranks"]) == ["1"]
+
+
+def test_a_run_starts_the_processes_of_stages_itself(folder: Path) -> None:
+    command = [sys.executable, "-P", "-c", RUN, "run", *map(str, asked(folder)), "--device", "cpu", "--pp", "2"]
+
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert list(map(int, ran.stdout.split())) == expected()[0]
+
+
+def test_a_launcher_has_started_too_few_for_all_stages(folder: Path, launcher: Launcher) -> None:
+    launcher.start(0, *asked(folder), "--pp", "2", "--tp", "2")
+
+    ((code, _, err),) = launcher.ended()
+
+    assert code == 2
+    assert re.search(r"tp is 2 and pp 2, and the launcher has started 2 processes|--tp 2", err)
 
 
 def test_ranks_that_differ(folder: Path, launcher: Launcher) -> None:
