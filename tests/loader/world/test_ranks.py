@@ -261,12 +261,24 @@ def test_ranks_that_a_launcher_has_started(axis: Sequence[str], folder: Path, la
 
 
 def test_a_run_starts_the_processes_of_stages_itself(folder: Path) -> None:
-    command = [sys.executable, "-P", "-c", RUN, "run", *map(str, asked(folder)), "--device", "cpu", "--pp", "2"]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        RUN,
+        "run",
+        *map(str, asked(folder)),
+        "--device",
+        "cpu",
+        "--pp",
+        "2",
+        "--json",
+    ]
 
     ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
 
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert list(map(int, ran.stdout.split())) == expected()[0]
+    assert json.loads(ran.stdout)["outputs"][0]["token_ids"] == expected()[0]
 
 
 def test_a_launcher_has_started_too_few_for_all_stages(folder: Path, launcher: Launcher) -> None:
