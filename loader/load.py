@@ -122,6 +122,7 @@ def load(
     check_world(1, 1, pp=pp)
     tp = (1 if found_launcher is None else found_launcher.num_ranks // pp or 1) if tp is None else tp
     check_world(tp, ep, pp=pp)
+    world: World | None = None
     if tp * pp == 1:
         loaded = _load_rank(bundle, options, lambda: place(device), None, timeline)
     else:
@@ -139,7 +140,7 @@ def load(
         loaded.runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes,
         max_prefill_tokens=max_prefill_tokens,
     )  # fmt: skip
-    if tp * pp > 1:
+    if world is not None:
         weakref.finalize(engine, world.side.close)  # also at the end of the process
     return engine
 

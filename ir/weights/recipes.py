@@ -384,12 +384,13 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
 
 
 def require(
-    graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, whole: schema.Graph | None = None
+    graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, whole: schema.Graph | None = None
 ) -> dict[str, StoredTensor]:
-    """The stored tensor of every name that the graph's recipes read. Raises what `check` raises; of `whole`, where the
-    graph is a part of that: the checkpoint is of all of it.
+    """The stored tensor of every name that the graph's recipes read. Raises what `check` raises.
+
+    `whole`: the graph of all ranks, if this one's reads a part of the tensors: those are what is checked.
     """
-    check(graph if whole is None else whole, rules, files)
+    check(whole or graph, rules, files)
     names = {read.tensor for param in graph.params for read in each_leaf(param.recipe)}
     found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
     return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}

@@ -3,6 +3,9 @@
 The backend is an object of its own, made over a store: nothing is registered in torch.distributed's global state.
 """
 
+# torch names what torch.distributed has in C++ there, and doesn't list it.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from datetime import timedelta
@@ -72,6 +75,12 @@ class Gloo:
         """End, from another thread, what this rank waits for in others that are gone."""
         self._backend.abort()
 
+    def leave(self) -> None:
+        """See `Connected`: nothing is held."""
+
+    def close(self) -> None:
+        """See `Connected`: nothing is held."""
+
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`."""
         sum_in_order(out, self._all(x))
@@ -115,6 +124,12 @@ class Nccl:
     def abort(self) -> None:
         """End, from another thread, what this rank waits for in others that are gone."""
         self._backend.abort()
+
+    def leave(self) -> None:
+        """See `Connected`: nothing is held."""
+
+    def close(self) -> None:
+        """See `Connected`: nothing is held."""
 
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`."""

@@ -78,6 +78,8 @@ def meet(
         raise TargetError("rank-late", message, fix="docs/sharding.md says what ranks need of a network") from error
     for group in groups.values():
         side.at_failure(group.abort)
+        side.at_leave(group.leave)
+        side.at_left(group.close)
     return groups
 
 
@@ -100,10 +102,12 @@ def size_of_all(side: Lead | Follower, sized: Callable[[EngineLimits], ArenaSize
 
     Raises, on all ranks, the error of one that has too little, with the arithmetic of each.
     """
+    size: ArenaSize | None = None
     try:
         size = sized(limits)
         mine = Sized(size.num_slabs, size.counters())
     except PrecastError as error:
         mine = Sized(0, {}, Failed.of(error, side.rank))
     num_slabs = slabs_of_all(side.gather("pools", mine, timeout="load"))
+    assert size is not None, "a rank that has failed raises its error"
     return sized(limits._replace(cache_bytes=num_slabs * size.slab_bytes))

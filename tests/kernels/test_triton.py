@@ -62,10 +62,12 @@ def test_kernels_are_the_references_on_a_gpu(file: str) -> None:
 def results_of(file: str, interpret: str) -> subprocess.CompletedProcess[str]:
     """The tests of a file beside this one, run in a process of its own."""
     path = Path(__file__).with_name(file)
+    # What plugins pass on to their own workers is not for this process.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
         cwd=path.parents[2],
-        env=os.environ | {"TRITON_INTERPRET": interpret, "PYTHONSAFEPATH": "1"},
+        env=inherited | {"TRITON_INTERPRET": interpret, "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
     )
