@@ -64,6 +64,7 @@ CODES: dict[str, str] = {
     "export-failed": "the model cannot be exported",
     "check-failed": "what was built of the model does not compute what transformers computes",
     "option-invalid": "a build option has a value that is not allowed",
+    "shard-plan-invalid": "a file that says how the model is to be split contradicts itself, or the model",
     "tokenizer-invalid": "a tokenizer file cannot be used",
     "dependency-missing": "an optional dependency is not installed",
     # --- weights ----------------------------------------------------------------------------------------------

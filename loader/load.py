@@ -32,6 +32,7 @@ from precast.loader.placement import Placement, bind_world, check_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.runner import Runner
+from precast.loader.run.stages import stages_of
 from precast.loader.sizing import ArenaSize, EngineLimits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size, tensor_of
@@ -56,6 +57,7 @@ def load(
     device: str | torch.device | None = None,
     tp: int | None = None,
     ep: int = 1,
+    pp: int = 1,
     max_num_seqs: int = 256,
     max_num_tokens: int = 8192,
     max_prefill_tokens: int | None = None,
@@ -84,12 +86,13 @@ def load(
     for the GPU, if there is one.
 
     `tp`: so many ranks share each layer, each a process with a GPU of its own, and `ep`, which divides `tp`, says over
-    how many groups of them experts are split. This process is rank 0, and starts the others on this host; they end
-    with the engine. Where a launcher such as `torchrun` has started all processes, each is its rank: on rank 0 this
-    function returns the engine, on the others it raises SystemExit once that is closed. None: as many as the launcher
-    has started, or 1. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`: seconds, by
-    the names of `precast.loader.world.timeouts.Timeouts`. `processes` for the other ranks, if the caller has started
-    them beforehand.
+    how many groups of them experts are split. `pp`: the layers are divided over so many stages of `tp` ranks each, for
+    a model that one host has no room for. This process is rank 0, and starts the others on this host; they end with the
+    engine. Where a launcher such as `torchrun` has started all processes, each is its rank: on rank 0 this function
+    returns the engine, on the others it raises SystemExit once that is closed. `tp` None: as many as the launcher has
+    started for each stage, or 1. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`:
+    seconds, by the names of `precast.loader.world.timeouts.Timeouts`. `processes` for the other ranks, if the caller
+    has started them beforehand.
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
@@ -113,17 +116,18 @@ def load(
     timeline = Timeline() if timeline is None else timeline
     options = _Options(
         str(weights), max_num_seqs, max_num_tokens, cache_bytes, allow_config_mismatch,
-        None if choices is None else str(choices), capture,
+        None if choices is None else str(choices), capture, pp,
     )  # fmt: skip
     found_launcher = launched()
-    tp = (1 if found_launcher is None else found_launcher.num_ranks) if tp is None else tp
-    check_world(tp, ep)
+    check_world(1, 1, pp=pp)
+    tp = (1 if found_launcher is None else found_launcher.num_ranks // pp or 1) if tp is None else tp
+    check_world(tp, ep, pp=pp)
     world: World | None = None
-    if tp == 1:
+    if tp * pp == 1:
         loaded = _load_rank(bundle, options, lambda: place(device), None, timeline)
     else:
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        check_world(tp, ep, opened.graph)
+        check_world(tp, ep, opened.graph, pp=pp)
         with timeline.phase("ranks"):
             world = _join(opened, options, found_launcher, tp, ep, device, waits, world_port, processes)
         local_rank = 0 if found_launcher is None else found_launcher.local_rank
@@ -151,6 +155,7 @@ class _Options(NamedTuple):
     allow_config_mismatch: bool
     choices: str | None
     capture: Capture | None
+    pp: int
 
     @property
     def common(self) -> str:
@@ -183,10 +188,12 @@ def _join(
     if found is None:
         kind = None if device is None else str(device)
         given = options._asdict() | {"bundle": str(bundle.path)}
-        return start_ranks(processes or Processes(tp), ep, timeouts, port, kind, given)
-    if found.num_ranks != tp:
-        message = f"tp is {tp}, and the launcher has started {found.num_ranks} processes"
-        raise RequestError("engine-option-invalid", message, fix=f"give tp={found.num_ranks}, or none")
+        return start_ranks(processes or Processes(tp * options.pp), ep, timeouts, port, kind, given)
+    if found.num_ranks != tp * options.pp:
+        stages = "" if options.pp == 1 else f" and pp {options.pp}"
+        message = f"tp is {tp}{stages}, and the launcher has started {found.num_ranks} processes"
+        fix = f"give tp={found.num_ranks}, or none" if options.pp == 1 else "start tp times pp processes"
+        raise RequestError("engine-option-invalid", message, fix=fix)
     return join_ranks(found, timeouts, port)
 
 
@@ -196,8 +203,9 @@ def _load_lead(
 ) -> _Loaded:  # fmt: skip
     """Rank 0 of several. If it fails, all of them end."""
     try:
+        tp, pp = lead.num_ranks // options.pp, options.pp
         loaded = _load_rank(
-            bundle, options, lambda: place(device, tp=lead.num_ranks, ep=ep, local_rank=local_rank), world, timeline
+            bundle, options, lambda: place(device, tp=tp, ep=ep, pp=pp, local_rank=local_rank), world, timeline
         )
         timelines = lead.gather("loaded", Loaded(timeline.to_json().encode()))
         timeline.ranks = {rank: msgspec.json.decode(each.timeline) for rank, each in enumerate(timelines) if rank}
@@ -221,9 +229,11 @@ def follow(
     side, timeline = world.side, Timeline()
     assert isinstance(side, Follower)
     try:
+        given = _Options(**options)
+        tp, pp = side.num_ranks // given.pp, given.pp
         loaded = _load_rank(
-            bundle, _Options(**options),
-            lambda: place(device, rank=side.rank, tp=side.num_ranks, ep=ep, local_rank=local_rank), world, timeline,
+            bundle, given, lambda: place(device, rank=side.rank, tp=tp, ep=ep, pp=pp, local_rank=local_rank), world,
+            timeline,
         )  # fmt: skip
         side.gather("loaded", Loaded(timeline.to_json().encode()))
         runner = loaded.runner
@@ -271,7 +281,7 @@ def _load_rank(
             files = CheckpointFiles.open(options.weights)
             groups = {}
             if world is not None:
-                groups["tp"] = meet(world, opened.digest, options.common, target, what, params_bytes(graph))
+                groups = meet(world, placement, opened.digest, options.common, what, params_bytes(graph))
             program = restore(graph, device=on, target=what, groups=groups)
         with timeline.phase("weights") as phase:
             loaded = load_weights(
@@ -293,7 +303,8 @@ def _load_rank(
             cut_blocks_to_size(on)
             program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
             side = world and world.side
-            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, world=side)
+            stages = stages_of(opened.graph, placement, groups)
+            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, world=side, stages=stages)
             if side is not None:
                 side.share_orders(runner.orders.max_bytes)
             phase.bytes, phase.counters = size.num_bytes, size.counters()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import torch
 
+from precast.builder.shard.pipelines import pipelines
 from precast.ir.artifact import Bundle
 from precast.ir.graph.alone import renamed
 from precast.ir.graph.infer import references
@@ -27,13 +29,15 @@ def in_float32(bundle: Bundle) -> Bundle:
     return msgspec.structs.replace(bundle, graph=graph, constants=constants)
 
 
-def one_of_each_layer(bundle: Bundle) -> Bundle:
-    """The bundle with the first call of each block only.
+def some_of_each_layer(bundle: Bundle, count: int = 1) -> Bundle:
+    """The bundle with the first `count` calls of each block only, and with stages for what is left.
 
     What read the results of a call that is left out reads what went into it: values of the same types. Params, caches
     and inputs that nothing uses any more are left out, too.
     """
-    return msgspec.structs.replace(bundle, graph=_pruned(_first_calls(bundle.graph)))
+    graph = _pruned(_first_calls(bundle.graph, count))
+    plan = msgspec.structs.replace(graph.shards, pipelines=pipelines(graph))
+    return msgspec.structs.replace(bundle, graph=msgspec.structs.replace(graph, shards=plan))
 
 
 def _widened(value: Any) -> Any:
@@ -57,19 +61,19 @@ def _wide_constant(tensor: Tensor) -> Tensor:
     return "float32", shape, found.numpy().tobytes()
 
 
-def _first_calls(graph: Graph) -> Graph:
+def _first_calls(graph: Graph, count: int) -> Graph:
     types, blocks = types_in(graph), {block.name: block for block in graph.blocks}
     names: dict[str, str] = {}
-    called: set[str] = set()
+    called: Counter[str] = Counter()
     main: list[Any] = []
     for step in graph.main:
         if isinstance(step, Call):
             step = msgspec.structs.replace(step, args={key: names.get(name, name) for key, name in step.args.items()})
-            passed = _passed_on(step, blocks[step.block], types) if step.block in called else None
+            passed = _passed_on(step, blocks[step.block], types) if called[step.block] >= count else None
             if passed is not None:
                 names |= passed
                 continue
-            called.add(step.block)
+            called[step.block] += 1
         else:
             args = {key: renamed(arg, names) for key, arg in step.args.items()}
             step = msgspec.structs.replace(step, args=args)

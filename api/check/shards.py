@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from precast.check.agreement import relative_error
-from precast.check.excerpt import in_float32, one_of_each_layer
+from precast.check.excerpt import in_float32, some_of_each_layer
 from precast.check.random_checkpoint import checkpoint_numbers, random_checkpoint
 from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
@@ -24,7 +24,7 @@ from precast.ir.graph.world import unsharded as of_one_rank
 from precast.ir.memory import caches
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.collectives.group import Group
-from precast.kernels.collectives.together import run_ranks
+from precast.kernels.collectives.together import run_stages
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.tables import PageTables
@@ -32,6 +32,7 @@ from precast.loader.load import constant_tensors
 from precast.loader.placement import Placement, bind_world, check_world
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
+from precast.loader.run.stages import stages_of
 from precast.loader.schedule.requests import Chunk, Request, Step
 from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import open_device
@@ -65,11 +66,13 @@ class Proof(NamedTuple):
     error: float
     rank_bytes: tuple[int, ...]
     model_bytes: int
+    pp: int = 1
 
     @property
     def text(self) -> str:
         """The world in words."""
-        return f"{self.tp} ranks" + (f", and the experts into {self.ep} parts" if self.ep > 1 else "")
+        ranks = f"{self.tp} ranks" if self.pp == 1 else f"{self.pp} stages of {self.tp} rank{'s' * (self.tp > 1)}"
+        return ranks + (f", and the experts into {self.ep} parts" if self.ep > 1 else "")
 
     @property
     def holds(self) -> bool:
@@ -96,8 +99,9 @@ def unsharded(bundle: Bundle, weights: Path) -> _Found:
     return _compute(_Model(bundle, CheckpointFiles.open(weights)), _placement(0, 1, 1), {})
 
 
-def prove(bundle: Bundle, weights: Path, *, tp: int, ep: int = 1, alone: _Found | None = None) -> Proof:
-    """Compare `tp` ranks, `ep` of which share the experts, with one, on the CPU; `weights` are those of the bundle.
+def prove(bundle: Bundle, weights: Path, *, tp: int, ep: int = 1, pp: int = 1, alone: _Found | None = None) -> Proof:
+    """Compare `pp` stages of `tp` ranks, `ep` of which share the experts, with one rank, on the CPU; `weights` are
+    those of the bundle.
 
     The graph should be one of float32: the error is that of sums in another order. `alone` is `unsharded`, if that is
     known. Raises RequestError for a world that the bundle excludes, what loading raises, and RuntimeError where the
@@ -105,21 +109,28 @@ def prove(bundle: Bundle, weights: Path, *, tp: int, ep: int = 1, alone: _Found 
     """
     model = _Model(bundle, CheckpointFiles.open(weights))
     expected = _compute(model, _placement(0, 1, 1), {}) if alone is None else alone
-    found = run_ranks(tp, lambda group: _compute(model, _placement(group.rank, tp, ep), {"tp": group}))
+    found = run_stages(
+        pp, tp, lambda groups: _compute(model, _placement(groups["tp"].rank, tp, ep, groups["pp"].rank, pp), groups)
+    )
     errors = [
-        relative_error(_whole(parts, wanted), wanted)
+        relative_error(_whole(parts[start : start + tp], wanted), wanted)
         for parts, wanted in zip(zip(*(each.logits for each in found), strict=True), expected.logits, strict=True)
+        for start in range(0, pp * tp, tp)
     ]
-    return Proof(tp, ep, max(errors), tuple(each.num_bytes for each in found), expected.num_bytes)
+    return Proof(tp, ep, max(errors), tuple(each.num_bytes for each in found), expected.num_bytes, pp)
 
 
 def proofs(bundle: Bundle, weights: Path, *, most: int) -> Iterator[Proof]:
-    """All worlds of 2 ranks to `most` that the bundle can be split over, one by one."""
+    """All worlds of 2 ranks to `most` that share the layers of the bundle, one by one, and all numbers of stages."""
     alone: _Found | None = None
     for world in bundle.graph.shards.worlds:
         for ep in world.ep if 1 < world.tp <= most else ():
             alone = alone or unsharded(bundle, weights)
             yield prove(bundle, weights, tp=world.tp, ep=ep, alone=alone)
+    for pipeline in bundle.graph.shards.pipelines:
+        if len(pipeline.layers) <= most:
+            alone = alone or unsharded(bundle, weights)
+            yield prove(bundle, weights, tp=1, pp=len(pipeline.layers), alone=alone)
 
 
 class Excerpt(NamedTuple):
@@ -130,21 +141,21 @@ class Excerpt(NamedTuple):
     all_layers: int
 
 
-def prove_with_random_weights(bundle: Bundle, *, tp: int, ep: int = 1) -> Excerpt:
+def prove_with_random_weights(bundle: Bundle, *, tp: int, ep: int = 1, pp: int = 1) -> Excerpt:
     """Compare ranks with one in float32, for whoever has no checkpoint. Of a large model one layer of each kind is
-    kept, with all its sizes.
+    kept, with all its sizes, or as many as there are stages.
 
     Raises what `prove` raises, and TargetError (device-memory) where not even that fits this machine's memory.
     """
-    check_world(tp, ep, bundle.graph)
+    check_world(tp, ep, bundle.graph, pp=pp)
     kept = in_float32(bundle)
     if checkpoint_numbers(of_one_rank(kept.graph)) > MOST_NUMBERS:
-        kept = one_of_each_layer(kept)
+        kept = some_of_each_layer(kept, pp)
     plain = of_one_rank(kept.graph)
     _check_room(checkpoint_numbers(plain))
     with tempfile.TemporaryDirectory() as folder:
         weights = random_checkpoint(plain, Path(folder))
-        proof = prove(kept, weights, tp=tp, ep=ep)
+        proof = prove(kept, weights, tp=tp, ep=ep, pp=pp)
     return Excerpt(proof, *(sum(isinstance(step, Call) for step in each.graph.main) for each in (kept, bundle)))
 
 
@@ -160,8 +171,8 @@ def _check_room(num_numbers: int) -> None:
         )
 
 
-def _placement(rank: int, tp: int, ep: int) -> Placement:
-    return Placement(rank, tp, ep, open_device("cpu"))
+def _placement(rank: int, tp: int, ep: int, stage: int = 0, pp: int = 1) -> Placement:
+    return Placement(rank, tp, ep, open_device("cpu"), stage, pp)
 
 
 def _whole(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
@@ -190,7 +201,7 @@ def _compute(model: _Model, placement: Placement, groups: Mapping[str, Group]) -
         request.table = tables.new_table()
         tables.grow(request.table, len(request.token_ids))
     limits = EngineLimits(len(PROMPTS), sum(map(len, PROMPTS)), longest)
-    runner = Runner(program, graph, memory, device, limits)
+    runner = Runner(program, graph, memory, device, limits, stages=stages_of(whole, placement, groups))
     return _Found([_logits_of_step(runner, requests, lengths) for lengths in STEPS], weights.bytes_needed)
 
 

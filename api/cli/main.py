@@ -99,6 +99,9 @@ def main() -> None:
 @click.option(
     "--kv-dtype", default="auto", show_default=True, help="Of cached keys and values: fp8_e4m3, or the model's (auto)."
 )
+@click.option(
+    "--shard-plan", type=PATH, help="JSON file that says of params, by patterns of names, how they are split."
+)
 @click.option("--snapshots", type=DIRECTORY, help="Directory of snapshots that speed up rebuilds.")
 @click.option("--snapshot-after", metavar="STAGE", help="The stage that is kept.  [default: shard]")
 @click.option(
@@ -171,12 +174,17 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 @click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files, or one file.")
 @click.option("--shards", type=int, metavar="N", help="Run N ranks on this CPU, and compare them with one.")
 @click.option("--ep", type=int, metavar="M", help="Of --shards: the parts into which experts are split.  [default: 1]")
+@click.option(
+    "--pp", type=int, metavar="P", help="Divide the layers over P stages, of --shards ranks each.  [default: 1]"
+)
 @AS_JSON
-def verify(bundle: Path, weights: Path | None, shards: int | None, ep: int | None, as_json: bool) -> None:
+def verify(
+    bundle: Path, weights: Path | None, shards: int | None, ep: int | None, pp: int | None, as_json: bool
+) -> None:
     """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint.
 
-    With --shards, N ranks compute the logits of a few tokens with random weights, in float32, and are compared with one
-    rank: all layers of a small model, one of each kind of a large one.
+    With --shards or --pp, all ranks compute the logits of a few tokens with random weights, in float32, and are
+    compared with one rank: all layers of a small model, one of each kind of a large one.
     """
     if ep is not None and shards is None:
         raise click.UsageError("--ep goes with --shards")
@@ -196,10 +204,10 @@ def verify(bundle: Path, weights: Path | None, shards: int | None, ep: int | Non
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
     is_split = True
-    if shards is not None:
+    if shards is not None or pp is not None:
         from precast.cli.shards_proof import proof_of
 
-        found = proof_of(opened, shards, ep or 1)
+        found = proof_of(opened, 1 if shards is None else shards, ep or 1, 1 if pp is None else pp)
         fields |= found.fields
         lines.append(found.text)
         is_split = found.fields["shards"]["holds"]
@@ -267,6 +275,7 @@ def digest(bundle: Path, as_json: bool) -> None:
 @click.option(
     "--ep", type=int, default=1, metavar="M", help="Groups of ranks that experts are split over; divides --tp."
 )
+@click.option("--pp", type=int, default=1, metavar="P", help="Stages that have the layers, each of --tp ranks.")
 @click.option(
     "--world-port", type=int, metavar="PORT", help="Rank 0 listens there for the others. Default: a free one."
 )
@@ -305,7 +314,7 @@ def digest(bundle: Path, as_json: bool) -> None:
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
-    as_json: bool, weights: Path, device: str | None, tp: int | None, ep: int, world_port: int | None,
+    as_json: bool, weights: Path, device: str | None, tp: int | None, ep: int, pp: int, world_port: int | None,
     timeouts: dict[str, float], max_num_seqs: int, max_num_tokens: int, max_prefill_tokens: int | None,
     cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None, **sampling: Any,
 ) -> None:  # fmt: skip
@@ -329,10 +338,10 @@ def run(
             check_prompts(
                 all_prompts, params, opened.manifest.model, lambda: tokenizer, add_special_tokens=add_special_tokens
             )
-            processes = _early_ranks(tp)
+            processes = _early_ranks(tp, pp)
             from precast.loader.load import load
         engine = load(
-            opened, weights=weights, device=device, tp=tp, ep=ep, max_num_seqs=max_num_seqs,
+            opened, weights=weights, device=device, tp=tp, ep=ep, pp=pp, max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
             allow_config_mismatch=allow_config_mismatch, choices=choices, world_port=world_port, timeouts=timeouts,
             processes=processes, timeline=timeline,
@@ -359,16 +368,17 @@ def run(
             click.echo(timeline.text(), err=True)
 
 
-def _early_ranks(tp: int | None) -> Processes | None:
+def _early_ranks(tp: int | None, pp: int) -> Processes | None:
     """Processes for the ranks that `load` will start, which import torch while this one does."""
     from precast.loader.placement import check_world
     from precast.loader.world.processes import Processes
     from precast.loader.world.start import launched
 
-    if tp is None or tp == 1 or launched() is not None:
+    tp = 1 if tp is None else tp
+    if tp * pp == 1 or launched() is not None:
         return None
-    check_world(tp, 1)
-    return Processes(tp)
+    check_world(tp, 1, pp=pp)
+    return Processes(tp * pp)
 
 
 def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:

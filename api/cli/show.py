@@ -99,7 +99,8 @@ def _provenance(record: Mapping[str, object]) -> list[tuple[str, str]]:
     """What the builder says of the build, and in rows of their own what it wants the user to know."""
     noted = record.get("notes")
     notes = some(list(map(str, noted)), _MOST_NOTES) if isinstance(noted, list) else []
-    others = {name: value for name, value in record.items() if name != "notes" or not notes}
+    # `inspect --shards` shows the comparison with transformers' plan
+    others = {name: value for name, value in record.items() if name != "tp_plan" and (name != "notes" or not notes)}
     return [("provenance", _pairs(others) or "none"), *(("note", note) for note in notes)]
 
 

@@ -6,7 +6,7 @@ of a cache group. What is passed from layer to layer is whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from precast.builder.shard import layouts
@@ -36,6 +36,14 @@ Spot = tuple[Name, int]
 _WRITTEN = "sizes of heads and params are numbers before the model is split"
 
 
+class KeptWhole(Misfit):
+    """A layer can't be split, because the user wants one of its params whole; `entry` says so."""
+
+    def __init__(self, entry: str) -> None:
+        super().__init__(f'the plan file says replicate: "{entry}"')
+        self.entry = entry
+
+
 class Function(NamedTuple):
     """`main` or a block."""
 
@@ -50,7 +58,8 @@ class Function(NamedTuple):
 class System:
     """A graph as relations between dimensions; `pieces` says what is split so far."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, whole: Mapping[str, str] | None = None) -> None:
+        """`whole`: params that the user wants whole, by name, with the entry that says so."""
         self.graph = graph
         self.functions = {"": _main(graph), **{block.name: _block(block) for block in graph.blocks}}
         self.pieces: dict[Spot, Pieces] = {}
@@ -64,6 +73,9 @@ class System:
                 self._add_call(step)
         for one, other in _shared_memory(graph):
             self._join(("", one), ("", other))
+        self.whole: dict[Name, str] = {}
+        for param, entry in (whole or {}).items():
+            self._keep_whole(("", param), entry)
 
     def type_of(self, name: Name) -> TensorType:
         """The type of a value over all ranks."""
@@ -106,6 +118,8 @@ class System:
             self.pieces[spot] = after
             name, dim = spot
             touched[name] = None
+            if name in self.whole:
+                raise KeptWhole(self.whole[name])
             if self.kind(name) == "input" and not self.is_constant(name):
                 raise Misfit("what it would split comes from outside of the layer, where all ranks have it")
             waiting += [((other, dim), piece) for other in self.joined(name)]
@@ -162,6 +176,12 @@ class System:
         for formal, actual in call.args.items():
             if given[formal] != "input":
                 self._join((call.block, formal), ("", actual))
+
+    def _keep_whole(self, name: Name, entry: str) -> None:
+        if name not in self.whole:
+            self.whole[name] = entry
+            for other in self.joined(name):
+                self._keep_whole(other, entry)
 
     def _join(self, one: Name, other: Name) -> None:
         for first, second in ((one, other), (other, one)):

@@ -394,11 +394,33 @@ class ShardRow(Wire, frozen=True):
     reason: str = ""
 
 
+Choice = Literal["replicate", "split", "column", "row", "vocab", "expert"]
+
+
+class ShardOverride(Wire, frozen=True):
+    """What the user said of params whose names begin with `pattern`: that they stay whole (`replicate`), or how the
+    plan had to split them."""
+
+    pattern: str
+    choice: Choice
+
+
+class Pipeline(Wire, frozen=True):
+    """A way to divide the layers over stages, each of ranks of its own: how many calls of `main` each stage has."""
+
+    layers: tuple[int, ...]
+
+
 class ShardPlan(Wire, frozen=True):
-    """Over how many ranks the graph can be split, and how. No worlds: the graph is that of one rank."""
+    """Over how many ranks the graph can be split, and how. No worlds: the graph is that of one rank.
+
+    `pipelines` has at most one way for each number of stages, from two on.
+    """
 
     worlds: tuple[World, ...] = ()
     rows: tuple[ShardRow, ...] = ()
+    overrides: tuple[ShardOverride, ...] = ()
+    pipelines: tuple[Pipeline, ...] = ()
 
 
 # --- graph -----------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def _graph(graph: schema.Graph) -> Iterator[str]:
         yield from _section(_states(states), map(_slot, states.slots), always=True)
     if graph.capture.sizes:
         yield f"capture(sizes={list(graph.capture.sizes)})"
-    yield from _section("shards", (*map(_world, graph.shards.worlds), *map(_row, graph.shards.rows)))
+    yield from _section("shards", _shards(graph.shards))
     for block in graph.blocks:
         yield from _section(f"block {_name(block.name)}", _block(block), always=True)
     yield from _section("main", _main(graph), always=True)
@@ -174,6 +174,14 @@ def _spec(spec: schema.PagedSpec | schema.LatentSpec) -> str:
     sizes = f"num_kv_heads={symbols.text(spec.num_kv_heads)}, head_size={spec.head_size}, value_size={spec.value_size}"
     chunk = "" if spec.chunk is None else f", chunk={spec.chunk}"
     return f"paged({sizes}, {pages}{chunk})"
+
+
+def _shards(plan: schema.ShardPlan) -> Iterator[str]:
+    yield from map(_world, plan.worlds)
+    yield from (f"pipeline(layers={list(each.layers)})" for each in plan.pipelines)
+    for each in plan.overrides:
+        yield f"override(pattern={json.dumps(each.pattern)}, choice={json.dumps(each.choice)})"
+    yield from map(_row, plan.rows)
 
 
 def _world(world: schema.World) -> str:

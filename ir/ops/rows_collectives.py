@@ -23,6 +23,8 @@ from precast.ir.ops.work import elements, nothing
 
 GROUPS = ("tp",)
 """What a group may be: `tp`, all ranks that share a layer."""
+STAGES = ("pp",)
+"""And of what is sent: `pp`, the ranks that have the same part of each layer, one of each stage."""
 
 
 def all_reduce(args: Args) -> tuple[TensorType, ...]:
@@ -49,6 +51,19 @@ def reduce_scatter(args: Args) -> tuple[TensorType, ...]:
     return (TensorType(x.dtype, (*x.shape[:dim], part, *x.shape[dim + 1 :])),)
 
 
+def send(args: Args) -> tuple[TensorType, ...]:
+    expect_one_of("group", args["group"], STAGES)
+    expect_dtype("x", args["x"], *INTEGERS, *FLOATS)
+    expect(args["target"] >= 0, f"target: expected a stage from 0 on, found {args['target']}")
+    return ()
+
+
+def receive(args: Args) -> tuple[TensorType, ...]:
+    expect_one_of("group", args["group"], STAGES)
+    expect(args["source"] >= 0, f"source: expected a stage from 0 on, found {args['source']}")
+    return (TensorType(args["dtype"], tuple(args["shape"])),)
+
+
 def _dim_and_size(args: Args) -> int:
     """The dimension that is made of the ranks' parts. `size` is how many ranks there are."""
     size: Expr = args["size"]
@@ -67,4 +82,6 @@ ROWS = (
         OVER_DIM,
         elements,
     ),
+    row("precast.send(Tensor x, *, Group group, int target) -> ()", send, EACH, nothing),
+    row("precast.receive(int[] shape, *, Dtype dtype, Group group, int source) -> Tensor", receive, EACH, nothing),
 )

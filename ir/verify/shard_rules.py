@@ -6,10 +6,11 @@ of a sum, whatever the plan says. A graph that is bound to a rank has none of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 
 from precast.ir import limits
-from precast.ir.graph import symbols
+from precast.ir.graph import stages, symbols
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import Arg, Expr, Node, Ref, Steps, TensorType
 from precast.ir.ops.checks import WORLD
@@ -104,6 +105,26 @@ def _rows(facts: Facts) -> Iterator[Fault]:
             yield where, "expected a reason for what is replicated, and for nothing else"
         if row.units < 0 or bool(row.collective) != bool(row.group):
             yield where, "expected units from 0 on, and a group where there is a collective"
+
+
+def _pipelines(facts: Facts) -> Iterator[Fault]:
+    plan = facts.graph.shards
+    if len(plan.pipelines) >= limits.MAX_STAGES or any(len(each.layers) > limits.MAX_STAGES for each in plan.pipelines):
+        yield "shards", f"expected at most {limits.MAX_STAGES} stages"
+        return
+    if len(plan.overrides) > limits.MAX_OVERRIDES:
+        yield "shards", f"{len(plan.overrides)} overrides; at most {limits.MAX_OVERRIDES} are allowed"
+    yield from duplicates("pipeline", (str(len(each.layers)) for each in plan.pipelines))
+    count = stages.num_layers(facts.graph)
+    spans = stages.slot_spans(facts.graph)
+    for each in plan.pipelines:
+        where = f"pipeline {len(each.layers)}"
+        if len(each.layers) < 2 or min(each.layers) < 1 or sum(each.layers) != count:
+            yield where, f"expected two stages or more, each of a call or more, and {count} calls in all"
+            continue
+        cuts = list(itertools.accumulate(each.layers))[:-1]
+        parted = [name for name, (first, last) in spans.items() if any(first < cut <= last for cut in cuts)]
+        yield from ((where, f"the slot {name} would be in two stages") for name in parted)
 
 
 # --- sums --------------------------------------------------------------------------------------------------------
@@ -203,5 +224,6 @@ SHARD_RULES = (
     ),
     Rule("IR062", "rows of the plan name what is there, and give a reason for what is replicated", _rows),
     Rule("IR063", "sums that ranks have parts of are made once, before anything else is computed of them", _sums),
+    Rule("IR064", "stages have a call or more each, all calls together, and no cache in common", _pipelines),
 )
 """They take for granted that all others hold."""

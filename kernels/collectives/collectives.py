@@ -1,5 +1,6 @@
 """all_reduce@1: y = sum over ranks of x_rank; all_gather@1: y = x_0, x_1, ... one after another along `dim`;
-reduce_scatter@1: y_rank = the rank's part, along `dim`, of the sum over ranks of x_rank.
+reduce_scatter@1: y_rank = the rank's part, along `dim`, of the sum over ranks of x_rank; send@1 and receive@1: y of one
+stage is x of another.
 
 The argument `group` is what connects the ranks. Its name alone, as in a trace, stands for a group of one rank.
 """
@@ -7,6 +8,7 @@ The argument `group` is what connects the ranks. Its name alone, as in a trace, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -64,6 +66,25 @@ def reduce_scatter_into(
     return out
 
 
+def send(x: torch.Tensor, *, group: Group | str, target: int) -> None:
+    """Give `x` to the stage `target`, which receives it; a group of one stage has nobody to send to."""
+    _connected(group).send(x, target)
+
+
+def receive(shape: Sequence[int], *, dtype: torch.dtype, group: Group | str, source: int) -> torch.Tensor:
+    """What the stage `source` sends, of these sizes; contiguous, new memory on the CPU. A group of one gives zeros."""
+    return receive_into(shape, dtype=dtype, group=group, source=source)
+
+
+def receive_into(
+    shape: Sequence[int], *, dtype: torch.dtype, group: Group | str, source: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `receive`, into `out`."""
+    out = torch.empty(shape, dtype=dtype) if out is None else out
+    _connected(group).receive(out, source)
+    return out
+
+
 def _connected(group: Group | str, size: int | None = None) -> Group:
     """What connects the ranks; a name stands for one rank. `size`: how many the call expects."""
     found = Alone() if isinstance(group, str) else group
@@ -96,3 +117,11 @@ REDUCE_SCATTER = OpSpec(
     reference=reduce_scatter,
     tolerances=PRODUCT,
 )
+SEND = OpSpec(
+    name="precast.send",
+    axes={"x": "..."},
+    results={},
+    dtypes={"x": tuple(BY_NAME.values())},
+    reference=send,
+)
+RECEIVE = OpSpec(name="precast.receive", axes={}, results={"y": "..."}, dtypes={}, reference=receive)

@@ -42,6 +42,15 @@ class Group(Protocol):
         """The sum of all ranks' `x[rank]` into `out`; `x` is [size, *out.shape], `out` contiguous."""
         ...
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Give `x` to the rank `to`, which calls `receive`. It may wait until that has begun."""
+        ...
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """What the rank `source` sends, of the same sizes and dtype, into `out`, contiguous. What one rank sends to
+        another is received in its order."""
+        ...
+
 
 class Connected(Group, Protocol):
     """A group of processes."""
@@ -80,6 +89,13 @@ class Alone:
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """`x`'s only part."""
         out.copy_(x[0])
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Nothing: there is nobody."""
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """Zeros: there is nobody."""
+        out.zero_()
 
 
 def sum_in_order(out: torch.Tensor, parts: list[torch.Tensor]) -> None:

@@ -196,6 +196,14 @@ class Peers:
         """See `Group`."""
         self._others.reduce_scatter(out, x)
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """See `Group`."""
+        self._others.send(x, to)
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """See `Group`."""
+        self._others.receive(out, source)
+
     def abort(self) -> None:
         """End, from another thread, what this rank waits for in others that are gone."""
         with torch.cuda.stream(self._beside):

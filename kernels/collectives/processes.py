@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def connect(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Connected:
-    """The group of `size` ranks that meet at `store`; all ranks call it.
+def connect(
+    store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, *, sums: bool = True
+) -> Connected:
+    """The group of `size` ranks that meet at `store`; all ranks call it. `sums`: they add up what they have.
 
     Over gloo for a CPU. Over NCCL for a GPU, and if the ranks' GPUs can write each other's memory, by kernels of our
     own where these are faster. A collective that the others don't join within `timeout` fails. Raises RuntimeError if
@@ -33,7 +35,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, timeout: t
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     nccl = Nccl(distributed.ProcessGroupNCCL(store, rank, size, options), rank, size)
-    return _with_peers(nccl, store, device, timeout)
+    return _with_peers(nccl, store, device, timeout) if sums else nccl
 
 
 def _with_peers(nccl: Nccl, store: Store, device: torch.device, timeout: timedelta) -> Connected:
@@ -92,6 +94,16 @@ class Gloo:
         """See `Group`."""
         sum_in_order(out, [each[self.rank] for each in self._all(x)])
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """See `Group`."""
+        if x.numel():
+            self._backend.send([_sent(x.contiguous())], to, 0).wait()
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """See `Group`."""
+        if out.numel():
+            self._backend.recv([_sent(out)], source, 0).wait()
+
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' `x`. Their bytes are sent: gloo does not know all element types."""
         sent = x.contiguous().view(-1).view(torch.uint8)
@@ -131,3 +143,16 @@ class Nccl:
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`."""
         self._backend._reduce_scatter_base(out, x.contiguous()).wait()
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """See `Group`."""
+        self._backend.send([_sent(x.contiguous())], to, 0).wait()
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """See `Group`."""
+        self._backend.recv([_sent(out)], source, 0).wait()
+
+
+def _sent(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: backends don't know all element types."""
+    return x.view(-1).view(torch.uint8)

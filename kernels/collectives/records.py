@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from precast.ir.graph.schema import Expr
-from precast.kernels.records import Record, nothing, reference
+from precast.kernels.records import Record, nothing, reference, reference_on_cpu
 from precast.kernels.use import Use, size, type_bytes
 
 
@@ -32,7 +32,19 @@ def _records(name: str, workspace: Callable[[Use], Expr]) -> tuple[Record, ...]:
     return into, by_host, msgspec.structs.replace(reference(op, module, workspace), devices=("cuda",))
 
 
+def _between_stages() -> Iterator[Record]:
+    for name, path in (("send", "send"), ("receive", "receive_into")):
+        into = Record(
+            name=f"torch.{name}", op=f"precast.{name}", runs=f"precast.kernels.collectives.collectives:{path}",
+            workspace=nothing, allocates=False, devices=("cuda",),
+        )  # fmt: skip
+        yield into
+        yield msgspec.structs.replace(into, name=f"torch.{name}_by_host", devices=("cpu",), control="host")
+        yield reference_on_cpu(f"precast.{name}", "collectives.collectives")
+
+
 RECORDS = (
+    *_between_stages(),
     *_records("all_reduce", nothing),
     *_records("all_gather", _gathered),
     *_records("reduce_scatter", _scattered),

@@ -7,7 +7,8 @@ others, and one that does something else than the others is told so: no rank wai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -38,6 +39,10 @@ class _Table:
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
         self._given: list[_Given] = [_Given("nothing")] * size
+        self._news = threading.Condition()
+        self._mail: dict[tuple[int, int], deque[torch.Tensor]] = {}
+        self._done: set[int] = set()
+        self._is_ended = False
 
     def meet(self, rank: int, given: _Given) -> list[_Given]:
         """What all ranks give to this meeting, in their order. None of it may change before the next `part`."""
@@ -57,9 +62,39 @@ class _Table:
         except threading.BrokenBarrierError:
             raise _Ended from None
 
+    def put(self, source: int, target: int, x: torch.Tensor) -> None:
+        """Leave a copy of `x` for a rank; nobody waits for that."""
+        with self._news:
+            self._mail.setdefault((source, target), deque()).append(x.clone())
+            self._news.notify_all()
+
+    def take(self, source: int, target: int) -> torch.Tensor:
+        """The next that `source` leaves for `target`. Raises `_Ended` if one of the ranks has failed."""
+        mail = self._mail.setdefault((source, target), deque())
+        with self._news:
+            self._news.wait_for(lambda: mail or self._is_ended or source in self._done)
+            if self._is_ended:
+                raise _Ended
+            if not mail:
+                raise RuntimeError(f"rank {target} waits for what rank {source} sends, and that one has ended")
+            return mail.popleft()
+
+    def done(self, rank: int) -> None:
+        """The rank sends nothing more. Raises RuntimeError if another has left something that it hasn't received."""
+        with self._news:
+            self._done.add(rank)
+            self._news.notify_all()
+        self.meet(rank, _Given("the end"))
+        left = [source for (source, target), mail in self._mail.items() if target == rank and mail]
+        if left:
+            raise RuntimeError(f"rank {rank} has ended, and not received what rank {left[0]} has sent")
+
     def end(self) -> None:
         """All who wait, or ever will, are woken with `_Ended`."""
         self._barrier.abort()
+        with self._news:
+            self._is_ended = True
+            self._news.notify_all()
 
 
 class Together:
@@ -85,6 +120,18 @@ class Together:
         sum_in_order(out, [each[self.rank] for each in self._all("reduce_scatter", x)])
         self._table.part()
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """See `Group`. It waits for nobody."""
+        self._table.put(self.rank, to, x)
+
+    def receive(self, out: torch.Tensor, source: int) -> None:
+        """See `Group`."""
+        x = self._table.take(source, self.rank)
+        if (x.dtype, x.shape) != (out.dtype, out.shape):
+            sent, wanted = _Given("receive", x).text, _Given("receive", out).text
+            raise RuntimeError(f"rank {source} has sent another tensor than rank {self.rank} wants: {sent}, {wanted}")
+        out.copy_(x)
+
     def _all(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
         met = self._table.meet(self.rank, _Given(what, x))
         return [each.tensor for each in met if each.tensor is not None]
@@ -96,20 +143,33 @@ def run_ranks(size: int, run: Callable[[Together], Result]) -> list[Result]:
     Raises the first error of a rank, with a note that names it, when all ranks have ended; RuntimeError if ranks call
     different collectives at the same time, or one is done while another calls a collective.
     """
-    table = _Table(size)
+    return run_stages(1, size, lambda groups: run(groups["tp"]))
+
+
+def run_stages(pp: int, tp: int, run: Callable[[Mapping[str, Together]], Result]) -> list[Result]:
+    """The same for `pp` stages of `tp` ranks each, stage by stage. A rank is given two groups: `tp`, its stage, and
+    `pp`, the ranks of its number in all stages.
+
+    Raises RuntimeError also for a rank that is sent something that it doesn't receive.
+    """
+    stages, lines = [_Table(tp) for _ in range(pp)], [_Table(pp) for _ in range(tp)]
     results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []  # in the order in which they came
 
     def work(rank: int) -> None:
+        stage, place = divmod(rank, tp)
         try:
-            results[rank] = run(Together(table, rank, size))
-            table.meet(rank, _Given("the end"))
+            results[rank] = run({"tp": Together(stages[stage], place, tp), "pp": Together(lines[place], stage, pp)})
+            stages[stage].done(place)
+            lines[place].done(stage)
         except _Ended:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             errors.append((rank, error))
-            table.end()
+            for table in (*stages, *lines):
+                table.end()
 
+    size = pp * tp
     threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()

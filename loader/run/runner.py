@@ -40,6 +40,7 @@ from precast.loader.run.batch import Arrays, BatchInputs
 from precast.loader.run.capture import Captures, Memory, Size, SizedStep
 from precast.loader.run.draws import DTYPES, draw_arrays, draw_padding
 from precast.loader.run.places import Layout, Places, places_bytes
+from precast.loader.run.stages import Stages
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Step
 from precast.loader.sizing import EngineLimits
@@ -99,10 +100,12 @@ class Runner:
         *,
         captured_sizes: Sequence[int] = (),
         world: Lead | Follower | None = None,
+        stages: Stages | None = None,
     ) -> None:
         """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called.
 
-        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone.
+        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone. `stages`:
+        the graph is that of one stage of several, which alone draws if it is the last one.
 
         Raises what `BatchInputs` raises for the graph.
         """
@@ -112,10 +115,13 @@ class Runner:
         self.limits = limits
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
-        dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
+        self._stages = stages
+        self._draws = stages is None or stages.is_last
         self._known_ids = known_ids_on(on)
-        drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
-        self._sample, self._sample_captured = drawing(), drawing(control="static")
+        if self._draws:
+            dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
+            drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
+            self._sample, self._sample_captured = drawing(), drawing(control="static")
         capacities = sizing.capacities(graph, limits, memory.num_slabs)
         places = Places(capacities, device)
         groups = [group.name for group in caches.groups(graph.caches)]
@@ -315,14 +321,14 @@ class Runner:
 
     def _run_eagerly(self, arrays: Arrays, drawing: Arrays, copies: Sequence[PageCopy], arrived: Event) -> torch.Tensor:
         """The logits `[R, V]`; where rows draw, what they drew is in `_drawn`. `arrived` is recorded afterwards."""
-        num_rows = len(drawing["temperature"]) if drawing else 0
+        num_rows, wants_logits = len(drawing["temperature"]) if drawing else 0, not drawing
         # Where all take their likeliest token, that is what `precast.sample` gives, and it need not be told.
         if drawing and not drawing["temperature"].any():
             drawing = {}
         given = arrays | drawing
         lengths = {name: len(values) for name, values in given.items()}
         has_unknown = bool((arrays["input_ids"] < 0).any())
-        order = Order(Kind.STEP, copies, 0, lengths, num_rows, has_unknown)
+        order = Order(Kind.STEP, copies, 0, lengths, num_rows, has_unknown, wants_logits)
         _, _, places = self.opened()
         self._fill(order, given, arrived, places.widest)
         return self._compute(order)
@@ -333,13 +339,20 @@ class Runner:
         tensors = places.filled(order.lengths)
         if order.has_unknown:
             tensors["input_ids"] = self._known_ids(tensors["input_ids"], self._drawn)
-        logits = program(**self._given(tensors))["logits"][0]
-        if order.num_rows:
+        outputs = program(**self._given(tensors))
+        logits = outputs["logits"][0] if self._draws else None
+        if order.num_rows and logits is not None:
             arguments = {name: tensors[name] for name in DTYPES if name in tensors}
             if arguments:
                 self._sample(logits=logits, **arguments, out=self._drawn[: order.num_rows])
             else:
                 self._drawn[: order.num_rows] = greedy(logits)
+        if self._stages is not None:
+            if logits is None:
+                logits = self._stages.new_logits(len(tensors["logit_rows"]) if order.wants_logits else 0)
+            if order.num_rows or order.wants_logits:
+                self._stages.share(logits if order.wants_logits else self._drawn[: order.num_rows])
+        assert logits is not None, "a stage that has none is given some"
         return logits
 
     def _step_of(self, size: Size) -> SizedStep:
@@ -369,8 +382,14 @@ class Runner:
         tensors["input_ids"] = self._known_ids(tensors["input_ids"], self._drawn)
         outputs: dict[str, torch.Tensor] = {}
         yield from (program.warm_up if is_warm_up else program.cut)(outputs, **self._given(tensors))
-        drawing = {name: tensors[name] for name in DTYPES}
-        self._sample_captured(logits=outputs["logits"][0], **drawing, out=self._drawn[: size.num_seqs])
+        drawn = self._drawn[: size.num_seqs]
+        if self._draws:
+            drawing = {name: tensors[name] for name in DTYPES}
+            self._sample_captured(logits=outputs["logits"][0], **drawing, out=drawn)
+        if self._stages is not None and self.device.kind == "cuda":
+            self._stages.share(drawn)
+        elif self._stages is not None:  # on a CPU the host waits for other ranks
+            yield HostCall(self._stages.share, {"tensor": drawn}, (), False)
 
     def _memory(self) -> Memory:
         program, _, places = self.opened()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -17,12 +18,16 @@ from precast.kernels.collectives.group import Connected
 from precast.kernels.collectives.processes import connect
 from precast.kernels.use import Target
 from precast.loader.device import Device
+from precast.loader.placement import Placement
 from precast.loader.sizing import ArenaSize, EngineLimits
 from precast.loader.world.agree import Facts, Sized, check_facts, machine, slabs_of_all
 from precast.loader.world.follower import Follower
 from precast.loader.world.lead import Lead
 from precast.loader.world.messages import Failed
 from precast.loader.world.start import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch would end the process where a rank is lost; here rank 0 sees it first, says which, and ends the others."""
@@ -49,31 +54,47 @@ def _facts(digest: str, options: str, device: Device, target: Target, weights_by
     )
 
 
-def meet(world: World, digest: str, options: str, device: Device, target: Target, weights_bytes: int) -> Connected:
-    """Compare what all ranks are, and connect them.
+def meet(
+    world: World, placement: Placement, digest: str, options: str, target: Target, weights_bytes: int
+) -> dict[str, Connected]:
+    """Compare what all ranks are, and connect them: those that share a layer as `tp`, and of several stages those that
+    have the same part of each layer as `pp`.
 
     This one loads the bundle of this digest with these options, and `target` chooses its kernels.
 
     Raises what `check_facts` raises, and TargetError (rank-late) for ranks that don't come to connect.
     """
-    side = world.side
+    side, device = world.side, placement.device
     check_facts(side.gather("facts", _facts(digest, options, device, target, weights_bytes)))
     timeout = timedelta(seconds=side.timeouts.step)
     if device.kind == "cuda":
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
     try:
-        group = connect(
-            world.meeting.store(side.num_ranks), side.rank, side.num_ranks, torch.device(device.name), timeout
-        )
+        groups = dict(_connected(placement, world.meeting.store(side.num_ranks), timeout))
     except RuntimeError as error:
         first_line = next(iter(str(error).splitlines()), "")
         message = f"rank {side.rank} can't connect with the others: {first_line}"
         raise TargetError("rank-late", message, fix="docs/sharding.md says what ranks need of a network") from error
-    side.at_failure(group.abort)
-    side.at_leave(group.leave)
-    side.at_left(group.close)
-    return group
+    for group in groups.values():
+        side.at_failure(group.abort)
+        side.at_leave(group.leave)
+        side.at_left(group.close)
+    return groups
+
+
+def _connected(placement: Placement, store: Store, timeout: timedelta) -> Iterator[tuple[str, Connected]]:
+    """The groups that this rank is in, by name."""
+    from torch.distributed import PrefixStore
+
+    rank, tp, device = placement.rank, placement.tp, torch.device(placement.device.name)
+    if placement.pp == 1:
+        yield "tp", connect(store, rank, tp, device, timeout)
+        return
+    if tp > 1:
+        yield "tp", connect(PrefixStore(f"stage/{placement.stage}", store), rank, tp, device, timeout)
+    line = PrefixStore(f"line/{rank}", store)
+    yield "pp", connect(line, placement.stage, placement.pp, device, timeout, sums=False)
 
 
 def size_of_all(side: Lead | Follower, sized: Callable[[EngineLimits], ArenaSize], limits: EngineLimits) -> ArenaSize:

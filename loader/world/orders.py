@@ -1,6 +1,7 @@
 """What rank 0 orders all ranks to do, as bytes: a fixed head, three tables of integers, and the step's inputs.
 
-    head        version[1] kind[1] has_unknown[1] pad[1] num_rows[4] num_tokens[8] copies[4] lengths[4] parts[4] pad[4]
+    head        version[1] kind[1] has_unknown[1] wants_logits[1] num_rows[4] num_tokens[8] copies[4] lengths[4]
+                parts[4] pad[4]
     copies      group, source, target: int32[copies, 3], in the order in which they are made
     lengths     of each array, by the names in order, -1 of one that isn't there: int64[lengths]
     parts       where the bytes of each lie in the places, and how many: int64[parts, 2]
@@ -21,11 +22,11 @@ import numpy as np
 from precast.ir.errors import TargetError
 from precast.loader.cache.spans import PageCopy
 
-VERSION = 1
+VERSION = 2
 MAX_COPIES = 1 << 16
 """Pages that one step saves or restores: some for each sequence."""
 
-_HEAD = struct.Struct("=BBBxIqIII4x")
+_HEAD = struct.Struct("=BBBBIqIII4x")
 
 
 class Kind(enum.IntEnum):
@@ -47,7 +48,8 @@ class Order(NamedTuple):
     """One order. A step copies pages first; then its inputs are in their places, and the program runs on them.
 
     `num_tokens` of a captured size, or 0: op by op. Then `lengths` say how long each array is, `num_rows` how many rows
-    draw a token, and `has_unknown` whether tokens that were drawn last are among its inputs.
+    draw a token, and `has_unknown` whether tokens that were drawn last are among its inputs. `wants_logits`: rank 0
+    wants logits in the place of tokens, and the last stage sends them.
     """
 
     kind: Kind
@@ -56,6 +58,7 @@ class Order(NamedTuple):
     lengths: Mapping[str, int] = {}
     num_rows: int = 0
     has_unknown: bool = False
+    wants_logits: bool = False
 
 
 class Orders:
@@ -77,8 +80,8 @@ class Orders:
         assert len(order.copies) <= MAX_COPIES, f"{len(order.copies)} pages are copied in one step"
         lengths = [order.lengths.get(name, -1) for name in self._arrays] if order.lengths else []
         head = _HEAD.pack(
-            VERSION, order.kind, order.has_unknown, order.num_rows, order.num_tokens, len(order.copies), len(lengths),
-            len(parts),
+            VERSION, order.kind, order.has_unknown, order.wants_logits, order.num_rows, order.num_tokens,
+            len(order.copies), len(lengths), len(parts),
         )  # fmt: skip
         copies = [(self._index[copy.group], copy.source, copy.target) for copy in order.copies]
         tables = (np.array(copies, np.int32), np.array(lengths, np.int64),
@@ -97,7 +100,8 @@ class Orders:
             raise TargetError("ranks-differ", found, fix="run the same release of precast on all ranks") from None
 
     def _decode(self, raw: memoryview) -> tuple[Order, list[Part]]:
-        version, kind, has_unknown, num_rows, num_tokens, num_copies, num_lengths, num_parts = _HEAD.unpack_from(raw)
+        version, kind, has_unknown, wants_logits, num_rows, num_tokens, *counts = _HEAD.unpack_from(raw)
+        num_copies, num_lengths, num_parts = counts
         if version != VERSION:
             raise ValueError(f"version {version}")
         if num_lengths not in (0, len(self._arrays)) or num_copies > MAX_COPIES or num_parts > len(self._arrays):
@@ -126,5 +130,6 @@ class Orders:
             {name: length for name, length in zip(self._arrays, lengths.tolist(), strict=False) if length >= 0},
             num_rows,
             bool(has_unknown),
+            bool(wants_logits),
         )
         return order, parts

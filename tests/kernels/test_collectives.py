@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from collected import CASES, Tensors, collect, given, one_of_several
 from torch import multiprocessing
 
-from precast.kernels.collectives.collectives import all_gather, all_reduce, reduce_scatter
+from precast.kernels.collectives.collectives import all_gather, all_reduce, receive, reduce_scatter, send
 from precast.kernels.collectives.group import Group
-from precast.kernels.collectives.together import run_ranks
+from precast.kernels.collectives.together import run_ranks, run_stages
 
 SIZES = (1, 2, 3, 4)
 
@@ -25,6 +25,7 @@ def expected(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -
     found = [total]
     found += [torch.cat(all_given, dim) for dim in range(-len(shape), len(shape))]
     whole = [dim for dim in range(-len(shape), len(shape)) if shape[dim] % size == 0]
+    found.append(all_given[0] + (rank > 0))
     return [*found, *(total.chunk(size, dim)[rank] for dim in whole)]
 
 
@@ -113,6 +114,74 @@ def test_ranks_that_do_different_things_are_told_so(case: str) -> None:
     run, message = OTHERS[case]
     with pytest.raises(RuntimeError, match=f"different things at the same time: .*{message}"):
         run_ranks(2, run)
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def test_stages_of_two_ranks_send_to_the_rank_of_their_number() -> None:
+    def run(groups: Mapping[str, Group]) -> list[float]:
+        stage, line = groups["tp"], groups["pp"]
+        x = torch.tensor([float(stage.rank)])
+        if line.rank:
+            x = receive([1], dtype=torch.float32, group=line, source=line.rank - 1)
+        total = all_reduce(x + 10, group=stage)
+        if line.rank < line.size - 1:
+            send(total + stage.rank, group=line, target=line.rank + 1)
+        return total.tolist()
+
+    # 0 + 10 + 1 + 10; then 21 + 10 + 22 + 10; then 63 + 10 + 64 + 10
+    assert run_stages(3, 2, run) == [[21.0], [21.0], [63.0], [63.0], [147.0], [147.0]]
+
+
+def test_what_is_sent_may_change_afterwards() -> None:
+    def run(groups: Mapping[str, Group]) -> list[float]:
+        line, x = groups["pp"], torch.ones(2)
+        if line.rank:
+            return receive([2], dtype=torch.float32, group=line, source=0).tolist()
+        send(x, group=line, target=1)
+        x.zero_()
+        return []
+
+    assert run_stages(2, 1, run)[1] == [1.0, 1.0]
+
+
+STRAY: dict[str, tuple[Callable[[Group], Any], str]] = {
+    "never sent": (
+        lambda line: receive([1], dtype=torch.float32, group=line, source=0) if line.rank else None,
+        "rank 1 waits for what rank 0 sends, and that one has ended",
+    ),
+    "never received": (
+        lambda line: None if line.rank else send(torch.ones(1), group=line, target=1),
+        "rank 1 has ended, and not received what rank 0 has sent",
+    ),
+    "another": (
+        lambda line: (
+            receive([3], dtype=torch.float32, group=line, source=0)
+            if line.rank
+            else send(torch.ones(2), group=line, target=1)
+        ),
+        r"another tensor than rank 1 wants: receive torch.float32 \[2\], receive torch.float32 \[3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STRAY)
+def test_stages_that_wait_for_ever_or_send_to_nobody_are_told_so(case: str) -> None:
+    run, message = STRAY[case]
+    with pytest.raises(RuntimeError, match=message):
+        run_stages(2, 1, lambda groups: run(groups["pp"]))
+
+
+def test_a_stage_that_fails_ends_those_that_wait_for_it() -> None:
+    def run(groups: Mapping[str, Group]) -> None:
+        if groups["pp"].rank == 0:
+            raise Broken
+        receive([1], dtype=torch.float32, group=groups["pp"], source=0)
+
+    with pytest.raises(Broken) as error:
+        run_stages(3, 2, run)
+    assert error.value.__notes__[0] in ("on rank 0 of 6", "on rank 1 of 6")
 
 
 def test_a_graph_for_another_number_of_ranks_is_refused() -> None:

@@ -31,6 +31,7 @@ from precast.ir.graph.schema import (
     PagedInputs,
     PagedSpec,
     Param,
+    Pipeline,
     Pool,
     Read,
     Recipe,
@@ -163,7 +164,7 @@ def tiny_graph(
 ) -> Graph:
     """The graph of the layers, by default over `near` (window 6) and `far` (full), each with a pool of its own.
 
-    With `tp` its symbols `tp`, `ep` and `rank` are those of up to 4 ranks.
+    With `tp` its symbols `tp`, `ep` and `rank` are those of up to 4 ranks, and its layers can be two stages.
     """
     heads = SPLIT if tp else WHOLE
     groups = GROUPS if groups is None else groups
@@ -191,8 +192,14 @@ def tiny_graph(
             groups=tuple(_group(name, groups, layers, heads) for name in groups),
             states=(_state_group(),) if state else (),
         ),
-        shards=ShardPlan((World(1), World(2, (1, 2)), World(4, (1, 2, 4)))) if tp else ShardPlan(),
+        shards=_plan(len(layers)) if tp else ShardPlan(),
     )
+
+
+def _plan(num_layers: int) -> ShardPlan:
+    """Up to four ranks, and two stages, the first of one layer."""
+    stages = (Pipeline((1, num_layers - 1)),) if num_layers > 1 else ()
+    return ShardPlan((World(1), World(2, (1, 2)), World(4, (1, 2, 4))), pipelines=stages)
 
 
 def _param(name: str, shape: tuple[int, ...], heads: Heads) -> Param:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from precast.kernels.collectives.collectives import all_gather, all_reduce, reduce_scatter
+from precast.kernels.collectives.collectives import all_gather, all_reduce, receive, reduce_scatter, send
 from precast.kernels.collectives.group import Group
 from precast.kernels.collectives.processes import connect
 
@@ -28,7 +28,26 @@ def collect(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors
     found = [all_reduce(x, group=group)]
     found += [all_gather(x, dim=dim, group=group, size=size) for dim in range(-len(shape), len(shape))]
     whole = [dim for dim in range(-len(shape), len(shape)) if shape[dim] % size == 0]
+    found.append(passed_on(group, x))
     return [*found, *(reduce_scatter(x, dim=dim, group=group, size=size) for dim in whole)]
+
+
+def passed_on(group: Group, x: torch.Tensor) -> torch.Tensor:
+    """The first rank's `x`, which has gone around all ranks, on that rank; what it sends second on the others."""
+    if group.size == 1:
+        return x
+    before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    wide = torch.stack([x, x], -1)[..., 0]
+    if group.rank == 0:
+        send(wide, group=group, target=after)
+        send(wide + 1, group=group, target=after)
+        return receive(x.shape, dtype=x.dtype, group=group, source=before)
+    first = receive(x.shape, dtype=x.dtype, group=group, source=before)
+    second = receive(x.shape, dtype=x.dtype, group=group, source=before)
+    send(first, group=group, target=after)
+    if after:
+        send(second, group=group, target=after)
+    return second
 
 
 def one_of_several(rank: int, size: int, folder: Path) -> None:

@@ -37,11 +37,13 @@ from precast.ir.graph.schema import (
     PagedInputs,
     PagedSpec,
     Param,
+    Pipeline,
     Pool,
     Read,
     Recipe,
     Ref,
     Reshape,
+    ShardOverride,
     ShardPlan,
     ShardRow,
     Slice,
@@ -98,6 +100,8 @@ class _GraphParser:
         self._sizes: tuple[int, ...] = ()
         self._worlds: list[World] = []
         self._rows: list[ShardRow] = []
+        self._overrides: list[ShardOverride] = []
+        self._pipelines: list[Pipeline] = []
         self._blocks: list[Block] = []
         self._main: tuple[Node | Call, ...] = ()
         self._outputs: dict[str, str] = {}
@@ -135,7 +139,7 @@ class _GraphParser:
             outputs=self._outputs,
             caches=CachePlan(tuple(self._pools), tuple(self._groups), tuple(self._states), self._slab_bytes),
             capture=CapturePlan(self._sizes),
-            shards=ShardPlan(tuple(self._worlds), tuple(self._rows)),
+            shards=ShardPlan(tuple(self._worlds), tuple(self._rows), tuple(self._overrides), tuple(self._pipelines)),
         )
 
     def _read_symbols(self) -> None:
@@ -211,10 +215,17 @@ class _GraphParser:
         self._in.expect(")")
 
     def _read_shards(self) -> None:
-        self._in.many(self._world_or_row)
+        self._in.many(self._of_shards)
 
-    def _world_or_row(self) -> None:
-        if self._in.expect("world", "row").text == "world":
+    def _of_shards(self) -> None:
+        kind = self._in.expect("world", "pipeline", "override", "row").text
+        if kind == "pipeline":
+            self._in.expect("(")
+            self._in.key("layers", first=True)
+            self._pipelines.append(Pipeline(self._in.list("[", self._in.int, "]")))
+            self._in.expect(")")
+            return
+        if kind == "world":
             self._in.expect("(")
             self._in.key("tp", first=True)
             tp = self._in.int()
@@ -223,7 +234,9 @@ class _GraphParser:
             self._in.expect(")")
             return
         fields = self._in.inside("(", lambda: _named(self._in, lambda: _arg(self._in), ")"), ")")
-        self._rows.append(ShardRow(**{name: _plain_value(arg) for name, arg in fields.items()}))
+        made: type[ShardOverride | ShardRow] = ShardOverride if kind == "override" else ShardRow
+        row = made(**{name: _plain_value(arg) for name, arg in fields.items()})
+        self._overrides.append(row) if isinstance(row, ShardOverride) else self._rows.append(row)
 
     def _slot(self) -> Slot:
         self._in.expect("slot")

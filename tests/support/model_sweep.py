@@ -140,7 +140,7 @@ def worlds_text(found: Sequence[Proof]) -> str:
     wrong = next((proof for proof in found if not proof.holds), None)
     if wrong is not None:
         return f"no: {wrong.text}, logits differ by {wrong.error:.0e}"
-    over = ", ".join(map(str, dict.fromkeys(proof.tp for proof in found)))
+    over = ", ".join(map(str, dict.fromkeys(proof.tp for proof in found if proof.pp == 1)))
     parts = ", ".join(map(str, sorted({proof.ep for proof in found} - {1})))
     return (over or "1") + (f"; experts {parts}" if parts else "")
 

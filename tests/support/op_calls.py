@@ -169,4 +169,6 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("all_gather", {"x": f32(1, 3, 8), **ALONG, "size": 2}, (f32(1, 6, 8),)),
     ("reduce_scatter", {"x": f32(1, "T", 16), **ALONG, "dim": 2}, (f32(1, "T", HEADS),)),
     ("reduce_scatter", {"x": f32(1, 6, 8), **ALONG, "size": 3}, (f32(1, 2, 8),)),
+    ("send", {"x": t("bfloat16", 1, "T", 8), "group": "pp", "target": 1}, ()),
+    ("receive", {"shape": (1, "T", 8), "dtype": "bfloat16", "group": "pp", "source": 0}, (t("bfloat16", 1, "T", 8),)),
 ]

@@ -16,14 +16,17 @@ from precast.builder.passes.graph_pass import LoweredPass
 from precast.builder.shard import layouts
 from precast.builder.shard.layers import Layer, layers
 from precast.builder.shard.layouts import Misfit, Units
+from precast.builder.shard.overrides import CODE, Overrides, apart, check_expected, is_whole, named
+from precast.builder.shard.pipelines import pipelines
 from precast.builder.shard.recipes import split
 from precast.builder.shard.rewrite import GROUP, Rewritten, all_units, check, rewritten
 from precast.builder.shard.rules import Sums, relations
-from precast.builder.shard.solve import Function, Name, System
-from precast.ir.errors import RecipeError
+from precast.builder.shard.solve import Function, KeptWhole, Name, System
+from precast.ir.errors import BuildError, RecipeError
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import (
     Block,
+    Call,
     Graph,
     Group,
     Node,
@@ -55,9 +58,21 @@ class Outcome(NamedTuple):
     touched: frozenset[Name]
 
 
-def shard(graph: Graph) -> Graph:
-    """The graph split over `tp` ranks, its experts into `ep` parts, and the plan that says so; see the module."""
-    system = System(graph)
+def shard(graph: Graph, overrides: Overrides = ()) -> Graph:
+    """The graph split over `tp` ranks, its experts into `ep` parts, and the plan that says so; see the module. The plan
+    also has the ways to divide the layers over stages.
+
+    `overrides`: what the user says of it. Raises BuildError (shard-plan-invalid) where that can't be.
+    """
+    wanted = named(graph, overrides)
+    made = _split(apart(graph, wanted), {name: entry.pattern for name, entry in wanted.items() if is_whole(entry)})
+    check_expected(made, wanted)
+    plan = msgspec.structs.replace(made.shards, overrides=overrides, pipelines=pipelines(made))
+    return msgspec.structs.replace(made, shards=plan)
+
+
+def _split(graph: Graph, whole: Mapping[str, str]) -> Graph:
+    system = System(graph, whole)
     outcomes = list(_split_layers(system))
     units = all_units(system.pieces.values())
     worlds = _worlds(units)
@@ -99,11 +114,28 @@ def _split_layers(system: System) -> Iterator[Outcome]:
             except Misfit as error:
                 system.pieces = before
                 reason = reason or str(error)
+                if isinstance(error, KeptWhole):
+                    _check_whole(system, layer, error)
                 continue
             yield Outcome(layer, "", frozenset(touched))
             break
         else:
             yield Outcome(layer, reason, frozenset())
+
+
+def _check_whole(system: System, layer: Layer, error: KeptWhole) -> None:
+    """Raise BuildError for a layer that would be whole because another one of a spec with it is to be."""
+    if any(function == layer.function for function, _ in system.whole):
+        return
+    calls = [step for step in system.graph.main if isinstance(step, Call) and step.block == layer.function]
+    names = sorted(actual for call in calls for formal, actual in call.args.items()
+                   if system.kind((layer.function, formal)) == "param")  # fmt: skip
+    raise BuildError(
+        CODE,
+        f'"{error.entry}" says replicate of layers whose caches are one group with those of others: {layer.kind} '
+        f"layers with params such as {names[0] if names else layer.value} would be whole, too",
+        fix="replicate all layers that share the group (`precast inspect --cache`), or none",
+    )
 
 
 def _odd(units: Iterator[Units]) -> str:
@@ -301,6 +333,8 @@ def _replicated_rows(system: System, function: Function, outcomes: list[Outcome]
         if made:
             failed = next((reasons[each] for each in made if each in reasons), "")
             reason = f"it projects what every rank has whole ({failed})" if failed else "no layer that is split has it"
+            if name in system.whole:
+                reason = str(KeptWhole(system.whole[name]))
             found.setdefault(reason, []).append(value)
     for reason, params in found.items():
         yield ShardRow("other", function.name, "replicated", tuple(params), reason=reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,8 @@ from precast.builder.source.shrink import random_model, shrink
 from precast.check.shards import PROMPTS, STEPS, proofs, prove, unsharded
 from precast.ir.artifact import Bundle
 from precast.ir.errors import RequestError
+from precast.ir.graph.schema import Graph, Pipeline
+from precast.ir.graph.stages import stage_graph
 from precast.ir.graph.text import format_graph
 from precast.ir.graph.world import unsharded as of_one_rank
 
@@ -45,9 +48,9 @@ def test_all_tokens_of_the_prompts_are_computed() -> None:
 def test_every_world_gives_the_unsharded_logits(model: Model) -> None:
     found = list(proofs(model.bundle, model.weights, most=4))
 
-    assert [(each.tp, each.ep) for each in found] == [(2, 1), (4, 1)]
+    assert [(each.tp, each.ep, each.pp) for each in found] == [(2, 1, 1), (4, 1, 1), (1, 1, 2), (1, 1, 3)]
     assert all(each.holds for each in found)
-    assert all(len(each.rank_bytes) == each.tp for each in found)
+    assert all(len(each.rank_bytes) == each.tp * each.pp for each in found)
 
 
 def test_ranks_need_their_share(model: Model) -> None:
@@ -55,6 +58,35 @@ def test_ranks_need_their_share(model: Model) -> None:
 
     norms = 7 * 64 * 4
     assert found.rank_bytes[:3] == (((found.model_bytes - norms) // 4 + norms + 128),) * 3  # 131 rows are 33 on a rank
+
+
+def test_stages_compute_the_bits_of_one_rank_and_need_their_layers(model: Model) -> None:
+    found = prove(model.bundle, model.weights, tp=1, pp=3)
+
+    assert found.error == 0
+    assert sum(found.rank_bytes) == found.model_bytes
+
+
+def test_stages_of_several_ranks(model: Model) -> None:
+    found = prove(model.bundle, model.weights, tp=2, pp=2)
+
+    assert found.text == "2 stages of 2 ranks"
+    assert found.holds
+    assert all(each < found.model_bytes / 2 for each in found.rank_bytes)
+
+
+def test_a_stage_that_has_another_layer_is_seen(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_late(graph: Graph, layers: Sequence[int], stage: int) -> Graph:
+        return stage_graph(graph, (2, 1) if stage == 0 else layers, stage)
+
+    alone = unsharded(model.bundle, model.weights)
+    monkeypatch.setattr("precast.ir.graph.stages.stage_graph", one_late)
+    plan = msgspec.structs.replace(model.bundle.graph.shards, pipelines=(Pipeline((1, 2)),))
+    bundle = msgspec.structs.replace(model.bundle, graph=msgspec.structs.replace(model.bundle.graph, shards=plan))
+
+    found = prove(bundle, model.weights, tp=1, pp=2, alone=alone)
+
+    assert not found.holds
 
 
 def test_one_rank_computes_what_the_model_without_a_world_does(model: Model) -> None:
@@ -91,6 +123,11 @@ def test_a_wrong_plan_is_seen(model: Model, case: str) -> None:
 
     assert not found.holds
     assert found.error > 0.01
+
+
+def test_a_number_of_stages_that_the_bundle_excludes(model: Model) -> None:
+    with pytest.raises(RequestError, match="pp is 4, and the graph calls 3 layers"):
+        prove(model.bundle, model.weights, tp=1, pp=4)
 
 
 def test_a_world_that_the_bundle_excludes(model: Model) -> None:

@@ -43,6 +43,29 @@ def test_one_layer_of_each_kind_of_a_large_model_in_half_precision(other_bundle:
     assert re.search(expected, said.stdout)
 
 
+@pytest.mark.usefixtures("large")
+def test_of_a_large_model_stages_have_a_layer_each(other_bundle: Path, command: Command) -> None:
+    said = command("verify", other_bundle, "--shards", "2", "--pp", "2")
+
+    assert said.exit_code == 0
+    assert re.search(r"2 stages of 2 ranks give the logits of one .* up to 2 of each kind|all layers", said.stdout)
+
+
+def test_stages_alone(bundle: Path, command: Command) -> None:
+    said = command("verify", bundle, "--pp", "2", "--json")
+
+    found = json.loads(said.stdout)["shards"]
+    assert (said.exit_code, found["tp"], found["pp"], found["holds"]) == (0, 1, 2, True)
+    assert len(found["rank_bytes"]) == 2
+
+
+def test_more_stages_than_layers(bundle: Path, command: Command) -> None:
+    said = command("verify", bundle, "--pp", "99")
+
+    assert said.exit_code == 2
+    assert re.search(r"--pp 99, and the graph calls \d+ layers or parts of them|pp is 99, and the graph", said.stderr)
+
+
 def test_worlds_that_the_bundle_excludes_are_named(bundle: Path, command: Command) -> None:
     said = command("verify", bundle, "--shards", "3")
 

@@ -462,6 +462,10 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.all_gather", {"x": f32(1, 8), **ALONG, "group": ""}, "group: expected one of tp"),
     ("precast.reduce_scatter", {"x": f32(1, 8), **ALONG, "size": 3}, r"x's dimension 1, 3 parts of it: expected"),
     ("precast.reduce_scatter", {"x": f32(1, 8), **ALONG, "dim": -3}, "dim: -3 is outside of 2 dimensions"),
+    ("precast.send", {"x": f32(1, 8), "group": "tp", "target": 1}, "group: expected one of pp"),
+    ("precast.send", {"x": f32(1, 8), "group": "pp", "target": -1}, "target: expected a stage from 0 on, found -1"),
+    ("precast.receive", {"shape": (2,), "dtype": "float32", "group": "", "source": 0}, "group: expected one of pp"),
+    ("precast.receive", {"shape": (2,), "dtype": "float32", "group": "pp", "source": -1}, "source: expected a stage"),
     ("precast.fused", {**FUSED, "x1": f32(7)}, r"step s2, aten.mul.Tensor: shapes \[1, T, 8\], \[7\] don't broadcast"),
 ]
 
@@ -477,7 +481,7 @@ PRODUCTS = [
 ]
 STRICT = [*((f"precast.{op}", args) for op, args, _ in OURS), *PRODUCTS]
 # (op, argument): where an op takes an argument of any dtype or rank, or a cache in float8, on purpose.
-ANY_DTYPE = {("precast.gather_rows", "x"), ("precast.all_gather", "x")}
+ANY_DTYPE = {("precast.gather_rows", "x"), ("precast.all_gather", "x"), ("precast.send", "x")}
 MAY_BE_FLOAT8 = {
     *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "rotary_write_kv", "paged_attention") for name in "kv"),
     *((f"precast.{op}", "cache") for op in ("write_latent", "paged_latent_attention")),
@@ -486,6 +490,7 @@ ANY_RANK = {
     ("precast.all_reduce", "x"),
     ("precast.all_gather", "x"),
     ("precast.reduce_scatter", "x"),
+    ("precast.send", "x"),
     ("precast.embedding", "ids"),
     ("precast.sharded_embedding", "ids"),
     ("precast.rms_norm", "x"),

@@ -22,7 +22,7 @@ def raw(order: Order, *parts: Part) -> bytes:
         (Order(Kind.COPIES, [PageCopy("far", 3, 4), PageCopy("near", 0, 1)]), []),
         (Order(Kind.STEP, [], 8), [(0, b"12345678")]),
         (
-            Order(Kind.STEP, [PageCopy("near", 7, 9)], 0, {"a": 3, "c": 0}, 2, has_unknown=True),
+            Order(Kind.STEP, [PageCopy("near", 7, 9)], 0, {"a": 3, "c": 0}, 2, has_unknown=True, wants_logits=True),
             [(0, b"abc"), (60, b"z" * 40)],
         ),
     ],
@@ -46,7 +46,7 @@ STEP = raw(Order(Kind.STEP, [PageCopy("far", 1, 2)], 0, {"a": 1}, 1), Part(90, m
         (b"", "requires a buffer"),
         (STEP[:-1], "expected"),
         (STEP + b"x", "expected"),
-        (b"\2" + STEP[1:], "version 2"),
+        (b"\3" + STEP[1:], "version 3"),
         (STEP[:1] + b"\7" + STEP[2:], "7 is not a valid Kind"),
         (STEP[:16] + b"\xff\xff\xff\xff" + STEP[20:], "4294967295 copies"),
         (STEP[:20] + b"\2" + STEP[21:], "2 lengths"),

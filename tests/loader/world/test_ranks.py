@@ -68,13 +68,22 @@ def pid_of(engine: Engine, rank: int) -> int:
     return lead._processes[rank]
 
 
-@pytest.mark.parametrize(("tp", "bundle", "slabs"), [(2, "state.bundle", 10), (4, "split.bundle", 14)])
-def test_ranks_give_the_tokens_of_one_process(tp: int, bundle: str, slabs: int, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "bundle", "slabs"),
+    [
+        ({"tp": 2}, "state.bundle", 10),
+        ({"tp": 4}, "split.bundle", 14),
+        ({"pp": 2}, "state.bundle", 10),
+        ({"tp": 2, "pp": 2}, "split.bundle", 14),
+    ],
+    ids=str,
+)
+def test_ranks_give_the_tokens_of_one_process(world: dict[str, int], bundle: str, slabs: int, folder: Path) -> None:
     """With a cache that is too small for all prompts at once: pages are taken away, reused, and states are copied."""
     options: dict[str, Any] = {"max_num_tokens": 7, "max_num_seqs": 4, "cache_bytes": 1024 * slabs}
     with loaded(folder, bundle, **options) as alone:
         drawn, logits = tokens(alone, DRAWN), alone.logits(PROMPTS[1])
-    with loaded(folder, bundle, tp=tp, **options) as engine:
+    with loaded(folder, bundle, **world, **options) as engine:
         wanted = expected(state=bundle == "state.bundle")
         assert tokens(engine) == wanted
         assert tokens(engine, DRAWN) == drawn
@@ -83,15 +92,17 @@ def test_ranks_give_the_tokens_of_one_process(tp: int, bundle: str, slabs: int, 
             assert tokens(engine, prompts=PROMPTS[1:2]) == wanted[1:2]
         assert engine.stats.tokens_reused > 0
         torch.testing.assert_close(engine.logits(PROMPTS[1]), logits)
-        assert sorted(engine.timeline.to_dict()["ranks"]) == [str(rank) for rank in range(1, tp)]
-        processes = [pid_of(engine, rank) for rank in range(1, tp)]
+        num_ranks = world.get("tp", 1) * world.get("pp", 1)
+        assert sorted(engine.timeline.to_dict()["ranks"]) == [str(rank) for rank in range(1, num_ranks)]
+        processes = [pid_of(engine, rank) for rank in range(1, num_ranks)]
     for pid in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
-def test_captured_steps_run_on_all_ranks(folder: Path) -> None:
-    with loaded(folder, tp=2, max_num_tokens=16, capture="before") as engine:
+@pytest.mark.parametrize("world", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_captured_steps_run_on_all_ranks(world: dict[str, int], folder: Path) -> None:
+    with loaded(folder, **world, max_num_tokens=16, capture="before") as engine:
         assert tokens(engine) == expected()
         stats = engine.stats
         assert (stats.graphs, stats.graphs_pending, stats.eager_steps) == (6, 0, 0)
@@ -110,11 +121,12 @@ def needs_gpus(device: str = "cuda") -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("capture", ["before", "background", "off"])
-def test_two_gpus_give_the_tokens_of_one(capture: str, folder: Path) -> None:
+@pytest.mark.parametrize("world", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_two_gpus_give_the_tokens_of_one(world: dict[str, int], capture: str, folder: Path) -> None:
     needs_gpus()
     with loaded(folder, device="cuda", max_num_seqs=4, max_num_tokens=16) as alone:
         drawn = tokens(alone, DRAWN)
-    options: dict[str, Any] = {"tp": 2, "max_num_seqs": 4, "max_num_tokens": 16, "capture": capture}
+    options: dict[str, Any] = {**world, "max_num_seqs": 4, "max_num_tokens": 16, "capture": capture}
     with loaded(folder, "state.bundle", device="cuda", **options) as engine:
         assert tokens(engine) == expected(state=True)
     with loaded(folder, device="cuda", **options) as engine:
@@ -138,9 +150,10 @@ def test_worlds_that_end_give_their_memory_back(folder: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_ends_the_world(how: signal.Signals, device: str, folder: Path) -> None:
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_rank_that_is_lost_ends_the_world(axis: str, how: signal.Signals, device: str, folder: Path) -> None:
     needs_gpus(device)
-    with loaded(folder, device=device, tp=2, max_num_tokens=7) as engine:
+    with loaded(folder, device=device, max_num_tokens=7, **{axis: 2}) as engine:
         lead, pid = engine._runner._lead, pid_of(engine, 1)
         assert lead is not None
         found = {signal.SIGKILL: ("rank-lost", rf"rank 1 \(process {pid}\) was ended by SIGKILL"),
@@ -176,6 +189,9 @@ def test_a_port_that_is_taken(folder: Path) -> None:
         ("split.bundle", {"tp": 3}, "tp is 3, and the bundle can be split over 1, 2, 4 ranks"),
         ("whole.bundle", {"tp": 2}, "tp is 2, and the bundle can be split over 1 ranks"),
         ("split.bundle", {"tp": 4, "ep": 3}, "ep is 3, and tp is 4: .*\n  fix: give an ep that divides tp"),
+        ("split.bundle", {"pp": 9}, r"pp is 9, and the graph calls \d layers or parts of them: each stage takes"),
+        ("whole.bundle", {"pp": 2}, "pp is 2, and the bundle was built without a plan of stages"),
+        ("split.bundle", {"pp": 0}, "pp is 0, expected an integer of 1 to 1024"),
         ("split.bundle", {"tp": 0}, "tp is 0, expected an integer of 1 to 1024"),
         ("split.bundle", {"tp": 2, "timeouts": {"joining": 3}}, "timeouts has 'joining', expected join, agree"),
         ("split.bundle", {"tp": 2, "world_port": 0}, "world_port is 0"),
@@ -243,9 +259,10 @@ def asked(folder: Path, bundle: str = "split.bundle") -> list[str | Path]:
     return [folder / bundle, "--weights", folder / "ckpt", "--token-ids", "5", "--max-tokens", "12", "--ignore-eos"]
 
 
-def test_ranks_that_a_launcher_has_started(folder: Path, launcher: Launcher) -> None:
+@pytest.mark.parametrize("axis", [(), ("--pp", "2")], ids=["ranks", "stages"])
+def test_ranks_that_a_launcher_has_started(axis: Sequence[str], folder: Path, launcher: Launcher) -> None:
     for rank in (0, 1):
-        launcher.start(rank, *asked(folder), "--json")
+        launcher.start(rank, *asked(folder), *axis, "--json")
 
     (code, out, err), follower = launcher.ended()
 
@@ -253,6 +270,36 @@ def test_ranks_that_a_launcher_has_started(folder: Path, launcher: Launcher) -> 
     answer = json.loads(out)
     assert answer["outputs"][0]["token_ids"] == expected()[0]
     assert list(answer["timeline"]["ranks"]) == ["1"]
+
+
+def test_a_run_starts_the_processes_of_stages_itself(folder: Path) -> None:
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        RUN,
+        "run",
+        *map(str, asked(folder)),
+        "--device",
+        "cpu",
+        "--pp",
+        "2",
+        "--json",
+    ]
+
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout)["outputs"][0]["token_ids"] == expected()[0]
+
+
+def test_a_launcher_has_started_too_few_for_all_stages(folder: Path, launcher: Launcher) -> None:
+    launcher.start(0, *asked(folder), "--pp", "2", "--tp", "2")
+
+    ((code, _, err),) = launcher.ended()
+
+    assert code == 2
+    assert re.search(r"tp is 2 and pp 2, and the launcher has started 2 processes|--tp 2", err)
 
 
 def test_ranks_that_differ(folder: Path, launcher: Launcher) -> None:

@@ -21,8 +21,21 @@ def along(draw: Draw) -> Iterator[Sample]:
     yield {"x": draw.normal(1, 0, 8), "dim": 2, "group": "tp", "size": 1}
 
 
+def send(draw: Draw) -> Iterator[Sample]:
+    yield {"x": draw.normal(1, 7, 33), "group": "pp", "target": 1}
+    yield {"x": draw.normal(6, 10)[..., :5], "group": "pp", "target": 0}
+    yield {"x": draw.normal(1, 0, 8), "group": "pp", "target": 2}
+
+
+def receive(draw: Draw) -> Iterator[Sample]:
+    for shape in ([1, 7, 33], [1, 0, 8], [5]):
+        yield {"shape": shape, "dtype": draw.normal(1).dtype, "group": "pp", "source": 0}
+
+
 SAMPLES = {
     ("precast.all_gather", 1): along,
     ("precast.all_reduce", 1): all_reduce,
+    ("precast.receive", 1): receive,
     ("precast.reduce_scatter", 1): along,
+    ("precast.send", 1): send,
 }
