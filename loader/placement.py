@@ -42,13 +42,17 @@ def check_world(tp: object, ep: object, graph: Graph | None = None) -> None:
             raise RequestError("engine-option-invalid", found)
     assert isinstance(tp, int)  # both are: the loop has looked
     assert isinstance(ep, int)
+    if graph is not None:
+        _check_plan(graph, tp, ep)
     if tp % ep:
-        fitting = ", ".join(str(count) for count in range(1, tp + 1) if tp % count == 0)
         found = f"ep is {ep}, and tp is {tp}: experts are split over the ranks that share a layer"
-        raise RequestError("engine-option-invalid", found, fix=f"give an ep that divides tp: {fitting}")
-    why = None if graph is None else refusal(graph.shards, tp, ep)
+        raise RequestError("engine-option-invalid", found, fix="give an ep that divides tp")
+
+
+def _check_plan(graph: Graph, tp: int, ep: int) -> None:
+    why = refusal(graph.shards, tp, ep)
     if why is not None:
-        raise RequestError("engine-option-invalid", why)
+        raise RequestError("engine-option-invalid", why, fix="start as many ranks as the bundle can be split over")
 
 
 def place(
@@ -75,15 +79,13 @@ def bind_world(graph: Graph, placement: Placement) -> Graph:
 
     Where no ranks share a layer, its collectives are gone too. A graph without such symbols is returned as it is.
 
-    Raises RequestError for a world outside the symbols' ranges, and BundleError (graph-invalid) for a graph that makes
-    no sense with these values.
+    Raises RequestError for a world that the graph's plan doesn't have, and BundleError (graph-invalid) for a graph that
+    makes no sense with these values.
     """
     world = {each.name: placement.world[each.name] for each in graph.symbols if each.name in placement.world}
     if not world:
         return graph
-    refused = refusal(graph.shards, placement.tp, placement.ep) if graph.shards.worlds else None
-    if refused is not None:
-        raise RequestError("engine-option-invalid", refused, fix="start as many ranks as the bundle can be split over")
+    _check_plan(graph, placement.tp, placement.ep)
     for symbol in graph.symbols:
         size = world.get(symbol.name)
         if size is not None and (size < symbol.min or (symbol.max is not None and size > symbol.max)):

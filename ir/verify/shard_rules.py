@@ -44,7 +44,7 @@ def _worlds(facts: Facts) -> Iterator[Fault]:
 def _sizes(facts: Facts) -> Iterator[Fault]:
     """A part without elements, or of less, is none: those worlds don't divide what is split."""
     worlds = facts.graph.shards.worlds
-    bad = any(world.tp < 1 or any(ep < 1 for ep in world.ep) for world in worlds)
+    bad = any(world.tp < 1 or not world.ep or min(world.ep) < 1 for world in worlds)
     if bad or sum(len(world.ep) for world in worlds) > limits.MAX_WORLDS:
         return  # another rule says so
     split = {
@@ -58,6 +58,28 @@ def _sizes(facts: Facts) -> Iterator[Fault]:
             for ep in world.ep:
                 if not _is_positive(size, {"tp": world.tp, "ep": ep}, (0, world.tp - 1)):
                     yield where, f"{symbols.text(size)} is no size where tp is {world.tp} and ep is {ep}"
+                    bad = True
+    if not bad:
+        yield from _vocabulary(facts)
+
+
+def _vocabulary(facts: Facts) -> Iterator[Fault]:
+    """The ranks' rows are all tokens', and the last rank, whose rows may be filled up, has a token's, too."""
+    params = {param.name: param.type for param in facts.graph.params}
+    worlds = [(world.tp, {"tp": world.tp, "ep": world.ep[0], "rank": 0}) for world in facts.graph.shards.worlds]
+    fitting: dict[Expr, tuple[int, int]] = {}  # by size: more tokens than that, and at most so many
+    for row in facts.graph.shards.rows:
+        for name in row.params if row.mode == "vocab" else ():
+            for size in params[name].shape if name in params else ():
+                if isinstance(size, int) or not symbols.free_symbols(size) <= WORLD:
+                    continue
+                if size not in fitting:
+                    rows = [(tp, symbols.evaluate(size, world)) for tp, world in worlds]
+                    fitting[size] = max((tp - 1) * each for tp, each in rows), min(tp * each for tp, each in rows)
+                above, most = fitting[size]
+                if not above < row.units <= most:
+                    found = f"{row.units} tokens, expected more than {above} and at most {most}, so that"
+                    yield f"param %{name}", f"{found} in each world each token is on a rank and each rank has one"
 
 
 def _is_positive(size: Expr, world: Mapping[str, int], ranks: Collection[int]) -> bool:
@@ -181,7 +203,9 @@ def _keeps(op: str, args: Mapping[str, Arg], partial: Collection[str]) -> bool:
 
 SHARD_RULES = (
     Rule("IR060", "worlds are few, the one of one rank first, within the ranges of their symbols", _worlds),
-    Rule("IR061", "every world divides what is split: no rank's part is empty", _sizes),
+    Rule(
+        "IR061", "every world divides what is split: no rank's part is empty, and each token has its row on one", _sizes
+    ),
     Rule("IR062", "rows of the plan name what is there, and give a reason for what is replicated", _rows),
     Rule("IR063", "sums that ranks have parts of are made once, before anything else is computed of them", _sums),
 )

@@ -169,6 +169,15 @@ def part(local: str) -> tuple[str, str]:
     )
 
 
+def vocabulary(local: str, units: int) -> tuple[tuple[str, str], ...]:
+    """A table of so many tokens' rows, of which a rank has `local`, in a plan for up to 4 ranks."""
+    recipe = f'slice(read("table", [128, 16], float32), dim=0, start=0, length={local})'
+    plan = "world(tp=1, ep=[1]) world(tp=2, ep=[1]) world(tp=4, ep=[1])"
+    fields = f'kind="embedding", block="", mode="vocab", params=[%table], nodes=[], units={units}'
+    none = 'collective="", group="", reason=""'
+    return WORLD, shards(f"{plan} row({fields}, {none})"), param(f"%table: float32[{local}, 16] = {recipe}")
+
+
 WORLD = ("tp: 1..8 }", "tp: 1..8 rank: 0..7 ep: 1..4 }")
 WORLDS = shards("world(tp=1, ep=[1]) world(tp=2, ep=[1, 2]) world(tp=4, ep=[2])")
 MINE = "start=floordiv((rank * 16), tp), end=(floordiv((rank * 16), tp) + ceildiv(16, tp))"
@@ -316,6 +325,7 @@ ACCEPTED = [
     ok("IR060", WORLD, WORLDS),
     ok("IR060", shards("world(tp=1, ep=[1])")),
     ok("IR061", WORLD, WORLDS, part("ceildiv(16, tp)")),
+    ok("IR061", *vocabulary("ceildiv(101, tp)", 101)),
     ok("IR062", row()),
     ok("IR062", row(mode='"replicated"', collective='""', group='""', reason='"it is small"', nodes="[]")),
     ok("IR062", row(block='""', params="[%embed]", nodes="[%last]")),
@@ -953,6 +963,8 @@ REJECTED = [
     bad("IR060", "tp is 16, outside of", WORLD, shards("world(tp=1, ep=[1]) world(tp=16, ep=[1])")),
     bad("IR060", "257 worlds; at most 256", WORLD, shards(257 * "world(tp=1, ep=[1]) ")),
     bad("IR061", r"floordiv\(2, tp\) is no size where tp is 4", WORLD, WORLDS, part("floordiv(2, tp)")),
+    bad("IR061", "101 tokens, expected more than 75 and at most 100", *vocabulary("floordiv(101, tp)", 101)),
+    bad("IR061", "6 tokens, expected more than 6 and at most 6", *vocabulary("ceildiv(6, tp)", 6)),
     bad("IR062", "there is no block lost", row(block='"lost"')),
     bad("IR062", "%x is no param", row(params="[%x]")),
     bad("IR062", "%lost is nothing that block layer makes", row(nodes="[%lost]")),

@@ -163,7 +163,7 @@ def test_a_port_that_is_taken(folder: Path) -> None:
     [
         ("split.bundle", {"tp": 3}, "tp is 3, and the bundle can be split over 1, 2, 4 ranks"),
         ("whole.bundle", {"tp": 2}, "tp is 2, and the bundle can be split over 1 ranks"),
-        ("split.bundle", {"tp": 4, "ep": 3}, "ep is 3, and tp is 4: .*\n  fix: give an ep that divides tp: 1, 2, 4"),
+        ("split.bundle", {"tp": 4, "ep": 3}, "ep is 3, and tp is 4: .*\n  fix: give an ep that divides tp"),
         ("split.bundle", {"tp": 0}, "tp is 0, expected an integer of 1 to 1024"),
         ("split.bundle", {"tp": 2, "timeouts": {"joining": 3}}, "timeouts has 'joining', expected join, agree"),
         ("split.bundle", {"tp": 2, "world_port": 0}, "world_port is 0"),
