@@ -29,7 +29,7 @@ def all_reduce_residual_rms_norm(
     cast_before_scale: bool,
     group: Group | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of `residual` plus the ranks' sum of `x` [..., D], and that sum; of `x`'s shape and dtype, contiguous."""
+    """The norm of `residual` plus the ranks' sum of `x` [..., D], and that sum; of `x`'s shape and dtype."""
     total = all_reduce(x, group=group)
     return residual_rms_norm(total, residual, weight, eps=eps, offset=offset, cast_before_scale=cast_before_scale)
 

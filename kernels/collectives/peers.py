@@ -80,7 +80,10 @@ class _Kind(NamedTuple):
 
 
 class Peers:
-    """One of 2 to 8 processes with a GPU each, on one host. What `peers.cu` does not do is left to `others`."""
+    """One of 2 to 8 processes with a GPU each, on one host. What `peers.cu` does not do is left to `others`.
+
+    `ways` may change between calls, on all ranks alike, to others that take no more memory.
+    """
 
     def __init__(
         self,
@@ -98,8 +101,8 @@ class Peers:
         self.rank, self.size = others.rank, others.size
         self.text = f"memory of each other, beside {others.text}"
         self._others = others
-        self._ways = ways or ways_for(self.size)
-        half = half_bytes(self._ways, self.size)
+        self.ways = ways or ways_for(self.size)
+        half = half_bytes(self.ways, self.size)
         self._memory = PeerMemory(2 * half, self.rank, device, exchange)
         self._beside = torch.cuda.Stream(device)  # other streams may wait for what waits
         self._index = device.index
@@ -112,7 +115,7 @@ class Peers:
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`. Whatever decides here is the same on all ranks."""
         num_bytes = x.numel() * x.element_size()
-        way = way_of(self._ways, num_bytes)
+        way = way_of(self.ways, num_bytes)
         if way.kernel == "nccl" or x.dtype not in _MACROS or num_bytes % VECTOR_BYTES:
             self._others.all_reduce(out, x)
             return
@@ -136,7 +139,7 @@ class Peers:
     ) -> bool:
         """See `NormsSums`. Whatever decides here is the same on all ranks."""
         num_rows, row_bytes = x.numel() // max(1, x.shape[-1]), x.shape[-1] * x.element_size()
-        width, way = row_bytes // VECTOR_BYTES, way_of(self._ways, num_rows * row_bytes)
+        width, way = row_bytes // VECTOR_BYTES, way_of(self.ways, num_rows * row_bytes)
         fits = row_bytes % VECTOR_BYTES == 0 and 0 < width <= _MOST_HELD * _THREADS
         if way.kernel == "nccl" or x.dtype not in _MACROS or not fits or {residual.dtype, weight.dtype} != {x.dtype}:
             return False
