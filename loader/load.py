@@ -273,7 +273,9 @@ def _load_rank(
                 groups["tp"] = meet(world, opened.digest, options.common, target, what, params_bytes(graph))
             program = restore(graph, device=on, target=what, groups=groups)
         with timeline.phase("weights") as phase:
-            loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
+            loaded = load_weights(
+                graph, opened.manifest.checkpoint, files, device=target, buffers=buffers, whole=opened.graph
+            )
             program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))
             phase.bytes = loaded.bytes_read
             phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}

@@ -174,7 +174,8 @@ def _whole(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
 def _compute(model: _Model, placement: Placement, groups: Mapping[str, Group]) -> _Found:
     """Load one rank, and run all steps. Its caches begin as NaN: what a sequence didn't write must not matter."""
     graph, device = bind_world(model.bundle.graph, placement), placement.device
-    weights = load_weights(graph, model.bundle.manifest.checkpoint, model.files, device=device)
+    rules, whole = model.bundle.manifest.checkpoint, model.bundle.graph
+    weights = load_weights(graph, rules, model.files, device=device, whole=whole)
     program = restore(graph, device=torch.device("cpu"), groups=groups)
     program.bind(weights.tensors)
     program.bind(constant_tensors(graph, model.bundle.constants, device))

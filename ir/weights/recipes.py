@@ -383,9 +383,14 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
     raise WeightsError("weights-mismatch", "\n".join(lines), where=str(files.path), fix=fix)
 
 
-def require(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> dict[str, StoredTensor]:
-    """The stored tensor of every name that the graph's recipes read. Raises what `check` raises."""
-    check(graph, rules, files)
+def require(
+    graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, whole: schema.Graph | None = None
+) -> dict[str, StoredTensor]:
+    """The stored tensor of every name that the graph's recipes read. Raises what `check` raises.
+
+    `whole`: the graph of all ranks, if this one's reads a part of the tensors: those are what is checked.
+    """
+    check(whole or graph, rules, files)
     names = {read.tensor for param in graph.params for read in each_leaf(param.recipe)}
     found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
     return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}

@@ -52,6 +52,14 @@ class Connected(Group, Protocol):
         """End, from another thread, what this rank waits for in others that are gone."""
         ...
 
+    def leave(self) -> None:
+        """Let go of what the other ranks have given, when this one has done all that it will do."""
+        ...
+
+    def close(self) -> None:
+        """Give back what this rank has given to others, when all ranks have left."""
+        ...
+
 
 class Norm(NamedTuple):
     """The numbers of `precast.rms_norm`."""

@@ -35,13 +35,14 @@ class PeerMemory:
 
     def __init__(self, num_bytes: int, rank: int, device: torch.device, exchange: Exchange) -> None:
         """All ranks call it. Raises RuntimeError on all of them if one cannot open another's memory."""
+        self._device = device
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the context current
             own = checked(driver.cuMemAlloc(num_bytes))
             checked(driver.cuMemsetD32(own, _EMPTY, num_bytes // 4))
             torch.cuda.synchronize()
             handles = exchange("handle", _bytes_of(checked(driver.cuIpcGetMemHandle(own))))
-            self._own = own
+            self._own: driver.CUdeviceptr | None = own
             self._opened: list[driver.CUdeviceptr] = []
             self.addresses: list[int] = []
             problem = ""
@@ -53,6 +54,8 @@ class PeerMemory:
                     break
         problems = [each.decode() for each in exchange("opened", problem.encode() or b"all") if each != b"all"]
         if problems:
+            self.leave()
+            exchange("left", b"")
             self.close()
             raise RuntimeError("; ".join(problems))
 
@@ -62,12 +65,19 @@ class PeerMemory:
         self._opened.append(opened)
         return int(opened)
 
+    def leave(self) -> None:
+        """Close the others' memory, which none of them frees before, once this rank's launches have ended."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            while self._opened:
+                checked(driver.cuIpcCloseMemHandle(self._opened.pop()))
+
     def close(self) -> None:
-        """Give it back. No rank may be inside of a launch that writes it."""
-        for opened in self._opened:
-            checked(driver.cuIpcCloseMemHandle(opened))
-        checked(driver.cuMemFree(self._own))
-        self._opened = []
+        """Free this rank's memory, when all ranks have left."""
+        own, self._own = self._own, None
+        with torch.cuda.device(self._device):
+            if own is not None:
+                checked(driver.cuMemFree(own))
 
 
 class _Kind(NamedTuple):
@@ -166,8 +176,12 @@ class Peers:
             self._calls[-1:].fill_(1)
         self._others.abort()
 
+    def leave(self) -> None:
+        """See `Connected`."""
+        self._memory.leave()
+
     def close(self) -> None:
-        """Give the memory back, when all ranks have done what they will do."""
+        """See `Connected`."""
         self._memory.close()
 
     def _pieces(self, way: Way, count: int, most: int) -> Iterator[tuple[int, int]]:

@@ -71,6 +71,12 @@ class Gloo:
         """End, from another thread, what this rank waits for in others that are gone."""
         self._backend.abort()
 
+    def leave(self) -> None:
+        """See `Connected`: nothing is held."""
+
+    def close(self) -> None:
+        """See `Connected`: nothing is held."""
+
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`."""
         sum_in_order(out, self._all(x))
@@ -104,6 +110,12 @@ class Nccl:
     def abort(self) -> None:
         """End, from another thread, what this rank waits for in others that are gone."""
         self._backend.abort()
+
+    def leave(self) -> None:
+        """See `Connected`: nothing is held."""
+
+    def close(self) -> None:
+        """See `Connected`: nothing is held."""
 
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`."""

@@ -7,7 +7,7 @@ from precast.ir.graph.symbols import add, mul, numel
 from precast.kernels.gather_rows import launches
 from precast.kernels.records import Condition, reference
 from precast.kernels.rows import in_triton
-from precast.kernels.use import Use, type_bytes, width
+from precast.kernels.use import Use, type_bytes
 
 
 def _embedding(use: Use) -> Expr:
@@ -22,10 +22,8 @@ def _has_one_row_of_ids(use: Use) -> bool:
 
 def _sharded_embedding(use: Use) -> Expr:
     """Ids counted from the part on, once clamped, and two comparisons; the rows, scaled or not."""
-    ids = use.operands["ids"]
-    places = add(mul(2 * width(ids), numel(ids.shape)), mul(3, numel(ids.shape)))
-    rows = type_bytes(use.result)
-    return add(places, rows, _embedding(use), 512)
+    places = mul(2 * use.width("ids") + 3, numel(use.shape("ids")))
+    return add(places, type_bytes(use.result), _embedding(use), 512)
 
 
 RECORDS = (

@@ -49,17 +49,24 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 def load_weights(
-    graph: Graph, rules: Checkpoint, files: CheckpointFiles, *, device: Device, buffers: PinnedBuffers | None = None
+    graph: Graph,
+    rules: Checkpoint,
+    files: CheckpointFiles,
+    *,
+    device: Device,
+    buffers: PinnedBuffers | None = None,
+    whole: Graph | None = None,
 ) -> Weights:
     """All params of a verified graph that is bound to its rank, made from a checkpoint.
 
+    `whole` is the graph before it was bound, where it may read tensors that this rank has no part of.
     `buffers` that were made beforehand save the time that pinning takes. Recipes and headers are compared before
     memory is taken or a tensor read. Raises WeightsError (weights-mismatch) with everything that does not fit,
     (checkpoint-read) for a file that can't be read to its end; TargetError (device-memory) if the params don't fit a
     GPU.
     """
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
-        stored = recipes.require(graph, rules, files)
+        stored = recipes.require(graph, rules, files, whole=whole)
         _check_room(params_bytes(graph), device)  # what is planned grows with it
         assembly = param_parts(graph.params, lambda name: stored[name].dtype)
         plan = plan_reads(assembly, stored.__getitem__)

@@ -78,6 +78,18 @@ class Channel:
             raise EOFError(str(error)) from None
         return decode(body) if kind == MESSAGE else body
 
+    def end_sending(self) -> None:
+        """Whoever receives on the other side gets EOFError; this side may still receive."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until the other side has ended the connection, so many seconds at most; what it says is left unread."""
+        with suppress(OSError):
+            self._socket.settimeout(seconds)
+            while self._socket.recv(4096):
+                pass
+
     def close(self) -> None:
         """End the connection; whoever receives gets EOFError."""
         with suppress(OSError):

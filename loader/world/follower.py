@@ -15,6 +15,7 @@ import msgspec
 from precast.ir.errors import PrecastError, TargetError
 from precast.loader.world import ring as rings
 from precast.loader.world.channel import Channel
+from precast.loader.world.ends import call_all
 from precast.loader.world.messages import End, Failed, Here, OrdersAt, ReadsOrders, Together
 from precast.loader.world.timeouts import Timeouts
 
@@ -46,6 +47,8 @@ class Follower:
         self._failure: Failed | None = None
         self._is_ended = False
         self._at_failure: list[Callable[[], object]] = []
+        self._at_leave: list[Callable[[], object]] = []
+        self._at_left: list[Callable[[], object]] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._hear, name="precast-rank-0", daemon=True)
         self._thread.start()
@@ -106,6 +109,14 @@ class Follower:
         with self._news:
             self._at_failure.append(call)
 
+    def at_leave(self, call: Callable[[], object]) -> None:
+        """As `Lead.at_leave`."""
+        self._at_leave.append(call)
+
+    def at_left(self, call: Callable[[], object]) -> None:
+        """As `Lead.at_left`."""
+        self._at_left.append(call)
+
     def fail(self, error: BaseException) -> None:
         """This rank has failed: rank 0 is told, and ends all."""
         if self._failure is None and not self._is_ended:
@@ -113,14 +124,16 @@ class Follower:
                 self._channel.send(Failed.of(error, self.rank))
 
     def close(self) -> None:
-        """This rank has ended."""
+        """This rank has ended. Rank 0 ends the connection when all have left."""
         self._closed.set()
+        if self._is_ended:
+            call_all(self._at_leave)
+            self._channel.end_sending()
+            self._channel.wait_for_end(self.timeouts.end)
+            call_all(self._at_left)
         self._channel.close()
         self._thread.join(self.timeouts.end)
-        for disconnect in self._at_failure:
-            with suppress(Exception):
-                disconnect()
-        self._at_failure.clear()  # what connects ranks is freed by this thread: others might do it as Python ends
+        call_all(self._at_failure)  # what connects ranks is freed by this thread: others might do it as Python ends
 
     def wait_for_reason(self, seconds: float = 3.0) -> None:
         """After an error: wait to hear whether another rank is to blame."""

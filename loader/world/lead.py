@@ -16,6 +16,7 @@ import msgspec
 from precast.ir.errors import PrecastError, TargetError
 from precast.loader.world import ring as rings
 from precast.loader.world.channel import Channel
+from precast.loader.world.ends import call_all
 from precast.loader.world.messages import End, Failed, Here, OrdersAt, ReadsOrders, Together
 from precast.loader.world.processes import FIX, Processes
 from precast.loader.world.timeouts import Timeouts
@@ -50,15 +51,17 @@ class Lead:
         self._news = threading.Condition()
         self._failure: Failed | None = None
         self._at_failure: list[Callable[[], object]] = []
+        self._at_leave: list[Callable[[], object]] = []
+        self._at_left: list[Callable[[], object]] = []
         self._busy: tuple[str, float] | None = None
         self._at_close: list[Callable[[], object]] = []
         self._closed = threading.Event()
-        self._threads = [
+        self._hearing = [
             threading.Thread(target=self._hear, args=(rank,), name=f"precast-rank-{rank}", daemon=True)
             for rank in channels
         ]
-        self._threads.append(threading.Thread(target=self._look, name="precast-ranks", daemon=True))
-        for thread in self._threads:
+        self._looking = threading.Thread(target=self._look, name="precast-ranks", daemon=True)
+        for thread in (*self._hearing, self._looking):
             thread.start()
 
     # --- agreements --------------------------------------------------------------------------------------------
@@ -155,6 +158,17 @@ class Lead:
         with self._news:
             self._at_failure.append(call)
 
+    def at_leave(self, call: Callable[[], object]) -> None:
+        """`call` lets go of what other ranks have given: it is called on each rank when the world is closed."""
+        self._at_leave.append(call)
+
+    def at_left(self, call: Callable[[], object]) -> None:
+        """`call` frees what this rank has given to others: it is called when all have left a world that is closed.
+
+        It isn't in a world that has failed, which ranks leave in any order, or with a device that doesn't answer.
+        """
+        self._at_left.append(call)
+
     def at_close(self, call: Callable[[], object]) -> None:
         """`call` is called when the world is closed, and all processes that were started here are gone."""
         self._at_close.append(call)
@@ -169,19 +183,28 @@ class Lead:
             return
         self._closed.set()
         if self._failure is None:
-            self._tell(End())
+            self._leave_together()
         if self._processes is not None:
             self._processes.reap(self.timeouts.end)
         for channel in self._channels.values():
             channel.close()
-        for thread in self._threads:
+        for thread in (*self._hearing, self._looking):
             thread.join(self.timeouts.end)
-        for disconnect in self._at_failure:
-            with suppress(Exception):
-                disconnect()
-        self._at_failure.clear()  # what connects ranks is freed by this thread: others might do it as Python ends
+        call_all(self._at_failure)  # what connects ranks is freed by this thread: others might do it as Python ends
         for call in self._at_close:
             call()
+
+    def _leave_together(self) -> None:
+        """End the followers; once all have left, and said so by ending what they send, end their connections."""
+        self._tell(End())
+        call_all(self._at_leave)
+        deadline = time.monotonic() + self.timeouts.end
+        for thread in self._hearing:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._hearing):
+            call_all(self._at_left)
+        for channel in self._channels.values():
+            channel.close()
 
     # --- what comes from followers -------------------------------------------------------------------------------
 

@@ -71,6 +71,8 @@ def meet(world: World, digest: str, options: str, device: Device, target: Target
         message = f"rank {side.rank} can't connect with the others: {first_line}"
         raise TargetError("rank-late", message, fix="docs/sharding.md says what ranks need of a network") from error
     side.at_failure(group.abort)
+    side.at_leave(group.leave)
+    side.at_left(group.close)
     return group
 
 

@@ -10,6 +10,7 @@ import torch
 from recipe_cases import Tensors, params_graph, read
 from safetensors.torch import save_file
 
+from precast.ir.errors import WeightsError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Concat, Dequantise, Each, Read, Recipe, Slice
 from precast.ir.manifest import Checkpoint
@@ -73,6 +74,23 @@ def test_parts_are_the_whole_and_no_byte_is_read_twice(
     assert torch.equal(torch.cat(parts, dim), alone.tensors["p"])
     assert sum(each.bytes_needed for each in ranks) == alone.bytes_needed
     assert [each.bytes_read for each in ranks] == [alone.bytes_needed // tp] * tp
+
+
+def test_a_tensor_that_another_rank_reads_is_expected(tmp_path: Path) -> None:
+    """Of two tensors in one param each rank reads one."""
+    tensors = {"a": normal(8, 4), "b": normal(8, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    both = part(Concat((read("a", tensors), read("b", tensors)), 0), 0, 16)
+    files, device = CheckpointFiles.open(tmp_path), CpuDevice()
+
+    for rank, name in enumerate(tensors):
+        graph = params_graph({"p": both}, tensors, {"tp": 2, "rank": rank})
+        bound = bind_world(graph, Placement(rank, 2, 1, device))
+        assert [each.tensor for each in recipes.leaves(bound.params[0].recipe)] == [name]
+        with pytest.raises(WeightsError, match="1 tensor unexpected"):
+            load_weights(bound, Checkpoint(), files, device=device)
+        found = load_weights(bound, Checkpoint(), files, device=device, whole=graph)
+        assert torch.equal(found.tensors["p"], tensors[name])
 
 
 def fp8() -> tuple[Dequantise, Tensors]:

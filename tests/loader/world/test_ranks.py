@@ -124,6 +124,18 @@ def test_two_gpus_give_the_tokens_of_one(capture: str, folder: Path) -> None:
         assert (engine.stats.eager_steps > 0) == (capture != "before")
 
 
+@pytest.mark.gpu
+def test_worlds_that_end_give_their_memory_back(folder: Path) -> None:
+    """What all of the device has free after the second world is what it had after the first, but for a little."""
+    needs_gpus()
+    free = []
+    for _ in range(3):
+        with loaded(folder, device="cuda", tp=2, max_num_seqs=4, max_num_tokens=16) as engine:
+            assert tokens(engine) == expected()
+        free.append(torch.cuda.mem_get_info(0)[0])
+    assert min(free[1:]) > free[0] - (32 << 20)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_ends_the_world(how: signal.Signals, device: str, folder: Path) -> None:
