@@ -113,11 +113,11 @@ class Peers:
         self._others = others
         self.ways = ways or ways_for(self.size)
         half = half_bytes(self.ways, self.size)
+        self._calls = torch.zeros(2, dtype=torch.int32, device=device)
         self._memory = PeerMemory(2 * half, self.rank, device, exchange)
         self._beside = torch.cuda.Stream(device)  # other streams may wait for what waits
         self._index = device.index
         self._has_pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-        self._calls = torch.zeros(2, dtype=torch.int32, device=device)
         addresses = [*self._memory.addresses, *[None] * (MAX_PEERS - self.size)]
         self._args = (self._calls.data_ptr(), half // VECTOR_BYTES, int(limit * 1e9), *addresses)
         self._kernels: dict[_Kind, Kernel] = {}
