@@ -23,12 +23,10 @@ import numpy as np
 import torch
 
 from precast.ir.errors import RequestError
-from precast.ir.graph.schema import Dtype, Graph
+from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
-from precast.kernels import registry
 from precast.kernels.embedding.drawn import known_ids_on
-from precast.kernels.sampling.limits import SAMPLE_VERSION
-from precast.kernels.sampling.sample import greedy
+from precast.kernels.sampling.parts import VocabularyPart
 from precast.kernels.use import types_in
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -38,6 +36,7 @@ from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import Program
 from precast.loader.run.batch import Arrays, BatchInputs
 from precast.loader.run.capture import Captures, Memory, Size, SizedStep
+from precast.loader.run.drawing import Drawing
 from precast.loader.run.draws import DTYPES, draw_arrays, draw_padding
 from precast.loader.run.places import Layout, Places, places_bytes
 from precast.loader.schedule.decoding import DecodeBatch
@@ -99,10 +98,12 @@ class Runner:
         *,
         captured_sizes: Sequence[int] = (),
         world: Lead | Follower | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
         """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called.
 
-        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone.
+        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone. `part`:
+        the graph's logits are those of the rank's part of the vocabulary.
 
         Raises what `BatchInputs` raises for the graph.
         """
@@ -112,10 +113,8 @@ class Runner:
         self.limits = limits
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
-        dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
         self._known_ids = known_ids_on(on)
-        drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
-        self._sample, self._sample_captured = drawing(), drawing(control="static")
+        self._drawing = Drawing(types_in(graph)[graph.outputs["logits"]].dtype, on, part)
         capacities = sizing.capacities(graph, limits, memory.num_slabs)
         places = Places(capacities, device)
         groups = [group.name for group in caches.groups(graph.caches)]
@@ -328,18 +327,17 @@ class Runner:
         return self._compute(order)
 
     def _compute(self, order: Order) -> torch.Tensor:
-        """The logits `[R, V]` of what the places hold, op by op; where rows draw, what they drew is in `_drawn`."""
+        """The logits `[R, V]` of what the places hold, op by op; where rows draw, what they drew is in `_drawn`, and
+        the logits may be the rank's part."""
         program, _, places = self.opened()
         tensors = places.filled(order.lengths)
         if order.has_unknown:
             tensors["input_ids"] = self._known_ids(tensors["input_ids"], self._drawn)
         logits = program(**self._given(tensors))["logits"][0]
-        if order.num_rows:
-            arguments = {name: tensors[name] for name in DTYPES if name in tensors}
-            if arguments:
-                self._sample(logits=logits, **arguments, out=self._drawn[: order.num_rows])
-            else:
-                self._drawn[: order.num_rows] = greedy(logits)
+        if not order.num_rows:
+            return self._drawing.whole(logits)
+        asked = {name: tensors[name] for name in DTYPES if name in tensors}
+        self._drawing.draw(logits, asked, self._drawn[: order.num_rows])
         return logits
 
     def _step_of(self, size: Size) -> SizedStep:
@@ -370,7 +368,7 @@ class Runner:
         outputs: dict[str, torch.Tensor] = {}
         yield from (program.warm_up if is_warm_up else program.cut)(outputs, **self._given(tensors))
         drawing = {name: tensors[name] for name in DTYPES}
-        self._sample_captured(logits=outputs["logits"][0], **drawing, out=self._drawn[: size.num_seqs])
+        yield from self._drawing.captured(outputs["logits"][0], drawing, self._drawn[: size.num_seqs])
 
     def _memory(self) -> Memory:
         program, _, places = self.opened()
