@@ -13,15 +13,18 @@ import torch
 
 from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError, RequestError, shown_value
+from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches, liveness
 from precast.ir.memory.capture import capture_plan, cut
 from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
+from precast.kernels.collectives.group import Group
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.measured import read_table
 from precast.kernels.registry import target_of
+from precast.kernels.sampling.parts import VocabularyPart
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
@@ -279,9 +282,12 @@ def _load_rank(
                 config_facts.check(opened.manifest.config, options.weights)
             what = target_of(on, table)._replace(tp=placement.tp)
             files = CheckpointFiles.open(options.weights)
-            groups = {}
+            groups: dict[str, Group] = {}
+            part = None
             if world is not None:
                 groups = meet(world, placement, opened.digest, options.common, what, params_bytes(graph))
+                if target.kind == "cpu" and "tp" in groups and (found := in_parts(graph)):
+                    graph, part = found.graph, VocabularyPart(groups["tp"], found.size, found.columns)
             program = restore(graph, device=on, target=what, groups=groups)
         with timeline.phase("weights") as phase:
             loaded = load_weights(
@@ -303,8 +309,10 @@ def _load_rank(
             cut_blocks_to_size(on)
             program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
             side = world and world.side
-            stages = stages_of(opened.graph, placement, groups)
-            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, world=side, stages=stages)
+            runner = Runner(
+                program, graph, memory, target, limits, captured_sizes=sizes, world=side, part=part,
+                stages=stages_of(opened.graph, placement, groups),
+            )  # fmt: skip
             if side is not None:
                 side.share_orders(runner.orders.max_bytes)
             phase.bytes, phase.counters = size.num_bytes, size.counters()

@@ -23,13 +23,10 @@ import numpy as np
 import torch
 
 from precast.ir.errors import RequestError
-from precast.ir.graph.schema import Dtype, Graph
+from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
-from precast.kernels import registry
 from precast.kernels.embedding.drawn import known_ids_on
-from precast.kernels.sampling.limits import SAMPLE_VERSION
-from precast.kernels.sampling.sample import greedy
-from precast.kernels.use import types_in
+from precast.kernels.sampling.parts import VocabularyPart
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
@@ -38,6 +35,7 @@ from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import Program
 from precast.loader.run.batch import Arrays, BatchInputs
 from precast.loader.run.capture import Captures, Memory, Size, SizedStep
+from precast.loader.run.drawing import Drawing
 from precast.loader.run.draws import DTYPES, draw_arrays, draw_padding
 from precast.loader.run.places import Layout, Places, places_bytes
 from precast.loader.run.stages import Stages
@@ -100,12 +98,13 @@ class Runner:
         *,
         captured_sizes: Sequence[int] = (),
         world: Lead | Follower | None = None,
+        part: VocabularyPart | None = None,
         stages: Stages | None = None,
     ) -> None:
         """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called.
 
-        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone. `stages`:
-        the graph is that of one stage of several, which alone draws if it is the last one.
+        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone. `part`
+        and `stages`: see `Drawing`.
 
         Raises what `BatchInputs` raises for the graph.
         """
@@ -115,13 +114,8 @@ class Runner:
         self.limits = limits
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
-        self._stages = stages
-        self._draws = stages is None or stages.is_last
         self._known_ids = known_ids_on(on)
-        if self._draws:
-            dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
-            drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
-            self._sample, self._sample_captured = drawing(), drawing(control="static")
+        self._drawing = Drawing(graph, on, part, stages)
         capacities = sizing.capacities(graph, limits, memory.num_slabs)
         places = Places(capacities, device)
         groups = [group.name for group in caches.groups(graph.caches)]
@@ -319,7 +313,9 @@ class Runner:
             self._lead.send(self.orders.encode(order, places.written(lengths, layout)))
         places.copy(lengths, until, layout)
 
-    def _run_eagerly(self, arrays: Arrays, drawing: Arrays, copies: Sequence[PageCopy], arrived: Event) -> torch.Tensor:
+    def _run_eagerly(
+        self, arrays: Arrays, drawing: Arrays, copies: Sequence[PageCopy], arrived: Event
+    ) -> torch.Tensor | None:
         """The logits `[R, V]`; where rows draw, what they drew is in `_drawn`. `arrived` is recorded afterwards."""
         num_rows, wants_logits = len(drawing["temperature"]) if drawing else 0, not drawing
         # Where all take their likeliest token, that is what `precast.sample` gives, and it need not be told.
@@ -333,27 +329,24 @@ class Runner:
         self._fill(order, given, arrived, places.widest)
         return self._compute(order)
 
-    def _compute(self, order: Order) -> torch.Tensor:
-        """The logits `[R, V]` of what the places hold, op by op; where rows draw, what they drew is in `_drawn`."""
+    def _compute(self, order: Order) -> torch.Tensor | None:
+        """The logits `[R, V]` of what the places hold, op by op; where rows draw, what they drew is in `_drawn`, and
+        the logits may be the rank's part."""
         program, _, places = self.opened()
         tensors = places.filled(order.lengths)
         if order.has_unknown:
             tensors["input_ids"] = self._known_ids(tensors["input_ids"], self._drawn)
-        outputs = program(**self._given(tensors))
-        logits = outputs["logits"][0] if self._draws else None
-        if order.num_rows and logits is not None:
-            arguments = {name: tensors[name] for name in DTYPES if name in tensors}
-            if arguments:
-                self._sample(logits=logits, **arguments, out=self._drawn[: order.num_rows])
-            else:
-                self._drawn[: order.num_rows] = greedy(logits)
-        if self._stages is not None:
-            if logits is None:
-                logits = self._stages.new_logits(len(tensors["logit_rows"]) if order.wants_logits else 0)
-            if order.num_rows or order.wants_logits:
-                self._stages.share(logits if order.wants_logits else self._drawn[: order.num_rows])
-        assert logits is not None, "a stage that has none is given some"
+        logits = self._logits(program(**self._given(tensors)))
+        if not order.num_rows:
+            return self._drawing.whole(logits, len(tensors["logit_rows"]) if order.wants_logits else 0)
+        asked = {name: tensors[name] for name in DTYPES if name in tensors}
+        self._drawing.draw(logits, asked, self._drawn[: order.num_rows])
         return logits
+
+    @staticmethod
+    def _logits(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The logits `[R, V]`; None: this stage has none."""
+        return outputs["logits"][0] if "logits" in outputs else None
 
     def _step_of(self, size: Size) -> SizedStep:
         """What `Captures` runs to warm up and to capture a size: a step with nothing but empty slots."""
@@ -382,14 +375,8 @@ class Runner:
         tensors["input_ids"] = self._known_ids(tensors["input_ids"], self._drawn)
         outputs: dict[str, torch.Tensor] = {}
         yield from (program.warm_up if is_warm_up else program.cut)(outputs, **self._given(tensors))
-        drawn = self._drawn[: size.num_seqs]
-        if self._draws:
-            drawing = {name: tensors[name] for name in DTYPES}
-            self._sample_captured(logits=outputs["logits"][0], **drawing, out=drawn)
-        if self._stages is not None and self.device.kind == "cuda":
-            self._stages.share(drawn)
-        elif self._stages is not None:  # on a CPU the host waits for other ranks
-            yield HostCall(self._stages.share, {"tensor": drawn}, (), False)
+        drawing = {name: tensors[name] for name in DTYPES}
+        yield from self._drawing.captured(self._logits(outputs), drawing, self._drawn[: size.num_seqs])
 
     def _memory(self) -> Memory:
         program, _, places = self.opened()
