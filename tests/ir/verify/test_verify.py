@@ -224,7 +224,8 @@ TWO_CALLS = (
     (
         "main {",
         "block plain { inputs { %x: float32[1, T, 16] } params { %w: float32[16] }"
-        " %y: float32[1, T, 16] = precast.rms_norm(x=%x, weight=%w, eps=1e-06, cast_before_scale=true) return %y }\nmain {",
+        " %y: float32[1, T, 16] = precast.rms_norm(x=%x, weight=%w, eps=1e-06, cast_before_scale=true)"
+        " return %y }\nmain {",
     ),
     ("  %last:", "  %h3: float32[1, T, 16] = call plain(x=%h2, w=%norm)\n  %last:"),
 )
