@@ -40,7 +40,7 @@ def taking(spec: OpSpec, sample: Sample, device: torch.device) -> list[Record]:
     are about those.
     """
     use = use_of_tensors(spec.name, spec.version, sample)._replace(target=registry.target_of(device))
-    records = [record for record in fitting(use, _step_of(spec, sample)) if record.kind != "cuda"]
+    records = [record for record in fitting(use, step_of(spec, sample)) if record.kind != "cuda"]
     others = [record for record in records if not record.name.startswith("reference.")]
     return others or records
 
@@ -54,7 +54,7 @@ def chosen(spec: OpSpec, device: torch.device) -> Callable[..., Any]:
     return call
 
 
-def _step_of(spec: OpSpec, sample: Sample) -> dict[str, int]:
+def step_of(spec: OpSpec, sample: Sample) -> dict[str, int]:
     """The sizes of the step that has these tensors: its tokens, and its sequences."""
     found = {"T": 0}
     for name, axes in spec.axes.items():
