@@ -15,6 +15,7 @@ import msgspec
 
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import (
+    Arg,
     Call,
     Const,
     Dim,
@@ -173,7 +174,12 @@ def _is_copied(step: Node | Call, anywhere: frozenset[str]) -> bool:
 
 def _receive(value: Value, source: int) -> Node:
     sizes = Items(tuple(_size(size) for size in value.type.shape))
-    args = {"shape": sizes, "dtype": DtypeArg(value.type.dtype), "group": Const(GROUP), "source": Const(source)}
+    args: dict[str, Arg] = {
+        "shape": sizes,
+        "dtype": DtypeArg(value.type.dtype),
+        "group": Const(GROUP),
+        "source": Const(source),
+    }
     return Node("precast.receive", args, (value,))
 
 

@@ -474,6 +474,7 @@ def test_a_cpu_holds_so_many_copies() -> None:
 
 
 def test_every_op_of_our_own_is_measured() -> None:
-    assert {f"precast.{op}" for op, *_ in CASES.values()} | {"precast.sample"} == {
+    holds_nothing = {"precast.send", "precast.receive"}  # whose group of one is on no device
+    assert {f"precast.{op}" for op, *_ in CASES.values()} | {"precast.sample"} | holds_nothing == {
         spec.name for spec in registry.specs()
     }

@@ -8,11 +8,13 @@ import typing
 import msgspec
 import pytest
 from graph_text import parse_graph
+from tiny import tiny_graph
 
 from precast.ir.errors import BundleError, RequestError
 from precast.ir.graph import schema
 from precast.ir.graph.schema import Apply, Expr, Graph
 from precast.ir.graph.text import format_graph
+from precast.ir.memory import caches
 from precast.ir.verify import verifier
 from precast.loader.placement import Placement, bind_world, check_world, place
 from precast.loader.torch_device import CpuDevice
@@ -177,3 +179,34 @@ def test_what_is_printed_as_valid_can_be_loaded() -> None:
             else:
                 with pytest.raises(RequestError):
                     bind_world(graph, at(tp - 1, tp, ep))
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_counted_stage_by_stage() -> None:
+    found = [place("cpu", rank=rank, tp=2, pp=3) for rank in range(6)]
+
+    assert [(each.stage, each.rank) for each in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert {(each.tp, each.pp) for each in found} == {(2, 3)}
+    with pytest.raises(RequestError, match="rank is 6, expected 0 to 5"):
+        place("cpu", rank=6, tp=2, pp=3)
+
+
+def test_stages_agree_about_the_pages_of_a_slab() -> None:
+    graph = tiny_graph(tp=True)
+
+    whole, *parts = (bind_world(graph, at(1, 2)._replace(pp=pp, stage=stage)) for pp, stage in ((1, 0), (2, 0), (2, 1)))
+
+    slabs = caches.with_slabs(whole.caches)
+    assert all(part.caches.pools == slabs.pools for part in parts)
+    assert all(part.inputs == whole.inputs for part in parts)
+    names = [slot.name for part in parts for _, slot in caches.slots(part.caches)]
+    assert sorted(names) == sorted(slot.name for _, slot in caches.slots(whole.caches))
+    assert parts[0].caches.slab_bytes < parts[1].caches.slab_bytes == slabs.slab_bytes  # it has the largest pages alone
+
+
+def test_stages_that_a_plan_does_not_have() -> None:
+    with pytest.raises(RequestError, match="pp is 3, and the layers can be divided into 1, 2 stages") as error:
+        bind_world(tiny_graph(tp=True), at(0, 1)._replace(pp=3))
+    assert error.value.code == "engine-option-invalid"

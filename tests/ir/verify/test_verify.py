@@ -220,6 +220,17 @@ def pages_of(page_size: int, heads: str) -> tuple[tuple[str, str], ...]:
     )  # fmt: skip
 
 
+TWO_CALLS = (
+    (
+        "main {",
+        "block plain { inputs { %x: float32[1, T, 16] } params { %w: float32[16] }"
+        " %y: float32[1, T, 16] = precast.rms_norm(x=%x, weight=%w, eps=1e-06, cast_before_scale=true)"
+        " return %y }\nmain {",
+    ),
+    ("  %last:", "  %h3: float32[1, T, 16] = call plain(x=%h2, w=%norm)\n  %last:"),
+)
+"""A second layer, without a cache."""
+
 ACCEPTED = [
     ok("IR001", constant(f"%_A.0..b: int8[] %{LONG}: int8[]")),
     ok("IR002", constant("%c: int8[floordiv((T * 8), max(tp, 1)), mod(T, 3), (T + -1)]")),
@@ -340,6 +351,8 @@ ACCEPTED = [
             ' %all = precast.all_reduce(x=%half, group="tp")'
         ),
     ),
+    ok("IR064", shards('world(tp=1, ep=[1]) override(pattern="norm", choice="replicate")')),
+    ok("IR064", shards("world(tp=1, ep=[1]) pipeline(layers=[1, 1])"), *TWO_CALLS),
 ]
 
 NOT_A_NAME = "expected letters, digits, _ and ., at most 256, no digit first"
@@ -994,6 +1007,11 @@ REJECTED = [
         part("ceildiv(16, tp)"),
         step(f'{PRODUCT} %all = precast.all_reduce(x=%sum, group="tp") %two = precast.all_reduce(x=%all, group="tp")'),
     ),
+    bad("IR064", "each of a call or more, and 1 calls in all", shards("world(tp=1, ep=[1]) pipeline(layers=[1, 1])")),
+    bad("IR064", "two stages or more, each", shards("world(tp=1, ep=[1]) pipeline(layers=[2])"), *TWO_CALLS),
+    bad("IR064", "pipeline 2: is declared twice", shards(2 * "pipeline(layers=[1, 1]) "), *TWO_CALLS),
+    bad("IR064", "at most 64 stages", shards(f"pipeline(layers={[1] * 65})"), *TWO_CALLS),
+    bad("IR064", "1025 overrides", shards(1025 * 'override(pattern="norm", choice="row") ')),
 ]
 
 
