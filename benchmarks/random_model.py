@@ -16,13 +16,13 @@ from precast.kernels.use import Use
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.engine.engine import Engine
-from precast.loader.load import captured_sizes, constant_tensors
 from precast.loader.placement import bind_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
-from precast.loader.sizing import EngineLimits
+from precast.loader.sizing import EngineLimits, captured_sizes
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size, tensor_of
+from precast.loader.torch_load import constant_tensors
 
 
 class RandomModel:

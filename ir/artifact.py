@@ -8,32 +8,42 @@ the graph against the rules.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from precast.ir import encoding, limits
+from precast.ir.bundle import attached as attachments
 from precast.ir.bundle import codec, oci
-from precast.ir.bundle.layout import Contents, Layer, check_file_name, is_bundle, read_layout
+from precast.ir.bundle.attached import Attached
+from precast.ir.bundle.layout import Contents, Layer, check_file_name, compose_index, is_bundle, read_layout
 from precast.ir.errors import BundleError, some
 from precast.ir.graph.schema import Graph, Node, Steps
 from precast.ir.manifest import Blob, Manifest, Role
+from precast.ir.native import NativeLayer
 from precast.ir.ops import table as ops
 from precast.ir.verify import extent
 from precast.ir.verify.verifier import check
 from precast.ir.weights import tensorfile
 from precast.ir.weights.tensorfile import Tensor, TensorFileError
 
-_ROLES: dict[str, Role] = {oci.GRAPH: "graph", oci.CONSTANTS: "constants", oci.TOKENIZER: "tokenizer"}
+_ROLES: dict[str, Role] = {
+    oci.GRAPH: "graph",
+    oci.CONSTANTS: "constants",
+    oci.TOKENIZER: "tokenizer",
+    oci.NATIVE: "native",
+}
 
 
 class Bundle(msgspec.Struct, frozen=True, eq=False):
     """An opened bundle: everything in it has been read, decoded and verified.
 
     `digest` is the image manifest's: the bundle's identity. `constants` maps names to (dtype, shape, content).
-    `provenance` says who made it, when and where; it is outside of the identity and may be empty.
+    `provenance` says who made it, when and where; it is outside of the identity and may be empty. So is `attached`:
+    the manifests that others attached (signatures, attestations), and that of the provenance record. `native` has the
+    native layers by target: code, of which nothing is run or loaded here.
     """
 
     path: Path
@@ -43,6 +53,9 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
     constants: dict[str, Tensor]
     provenance: dict[str, Any]
     layers: tuple[Layer, ...]
+    descriptor: oci.Descriptor
+    attached: tuple[Attached, ...] = ()
+    native: Mapping[str, NativeLayer] = {}
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Bundle:
@@ -58,8 +71,13 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
             raise error.inside(str(path)) from None
 
     def files(self, role: str) -> dict[str, bytes]:
-        """The contents of all files of this role (`graph`, `constants`, `tokenizer`) by name."""
+        """The contents of all files of this role (`graph`, `constants`, `tokenizer`, `native`) by name."""
         return {layer.name: layer.data for layer in self.layers if _ROLES[layer.media_type] == role}
+
+    def native_digest(self, target: str) -> str:
+        """The digest of the native layer for a target that has one: what `--allow-native` takes, and signers name."""
+        (found,) = (x.digest for x in self.layers if (x.media_type, x.name) == (oci.NATIVE, target))
+        return found
 
 
 def write_bundle(
@@ -70,12 +88,13 @@ def write_bundle(
     constants: Mapping[str, Tensor],
     files: Mapping[str, bytes],
     provenance: Mapping[str, object],
+    native: Sequence[NativeLayer] = (),
 ) -> Bundle:
     """Write a bundle to `path`, all or nothing, and return it opened.
 
-    `constants` maps names to (dtype, shape, bytes-like), `files` names to tokenizer files. The digest depends on
-    the manifest, the graph, the constants and the files alone; clocks, paths and host names belong in `provenance`.
-    A bundle at `path` is replaced; anything else there is left alone.
+    `constants` maps names to (dtype, shape, bytes-like), `files` names to tokenizer files. The digest depends on the
+    manifest, the graph, the constants, the files and the native layers alone; clocks, paths and host names belong in
+    `provenance`. A bundle at `path` is replaced; anything else there is left alone.
 
     Raises BundleError for contents that `Bundle.open` would refuse, and BuildError: `build-in-progress`,
     `output-not-a-bundle`, `disk-full` or `write-failed`.
@@ -83,7 +102,7 @@ def write_bundle(
     # Here, because readers need neither it nor what it imports.
     from precast.ir.bundle.publish import publish
 
-    content = _layout(manifest_without_blobs, graph, constants, files, provenance)
+    content = _layout(manifest_without_blobs, graph, constants, files, provenance, native)
     written = publish(Path(path), content, may_replace=is_bundle, check=Bundle.open)
     return msgspec.structs.replace(written, path=Path(path))
 
@@ -93,6 +112,48 @@ def check_output(path: str | os.PathLike[str]) -> None:
     from precast.ir.bundle.publish import check_place
 
     check_place(Path(path), is_bundle)
+
+
+def attach(path: str | os.PathLike[str], *attached: Attached) -> Bundle:
+    """Attach manifests to the bundle at `path`, which is replaced in one step; its digest stays what it was.
+
+    `Bundle.descriptor` and `precast.ir.bundle.attached.compose` make a manifest. One that is attached already stays as
+    it is; a provenance record takes the place of the one that is there. Returns the bundle, opened.
+
+    Raises BundleError for a bundle that is refused, or that would be with these (`index-invalid`: another bundle's;
+    `limit-exceeded`), and BuildError as `write_bundle` does.
+    """
+    contents = read_layout(Path(path))
+    has_record = any(extra.artifact_type == oci.PROVENANCE for extra in attached)
+    kept = [x for x in contents.attached if not (has_record and x.artifact_type == oci.PROVENANCE)]
+    return _replace_attached(Path(path), contents, {extra.digest: extra for extra in (*kept, *attached)})
+
+
+def detach(path: str | os.PathLike[str], *digests: str) -> Bundle:
+    """Remove manifests that are attached to the bundle at `path`, by digest; those that aren't there are passed over.
+
+    Raises what `attach` does.
+    """
+    contents = read_layout(Path(path))
+    kept = {extra.digest: extra for extra in contents.attached if extra.digest not in digests}
+    return _replace_attached(Path(path), contents, kept)
+
+
+def _replace_attached(path: Path, contents: Contents, attached: Mapping[str, Attached]) -> Bundle:
+    """Write the bundle anew with these manifests attached. The blobs of the bundle itself are copied as files."""
+    from precast.ir.bundle.publish import publish
+
+    if tuple(attached.values()) == contents.attached:
+        return Bundle.open(path)
+    image = attachments.decode(contents.image)
+    digests = [contents.descriptor.digest, *(part.digest for part in image.parts)]
+    content: dict[str, bytes | Path] = {oci.blob_path(digest): path / oci.blob_path(digest) for digest in digests}
+    for extra in attached.values():
+        content |= {oci.blob_path(digest): data for digest, data in extra.blobs().items()}
+    content[oci.INDEX_FILE] = compose_index(contents.descriptor, tuple(attached.values()))
+    content[oci.LAYOUT_FILE] = oci.MARKER
+    written = publish(path, content, may_replace=is_bundle, check=Bundle.open)
+    return msgspec.structs.replace(written, path=path)
 
 
 def ops_of(graph: Graph) -> dict[str, int]:
@@ -129,7 +190,18 @@ def _decode(path: Path, contents: Contents) -> Bundle:
     provenance: dict[str, Any] = {}
     if contents.provenance is not None:
         provenance = codec.decode_json(contents.provenance, dict[str, Any], "provenance")
-    return Bundle(path, contents.digest, manifest, graph, constants, provenance, contents.layers)
+    return Bundle(
+        path, contents.descriptor.digest, manifest, graph, constants, provenance, contents.layers, contents.descriptor,
+        contents.attached, _decode_native(contents.layers),
+    )  # fmt: skip
+
+
+def _decode_native(layers: tuple[Layer, ...]) -> dict[str, NativeLayer]:
+    found = {layer.name: encoding.decode_native(layer.data) for layer in layers if layer.media_type == oci.NATIVE}
+    for name, each in found.items():
+        if each.target != name:
+            raise BundleError("native-invalid", f"the native layer {name} says that it is for {each.target}")
+    return found
 
 
 def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
@@ -189,6 +261,7 @@ def _layout(
     constants: Mapping[str, Tensor],
     files: Mapping[str, bytes],
     provenance: Mapping[str, object],
+    native: Sequence[NativeLayer],
 ) -> dict[str, bytes]:
     """All files of the layout by their path in it. A pure function of its arguments."""
     assert manifest.format == encoding.FORMAT, "bundles are written in the current format only"
@@ -199,38 +272,33 @@ def _layout(
         _layer(oci.GRAPH, "graph", encoding.encode_graph(graph)),
         _layer(oci.CONSTANTS, "constants", _encode_constants(constants)),
         *(_layer(oci.TOKENIZER, name, files[name]) for name in sorted(files)),
+        *(_layer(oci.NATIVE, each.target, encoding.encode_native(each)) for each in sorted(native, key=_target)),
     )
     config = encoding.encode_manifest(msgspec.structs.replace(manifest, blobs=_blobs(layers)))
     described = tuple(map(_describe, layers))
     image = codec.encode_json(oci.image(oci.BUNDLE, oci.describe(config, oci.MANIFEST), described))
-    contents = [config, image, *(layer.data for layer in layers)]
-    index, attached = _index(image, codec.encode_json(dict(provenance)))
+    descriptor = oci.describe(image, oci.IMAGE_TYPE)
+    record = attachments.compose(
+        descriptor, oci.PROVENANCE, [(oci.PROVENANCE, codec.encode_json(dict(provenance)))]
+    )  # fmt: skip
+    contents = {oci.digest_of(data): data for data in (config, image, *(layer.data for layer in layers))}
     return {
-        **{f"{oci.BLOBS}/{oci.digest_of(data).replace(':', '/')}": data for data in (*contents, *attached)},
-        oci.INDEX_FILE: index,
+        **{oci.blob_path(digest): data for digest, data in (contents | record.blobs()).items()},
+        oci.INDEX_FILE: compose_index(descriptor, (record,)),
         oci.LAYOUT_FILE: oci.MARKER,
     }
-
-
-def _index(image: bytes, record: bytes) -> tuple[bytes, list[bytes]]:
-    """`index.json`, and the blobs of the provenance record, which is attached to the image from outside."""
-    empty, described = oci.describe(oci.EMPTY, oci.EMPTY_TYPE), oci.describe(record, oci.PROVENANCE)
-    subject = oci.describe(image, oci.IMAGE_TYPE)
-    attached = codec.encode_json(oci.image(oci.PROVENANCE, empty, (described,), subject))
-    manifests = (
-        # Tools want a name when a layout holds more than one manifest.
-        oci.describe(image, oci.IMAGE_TYPE, artifact_type=oci.BUNDLE, annotations={oci.REF_NAME: "latest"}),
-        oci.describe(attached, oci.IMAGE_TYPE, artifact_type=oci.PROVENANCE),
-    )
-    return codec.encode_json(oci.Index(manifests, 2, oci.INDEX_TYPE)), [record, oci.EMPTY, attached]
 
 
 def _layer(media_type: str, name: str, data: bytes) -> Layer:
     return Layer(media_type, name, oci.digest_of(data), data)
 
 
+def _target(layer: NativeLayer) -> str:
+    return layer.target
+
+
 def _describe(layer: Layer) -> oci.Descriptor:
-    titled = layer.media_type == oci.TOKENIZER
+    titled = layer.media_type in oci.TITLED
     return oci.describe(layer.data, layer.media_type, annotations={oci.TITLE: layer.name} if titled else None)
 
 

@@ -17,7 +17,7 @@ MAX_MARKER_BYTES = KIB
 """`oci-layout`. The file that the OCI specification gives has 30 bytes."""
 
 MAX_INDEX_BYTES = 64 * KIB
-"""`index.json`. It lists two manifests; tools that copy bundles add annotations."""
+"""`index.json`. It lists two manifests, and up to 64 with signatures; tools that copy bundles add annotations."""
 
 MAX_JSON_BYTES = MIB
 """An image manifest, the bundle's manifest, the provenance record. Registries accept manifests of 4 MiB."""
@@ -37,6 +37,14 @@ MAX_TOKENIZER_BYTES = 128 * MIB
 MAX_BUNDLE_BYTES = 128 * MIB
 """All blobs together: they are read into memory when a bundle is opened. The largest tokenizers take 40 MB, tables of
 positions as constants 34 MB."""
+
+MAX_ATTACHED = 64
+"""Manifests that are attached to a bundle: its provenance record, signatures, attestations. One of each by each of ten
+signers would be 30."""
+
+MAX_ATTACHED_BYTES = 16 * MIB
+"""All blobs of attached manifests together, which are read when a bundle is opened. A signature takes 2 kB, a list of
+what a builder was made of up to 5 MB."""
 
 # --- the graph ---------------------------------------------------------------------------------------------------
 
@@ -139,6 +147,29 @@ MAX_COMPARISONS = 1 << 18
 MAX_VALUE_BYTES = 256 * MIB
 """A value of a step with one token, unless a tensor that the graph is given has a quarter of its bytes: a table may be
 widened whole. Logits of 262,144 tokens in float32 take 1 MiB."""
+
+# --- native layers -----------------------------------------------------------------------------------------------
+
+MAX_NATIVE_LAYERS = 16
+"""Native layers of a bundle, one a target. There are nine targets."""
+
+MAX_NATIVE_BYTES = 32 * MIB
+"""A native layer as it is stored, compressed. Those of known models take 1 to 3 MB."""
+
+MAX_NATIVE_RAW_BYTES = 64 * MIB
+"""Its encoding before compression: kernels of one model resemble one another, and shrink to a sixth."""
+
+MAX_NATIVE_OBJECTS = 1 << 18
+"""Values of any kind in its encoding. A kernel has about 100."""
+
+MAX_KERNELS = 1 << 11
+"""Kernels of a layer. Known models have up to 200."""
+
+MAX_KERNEL_PARAMS = 512
+"""Parameters of a kernel, and arguments of its launch: CUDA passes 4 kB on all GPUs, 8 bytes each."""
+
+MAX_IMAGE_BYTES = 4 * MIB
+"""The image of one kernel. The largest has 150 kB."""
 
 # --- the cache plan ----------------------------------------------------------------------------------------------
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 from precast.kernels.linear import cublaslt
 from precast.kernels.measured import Machine
 
 
 def this_machine() -> Machine:
     """The current GPU, its driver, and the versions of what computes on it."""
+    import torch
+
+    return machine_with(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+
+
+def machine_with(gpu: str, capability: tuple[int, int]) -> Machine:
+    """The machine with this GPU. No torch: its version is what is installed."""
     return Machine(
-        gpu=torch.cuda.get_device_name(),
-        capability=torch.cuda.get_device_capability(),
+        gpu=gpu,
+        capability=capability,
         driver=_driver(),
-        torch=str(torch.__version__),  # a class of torch's own, which isn't encoded as text
+        torch=_version("torch"),
         triton=_version("triton"),
         cublaslt=cublaslt.version() if cublaslt.is_installed() else 0,
     )

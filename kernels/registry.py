@@ -22,6 +22,7 @@ from precast.kernels.launch import Launched, as_function, launched_of
 from precast.kernels.linear import cublaslt
 from precast.kernels.measured import Table, table_of
 from precast.kernels.named import named
+from precast.kernels.native import Native
 from precast.kernels.records import Ranges, Record
 from precast.kernels.spec import OpSpec
 from precast.kernels.use import GPU, Target, Use
@@ -91,6 +92,10 @@ def _implementation(sizes: Ranges, record: Record, function: Callable[..., Any])
 
 def function_for(record: Record, use: Use) -> Callable[..., Any]:
     """The function that a record names, or its launches for a use."""
+    if record.within is not None:
+        launched = Launched(record.within.launches(use), native=use.target.native)
+        made: Callable[..., Any] = named(record.within.makes)(launched)
+        return made
     return function_of(record) if isinstance(record.runs, str) else launched_of(record, use)
 
 
@@ -113,11 +118,15 @@ def resolve(
 
 def resolve_into(
     name: str, version: int, device: torch.device, *, control: Literal["static"] | None = None,
-    dtypes: Mapping[str, Dtype] | None = None,
+    dtypes: Mapping[str, Dtype] | None = None, target: Target | None = None,
 ) -> Callable[..., None]:  # fmt: skip
-    """The same for an op of one result, which is written into `out`, a tensor that it is given besides."""
-    record = fastest(name, version, target_of(device), control=control, dtypes=dtypes)
-    function = function_of(record)
+    """The same for an op of one result, which is written into `out`, a tensor that it is given besides.
+
+    `target` is what the device is, with the kernels that are at hand; None: `target_of` it.
+    """
+    target = target or target_of(device)
+    record = fastest(name, version, target, control=control, dtypes=dtypes)
+    function = function_of(record, target.native)
     if not record.allocates:
         return function
 
@@ -148,6 +157,7 @@ def target_of(device: torch.device, table: Table | None = None) -> Target:
     return target._replace(kinds=target.kinds - {kind for kind, is_there in has.items() if not is_there})
 
 
-def function_of(record: Record) -> Callable[..., Any]:
-    """The function that a record names, imported when it is first wanted; or its launches as one."""
-    return named(record.runs) if isinstance(record.runs, str) else as_function(record)
+def function_of(record: Record, native: Native | None = None) -> Callable[..., Any]:
+    """The function that a record names, imported when it is first wanted; or its launches as one, with the kernels
+    that are at hand."""
+    return named(record.runs) if isinstance(record.runs, str) else as_function(record, native)

@@ -1,14 +1,14 @@
 """A device as the loader sees it: memory, copies, kernels, captured graphs, events. Imports no torch.
 
-`precast.loader.torch_device` is the one backend so far, for CPUs and CUDA GPUs. What needs no tensor speaks to a device
-through this interface alone.
+There are two backends: `precast.loader.torch_device` for CPUs and CUDA GPUs, and `precast.loader.driver.device` for
+CUDA GPUs without torch. What needs no tensor speaks to a device through this interface alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from precast.ir.graph.schema import Dtype
 
 Stream = Any
 """A queue of work, made by `Device.stream`. None, where one is asked for: the current one of this thread."""
-Kernel = Callable[..., None]
+Kernel = Any
 """A kernel of a loaded image, made by `Device.load`."""
 
 
@@ -95,6 +95,17 @@ class Device(Protocol):
     def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """Copy the elements of one buffer onto another of the same shape; the host does not wait."""
 
+    def zero(self, buffer: Buffer) -> None:
+        """Write zeros over a buffer of bytes, of the device or pinned; what is copied there afterwards stays."""
+
+    def part(self, buffer: Buffer, start: int, num_bytes: int) -> Buffer:
+        """So many bytes from byte `start` of a buffer of bytes on, for copies that are made often."""
+        ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error of this device's says that memory has run out."""
+        ...
+
     def load(self, image: bytes, name: str) -> Kernel:
         """The kernel called `name` of a compiled image. Raises TargetError where the device takes none."""
         ...
@@ -136,9 +147,16 @@ class Device(Protocol):
         """While open, this thread's work goes to this device, and to `stream` if one is given."""
         ...
 
+    def no_autograd(self) -> AbstractContextManager[object]:
+        """While open, what torch does in this thread takes no part in autograd; nothing where there is no torch."""
+        ...
+
     def free_bytes(self) -> int:
         """Bytes that can still be allocated."""
         ...
+
+    def release(self) -> None:
+        """Give memory that nothing uses any more back to the driver, where the device keeps some."""
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

@@ -1,56 +1,29 @@
-"""`precast.load`: from a bundle and a checkpoint to an engine, phase by phase."""
+"""`precast.load`: from a bundle and a checkpoint to an engine. Here a backend is chosen, before it is imported.
+
+No torch: `precast.loader.torch_load` loads with it, `precast.loader.driver.load` without.
+"""
 
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
-
-import msgspec
-import torch
+from typing import TYPE_CHECKING, get_args
 
 from precast.ir.artifact import Bundle
-from precast.ir.errors import PrecastError, RequestError, shown_value
-from precast.ir.graph.logit_parts import in_parts
-from precast.ir.graph.schema import Graph
-from precast.ir.memory import caches, liveness
-from precast.ir.memory.capture import capture_plan, cut
-from precast.ir.weights import config_facts
-from precast.ir.weights.checkpoint import CheckpointFiles
-from precast.ir.weights.tensorfile import Tensor
-from precast.kernels.collectives.group import Group
-from precast.kernels.dtypes import BY_NAME
+from precast.ir.bundle.trust import Trust
+from precast.ir.errors import RequestError, TargetError, shown_value
 from precast.kernels.measured import read_table
-from precast.kernels.registry import target_of
-from precast.kernels.sampling.parts import VocabularyPart
-from precast.loader import sizing
-from precast.loader.cache.memory import CacheMemory
-from precast.loader.collector import collector_held
-from precast.loader.device import Device
-from precast.loader.engine.engine import Engine
-from precast.loader.engine.tokenizer import check_tokenizer
-from precast.loader.placement import Placement, bind_world, check_world, place
-from precast.loader.program.restore import restore
-from precast.loader.run.batch import BatchInputs
-from precast.loader.run.runner import Runner
-from precast.loader.run.stages import stages_of
-from precast.loader.sizing import ArenaSize, EngineLimits
+from precast.loader.options import Backend, Capture, LoadOptions
 from precast.loader.timeline import Timeline
-from precast.loader.torch_device import cut_blocks_to_size, tensor_of
-from precast.loader.weights.stream import load_weights, params_bytes
-from precast.loader.weights.workers import PinnedBuffers
-from precast.loader.world.agree import Loaded
-from precast.loader.world.follower import Ended, Follower
-from precast.loader.world.lead import Lead
-from precast.loader.world.meet import meet, size_of_all
-from precast.loader.world.processes import Processes
-from precast.loader.world.start import Launched, World, join_ranks, launched, start_ranks
-from precast.loader.world.timeouts import Timeouts, timeouts_of
 
-Capture = Literal["background", "before", "off"]
-"""When steps are captured as CUDA graphs."""
+if TYPE_CHECKING:
+    import torch
+
+    from precast.loader.engine.engine import Engine
+    from precast.loader.world.processes import Processes
 
 
 def load(
@@ -69,6 +42,9 @@ def load(
     allow_config_mismatch: bool = False,
     choices: str | Path | None = None,
     capture: Capture | None = None,
+    backend: Backend | None = None,
+    native: str | Sequence[str] = (),
+    trust: Trust | None = None,
     world_port: int | None = None,
     timeouts: Mapping[str, float] | None = None,
     processes: Processes | None = None,
@@ -85,8 +61,16 @@ def load(
     this function returns, or not at all (`off`); None: `background` on a GPU, and `off` on a CPU, where a captured step
     is no faster.
 
-    `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that comes with Precast
-    for the GPU, if there is one.
+    `backend`: "torch", or "driver": the CUDA driver alone, for which neither torch nor Triton is imported. It runs
+    models whose ops are all computed by kernels of the bundle's native layer, by cuBLASLt, or are views. None: the
+    driver where it runs the model, else torch; `timeline` then says why.
+
+    `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that the bundle was
+    sealed with on this machine, else the one that comes with Precast for the GPU, if there is one.
+
+    `native`: digests, one or several, of native layers or of bundles whose native layers may be used: they are code.
+    Those that `trust` admits are used too; None: those that this user compiled on this machine. Where none is used,
+    kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md).
 
     `tp`: so many ranks share each layer, each a process with a GPU of its own, and `ep`, which divides `tp`, says over
     how many groups of them experts are split. `pp`: the layers are divided over so many stages of `tp` ranks each, for
@@ -95,17 +79,21 @@ def load(
     returns the engine, on the others it raises SystemExit once that is closed. `tp` None: as many as the launcher has
     started for each stage, or 1. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`:
     seconds, by the names of `precast.loader.world.timeouts.Timeouts`. `processes` for the other ranks, if the caller
-    has started them beforehand.
+    has started them beforehand. Ranks have torch.
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
 
-    On a GPU torch's allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
+    With torch on a GPU, its allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
 
-    Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError
-    for a device that is missing or too small and for ranks that are lost or differ, RequestError for options outside
-    their range; all but what the device has no room for before a tensor is read.
+    Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError for
+    a device that is missing or too small, for ranks that are lost or differ, and (`backend-unfit`) for a backend that
+    doesn't run the model, RequestError for options outside their range; all but what the device has no room for before
+    a tensor is read.
     """
+    if backend is not None and backend not in get_args(Backend):
+        found = f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}"
+        raise RequestError("engine-option-invalid", found)
     if capture is not None and capture not in get_args(Capture):
         found = f"capture is {capture!r}, expected one of {', '.join(get_args(Capture))}"
         raise RequestError("engine-option-invalid", found)
@@ -115,234 +103,63 @@ def load(
     )  # fmt: skip
     if choices is not None and not isinstance(choices, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"choices is {choices!r}, expected the path of a table")
-    waits = timeouts_of(timeouts)
+    table = None if choices is None else read_table(Path(choices))
+    options = LoadOptions(
+        bundle, weights, device, max_num_seqs, max_num_tokens, max_prefill_tokens, cache_bytes, reuse_prefixes,
+        allow_config_mismatch, table, capture, [native] if isinstance(native, str) else native, trust,
+    )  # fmt: skip
     timeline = Timeline() if timeline is None else timeline
-    options = _Options(
-        str(weights), max_num_seqs, max_num_tokens, cache_bytes, allow_config_mismatch,
-        None if choices is None else str(choices), capture, pp,
-    )  # fmt: skip
-    found_launcher = launched()
-    check_world(1, 1, pp=pp)
-    tp = (1 if found_launcher is None else found_launcher.num_ranks // pp or 1) if tp is None else tp
-    check_world(tp, ep, pp=pp)
-    world: World | None = None
-    if tp * pp == 1:
-        loaded = _load_rank(bundle, options, lambda: place(device), None, timeline)
-    else:
-        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        check_world(tp, ep, opened.graph, pp=pp)
-        with timeline.phase("ranks"):
-            world = _join(opened, options, found_launcher, tp, ep, device, waits, world_port, processes)
-        local_rank = 0 if found_launcher is None else found_launcher.local_rank
-        if isinstance(world.side, Follower):
-            follow(world, bundle=opened, device=device, ep=ep, local_rank=local_rank, **options._asdict())
-            raise SystemExit(0)
-        loaded = _load_lead(opened, options, world, world.side, device, ep, local_rank, timeline)
-    model, tokenizer = loaded.bundle.manifest.model, loaded.bundle.files("tokenizer")
-    engine = Engine(
-        loaded.runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes,
-        max_prefill_tokens=max_prefill_tokens,
-    )  # fmt: skip
-    if world is not None:
-        weakref.finalize(engine, world.side.close)  # also at the end of the process
-    return engine
+    if (tp, ep, pp) != (None, 1, 1) or timeouts or "WORLD_SIZE" in os.environ:
+        from precast.loader.ranks import RankOptions, load_with_ranks
+
+        ranks = RankOptions(tp, ep, pp, world_port, timeouts, processes)
+        if (engine := load_with_ranks(options, ranks, timeline, choices, backend)) is not None:
+            return engine
+    if backend != "torch":
+        loaded = _load_with_driver(options, timeline, must=backend == "driver")
+        if not isinstance(loaded, LoadOptions):
+            return loaded
+        options = loaded
+    is_timed = any(phase.name == "import" for phase in timeline.phases)  # by the caller
+    with nullcontext() if is_timed else timeline.phase("import"):
+        from precast.loader.torch_load import load_with_torch
+    return load_with_torch(options, timeline)
 
 
-class _Options(NamedTuple):
-    """What a rank must know to load: options of `load`, as numbers and text."""
+def _load_with_driver(options: LoadOptions, timeline: Timeline, *, must: bool) -> Engine | LoadOptions:
+    """The engine; or, where the driver alone doesn't run the model, the options with the bundle opened.
 
-    weights: str
-    max_num_seqs: int
-    max_num_tokens: int
-    cache_bytes: int | None
-    allow_config_mismatch: bool
-    choices: str | None
-    capture: Capture | None
-    pp: int
-
-    @property
-    def common(self) -> str:
-        """Those that must be equal on all ranks; paths may be others on each host."""
-        return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if name not in _PATHS)
-
-
-_PATHS = ("weights", "choices")
-
-
-class _Loaded(NamedTuple):
-    """What a rank runs."""
-
-    bundle: Bundle
-    runner: Runner
-
-
-def _join(
-    bundle: Bundle,
-    options: _Options,
-    found: Launched | None,
-    tp: int,
-    ep: int,
-    device: str | torch.device | None,
-    timeouts: Timeouts,
-    port: int | None,
-    processes: Processes | None,
-) -> World:
-    """Start the other ranks, or join those that a launcher has started."""
-    if found is None:
-        kind = None if device is None else str(device)
-        given = options._asdict() | {"bundle": str(bundle.path)}
-        return start_ranks(processes or Processes(tp * options.pp), ep, timeouts, port, kind, given)
-    if found.num_ranks != tp * options.pp:
-        stages = "" if options.pp == 1 else f" and pp {options.pp}"
-        message = f"tp is {tp}{stages}, and the launcher has started {found.num_ranks} processes"
-        fix = f"give tp={found.num_ranks}, or none" if options.pp == 1 else "start tp times pp processes"
-        raise RequestError("engine-option-invalid", message, fix=fix)
-    return join_ranks(found, timeouts, port)
-
-
-def _load_lead(
-    bundle: Bundle, options: _Options, world: World, lead: Lead, device: str | torch.device | None, ep: int,
-    local_rank: int, timeline: Timeline,
-) -> _Loaded:  # fmt: skip
-    """Rank 0 of several. If it fails, all of them end."""
-    try:
-        tp, pp = lead.num_ranks // options.pp, options.pp
-        loaded = _load_rank(
-            bundle, options, lambda: place(device, tp=tp, ep=ep, pp=pp, local_rank=local_rank), world, timeline
-        )
-        timelines = lead.gather("loaded", Loaded(timeline.to_json().encode()))
-        timeline.ranks = {rank: msgspec.json.decode(each.timeline) for rank, each in enumerate(timelines) if rank}
-        loaded.runner.at_close(lead.close)
-        if options.capture == "before":
-            _capture_before(loaded.runner, timeline)
-    except BaseException as error:
-        lead.fail(error)
-        lead.close()
-        raise
-    return loaded
-
-
-def follow(
-    world: World, *, bundle: str | Bundle, device: str | torch.device | None, ep: int, local_rank: int, **options: Any
-) -> None:
-    """Be a follower: load as rank 0 does, and do what it orders until it ends the world.
-
-    Raises the failure that has ended it, of this rank or of another, as all ranks do.
+    Raises TargetError `backend-unfit` instead if it `must`. The context is made while the rest is imported.
     """
-    side, timeline = world.side, Timeline()
-    assert isinstance(side, Follower)
+    if not must and options.device is not None and not str(options.device).startswith("cuda"):
+        return options
+    from precast.loader.driver.context import begin
+
+    began, num_phases = time.perf_counter(), len(timeline.phases)
     try:
-        given = _Options(**options)
-        tp, pp = side.num_ranks // given.pp, given.pp
-        loaded = _load_rank(
-            bundle, given, lambda: place(device, rank=side.rank, tp=tp, ep=ep, pp=pp, local_rank=local_rank), world,
-            timeline,
-        )  # fmt: skip
-        side.gather("loaded", Loaded(timeline.to_json().encode()))
-        runner = loaded.runner
-        for raw in side.orders(spins=runner.device.kind == "cuda"):
-            runner.obey(*runner.orders.decode(raw))
-    except Ended:
-        pass
-    except Exception as error:
-        if not isinstance(error, PrecastError):  # what ends a rank also ends the others' collectives: who was first?
-            side.wait_for_reason()
-        side.fail(error)
-        side.check()
-        raise
-    finally:
-        side.close()
+        context = begin(options.device, timeline)
+    except TargetError:
+        if must:
+            raise
+        return options  # torch says what it sees
+    from precast.loader.driver.coverage import UnfitError
+    from precast.loader.driver.load import load_with_driver
 
-
-def _load_rank(
-    bundle: str | Path | Bundle, options: _Options, placed: Callable[[], Placement], world: World | None,
-    timeline: Timeline,
-) -> _Loaded:  # fmt: skip
-    """Everything up to the first step, of one rank; None: of the only one."""
-    table = None if options.choices is None else read_table(Path(options.choices))
-    with timeline.phase("context"):
-        placement = placed()
-    target = placement.device
-    on = torch.device(target.name)
-    if world is not None and target.kind == "cuda":
-        torch.cuda.set_device(on)  # nothing of this process may make a context on another rank's GPU
-    capture = options.capture or ("background" if target.kind == "cuda" else "off")
-    with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
-        with timeline.phase("bundle"), collector_held():
-            opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-            graph = bind_world(opened.graph, placement)
-            graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-            limits = EngineLimits(
-                options.max_num_seqs, options.max_num_tokens, opened.manifest.model.max_seq_len, options.cache_bytes
-            )
-            sizing.check_limits(graph, limits)
-            BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
-            check_tokenizer(opened.files("tokenizer"))
-            if not options.allow_config_mismatch:
-                config_facts.check(opened.manifest.config, options.weights)
-            what = target_of(on, table)._replace(tp=placement.tp)
-            files = CheckpointFiles.open(options.weights)
-            groups: dict[str, Group] = {}
-            part = None
-            if world is not None:
-                groups = meet(world, placement, opened.digest, options.common, what, params_bytes(graph))
-                if target.kind == "cpu" and "tp" in groups and (found := in_parts(graph)):
-                    graph, part = found.graph, VocabularyPart(groups["tp"], found.size, found.columns)
-            program = restore(graph, device=on, target=what, groups=groups)
-        with timeline.phase("weights") as phase:
-            loaded = load_weights(
-                graph, opened.manifest.checkpoint, files, device=target, buffers=buffers, whole=opened.graph
-            )
-            program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))
-            phase.bytes = loaded.bytes_read
-            phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
-        with timeline.phase("pools") as phase:
-            sizes = () if capture == "off" else captured_sizes(graph, limits)
-
-            def sized(limits: EngineLimits) -> ArenaSize:
-                free = target.free_bytes()
-                return sizing.size_arena(graph, limits, target, free=free, captured_sizes=sizes, target=what)
-
-            size = sized(limits) if world is None else size_of_all(world.side, sized, limits)
-            memory = CacheMemory(graph.caches, size.num_slabs, target)
-            program.bind(memory.tensors)
-            cut_blocks_to_size(on)
-            program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
-            side = world and world.side
-            runner = Runner(
-                program, graph, memory, target, limits, captured_sizes=sizes, world=side, part=part,
-                stages=stages_of(opened.graph, placement, groups),
-            )  # fmt: skip
-            if side is not None:
-                side.share_orders(runner.orders.max_bytes)
-            phase.bytes, phase.counters = size.num_bytes, size.counters()
-        if capture == "before" and world is None:
-            _capture_before(runner, timeline)
-    return _Loaded(opened, runner)
-
-
-def _capture_before(runner: Runner, timeline: Timeline) -> None:
-    with timeline.phase("captured") as phase:
-        runner.capture_all()
-        phase.counters = {"graphs": runner.captures.num_captured}
-
-
-@liveness.computed()
-def captured_sizes(graph: Graph, limits: EngineLimits) -> tuple[int, ...]:
-    """The sizes of the bundle's capture plan that the limits can fill."""
-    plan = graph.capture if graph.capture.sizes else capture_plan(graph)
-    return cut(plan, limits.max_num_tokens)
-
-
-def constant_tensors(graph: Graph, constants: Mapping[str, Tensor], device: Device) -> dict[str, torch.Tensor]:
-    """A bundle's constants by name, on the device. They have the types that the graph declares (`Bundle.open`)."""
-    tensors = {}
-    for value in graph.constants:
-        _, shape, data = constants[value.name]
-        dtype = BY_NAME[value.type.dtype]
-        flat = torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
-        tensors[value.name] = flat.reshape(shape).to(device.name)
-    return tensors
+    try:
+        return load_with_driver(options, timeline, context)
+    except TargetError as error:
+        if must or error.code != "device-missing":
+            raise
+        del timeline.phases[num_phases:]
+        return options  # torch says what it sees
+    except UnfitError as error:
+        if must:
+            fix = "load it with backend='torch', or leave the choice to Precast"
+            raise TargetError("backend-unfit", f"the driver backend doesn't run the model: {error}", fix=fix) from None
+        del timeline.phases[num_phases:]
+        phase = timeline.add("backend", start=began, seconds=time.perf_counter() - began)
+        phase.note = f"torch, as the driver alone doesn't run the model: {error}"
+        return options if error.opened is None else options._replace(bundle=error.opened)
 
 
 def _check_options(bundle: object, weights: object, **numbers: object) -> None:

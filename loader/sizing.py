@@ -13,15 +13,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan, Call, Expr, Graph
-from precast.ir.memory import caches
+from precast.ir.memory import caches, liveness
 from precast.ir.memory.addresses import Addresses
+from precast.ir.memory.capture import capture_plan, cut
 from precast.kernels import step_memory
-from precast.kernels.registry import target_of
 from precast.kernels.use import Target
 from precast.loader.device import Device
 from precast.loader.run.batch import BatchInputs
@@ -89,10 +87,13 @@ def size_arena(
     free: int,
     captured_sizes: Sequence[int] = (),
     target: Target | None = None,
+    planned: Addresses | None = None,
 ) -> ArenaSize:
     """The arena of a graph with slabs, on a device with `free` bytes left by the weights.
 
     Steps of `captured_sizes` tokens are to be captured. `target` is what the device is, as `restore` was told.
+    `planned`: all that a step writes lies at these addresses, or in memory that is taken already; None: what has an
+    address, and what else is alive, is worked out.
 
     With `limits.cache_bytes`, what slabs fit into them. Without: on a GPU what is free, but no more than the longest
     sequences fill; on a CPU what the default sequences fill, up to half of the memory.
@@ -102,10 +103,10 @@ def size_arena(
     plan, is_cuda = graph.caches, device.kind == "cuda"
     slab_bytes = max(plan.slab_bytes, 1)
     reserve = CUDA_RESERVE if is_cuda else 0
-    target = target or target_of(torch.device(device.name))
-    addresses = addresses_of(graph, limits, device, target)
-    others = step_bytes(graph, limits, step_memory.step_peak(graph, target, addresses))
-    captured = step_memory.step_peak(graph, target, addresses, captured=True)
+    target = target or _target_of(device)
+    addresses = planned or addresses_of(graph, limits, device, target)
+    others = step_bytes(graph, limits, 0 if planned else step_memory.step_peak(graph, target, addresses))
+    captured = 0 if planned else step_memory.step_peak(graph, target, addresses, captured=True)
     graphs = graph_bytes(graph, limits, captured, captured_sizes) if is_cuda else lambda num_slabs: 0
 
     def inputs(num_slabs: int) -> int:
@@ -160,7 +161,23 @@ def addresses_of(graph: Graph, limits: EngineLimits, device: Device, target: Tar
     sizes = step_memory.step_sizes(
         graph, max_num_tokens=num_tokens, max_num_seqs=num_seqs, max_seq_len=limits.max_seq_len, num_pages={}
     )
-    return step_memory.addresses_of(graph, target or target_of(torch.device(device.name)), sizes)
+    return step_memory.addresses_of(graph, target or _target_of(device), sizes)
+
+
+def _target_of(device: Device) -> Target:
+    """What a device of torch's is, where nobody has said it."""
+    import torch
+
+    from precast.kernels.registry import target_of
+
+    return target_of(torch.device(device.name))
+
+
+@liveness.computed()
+def captured_sizes(graph: Graph, limits: EngineLimits) -> tuple[int, ...]:
+    """The sizes of the bundle's capture plan that the limits can fill."""
+    plan = graph.capture if graph.capture.sizes else capture_plan(graph)
+    return cut(plan, limits.max_num_tokens)
 
 
 def graph_bytes(graph: Graph, limits: EngineLimits, peak: Expr, captured_sizes: Sequence[int]) -> Callable[[int], int]:
@@ -182,6 +199,8 @@ def step_bytes(graph: Graph, limits: EngineLimits, peak: Expr) -> Callable[[int]
 
     `peak` is that of `kernels.step_memory.step_peak`.
     """
+    if peak == 0:
+        return lambda num_slabs: 0
     plan, (max_num_seqs, max_num_tokens, max_seq_len, _) = graph.caches, limits
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
     num_seqs = min(max_num_seqs, max_num_tokens)

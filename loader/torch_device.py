@@ -93,11 +93,6 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
     return flat.as_strided(buffer.shape, buffer.strides, flat.storage_offset() + offset)
 
 
-def cut_out(buffer: Buffer, start: int, num_bytes: int) -> Buffer:
-    """So many bytes from byte `start` of a buffer of bytes on, for copies that are made often: it has its tensor."""
-    return _buffer_of(tensor_of(buffer.view(start, (num_bytes,))))
-
-
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, which is not kept alive: for what a captured graph's pool may give to others in between.
 
@@ -127,7 +122,27 @@ def _buffer_of(flat: torch.Tensor) -> Buffer:
     return Buffer(flat.data_ptr(), "uint8", (len(flat),), (1,), flat)
 
 
-class CpuDevice:
+class _Torch:
+    """What both do alike."""
+
+    def zero(self, buffer: Buffer) -> None:
+        """As the interface says."""
+        tensor_of(buffer).zero_()
+
+    def part(self, buffer: Buffer, start: int, num_bytes: int) -> Buffer:
+        """As the interface says: it has its tensor."""
+        return _buffer_of(tensor_of(buffer.view(start, (num_bytes,))))
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """As the interface says."""
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def no_autograd(self) -> AbstractContextManager[object]:
+        """As the interface says."""
+        return torch.inference_mode()
+
+
+class CpuDevice(_Torch):
     """The host. Work is done when a call returns; what is captured is a list of calls."""
 
     name = "cpu"
@@ -197,6 +212,9 @@ class CpuDevice:
         sizes = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         return int(sizes["MemAvailable"].split()[0]) * 1024
 
+    def release(self) -> None:
+        """Nothing is kept."""
+
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
@@ -207,7 +225,7 @@ class CpuDevice:
             self._captured.append(call)
 
 
-class CudaDevice:
+class CudaDevice(_Torch):
     """A CUDA GPU, by its index."""
 
     kind: Literal["cpu", "cuda"] = "cuda"
@@ -289,6 +307,12 @@ class CudaDevice:
         """What the driver and torch's allocator have free."""
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + unused
+
+    def release(self) -> None:
+        """As the interface says."""
+        torch.cuda.empty_cache()
+        if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.12 and newer
+            torch.accelerator.empty_host_cache()
 
     def synchronize(self) -> None:
         """As the interface says; the first call makes the context."""

@@ -22,12 +22,13 @@ from precast.loader.cache.arena import Arena
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.tables import PageTables
 from precast.loader.engine.params import SamplingParams
-from precast.loader.load import constant_tensors, load
+from precast.loader.load import load
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
 from precast.loader.schedule.requests import Chunk, Request, Step
 from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import open_device
+from precast.loader.torch_load import constant_tensors
 from precast.loader.weights.stream import load_weights
 
 if TYPE_CHECKING:

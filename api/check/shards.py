@@ -28,7 +28,6 @@ from precast.kernels.collectives.together import run_stages
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.tables import PageTables
-from precast.loader.load import constant_tensors
 from precast.loader.placement import Placement, bind_world, check_world
 from precast.loader.program.restore import restore
 from precast.loader.run.runner import Runner
@@ -36,6 +35,7 @@ from precast.loader.run.stages import stages_of
 from precast.loader.schedule.requests import Chunk, Request, Step
 from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import open_device
+from precast.loader.torch_load import constant_tensors
 from precast.loader.weights.stream import load_weights
 
 PROMPTS = (

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
 from precast.ir.graph import symbols
-from precast.ir.graph.symbols import ceildiv
+from precast.kernels.embedding.known_ids import launches
 from precast.kernels.launch import Launched
-from precast.kernels.records import Launch, Pointer
 from precast.kernels.registry import target_of
+from precast.kernels.use import Target
 
 Known = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`ids` [T] int64 and `drawn` [R] int64 in; `ids`, [T], out, with `drawn[row]` in the place of `-1 - row`, and 0 where
 that is no token."""
-_BLOCK = 256
 
 
-def known_ids_on(device: torch.device) -> Known:
-    """What computes them on a device; `device` has Triton, or it is done by torch's ops."""
-    target = target_of(device)
-    return _launched(target.capability >= (9, 0)) if device.type == "cuda" and "triton" in target.kinds else known_ids
+def known_ids_on(device: torch.device, target: Target | None = None) -> Known:
+    """What computes them on a device; `device` has Triton, or it is done by torch's ops.
+
+    `target` is what the device is, with the kernels that are at hand; None: `target_of` it.
+    """
+    target = target or target_of(device)
+    return _launched(target) if device.type == "cuda" and "triton" in target.kinds else known_ids
 
 
 def known_ids(ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -30,9 +31,8 @@ def known_ids(ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return torch.where(ids < 0, drawn[(-1 - ids).clamp_(min=0)], ids).clamp_(min=0)
 
 
-@cache
-def _launched(has_pdl: bool) -> Known:
-    launched = Launched(launches(has_pdl))
+def _launched(target: Target) -> Known:
+    launched = Launched(launches(target.capability >= (9, 0)), native=target.native)
 
     def known(ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         found, given = torch.empty_like(ids), {"T": len(ids)}
@@ -41,17 +41,3 @@ def _launched(has_pdl: bool) -> Known:
         return found
 
     return known
-
-
-def launches(has_pdl: bool) -> tuple[Launch, ...]:
-    """One launch."""
-    return (
-        Launch(
-            kernel="precast.kernels.embedding.triton:known_ids_kernel",
-            grid=(ceildiv("T", _BLOCK),),
-            args=(Pointer("out.0"), Pointer("ids"), Pointer("drawn"), "T"),
-            constants={"BLOCK": _BLOCK, "PDL": has_pdl},
-            num_warps=_BLOCK // 32,
-            pdl=has_pdl,
-        ),
-    )

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-
-import torch
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan
 from precast.ir.memory import caches
 from precast.ir.weights.tensorfile import element_bytes
 from precast.loader.device import Buffer, Device
-from precast.loader.torch_device import tensor_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CacheMemory:
     """`num_slabs` slabs of a plan, uninitialised: what no token wrote enters no product (`precast.kernels`).
 
-    `tensors` are the cache tensors by name: `[num_pages, ...]`, contiguous from the second dimension on.
+    `buffers` are the cache tensors by name: `[num_pages, ...]`, contiguous from the second dimension on.
     """
 
     def __init__(self, plan: CachePlan, num_slabs: int, device: Device) -> None:
@@ -33,11 +35,20 @@ class CacheMemory:
         self._device = device
         self._arena = device.alloc(num_slabs * self.plan.slab_bytes)
         self._groups = {group.name: group for group in caches.groups(self.plan)}
-        self.tensors: Mapping[str, torch.Tensor] = {name: tensor_of(each) for name, each in self._buffers().items()}
+        self.buffers: Mapping[str, Buffer] = self._buffers()
+
+    @cached_property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The cache tensors of torch, on a device of torch's."""
+        from precast.loader.torch_device import tensor_of
+
+        return {name: tensor_of(each) for name, each in self.buffers.items()}
 
     @property
     def arena(self) -> torch.Tensor:
-        """All of the memory, as bytes."""
+        """All of the memory, as bytes, on a device of torch's."""
+        from precast.loader.torch_device import tensor_of
+
         return tensor_of(self._arena)
 
     def copy_page(self, group: str, source: int, target: int) -> None:

@@ -12,9 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, Self
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from precast.ir.errors import RequestError, shown_value
 from precast.ir.manifest import ModelInfo
@@ -39,11 +37,14 @@ from precast.loader.engine.prompts import (
 from precast.loader.engine.results import EngineStats, Event, Output
 from precast.loader.engine.tokenizer import AnswerText, Tokenizer
 from precast.loader.engine.values import as_integer
-from precast.loader.run.runner import Runner, Ticket
+from precast.loader.run.steps import StepRunner, Ticket
 from precast.loader.schedule.prefill_budget import PrefillBudget
 from precast.loader.schedule.requests import Request, Step
 from precast.loader.schedule.scheduler import Scheduler
 from precast.loader.timeline import Timeline
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _Flight(NamedTuple):
@@ -70,7 +71,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         model: ModelInfo,
         *,
         tokenizer_files: Mapping[str, bytes],
@@ -198,6 +199,9 @@ class Engine:
         than running requests leave, and torch.OutOfMemoryError if the result doesn't fit.
         """
         self._runner.opened()
+        if not self._runner.gives_logits:
+            message = "this engine runs without torch, and logits are given as its tensors"
+            raise RequestError("engine-option-invalid", message, fix="load the bundle with backend='torch'")
         self._land()
         ids = token_ids_of(prompt, self._model, lambda: self.tokenizer, add_special_tokens=add_special_tokens)
         return prompt_logits(ids, self._runner, self._scheduler, self._tables, self._prefixes)
@@ -281,6 +285,7 @@ class Engine:
             graphs=self._runner.captures.num_captured,
             graphs_pending=self._runner.captures.num_pending,
             capture_seconds=self._runner.captures.seconds,
+            compilations=self._runner.native.compilations,
             **self._counts,
         )
 

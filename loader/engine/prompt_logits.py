@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from array import array
-
-import torch
+from typing import TYPE_CHECKING
 
 from precast.ir.errors import RequestError
 from precast.loader.cache.prefixes import Prefixes
 from precast.loader.cache.tables import PageTables
-from precast.loader.run.runner import Runner
+from precast.loader.run.steps import StepRunner
 from precast.loader.schedule.requests import Chunk, Request, Step
 from precast.loader.schedule.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    import torch
+
 
 def prompt_logits(
-    ids: array[int], runner: Runner, scheduler: Scheduler, tables: PageTables, prefixes: Prefixes
+    ids: array[int], runner: StepRunner, scheduler: Scheduler, tables: PageTables, prefixes: Prefixes
 ) -> torch.Tensor:
     """`[T, V]` float32, computed in steps of its own: of the engine, `_advance` and this alone call `Runner.launch`.
 
@@ -27,6 +29,8 @@ def prompt_logits(
     request = Request(0, ids, len(ids) + 1)
     table = request.table = tables.new_table()
     most = tables.step_for(len(ids), min(runner.limits.max_num_seqs, runner.limits.max_num_tokens))
+    import torch  # of the backend whose steps give logits as tensors
+
     result = torch.empty(0)
     try:
         while request.num_pending:

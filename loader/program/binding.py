@@ -7,7 +7,6 @@ Only when something does not fit is it all looked at again, to report every mism
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -15,18 +14,9 @@ from precast.ir.errors import RequestError
 from precast.ir.graph import symbols as exprs
 from precast.ir.graph.schema import Expr, Symbol, TensorType, Value
 from precast.kernels import dtypes
+from precast.loader.program.sources import sources_of
 
 Sizes = dict[str, int]
-
-
-class _Source(NamedTuple):
-    """A symbol's value is `(tensor.shape[axis] - offset) / factor`."""
-
-    symbol: str
-    tensor: str
-    axis: int
-    factor: int
-    offset: int
 
 
 class Binding:
@@ -36,7 +26,7 @@ class Binding:
         self._values = values
         self._device = device
         self._ranges = {symbol.name: symbol for symbol in symbols}
-        self._sources = _sources(values)
+        self._sources = sources_of(values)
         # Name, dtype and sizes of each tensor, and whether one of the sizes holds a symbol.
         self._expected = [
             (value.name, dtypes.BY_NAME[value.type.dtype], shape, not all(isinstance(size, int) for size in shape))
@@ -130,32 +120,3 @@ def type_text(kind: TensorType) -> str:
 
 def _value(size: Expr, sizes: Mapping[str, int]) -> int:
     return size if isinstance(size, int) else exprs.evaluate(size, sizes)
-
-
-def _sources(values: Sequence[Value]) -> tuple[_Source, ...]:
-    """Where each symbol is read: the first size that is the symbol itself, else the first that is linear in it."""
-    found: dict[str, _Source] = {}
-    for plain in (True, False):
-        for value in values:
-            for axis, size in enumerate(value.type.shape):
-                linear = _linear(size)
-                if linear is not None and linear[0] not in found and plain == isinstance(size, str):
-                    found[linear[0]] = _Source(linear[0], value.name, axis, linear[1], linear[2])
-    return tuple(found.values())
-
-
-def _linear(size: Expr) -> tuple[str, int, int] | None:
-    """(symbol, factor, offset) of a size `symbol * factor + offset`; None for every other size.
-
-    Equality at 0, 1 and 2 is enough here: what a wrong guess would yield is compared with the size itself afterwards.
-    """
-    free = exprs.free_symbols(size)
-    if len(free) != 1:
-        return None
-    (symbol,) = free
-    try:
-        at = [exprs.evaluate(size, {symbol: number}) for number in range(3)]
-    except ZeroDivisionError:
-        return None
-    factor = at[1] - at[0]
-    return (symbol, factor, at[0]) if factor > 0 and at[2] - at[1] == factor else None

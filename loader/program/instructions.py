@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from precast.loader.torch_device import unowned
+
 Frame = list[Any]
 Instruction = Callable[[Frame], None]
 Function = Callable[..., Any]
@@ -44,6 +46,19 @@ class HostCall(NamedTuple):
         made = self.function(**self.arguments)
         for result, each in zip(self.results, made if isinstance(made, tuple) else (made,), strict=True):
             result.copy_(each)
+
+    def without_owners(self) -> HostCall:
+        """The same call, for a captured step: memory of the graphs' pool that it names is given to other values where
+        the run lets it go."""
+        arguments = {
+            name: tuple(map(_unowned, value)) if isinstance(value, (tuple, list)) else _unowned(value)
+            for name, value in self.arguments.items()
+        }
+        return self._replace(arguments=arguments, results=tuple(map(unowned, self.results)))
+
+
+def _unowned(value: object) -> object:
+    return unowned(value) if isinstance(value, torch.Tensor) else value
 
 
 Cut = Callable[[Frame], Iterator[HostCall]]

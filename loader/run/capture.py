@@ -20,14 +20,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from precast.loader.collector import collector_held
 from precast.loader.device import CapturedGraph, Device
-from precast.loader.program.instructions import HostCall
-from precast.loader.torch_device import unowned
+
+if TYPE_CHECKING:
+    from precast.loader.program.instructions import HostCall
 
 MAX_PADDING = 2
 """A step takes a captured size of at most so many times its own tokens, while nearer ones are yet to be captured."""
@@ -131,9 +130,11 @@ class Captures:
         began = time.perf_counter()
         try:
             self._steps[size] = CapturedStep(self._capture(step_of(size)), memory)
-        except torch.OutOfMemoryError as error:
-            self.stop("memory ran out for graphs", error)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and self._device.is_out_of_memory(error):
+                self.stop("memory ran out for graphs", error)
+                self.seconds += time.perf_counter() - began
+                return
             if not self._steps:  # torch gives up a pool with the last graph that used it
                 self._pool = self._device.pool()
             raise
@@ -169,7 +170,7 @@ class Captures:
 
     def _capture(self, step: SizedStep) -> tuple[CapturedGraph | HostCall, ...]:
         parts: list[CapturedGraph | HostCall] = []
-        with collector_held(), torch.inference_mode():
+        with collector_held(), self._device.no_autograd():
             step.prepare()
             for call in step.warm_up():
                 call.replay()
@@ -181,17 +182,4 @@ class Captures:
                 parts.append(graph)
                 if call_or_end is None:
                     return tuple(parts)
-                parts.append(_without_owners(call_or_end))
-
-
-def _without_owners(call: HostCall) -> HostCall:
-    """The same call; memory of the graphs' pool that it names is given to other values where the run lets it go."""
-    arguments = {
-        name: tuple(map(_unowned, value)) if isinstance(value, (tuple, list)) else _unowned(value)
-        for name, value in call.arguments.items()
-    }
-    return call._replace(arguments=arguments, results=tuple(map(unowned, call.results)))
-
-
-def _unowned(value: object) -> object:
-    return unowned(value) if isinstance(value, torch.Tensor) else value
+                parts.append(call_or_end.without_owners())

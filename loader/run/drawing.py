@@ -12,7 +12,7 @@ from precast.kernels import registry
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.parts import VocabularyPart, sample_parts, whole
 from precast.kernels.sampling.sample import Parameters, greedy
-from precast.kernels.use import types_in
+from precast.kernels.use import Target, types_in
 from precast.loader.program.instructions import HostCall
 from precast.loader.run.stages import Stages
 
@@ -22,12 +22,14 @@ class Drawing:
     graph is that of one stage of several; the last one has logits, and all others are given what it drew."""
 
     def __init__(
-        self, graph: Graph, on: torch.device, part: VocabularyPart | None = None, stages: Stages | None = None
-    ) -> None:
+        self, graph: Graph, on: torch.device, target: Target, part: VocabularyPart | None = None,
+        stages: Stages | None = None,
+    ) -> None:  # fmt: skip
         self._part, self._stages, self._on = part, stages, on
         if stages is None or stages.is_last:
             dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
-            drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
+            name, version = "precast.sample", SAMPLE_VERSION
+            drawing = partial(registry.resolve_into, name, version, on, dtypes=dtypes, target=target)
             self._sample, self._sample_captured = drawing(), drawing(control="static")
 
     def draw(self, logits: torch.Tensor | None, asked: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:

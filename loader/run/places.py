@@ -18,15 +18,18 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from precast.ir.graph.schema import Dtype
 from precast.loader.device import Buffer, Device, Event, aligned, host_bytes
 from precast.loader.run.batch import Array, Arrays, Padding
-from precast.loader.torch_device import cut_out, tensor_of
 from precast.loader.world.orders import Part
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGNMENT = 16
 """Bytes to which each place is aligned: the widest load that a kernel issues."""
@@ -42,8 +45,8 @@ GAP_BYTES = 1 << 16
 class Layout:
     """Where the array of each name lies, in memory of the host and of the device.
 
-    `tensors` are the whole places on the device, `[length]` each. `padding`: how arrays are made as long as a captured
-    step's; those that it doesn't name are left as they are.
+    `buffers` are the whole places on the device, `[length]` each, and `tensors` the same of torch. `padding`: how
+    arrays are made as long as a captured step's; those that it doesn't name are left as they are.
     """
 
     def __init__(
@@ -56,9 +59,8 @@ class Layout:
         starts = dict(zip(order, ends, strict=False))
         # Where each place begins, how long it is and what one element takes, in bytes, in the order of the places.
         self._extents = {name: (starts[name], sizes[name], np.dtype(capacities[name][0]).itemsize) for name in order}
-        self.tensors = {
-            name: tensor_of(target.view(starts[name], (length,), dtype=dtype))
-            for name, (dtype, length) in capacities.items()
+        self.buffers = {
+            name: target.view(starts[name], (length,), dtype=dtype) for name, (dtype, length) in capacities.items()
         }
         memories = map(host_bytes, sources)
         self.arrays: list[dict[str, Array]] = [
@@ -67,6 +69,13 @@ class Layout:
         ]
         self._lengths: dict[str, int] = {}  # of the last step's copies, and the ranges of bytes of these
         self._ranges: list[tuple[int, int]] = []
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The places as tensors, of a device of torch's."""
+        from precast.loader.torch_device import tensor_of
+
+        return {name: tensor_of(buffer) for name, buffer in self.buffers.items()}
 
     def ranges(self, lengths: dict[str, int]) -> list[tuple[int, int]]:
         """Where so many elements of each array's place begin and end, in bytes; none beyond a place."""
@@ -93,7 +102,7 @@ class Places:
         self._hosts = deque(_Host(i, source) for i, source in enumerate(on_host))
         # Whoever looks at a whole place finds numbers there that the host has written, zeros at first.
         for memory in (self._target, *on_host):
-            tensor_of(memory).zero_()
+            device.zero(memory)
         self.widest = Layout(capacities, {}, self._target, on_host)
 
     @property
@@ -155,7 +164,7 @@ class Places:
 
     def _copy(self, host: _Host, ranges: list[tuple[int, int]], until: Event) -> None:
         host.until = until
-        for into, values in host.copies(ranges, self._target):
+        for into, values in host.copies(ranges, self._target, self._device):
             self._device.copy(into, values)
 
     def passed(self, event: Event) -> None:
@@ -207,12 +216,13 @@ class _Host:
         """What was written is written over by others."""
         self._written, self._layout = {}, None
 
-    def copies(self, ranges: list[tuple[int, int]], target: Buffer) -> list[tuple[Buffer, Buffer]]:
+    def copies(self, ranges: list[tuple[int, int]], target: Buffer, device: Device) -> list[tuple[Buffer, Buffer]]:
         """For each range of bytes: where on the target it is copied to, and from where. `target` is always the same."""
         if ranges != self._ranges:
             self._ranges = ranges
             self._copies = [
-                (cut_out(target, start, end - start), cut_out(self.source, start, end - start)) for start, end in ranges
+                (device.part(target, start, end - start), device.part(self.source, start, end - start))
+                for start, end in ranges
             ]
         return self._copies
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple, Self
 
 import torch
@@ -14,7 +14,8 @@ import torch
 from precast.kernels import dtypes
 from precast.loader.device import Device, Event
 from precast.loader.torch_device import tensor_of
-from precast.loader.weights.files import Range, opened, read_ranges
+from precast.loader.weights.files import Range, read_ranges
+from precast.loader.weights.jobs import Worker, share, through_buffer
 from precast.loader.weights.parts import Casts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, Copy, Job, Plan
 from precast.loader.weights.views import View
@@ -29,9 +30,6 @@ BUFFERS_A_THREAD = 2
 BUFFER_BYTES = DEFAULT_SIZES.job
 """128 MiB for all threads: larger ones take longer to pin, smaller ones keep Python busy."""
 
-Worker = Callable[[Job, int], int]
-"""What one thread does with a job, whose file is open by this descriptor; the bytes read."""
-
 
 def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers) -> int:
     """Do the jobs of `plan`; the bytes read. `memory` holds the bytes of each target, uint8.
@@ -43,11 +41,11 @@ def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers)
         # The cores that this process may use, where the system tells.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = min(MAX_HOST_THREADS, THREADS_A_CORE * cores)
-        return _share(plan.jobs, lambda: _host_worker(plan, memory), threads)
+        return share(plan.jobs, lambda: _host_worker(plan, memory), threads)
     # The memory may have been in use before, by work that the current stream has not finished.
     ready = device.event()
     ready.record()
-    num_bytes = _share(plan.jobs, lambda: _device_worker(memory, buffers, ready), DEVICE_THREADS)
+    num_bytes = share(plan.jobs, lambda: _device_worker(memory, buffers, ready), DEVICE_THREADS)
     if any(job.copies for job in plan.jobs):
         # torch keeps what a worker's stream allocated for copies for that stream, which is gone.
         torch.cuda.empty_cache()
@@ -59,35 +57,6 @@ def move_all(plan: Plan, memory: Sequence[torch.Tensor]) -> None:
     for move in plan.moves:
         source = memory[move.source].view(dtypes.BY_NAME[plan.targets[move.source].dtype])
         copy_converted(strided(source, move.view), memory[move.target], move.destination)
-
-
-def _share(jobs: Sequence[Job], open_worker: Callable[[], AbstractContextManager[Worker]], max_threads: int) -> int:
-    """Hand the jobs out, in order, to threads; the bytes read. The first error ends all of them, and is raised."""
-    if not jobs:
-        return 0
-    waiting = deque(jobs)
-
-    def next_job() -> Job | None:
-        try:
-            return waiting.popleft()
-        except IndexError:
-            return None
-
-    with opened({job.file for job in jobs}) as descriptors:
-
-        def work() -> int:
-            try:
-                with open_worker() as worker:
-                    return sum(worker(job, descriptors[job.file]) for job in iter(next_job, None))
-            finally:
-                waiting.clear()  # after an error; else it is empty
-
-        threads = min(max_threads, len(jobs))
-        with ThreadPoolExecutor(threads, thread_name_prefix="precast-weights") as pool:
-            try:
-                return sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
-            finally:
-                waiting.clear()
 
 
 @contextmanager
@@ -113,15 +82,6 @@ def _host_worker(plan: Plan, memory: Sequence[torch.Tensor]) -> Iterator[Worker]
 
 
 # --- a GPU -------------------------------------------------------------------------------------------------------
-
-
-class Upload(NamedTuple):
-    """Bytes `start .. end` of a pinned buffer for the bytes from `offset` on of a target."""
-
-    start: int
-    end: int
-    target: int
-    offset: int
 
 
 class _Pinned(NamedTuple):
@@ -224,29 +184,6 @@ def _run_on_device(job: Job, descriptor: int, buffer: _Pinned, memory: Sequence[
             apply_copy(copy, there, memory)
     buffer.emptied.record()
     return num_bytes
-
-
-def through_buffer(job: Job) -> tuple[list[tuple[int, int, int]], list[Upload]]:
-    """Where the job's bytes stand in a buffer: first those that copies need, after them those on their way to targets.
-
-    Ranges of the file as (start, length, place in the buffer), and what goes to targets afterwards.
-    """
-    places: list[tuple[int, int, int]] = []
-    uploads: list[Upload] = []
-    used = job.buffer_bytes
-    for ranges in job.ranges:
-        for start, length, offset in ranges.each():
-            if ranges.target is None:
-                places.append((start, length, offset))
-                continue
-            places.append((start, length, used))
-            last = uploads[-1] if uploads else None
-            if last and last.target == ranges.target and last.offset + last.end - last.start == offset:
-                uploads[-1] = last._replace(end=used + length)
-            else:
-                uploads.append(Upload(used, used + length, ranges.target, offset))
-            used += length
-    return places, uploads
 
 
 # --- copies ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from precast.loader.world.timeouts import Timeouts
 def main() -> int:
     """Run the rank until rank 0 ends it; the process's exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and ends all
-    from precast.loader.load import follow  # torch with it, while rank 0 does other things
+    from precast.loader.ranks import follow
 
     raw = sys.stdin.buffer.read()
     if not raw:  # rank 0 has ended before it had anything to do

@@ -87,7 +87,7 @@ def test_a_bundle_and_a_checkpoint_become_tokens(bundle: Path, checkpoint: Path)
         ]
         assert all(output.text for output in outputs)
         phases = {phase.name: phase for phase in engine.timeline.phases}
-        assert list(phases) == ["context", "bundle", "weights", "pools", "first token"]
+        assert list(phases) == ["import", "context", "bundle", "weights", "pools", "first token"]
         assert all(phase.seconds is not None for phase in phases.values())
         size = sum(tensor.nbytes for name, tensor in WEIGHTS.items() if name != "inv_freq")
         assert phases["weights"].bytes == phases["weights"].counters["bytes_needed"] == size
@@ -129,7 +129,7 @@ def test_what_can_be_known_is_refused_before_a_tensor_is_read(
     with pytest.raises(PrecastError) as error:
         load(limited, weights=checkpoint, device="cpu", timeline=timeline, **options)
     assert error.value.code == code
-    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+    assert [phase.name for phase in timeline.phases] == ["import", "context", "bundle"]
 
 
 def test_inputs_that_nobody_feeds_make_no_bundle(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_poisoned_graph_is_refused_before_a_tensor_is_read(
     with pytest.raises(BundleError, match=rule) as error:
         load(bad, weights=checkpoint, device=device, timeline=timeline)
     assert error.value.code == "graph-invalid"
-    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+    assert [phase.name for phase in timeline.phases] == ["import", "context", "bundle"]
 
 
 def test_a_graph_without_logits_is_refused_before_a_tensor_is_read(
@@ -192,7 +192,7 @@ def test_a_graph_without_logits_is_refused_before_a_tensor_is_read(
     with pytest.raises(BundleError, match="no output logits") as error:
         load(other, weights=checkpoint, device="cpu", timeline=timeline)
     assert error.value.code == "graph-invalid"
-    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+    assert [phase.name for phase in timeline.phases] == ["import", "context", "bundle"]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_before_a_tensor_is_read(
         load(damaged, weights=checkpoint, device="cpu", timeline=timeline)
     assert error.value.code == "tokenizer-invalid"
     assert error.value.where == "tokenizer.json"
-    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+    assert [phase.name for phase in timeline.phases] == ["import", "context", "bundle"]
 
 
 def test_a_checkpoint_with_another_config_is_served_on_request_alone(tmp_path: Path, checkpoint: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_checkpoint_with_another_config_is_served_on_request_alone(tmp_path: P
     with pytest.raises(WeightsError, match="rms_norm_eps: 1e-06 in the bundle, 1e-05 here") as error:
         load(traced, weights=other, device="cpu", timeline=timeline)
     assert error.value.code == "config-mismatch"
-    assert [phase.name for phase in timeline.phases] == ["context", "bundle"]
+    assert [phase.name for phase in timeline.phases] == ["import", "context", "bundle"]
 
     with load(traced, weights=other, device="cpu", allow_config_mismatch=True) as engine:
         (output,) = engine.generate([[5]], SamplingParams(max_tokens=3))

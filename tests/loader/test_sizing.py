@@ -187,3 +187,15 @@ def test_captured_steps_have_activations_and_graphs_of_their_own() -> None:
     assert some.graphs == activations + 3 * nodes * GRAPH_NODE_BYTES
     assert some.num_slabs < none.num_slabs
     assert some.counters()["bytes_for_graphs"] == some.graphs
+
+
+def test_where_all_has_its_memory_nothing_else_is_set_apart_for_steps() -> None:
+    limits = EngineLimits(8, 64, 64)
+    addresses = addresses_of(GRAPH, limits, CUDA)
+
+    planned = size_arena(GRAPH, limits, CUDA, free=2**31, captured_sizes=(8, 64), planned=addresses)
+    counted = size_arena(GRAPH, limits, CUDA, free=2**31, captured_sizes=(8, 64))
+
+    assert planned.activations == addresses.num_bytes < counted.activations
+    assert 0 < planned.graphs < counted.graphs
+    assert (planned.inputs, planned.reserve) == (counted.inputs, counted.reserve)

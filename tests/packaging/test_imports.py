@@ -114,7 +114,8 @@ ARRAYS_ALONE = (
     *(f"precast.loader.cache.{name}" for name in ("arena", "pages", "prefixes", "rotation", "sequence", "tables")),
     *(f"precast.loader.schedule.{name}" for name in ("decoding", "requests", "scheduler")),
     *(f"precast.loader.engine.{name}" for name in ("answers", "metrics", "params", "prompts", "results", "tokenizer")),
-    *("precast.loader.run.batch", "precast.loader.run.draws"),
+    *(f"precast.loader.run.{name}" for name in ("batch", "capture", "draws", "places", "steps")),
+    *("precast.loader.cache.memory", "precast.loader.engine.engine", "precast.loader.sizing"),
 )
 
 
@@ -129,6 +130,13 @@ def test_schedules_tables_and_requests_need_numpy_and_no_torch() -> None:
     loaded = loaded_by(*ARRAYS_ALONE)
 
     assert inside(loaded, "torch") == []
+    assert tops(loaded) <= LIGHT | {"numpy"}
+
+
+def test_a_load_and_the_driver_backend_import_no_torch(root: Path, package_dirs: dict[str, str]) -> None:
+    loaded = loaded_by("precast.loader.load", *all_modules("precast.loader.driver", root, package_dirs))
+
+    assert inside(loaded, "torch", "triton", "cuda", "precast.loader.torch_load", "precast.builder") == []
     assert tops(loaded) <= LIGHT | {"numpy"}
 
 

@@ -13,7 +13,7 @@ from precast.ir.graph.schema import Graph
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import Event
-from precast.loader.run.runner import Ticket
+from precast.loader.run.steps import Ticket
 from precast.loader.torch_device import open_device
 
 CPU = open_device("cpu")

@@ -40,7 +40,8 @@ from precast.loader.engine.params import SamplingParams
 from precast.loader.engine.results import Event
 from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import restore
-from precast.loader.run.runner import Runner, Ticket
+from precast.loader.run.runner import Runner
+from precast.loader.run.steps import Ticket
 from precast.loader.schedule.requests import Request
 from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline

@@ -27,7 +27,7 @@ from precast.loader.engine.params import SamplingParams
 from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import Program
 from precast.loader.run.capture import Size
-from precast.loader.run.runner import Ticket
+from precast.loader.run.steps import Ticket
 from precast.loader.schedule.requests import Step
 from precast.loader.torch_device import open_device
 

@@ -1,0 +1,1 @@
+"""A backend that runs a model through the CUDA driver alone: no torch, no Triton, no compiler."""

@@ -1,0 +1,41 @@
+"""The device's context, made by a thread of its own: it takes the driver longer than a bundle takes to be opened.
+
+Imports little, so that it is soon begun.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from precast.ir.errors import RequestError
+from precast.loader.driver import library
+from precast.loader.driver.device import DriverDevice
+from precast.loader.timeline import Timeline
+
+
+def begin(device: Any, timeline: Timeline) -> Future[DriverDevice]:
+    """The GPU that is asked for, the first if none is said, once its context is made.
+
+    Raises TargetError where there is no driver, RequestError for what is no GPU. The future raises TargetError for a
+    GPU that is missing.
+    """
+    index = _index(device)
+    library.function("cuInit")
+    pool = ThreadPoolExecutor(1, thread_name_prefix="precast-context")
+    made = pool.submit(_opened, index, timeline)
+    pool.shutdown(wait=False)
+    return made
+
+
+def _opened(index: int, timeline: Timeline) -> DriverDevice:
+    with timeline.phase("context"):
+        return DriverDevice(index)
+
+
+def _index(device: Any) -> int:
+    name, _, number = ("cuda" if device is None else str(device)).partition(":")
+    if name != "cuda" or not (number.isdecimal() or number == ""):
+        found = f"device is {device!r}, expected 'cuda' or a certain GPU like 'cuda:1' for the driver backend"
+        raise RequestError("engine-option-invalid", found)
+    return int(number or 0)

@@ -1,0 +1,118 @@
+"""A graph on a device without torch: its launches with what they write and hold, ready to run."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from precast.ir.graph.schema import Graph, TensorType
+from precast.ir.memory.addresses import Addresses
+from precast.kernels.step_launches import LaunchAt, drawing_launches, known_ids_launches
+from precast.kernels.use import Target, types_in
+from precast.loader.device import Buffer, Device
+from precast.loader.driver.kernels import Kernels, Run
+from precast.loader.driver.program import ACTIVATIONS, OUTPUT, WORKSPACE, NativeProgram, Number, Ready, Sizes
+from precast.loader.program.sources import sources_of
+
+KEPT_STEPS = 16
+"""Of so many sizes of steps it is kept what they launch: a few kilobytes a launch."""
+
+
+class Held(NamedTuple):
+    """Memory of a model beside params, caches and inputs: of values, of what launches hold, of the logits."""
+
+    activations: Buffer
+    workspace: Buffer
+    logits: Buffer
+
+
+def hold(program: NativeProgram, graph: Graph, addresses: Addresses, sizes: Sizes, device: Device) -> Held:
+    """The memory, for steps of at most these sizes."""
+    workspace = max(program.workspace_bytes(sizes), drawing_bytes(graph, sizes["R"], program.target))
+    return Held(
+        device.alloc(addresses.num_bytes), device.alloc(workspace), device.alloc(program.output_bytes("logits", sizes))
+    )
+
+
+def logits_type(graph: Graph) -> TensorType:
+    """The type of the graph's logits."""
+    return types_in(graph)[graph.outputs["logits"]]
+
+
+def drawing_bytes(graph: Graph, num_rows: int, target: Target) -> int:
+    """What drawing tokens holds beside the logits."""
+    from precast.ir.graph import symbols
+    from precast.kernels.step_memory import drawing
+
+    kind = logits_type(graph)
+    rows = TensorType(kind.dtype, (num_rows, kind.shape[-1]))
+    return symbols.evaluate(drawing(rows, target, captured=True), {})
+
+
+class Model:
+    """A program whose params, constants and caches lie in `memory` by their names."""
+
+    def __init__(
+        self,
+        program: NativeProgram,
+        graph: Graph,
+        kernels: Kernels,
+        addresses: Addresses,
+        memory: Mapping[str, Buffer],
+        held: Held,
+        pages: Sizes,
+    ) -> None:
+        """`pages`: by symbol, how many pages pools have."""
+        self._program, self._graph, self._kernels, self._addresses = program, graph, kernels, addresses
+        self._logits, self._workspace = held.logits, held.workspace
+        self._memory = {
+            **memory, ACTIVATIONS: held.activations, WORKSPACE: held.workspace,
+            OUTPUT + graph.outputs["logits"]: held.logits,
+        }  # fmt: skip
+        self._sources = sources_of(graph.inputs)
+        self._pages = pages
+        self._steps: OrderedDict[tuple[object, ...], list[Run]] = OrderedDict()
+        self._known_ids: dict[int, Sequence[LaunchAt]] = {}
+        self._drawing: dict[int, Sequence[LaunchAt]] = {}
+
+    def step(self, inputs: Mapping[str, Buffer]) -> list[Run]:
+        """What computes the logits of these inputs, in order; kept for the next step of the same sizes."""
+        sizes = {**self._pages}
+        for symbol, name, axis, factor, offset in self._sources:
+            sizes[symbol] = (inputs[name].shape[axis] - offset) // factor
+        key = (*(sizes[name] for name in sorted(self._program.symbols)), *(each.pointer for each in inputs.values()))
+        if key not in self._steps:
+            if len(self._steps) >= KEPT_STEPS:
+                self._steps.popitem(last=False)
+            ready, _ = self._program.ready(sizes, {**self._memory, **inputs}, self._addresses)
+            self._steps[key] = [self._kernels.prepared(each) for each in ready]
+        self._steps.move_to_end(key)
+        return self._steps[key]
+
+    def known_ids(self, ids: Buffer, drawn: Buffer, out: Buffer) -> list[Run]:
+        """What puts the tokens that the step before drew in their places: `ids` [T] and `drawn` in, `out` [T]."""
+        count = ids.shape[0]
+        if count not in self._known_ids:
+            self._known_ids[count] = known_ids_launches(self._program.target, count)
+        return self._prepared(self._known_ids[count], {"ids": ids, "drawn": drawn, "known_ids": out})
+
+    def draw(self, parameters: Mapping[str, Buffer], out: Buffer, num_rows: int) -> list[Run]:
+        """What draws a token for each of the rows of logits into `out`."""
+        if num_rows not in self._drawing:
+            kind = logits_type(self._graph)
+            self._drawing[num_rows] = drawing_launches(kind, self._program.target, num_rows, captured=True)
+        return self._prepared(self._drawing[num_rows], {**parameters, "logits": self._logits, "tokens": out})
+
+    def _prepared(self, launches: Sequence[LaunchAt], tensors: Mapping[str, Buffer]) -> list[Run]:
+        made = []
+        for each in launches:
+            values: list[Number] = []
+            for arg in each.args:
+                if arg is None or isinstance(arg, (int, float)):
+                    values.append(arg)
+                else:
+                    of = self._workspace if arg.memory.kind == "workspace" else tensors[arg.memory.name]
+                    values.append(of.pointer + arg.offset)
+            made.append(self._kernels.prepared(Ready(each.launch, each.key, each.grid, tuple(values))))
+        return made

@@ -1,0 +1,105 @@
+"""The steps of a model without torch: see `precast.loader.run.steps`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from precast.ir.graph.schema import Graph
+from precast.ir.memory import strides
+from precast.kernels.native import Native
+from precast.loader.cache.memory import CacheMemory
+from precast.loader.cache.spans import PageCopy
+from precast.loader.device import Buffer, Event
+from precast.loader.driver.device import DriverDevice
+from precast.loader.driver.model import Model
+from precast.loader.run.batch import Arrays
+from precast.loader.run.capture import Memory, Size
+from precast.loader.run.draws import DTYPES
+from precast.loader.run.steps import StepRunner
+from precast.loader.sizing import EngineLimits
+from precast.loader.world.orders import Kind, Order
+
+if TYPE_CHECKING:
+    from precast.loader.program.instructions import HostCall
+
+
+class DriverRunner(StepRunner):
+    """A model with its caches, and a fixed place on the device for each of its inputs.
+
+    `memory` has the caches that the model works on. Steps that draw nothing have no logits to give: there is nobody to
+    read them without torch.
+    """
+
+    gives_logits = False
+
+    def __init__(
+        self,
+        model: Model,
+        graph: Graph,
+        memory: CacheMemory,
+        device: DriverDevice,
+        limits: EngineLimits,
+        native: Native,
+        *,
+        captured_sizes: Sequence[int] = (),
+    ) -> None:
+        """As `StepRunner`."""
+        super().__init__(graph, memory, device, limits, captured_sizes, native)
+        self._stream_of = device
+        self._model: Model | None = model
+        self._spare = device.alloc(self._drawn_bytes.shape[0])
+        self._ids = device.alloc(8 * limits.max_num_tokens)
+
+    @contextmanager
+    def _drawn_kept(self) -> Iterator[None]:
+        self.device.copy(self._spare, self._drawn_bytes)
+        try:
+            yield
+        finally:
+            self.device.copy(self._drawn_bytes, self._spare)
+
+    def _run_eagerly(self, arrays: Arrays, drawing: Arrays, copies: Sequence[PageCopy], arrived: Event) -> None:
+        self._fill(Order(Kind.STEP, copies), arrays | drawing, arrived, self._places.widest)
+        buffers = self._places.widest.buffers
+        given = {name: _first(buffers[name], len(values)) for name, values in (arrays | drawing).items()}
+        self._run(given, len(drawing["temperature"]) if drawing else 0)
+
+    def _pieces(self, size: Size, *, is_warm_up: bool = False) -> Iterator[HostCall]:
+        self._run(self._layout_of(size).buffers, size.num_seqs)
+        yield from ()
+
+    def _run(self, given: Mapping[str, Buffer], num_rows: int) -> None:
+        """Launch a step over inputs, flat, and draw for so many rows."""
+        model, stream = self._model, self._stream_of.current
+        assert model is not None, "it is opened"
+        inputs = {
+            name: _row(given[name]) if dimensions == 2 else given[name]
+            for name, dimensions in self._inputs.dimensions.items()
+        }
+        ids = self._ids.view(0, given["input_ids"].shape, dtype="int64")
+        launches = model.known_ids(given["input_ids"], self._drawn_bytes, ids)
+        launches += model.step({**inputs, "input_ids": _row(ids)})
+        if num_rows:
+            launches += model.draw({name: given[name] for name in DTYPES}, self._drawn_bytes, num_rows)
+        for launch in launches:
+            launch(stream)
+
+    def _memory(self) -> Memory:
+        return Memory(self._places.address, 0)
+
+    def _drop(self) -> None:
+        self._model = None
+        del self._spare, self._ids
+
+
+def _first(buffer: Buffer, count: int) -> Buffer:
+    """The first elements of a row of them."""
+    return buffer.view(0, (count,), dtype=buffer.dtype)
+
+
+def _row(buffer: Buffer) -> Buffer:
+    """`[n]` as `[1, n]`."""
+    shape = (1, *buffer.shape)
+    return buffer.view(0, shape, strides=strides.contiguous(shape).strides, dtype=buffer.dtype)

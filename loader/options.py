@@ -1,0 +1,45 @@
+"""What `precast.load` is asked for, checked. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from precast.ir.artifact import Bundle
+from precast.ir.bundle.trust import Trust
+from precast.kernels.measured import Table
+
+if TYPE_CHECKING:
+    import torch
+
+    from precast.loader.sizing import EngineLimits
+
+Capture = Literal["background", "before", "off"]
+"""When steps are captured as CUDA graphs."""
+Backend = Literal["driver", "torch"]
+"""What runs a model: the CUDA driver alone, or torch."""
+
+
+class LoadOptions(NamedTuple):
+    """The arguments of `precast.load`; `table` has the choices of `choices`, if any are given, `native` is a list."""
+
+    bundle: str | Path | Bundle
+    weights: str | Path
+    device: str | torch.device | None
+    max_num_seqs: int
+    max_num_tokens: int
+    max_prefill_tokens: int | None
+    cache_bytes: int | None
+    reuse_prefixes: bool
+    allow_config_mismatch: bool
+    table: Table | None
+    capture: Capture | None
+    native: Sequence[str] = ()
+    trust: Trust | None = None
+
+    def limits(self, max_seq_len: int) -> EngineLimits:
+        """The engine's limits, for a model of so many tokens a sequence."""
+        from precast.loader.sizing import EngineLimits
+
+        return EngineLimits(self.max_num_seqs, self.max_num_tokens, max_seq_len, self.cache_bytes)

@@ -1,0 +1,73 @@
+"""Which models the driver alone runs, and what is said of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precast.builder.build import build
+from precast.ir.artifact import Bundle
+from precast.kernels.use import GPU
+from precast.loader.driver.coverage import uncovered
+from precast.loader.sizing import EngineLimits
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+COVERED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"first_k_dense_replace": 2}, "lfm2": {}, "mixtral": {"num_local_experts": 4}, "phi3": {}, "qwen2": {},
+}  # fmt: skip
+"""Beside those of `test_program.py`."""
+UNCOVERED = {
+    "cohere2": ["aten.mul.Tensor of bfloat16 is computed by torch.mul.Tensor"],
+    "starcoder2": [
+        "aten.add.Tensor of bfloat16 is computed by torch.add.Tensor",
+        "aten.gelu.default of bfloat16 is computed by torch.gelu.default",
+    ],
+}
+
+
+def built(family: str, changes: dict[str, Any], folder: Path, dtype: str = "bfloat16") -> Bundle:
+    from transformers import AutoConfig
+
+    return build(AutoConfig.for_model(family, **{**_SIZES, **changes}), folder / "tiny.bundle", dtype=dtype)
+
+
+def limits(bundle: Bundle, num_tokens: int = 8192) -> EngineLimits:
+    return EngineLimits(256, num_tokens, bundle.manifest.model.max_seq_len)
+
+
+@pytest.mark.parametrize("family", COVERED)
+def test_families_that_it_runs(family: str, tmp_path: Path) -> None:
+    bundle = built(family, COVERED[family], tmp_path)
+
+    assert uncovered(bundle.graph, GPU, limits(bundle)) == []
+
+
+@pytest.mark.parametrize("family", UNCOVERED)
+def test_families_that_torch_runs(family: str, tmp_path: Path) -> None:
+    bundle = built(family, {}, tmp_path)
+
+    assert sorted(uncovered(bundle.graph, GPU, limits(bundle))) == UNCOVERED[family]
+
+
+def test_sizes_and_types_of_steps_count(tmp_path: Path) -> None:
+    bundle = built("llama", {}, tmp_path)
+
+    larger = uncovered(bundle.graph, GPU, limits(bundle, 8193))
+    older = uncovered(bundle.graph, GPU._replace(capability=(8, 0)), limits(bundle))
+
+    assert larger == ["precast.gated_linear of bfloat16 is computed by triton.gated_linear (T 8193 to any)"]
+    assert "aten.linear.default of bfloat16 is computed by torch.linear.default (T 0 to 8)" in older
+
+
+def test_products_of_float32_are_torchs(tmp_path: Path) -> None:
+    bundle = built("llama", {}, tmp_path, "float32")
+
+    assert "aten.linear.default of float32 is computed by torch.linear.default" in uncovered(
+        bundle.graph, GPU, limits(bundle)
+    )

@@ -1,0 +1,166 @@
+"""The driver backend on a GPU: its device, and a model that is served without torch and gives the tokens of torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from precast.loader.device import Buffer, host_bytes
+from precast.loader.driver.device import DriverDevice
+from precast.loader.driver.library import DriverError
+
+pytestmark = pytest.mark.gpu
+
+COUNT = 100
+ADD = """
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry add(.param .u64 memory, .param .u32 number) {
+  .reg .b64 %address, %offset;
+  .reg .b32 %value, %number, %place;
+  ld.param.u64 %address, [memory];
+  ld.param.u32 %number, [number];
+  cvta.to.global.u64 %address, %address;
+  mov.u32 %place, %ctaid.x;
+  mul.wide.u32 %offset, %place, 4;
+  add.s64 %address, %address, %offset;
+  ld.global.u32 %value, [%address];
+  add.s32 %value, %value, %number;
+  st.global.u32 [%address], %value;
+  ret;
+}
+\0"""
+
+
+@pytest.fixture
+def device() -> Iterator[DriverDevice]:
+    opened = DriverDevice(0)
+    with opened.use():
+        yield opened
+
+
+def numbers(device: DriverDevice, buffer: Buffer) -> list[int]:
+    """What memory of the device holds, as int32."""
+    there = device.alloc(4 * COUNT, pinned=True)
+    device.copy(there, buffer)
+    device.synchronize()
+    found: list[int] = np.frombuffer(host_bytes(there), np.int32).tolist()
+    return found
+
+
+def test_memory_is_zeroed_copied_and_changed_by_kernels(device: DriverDevice) -> None:
+    source, target = device.alloc(4 * COUNT), device.alloc(4 * COUNT)
+    device.zero(source)
+    kernel = device.load(ADD.encode(), "add")
+    device.launch(kernel, (COUNT, 1, 1), (1, 1, 1), [source, 5])
+    device.copy(target, source)
+    assert numbers(device, target) == [5] * COUNT
+
+
+def test_a_graph_runs_again_on_what_is_there_then(device: DriverDevice) -> None:
+    target = device.alloc(4 * COUNT)
+    device.zero(target)
+    kernel = device.load(ADD.encode(), "add")
+    with device.capture() as graph:
+        device.launch(kernel, (COUNT, 1, 1), (1, 1, 1), [target, 2])
+        device.launch(kernel, (COUNT, 1, 1), (1, 1, 1), [target, 1])
+    assert numbers(device, target) == [0] * COUNT
+    graph.replay()
+    graph.replay()
+    assert numbers(device, target) == [6] * COUNT
+
+
+def test_a_capture_that_fails_leaves_the_stream_usable(device: DriverDevice) -> None:
+    target = device.alloc(4 * COUNT)
+    device.zero(target)
+    with pytest.raises(ZeroDivisionError), device.capture():
+        raise ZeroDivisionError
+    kernel = device.load(ADD.encode(), "add")
+    device.launch(kernel, (COUNT, 1, 1), (1, 1, 1), [target, 2])
+    assert numbers(device, target) == [2] * COUNT
+
+
+def test_events_order_streams_and_time_them(device: DriverDevice) -> None:
+    target, other = device.alloc(4 * COUNT), device.stream()
+    kernel = device.load(ADD.encode(), "add")
+    device.zero(target)
+    first, last = device.event(timed=True), device.event(timed=True)
+    first.record()
+    with device.use(other):
+        first.wait(other)
+        device.launch(kernel, (COUNT, 1, 1), (1, 1, 1), [target, 2])
+        last.record()
+    last.synchronize()
+    assert device.seconds_between(first, last) > 0
+    assert numbers(device, target) == [2] * COUNT
+
+
+def test_memory_that_there_is_not_is_known_as_such(device: DriverDevice) -> None:
+    with pytest.raises(DriverError, match="OUT_OF_MEMORY") as error:
+        device.alloc(1 << 50)
+    assert device.is_out_of_memory(error.value)
+    assert device.free_bytes() > 0
+
+
+SERVE = """
+import json, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "triton"):
+            raise ImportError(name + " is blocked")
+bundle, weights, backend, digest, capture = sys.argv[1:]
+if backend == "driver":
+    sys.meta_path.insert(0, Blocked())
+import precast
+engine = precast.load(
+    bundle, weights=weights, backend=backend, native=digest, capture=capture, max_num_seqs=8, max_num_tokens=256,
+    cache_bytes=16 << 20,
+)
+prompts = [[3, 5, 7], [11] * 40, list(range(20, 90)), [9]]
+found = []
+for drawn in ({}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3}):
+    params = precast.SamplingParams(max_tokens=24, ignore_eos=True, **drawn)
+    found += [output.token_ids for output in engine.generate(prompts, params)]
+print(json.dumps([found, engine.stats.graphs, "torch" in sys.modules]))
+"""
+
+
+def served(bundle: Path, weights: Path, backend: str, digest: str, capture: str) -> Any:
+    """Answers, graphs, and whether torch was imported, of a process that serves the bundle."""
+    command = [sys.executable, "-c", SERVE, str(bundle), str(weights), backend, digest, capture]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("capture", ["off", "before"])
+def test_a_model_gives_the_tokens_that_torch_gives(tmp_path: Path, capture: str) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from precast.builder.build import build
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    made = build(config, tmp_path / "llama.bundle", dtype="bfloat16", targets=["sm_90"])
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    save_file(LlamaForCausalLM(config).bfloat16().state_dict(), weights / "model.safetensors")
+
+    ours, graphs, has_torch = served(tmp_path / "llama.bundle", weights, "driver", made.digest, capture)
+    theirs, their_graphs, _ = served(tmp_path / "llama.bundle", weights, "torch", made.digest, capture)
+
+    assert not has_torch
+    assert ours == theirs
+    assert graphs == their_graphs

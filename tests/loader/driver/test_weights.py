@@ -1,0 +1,98 @@
+"""Params made on the host, without torch, against what the recipes mean in torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from recipe_cases import FLOATS, Tensors, evaluate, params_graph, recipe_sets
+from safetensors.torch import save_file
+
+from precast.ir.graph.schema import Cast, Dtype, Recipe
+from precast.ir.manifest import Checkpoint
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.kernels.dtypes import BY_NAME
+from precast.loader.driver.weights import converted, do_job, move_all, planned, uncovered
+from precast.loader.weights.files import opened
+
+
+def files_of(folder: Path, tensors: Tensors) -> CheckpointFiles:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return CheckpointFiles.open(folder)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@given(recipe_sets())
+def test_any_recipes(case: tuple[dict[str, Recipe], Tensors]) -> None:
+    recipes, tensors = case
+    with tempfile.TemporaryDirectory() as directory:
+        files = files_of(Path(directory), tensors)
+        what = planned(params_graph(recipes, tensors), Checkpoint(), files)
+        assume(not uncovered(what))
+        targets = what.plan.targets
+        made = {
+            i: np.empty(math.prod(target.shape) * BY_NAME[target.dtype].itemsize, np.uint8)
+            for i, target in enumerate(targets)
+        }
+        with opened({job.file for job in what.plan.jobs}) as descriptors:
+            for job in what.plan.jobs:
+                do_job(job, descriptors[job.file], 0, memoryview(b""), {}, made, 0)
+        move_all(what.plan, made)
+
+    found = {target.name: made[i].tobytes() for i, target in enumerate(targets) if target.name is not None}
+    assert found == {name: bits(evaluate(recipes[name], tensors)) for name in found}
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(FLOATS, FLOATS)))
+def test_numbers_are_rounded_as_torch_does(source: Dtype, target: Dtype) -> None:
+    halves = torch.arange(0x10000, dtype=torch.int32).to(torch.int16)
+    given = {
+        "bfloat16": halves.view(torch.bfloat16), "float16": halves.view(torch.float16),
+        "float32": (torch.arange(1 << 16, dtype=torch.int64) * 65537 + 12345).to(torch.int32).view(torch.float32),
+        "float64": torch.randn(1 << 16, dtype=torch.float64) * 10.0 ** torch.randint(-50, 50, (1 << 16,)),
+    }[source]  # fmt: skip
+    raw = given.view(torch.int16).numpy().view(np.uint16) if source == "bfloat16" else given.numpy()
+
+    found = converted(raw, source, target)
+
+    expected = given.to(BY_NAME[target])
+    held = torch.from_numpy(found.astype(np.int32)).to(torch.int16).view(torch.bfloat16) if target == "bfloat16" else (
+        torch.from_numpy(found)
+    )  # fmt: skip
+    assert torch.equal(held.isnan(), expected.isnan())
+    assert torch.equal(held.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+
+
+def test_what_is_read_into_place_is_not_made_on_the_host(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(40, 8).bfloat16(), "b": torch.randn(40, 8)}
+    files = files_of(tmp_path, tensors)
+    recipes = {"a": params_read("a", tensors), "b": Cast(params_read("b", tensors), "bfloat16")}
+
+    what = planned(params_graph(recipes, tensors), Checkpoint(), files)
+
+    assert {what.plan.targets[i].name for i in what.on_host} == {"b"}
+    assert uncovered(what) == ""
+
+
+def test_types_that_are_not_converted_are_named(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(4, 4, dtype=torch.float8_e4m3fn)}
+    files = files_of(tmp_path, tensors)
+
+    what = planned(params_graph({"a": Cast(params_read("a", tensors), "bfloat16")}, tensors), Checkpoint(), files)
+
+    assert uncovered(what) == "the checkpoint's tensors are converted from float8_e4m3fn to bfloat16"
+
+
+def params_read(name: str, tensors: Tensors) -> Recipe:
+    from recipe_cases import read
+
+    return read(name, tensors)
