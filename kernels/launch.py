@@ -221,7 +221,7 @@ def _beginning_later(name: str, offset: Callable[[Sequence[int]], int]) -> _Read
 class _On(NamedTuple):
     """Where launches run: the GPU's index, -1 for the CPU, the kernels at hand, and the element types of tensors."""
 
-    index: int
+    device: int
     native: Native
     dtypes: Mapping[str, Dtype]
 
@@ -233,12 +233,12 @@ def _run_of(launch: Launch, places: Mapping[Expr, int], on: _On) -> _Run:
     def read_args(tensors: Mapping[str, Any], sizes: Sequence[int]) -> list[Any]:
         return [read(tensors, sizes) for read in readers]
 
-    if on.index >= 0:
+    if on.device >= 0:
         from precast.kernels import gpu_launch
 
         known = () if launch.library else forms(launch, lambda pointer: pointer.dtype or on.dtypes[pointer.tensor])
         lookup = gpu_launch.Lookup(on.native, launch_key(launch, known))
-        return gpu_launch.run_of(launch, places, read_args, on.index, lookup)
+        return gpu_launch.run_of(launch, places, read_args, on.device, lookup)
     grid = [_number(size, places) for size in launch.grid]
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
 
