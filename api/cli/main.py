@@ -339,6 +339,10 @@ def digest(bundle: Path, as_json: bool) -> None:
     "--allow-native", "native", multiple=True, metavar="DIGEST",
     help="Use the native layer with this digest, or those of the bundle with it: code that others compiled.",
 )  # fmt: skip
+@click.option(
+    "--backend", type=click.Choice(["driver", "torch"]),
+    help="The CUDA driver alone, without torch, or torch. Default: the driver where it runs the model.",
+)  # fmt: skip
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
@@ -346,7 +350,7 @@ def run(
     as_json: bool, weights: Path, device: str | None, tp: int | None, ep: int, pp: int, world_port: int | None,
     timeouts: dict[str, float], max_num_seqs: int, max_num_tokens: int, max_prefill_tokens: int | None,
     cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None, native: tuple[str, ...],
-    **sampling: Any,
+    backend: Any, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -373,8 +377,8 @@ def run(
         engine = load(
             opened, weights=weights, device=device, tp=tp, ep=ep, pp=pp, max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
-            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native, world_port=world_port,
-            timeouts=timeouts, processes=processes, timeline=timeline,
+            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native, backend=backend,
+            world_port=world_port, timeouts=timeouts, processes=processes, timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer
     with engine:

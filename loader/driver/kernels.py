@@ -42,6 +42,12 @@ class Kernels:
             function, ready.grid, (kernel.threads, 1, 1), kernel.shared_bytes, values, pdl=kernel.pdl
         ).launch  # fmt: skip
 
+    def make_products(self, launches: Iterable[tuple[Launch, str]]) -> None:
+        """Make what the library's launches among these, each with its key, call; the library is loaded with it."""
+        for launch, _ in launches:
+            if launch.library:
+                self._product(launch)
+
     def _kernel_for(self, ready: Ready) -> NativeKernel:
         numbers = [value if isinstance(value, int) else 0 for value in ready.values]
         kernel = self._native.find(ready.key, numbers)

@@ -56,8 +56,11 @@ def load_with_driver(
         if layer is None and not opened.native:
             raise UnfitError("the bundle has no native layer", opened)
         files = CheckpointFiles.open(options.weights)
+        has_library = cublaslt.is_installed()  # it is loaded, while the context is made
         device = context.result()
         target = target_of(device, _table(opened, device) if options.table is None else options.table)
+        if not has_library:
+            target = target._replace(kinds=target.kinds - {"library"})
         graph = bind_world(opened.graph, Placement(0, 1, 1, device))
         graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
         sizing.check_limits(graph, limits)
@@ -80,9 +83,9 @@ def load_with_driver(
     with ThreadPoolExecutor(1, thread_name_prefix="precast-load") as pool:
         streamed = pool.submit(_streamed, planned, graph, opened, ring, timeline)
         with device.use():
-            cublaslt.version()
             found = Native(layer)
             kernels = Kernels(found, device)
+            kernels.make_products(program.launches())
         tensors = streamed.result()
     runner = _pools(options, timeline, program, addresses, graph, kernels, tensors, device, limits, target, found)
     return Engine(
