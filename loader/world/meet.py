@@ -25,8 +25,13 @@ from precast.loader.world.lead import Lead
 from precast.loader.world.messages import Failed
 from precast.loader.world.start import Meeting, World, part_of
 
-NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""torch would end the process where a rank is lost; here rank 0 sees it first, says which, and ends the others."""
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+"""torch would end the process where a rank is lost; here rank 0 sees it first, says which, and ends the others. And it
+would warn that what stages send goes one after the other, as it is meant to."""
 
 
 def _facts(digest: str, options: str, device: Device, target: Target, weights_bytes: int) -> Facts:
@@ -88,7 +93,25 @@ def _connected(placement: Placement, meeting: Meeting, timeout: timedelta) -> It
         return
     if tp > 1:
         yield "tp", connect(part_of(store, f"stage/{placement.stage}"), rank, tp, device, timeout)
-    yield "pp", connect(part_of(store, f"line/{rank}"), placement.stage, placement.pp, device, timeout, sums=False)
+    stages = connect(part_of(store, f"line/{rank}"), placement.stage, placement.pp, device, timeout, sums=False)
+    _exchange(stages, device)
+    yield "pp", stages
+
+
+def _exchange(stages: Connected, device: torch.device) -> None:
+    """Send what a step sends, of one number: what connections take of the device's memory is taken before the cache is
+    sized."""
+    x, last = torch.zeros(1, device=device), stages.size - 1
+    if stages.rank > 0:
+        stages.receive(x, stages.rank - 1)
+    if stages.rank < last:
+        stages.send(x, stages.rank + 1)
+        stages.receive(x, last)
+    else:
+        for stage in range(last):
+            stages.send(x, stage)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def size_of_all(side: Lead | Follower, sized: Callable[[EngineLimits], ArenaSize], limits: EngineLimits) -> ArenaSize:
