@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def connect(
     store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, *, sums: bool = True
 ) -> Connected:
-    """The group of `size` ranks that meet at `store`; all ranks call it. `sums`: they add up what they have.
+    """The group of `size` ranks that meet at `store`; all ranks call it. `sums`: they add up what they have; else they
+    send it to one another.
 
     Over gloo for a CPU. Over NCCL for a GPU, and if the ranks' GPUs can write each other's memory, by kernels of our
     own where these are faster. A collective that the others don't join within `timeout` fails. Raises RuntimeError if
@@ -35,8 +36,11 @@ def connect(
         return Gloo(distributed.ProcessGroupGloo(store, rank, size, timeout), rank, size)
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    nccl = Nccl(distributed.ProcessGroupNCCL(store, rank, size, options), rank, size)
-    return _with_peers(nccl, store, device, timeout) if sums else nccl
+    backend = distributed.ProcessGroupNCCL(store, rank, size, options)
+    if not sums:  # what is sent would else have a communicator for each pair, made when they first meet in a step
+        backend.eager_connect_single_device(device)
+        return Nccl(backend, rank, size)
+    return _with_peers(Nccl(backend, rank, size), store, device, timeout)
 
 
 def _with_peers(nccl: Nccl, store: Store, device: torch.device, timeout: timedelta) -> Connected:

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -24,13 +23,15 @@ from precast.loader.world.agree import Facts, Sized, check_facts, machine, slabs
 from precast.loader.world.follower import Follower
 from precast.loader.world.lead import Lead
 from precast.loader.world.messages import Failed
-from precast.loader.world.start import World
+from precast.loader.world.start import Meeting, World, part_of
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""torch would end the process where a rank is lost; here rank 0 sees it first, says which, and ends the others."""
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+"""torch would end the process where a rank is lost; here rank 0 sees it first, says which, and ends the others. And it
+would warn that what stages send goes one after the other, as it is meant to."""
 
 
 def _facts(digest: str, options: str, device: Device, target: Target, weights_bytes: int) -> Facts:
@@ -71,7 +72,7 @@ def meet(
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
     try:
-        groups = dict(_connected(placement, world.meeting.store(side.num_ranks), timeout))
+        groups = dict(_connected(placement, world.meeting, timeout))
     except RuntimeError as error:
         first_line = next(iter(str(error).splitlines()), "")
         message = f"rank {side.rank} can't connect with the others: {first_line}"
@@ -83,18 +84,34 @@ def meet(
     return groups
 
 
-def _connected(placement: Placement, store: Store, timeout: timedelta) -> Iterator[tuple[str, Connected]]:
+def _connected(placement: Placement, meeting: Meeting, timeout: timedelta) -> Iterator[tuple[str, Connected]]:
     """The groups that this rank is in, by name."""
-    from torch.distributed import PrefixStore
-
+    store = meeting.store(placement.tp * placement.pp)
     rank, tp, device = placement.rank, placement.tp, torch.device(placement.device.name)
     if placement.pp == 1:
         yield "tp", connect(store, rank, tp, device, timeout)
         return
     if tp > 1:
-        yield "tp", connect(PrefixStore(f"stage/{placement.stage}", store), rank, tp, device, timeout)
-    line = PrefixStore(f"line/{rank}", store)
-    yield "pp", connect(line, placement.stage, placement.pp, device, timeout, sums=False)
+        yield "tp", connect(part_of(store, f"stage/{placement.stage}"), rank, tp, device, timeout)
+    stages = connect(part_of(store, f"line/{rank}"), placement.stage, placement.pp, device, timeout, sums=False)
+    _exchange(stages, device)
+    yield "pp", stages
+
+
+def _exchange(stages: Connected, device: torch.device) -> None:
+    """Send what a step sends, of one number: what connections take of the device's memory is taken before the cache is
+    sized."""
+    x, last = torch.zeros(1, device=device), stages.size - 1
+    if stages.rank > 0:
+        stages.receive(x, stages.rank - 1)
+    if stages.rank < last:
+        stages.send(x, stages.rank + 1)
+        stages.receive(x, last)
+    else:
+        for stage in range(last):
+            stages.send(x, stage)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def size_of_all(side: Lead | Follower, sized: Callable[[EngineLimits], ArenaSize], limits: EngineLimits) -> ArenaSize:

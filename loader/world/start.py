@@ -91,6 +91,13 @@ class Meeting(NamedTuple):
         return distributed.FileStore(self.file, num_ranks)
 
 
+def part_of(store: Store, name: str) -> Store:
+    """A store within another one, at which some of the ranks meet."""
+    from torch import distributed
+
+    return distributed.PrefixStore(name, store)
+
+
 def start_ranks(
     processes: Processes,
     ep: int,
