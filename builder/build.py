@@ -26,9 +26,12 @@ from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
 from precast.builder.native.layer import native_layer, target_named
 from precast.builder.passes.graph_pass import Pass
+from precast.builder.shard.compared import compared
+from precast.builder.shard.overrides import read_overrides
 from precast.builder.source.config_facts import config_facts
 from precast.builder.source.facts import limit
 from precast.builder.source.source import Source, open_source
+from precast.builder.source.tp_plan import tp_plan
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.bundle.trust import MadeHere, folder_of_layers
 from precast.ir.errors import BuildError
@@ -51,10 +54,10 @@ Passes = tuple[Pass, ...]
 
 def build(
     source: str | Path | PreTrainedConfig, out: str | Path, *, dtype: str = "auto", max_seq_len: int | None = None,
-    page_size: int | None = None, kv_dtype: str = "auto", disabled_passes: Collection[str] = (),
-    snapshots: str | Path | None = None, snapshot_after: str | None = None, dump: str | Path | None = None,
-    targets: Sequence[str] = (), choices: Sequence[Table] = (), allow_remote_code: bool = False,
-    model_type: str | None = None,
+    page_size: int | None = None, kv_dtype: str = "auto", shard_plan: str | Path | None = None,
+    disabled_passes: Collection[str] = (), snapshots: str | Path | None = None, snapshot_after: str | None = None,
+    dump: str | Path | None = None, targets: Sequence[str] = (), choices: Sequence[Table] = (),
+    allow_remote_code: bool = False, model_type: str | None = None,
     check: Callable[[PreTrainedConfig], None] | None = None, progress: Progress | None = None,
 ) -> Bundle:  # fmt: skip
     """Build the bundle of a Hugging Face decoder, without weights and without a GPU, and publish it at `out`.
@@ -69,6 +72,8 @@ def build(
             states and convs stay as they are. `auto`: the model's dtype.
         max_seq_len: the longest sequence served, prompt and answer, in tokens. None: the config's limit.
         page_size: tokens per page of the key/value caches; None: chosen for each group of layers, 8 to 64.
+        shard_plan: a JSON file that says how params are split over ranks, by patterns of their names
+            (`docs/sharding.md`, A plan of your own). None: as the builder finds.
         disabled_passes: names of passes to leave out, to find the one that makes a mistake.
         snapshots: a directory for snapshots of the pipeline; a rebuild starts from the one that fits. None: none are
             read or written.
@@ -98,14 +103,14 @@ def build(
     check_output(out)
     opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)
     facts = config_facts(opened)
-    options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
+    options = _options(opened, dtype, max_seq_len, page_size, kv_dtype, shard_plan)
     gpus = [target_named(name) for name in dict.fromkeys(targets)]
     notes = _notes(opened, dtype)
     if snapshot_after is not None and snapshots is None:
         message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
         raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
     parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after or "shard")
-    late = pipeline.lowered_passes(disabled_passes)
+    late = pipeline.lowered_passes(disabled_passes, options.overrides)
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
     dump_dir = _dump_dir(dump)
     if check is not None:
@@ -124,7 +129,8 @@ def build(
     say("pack")
     packed = pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
-        config=facts, provenance=_provenance(opened, started, from_snapshot=is_restored) | notes, native=native,
+        config=facts, native=native,
+        provenance=_provenance(opened, started, from_snapshot=is_restored) | notes | _beside_theirs(opened, graph),
     )  # fmt: skip
     _record_layers(packed)
     return packed
@@ -171,7 +177,10 @@ def _planned(graph: Graph) -> Graph:
     return msgspec.structs.replace(graph, capture=capture_plan(graph))
 
 
-def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int | None, kv_dtype: str) -> Options:
+def _options(
+    source: Source, dtype: str, max_seq_len: int | None, page_size: int | None, kv_dtype: str,
+    shard_plan: str | Path | None,
+) -> Options:  # fmt: skip
     auto = dtype == "auto"
     if auto:
         dtype = source.facts.dtype
@@ -186,7 +195,8 @@ def _options(source: Source, dtype: str, max_seq_len: int | None, page_size: int
     if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         found = f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}"
         raise BuildError("option-invalid", found, fix="leave kv_dtype out, for caches of the model's dtype")
-    return Options(dtype, limit(source.config, max_seq_len), page_size, KV_DTYPES[kv_dtype])
+    overrides = () if shard_plan is None else read_overrides(Path(shard_plan))
+    return Options(dtype, limit(source.config, max_seq_len), page_size, KV_DTYPES[kv_dtype], overrides)
 
 
 def _dump_dir(dump: str | Path | None) -> Path | None:
@@ -217,6 +227,12 @@ def _notes(source: Source, dtype: str) -> dict[str, object]:
     for note in notes:
         logging.getLogger("precast").warning("warning: %s: %s", source.name, note)
     return {"notes": notes} if notes else {}
+
+
+def _beside_theirs(source: Source, graph: Graph) -> dict[str, object]:
+    """How the shard plan differs from that of transformers, for the provenance; nothing where either has none."""
+    theirs = tp_plan(source.config)
+    return {"tp_plan": msgspec.to_builtins(compared(graph, theirs))} if theirs and graph.shards.rows else {}
 
 
 def _provenance(source: Source, started: float, *, from_snapshot: bool) -> dict[str, object]:

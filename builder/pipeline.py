@@ -6,9 +6,11 @@ on holds, and records which ops it added and removed.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ from precast.builder.passes.normalise.views import normalise_views, remove_noops
 from precast.builder.passes.normalise.writes import assemble_copies, remove_self_copies, remove_writes
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
+from precast.builder.passes.shard.shard import SHARD, shard
+from precast.builder.shard.overrides import Overrides
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Call, Graph, Node
 from precast.ir.graph.text import format_graph
@@ -65,7 +69,7 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 """THE ordered list."""
 
-LOWERED_PASSES: tuple[LoweredPass, ...] = (fuse_gated_linear, spell_out_gates, fuse_pointwise)
+LOWERED_PASSES: tuple[LoweredPass, ...] = (SHARD, fuse_gated_linear, spell_out_gates, fuse_pointwise)
 """Those after them, over the graph that the bundle holds."""
 
 _NEEDED = (insert_states, insert_caches, plan_pages, gather_logits)
@@ -98,9 +102,19 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
     return left
 
 
-def lowered_passes(disabled: Collection[str] = ()) -> tuple[LoweredPass, ...]:
-    """The passes over the bundle's graph, without the disabled ones. `passes` refuses names that are none."""
-    return tuple(each for each in LOWERED_PASSES if each.name not in disabled)
+def lowered_passes(disabled: Collection[str] = (), overrides: Overrides = ()) -> tuple[LoweredPass, ...]:
+    """The passes over the bundle's graph, without the disabled ones; `shard` minds the overrides.
+
+    `passes` refuses names that are none. Raises BuildError (option-invalid) for overrides where `shard` is disabled.
+    """
+    if overrides and SHARD.name in disabled:
+        message = f"there is a shard plan, and the pass {SHARD.name} is disabled, which it is for"
+        raise BuildError("option-invalid", message, fix="leave out one of them")
+    left = (each for each in LOWERED_PASSES if each.name not in disabled)
+    if not overrides:
+        return tuple(left)
+    run = partial(shard, overrides=overrides)
+    return tuple(dataclasses.replace(each, run=run) if each is SHARD else each for each in left)
 
 
 def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:

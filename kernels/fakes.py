@@ -24,8 +24,9 @@ def fake_of(op: OpDef) -> Callable[..., Any]:
     def fake(*positional: Any, **named: Any) -> Any:
         given = bound(op.args, positional, named)
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+        empty = tensors[0].new_empty if tensors else torch.empty
         made = tuple(
-            tensors[0].new_empty(shape, dtype=BY_NAME[kind.dtype])
+            empty(shape, dtype=BY_NAME[kind.dtype])
             for kind, shape in _results(op, given, [size for x in tensors for size in x.shape])
         )
         return made if len(made) > 1 else made[0] if made else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from precast.loader.engine.engine import Engine
+    from precast.loader.world.processes import Processes
 
 
 def load(
@@ -30,6 +31,9 @@ def load(
     *,
     weights: str | Path,
     device: str | torch.device | None = None,
+    tp: int | None = None,
+    ep: int = 1,
+    pp: int = 1,
     max_num_seqs: int = 256,
     max_num_tokens: int = 8192,
     max_prefill_tokens: int | None = None,
@@ -41,6 +45,9 @@ def load(
     backend: Backend | None = None,
     native: str | Sequence[str] = (),
     trust: Trust | None = None,
+    world_port: int | None = None,
+    timeouts: Mapping[str, float] | None = None,
+    processes: Processes | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
@@ -65,14 +72,24 @@ def load(
     Those that `trust` admits are used too; None: those that this user compiled on this machine. Where none is used,
     kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md).
 
+    `tp`: so many ranks share each layer, each a process with a GPU of its own, and `ep`, which divides `tp`, says over
+    how many groups of them experts are split. `pp`: the layers are divided over so many stages of `tp` ranks each, for
+    a model that one host has no room for. This process is rank 0, and starts the others on this host; they end with the
+    engine. Where a launcher such as `torchrun` has started all processes, each is its rank: on rank 0 this function
+    returns the engine, on the others it raises SystemExit once that is closed. `tp` None: as many as the launcher has
+    started for each stage, or 1. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`:
+    seconds, by the names of `precast.loader.world.timeouts.Timeouts`. `processes` for the other ranks, if the caller
+    has started them beforehand. Ranks have torch.
+
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
 
     With torch on a GPU, its allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
 
-    Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError
-    for a device that is missing or too small, and (`backend-unfit`) for a backend that doesn't run the model,
-    RequestError for options outside their range; all but what the device has no room for before a tensor is read.
+    Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError for
+    a device that is missing or too small, for ranks that are lost or differ, and (`backend-unfit`) for a backend that
+    doesn't run the model, RequestError for options outside their range; all but what the device has no room for before
+    a tensor is read.
     """
     if backend is not None and backend not in get_args(Backend):
         found = f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}"
@@ -82,7 +99,7 @@ def load(
         raise RequestError("engine-option-invalid", found)
     _check_options(
         bundle, weights, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
-        max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
+        max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes, world_port=world_port,
     )  # fmt: skip
     if choices is not None and not isinstance(choices, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"choices is {choices!r}, expected the path of a table")
@@ -92,6 +109,12 @@ def load(
         allow_config_mismatch, table, capture, [native] if isinstance(native, str) else native, trust,
     )  # fmt: skip
     timeline = Timeline() if timeline is None else timeline
+    if (tp, ep, pp) != (None, 1, 1) or timeouts or "WORLD_SIZE" in os.environ:
+        from precast.loader.ranks import RankOptions, load_with_ranks
+
+        ranks = RankOptions(tp, ep, pp, world_port, timeouts, processes)
+        if (engine := load_with_ranks(options, ranks, timeline, choices, backend)) is not None:
+            return engine
     if backend != "torch":
         loaded = _load_with_driver(options, timeline, must=backend == "driver")
         if not isinstance(loaded, LoadOptions):
@@ -145,7 +168,7 @@ def _check_options(bundle: object, weights: object, **numbers: object) -> None:
     if not isinstance(weights, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"weights is {weights!r}, expected the path of a checkpoint")
     for name, value in numbers.items():
-        if name in ("cache_bytes", "max_prefill_tokens") and value is None:
+        if name in ("cache_bytes", "max_prefill_tokens", "world_port") and value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
             expected = "an integer of at least 1, of 64 bits at most"

@@ -5,30 +5,35 @@ Made once, first; all that follows is told. Nothing else knows the symbols of th
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from precast.ir.errors import RequestError
-from precast.ir.graph import symbols
-from precast.ir.graph.schema import Expr, Graph
+from precast.ir.errors import RequestError, shown_value
+from precast.ir.graph import stages
+from precast.ir.graph.schema import Graph, ShardPlan
+from precast.ir.graph.world import bound, refusal
+from precast.ir.memory import caches
 from precast.ir.verify import verifier
 from precast.loader.device import Device
 
 if TYPE_CHECKING:
     import torch
 
+MAX_RANKS = 1024
+"""Ranks that share each layer: far more than any machine connects closely enough for that."""
+
 
 class Placement(NamedTuple):
-    """Rank `rank` of `tp` that share each layer, and of `ep` that share the experts; on `device`."""
+    """Rank `rank` of `tp` that share each layer, and of `ep` that share the experts; on `device`. The layers are those
+    of stage `stage` of `pp`."""
 
     rank: int
     tp: int
     ep: int
     device: Device
+    stage: int = 0
+    pp: int = 1
 
     @property
     def world(self) -> dict[str, int]:
@@ -36,58 +41,78 @@ class Placement(NamedTuple):
         return {"rank": self.rank, "tp": self.tp, "ep": self.ep}
 
 
-def place(device: str | torch.device | None, *, rank: int = 0, tp: int = 1, ep: int = 1) -> Placement:
-    """The placement on a device that is opened for it; None: a GPU if there is one.
+def check_world(tp: object, ep: object, graph: Graph | None = None, *, pp: object = 1) -> None:
+    """Raise RequestError for numbers of ranks that are none, or that the graph doesn't take: with those that fit."""
+    for name, count in (("tp", tp), ("ep", ep), ("pp", pp)):
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_RANKS:
+            found = f"{name} is {shown_value(count)}, expected an integer of 1 to {MAX_RANKS}"
+            raise RequestError("engine-option-invalid", found)
+    assert isinstance(tp, int)  # both are: the loop has looked
+    assert isinstance(ep, int)
+    assert isinstance(pp, int)
+    if graph is not None:
+        _check_plan(graph, tp, ep, pp)
+    if tp % ep:
+        found = f"ep is {ep}, and tp is {tp}: experts are split over the ranks that share a layer"
+        raise RequestError("engine-option-invalid", found, fix="give an ep that divides tp")
 
-    Raises what `torch_device.open_device` raises, and RequestError for more ranks than one.
+
+def _check_plan(graph: Graph, tp: int, ep: int, pp: int) -> None:
+    why = refusal(graph.shards, tp, ep) or stages.refusal(graph.shards, pp, stages.num_layers(graph))
+    if why is not None:
+        raise RequestError("engine-option-invalid", why, fix="start as many ranks as the bundle can be split over")
+
+
+def place(
+    device: str | torch.device | None, *, rank: int = 0, tp: int = 1, ep: int = 1, pp: int = 1,
+    local_rank: int | None = None,
+) -> Placement:  # fmt: skip
+    """The placement of rank `rank` of all, those of the first of `pp` stages first, on a device that is opened for it;
+    None: a GPU if there is one.
+
+    Where ranks share the model, each takes the GPU of its number on its host, `local_rank`; None: `rank`.
+
+    Raises what `torch_device.open_device` raises, and RequestError for a rank or numbers of ranks that are none.
     """
-    if (rank, tp, ep) != (0, 1, 1):
-        found = (
-            f"rank is {rank}, tp is {tp}, ep is {ep}, and this release runs a model on one device: rank 0, tp 1, ep 1"
-        )
-        raise RequestError("engine-option-invalid", found)
-    from precast.loader.torch_device import open_device  # the backend is chosen before it is imported
+    check_world(tp, ep, pp=pp)
+    if not isinstance(rank, int) or not 0 <= rank < tp * pp:
+        raise RequestError("engine-option-invalid", f"rank is {shown_value(rank)}, expected 0 to {tp * pp - 1}")
+    from precast.loader.torch_device import open_device, open_gpu  # the backend is chosen before it is imported
 
-    return Placement(rank, tp, ep, open_device(device))
+    if tp * pp == 1:
+        return Placement(rank, tp, ep, open_device(device))
+    opened = open_gpu(device, rank if local_rank is None else local_rank)
+    return Placement(rank % tp, tp, ep, opened, rank // tp, pp)
 
 
 def bind_world(graph: Graph, placement: Placement) -> Graph:
-    """The graph of this rank: the symbols of the world have their values, in normal form, and are gone.
+    """The graph of this rank: the symbols of the world have their values, in normal form, and are gone. Of several
+    stages it is that of this one, with slabs.
 
-    A graph without such symbols is returned as it is. Raises RequestError for a world outside the symbols' ranges, and
-    BundleError (graph-invalid) for a graph that makes no sense with these values.
+    Where no ranks share a layer, its collectives are gone too. A graph without such symbols is that of one rank.
+
+    Raises RequestError for a world that the graph's plan doesn't have, and BundleError (graph-invalid) for a graph that
+    makes no sense with these values.
     """
     world = {each.name: placement.world[each.name] for each in graph.symbols if each.name in placement.world}
     if not world:
-        return graph
+        return _staged(graph, graph, placement)
+    _check_plan(graph, placement.tp, placement.ep, placement.pp)
     for symbol in graph.symbols:
         size = world.get(symbol.name)
         if size is not None and (size < symbol.min or (symbol.max is not None and size > symbol.max)):
             allowed = f"{symbol.min} to {'any' if symbol.max is None else symbol.max}"
             found = f"{symbol.name} is {size}, and the bundle allows {allowed}"
             raise RequestError("engine-option-invalid", found)
-    others = tuple(each for each in graph.symbols if each.name not in world)
-    bound: Graph = msgspec.structs.replace(_bound(graph, Graph, world), symbols=others)
-    verifier.check(bound)
-    return bound
+    made = bound(graph, placement.world)
+    verifier.check(made)
+    return _staged(graph, made, placement)
 
 
-def _bound(value: Any, kind: Any, world: Mapping[str, int]) -> Any:
-    """`value`, of the type `kind` of the schema, with the world's values in each of its expressions."""
-    if kind == Expr:
-        return symbols.substitute(value, world)  # a division by zero stays: the verifier says where it stands
-    if isinstance(value, msgspec.Struct):
-        kinds = _field_types(type(value))
-        changes = {name: _bound(getattr(value, name), each, world) for name, each in kinds.items()}
-        return msgspec.structs.replace(value, **changes)
-    if isinstance(value, tuple):
-        items = typing.get_args(kind)
-        return tuple(_bound(item, items[0], world) for item in value)
-    if isinstance(value, dict):
-        return {key: _bound(item, typing.get_args(kind)[1], world) for key, item in value.items()}
-    return value
-
-
-@cache
-def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    return typing.get_type_hints(struct)
+def _staged(graph: Graph, made: Graph, placement: Placement) -> Graph:
+    """The placement's stage of what was made of a graph. Slabs are those of all layers, so that stages agree."""
+    if placement.pp == 1:
+        return made
+    _check_plan(graph, placement.tp, placement.ep, placement.pp)
+    made = msgspec.structs.replace(made, caches=caches.with_slabs(made.caches), shards=ShardPlan())
+    return stages.stage_graph(made, stages.pipeline(graph.shards, placement.pp).layers, placement.stage)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from precast.ir.artifact import Bundle
+from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
+from precast.kernels.collectives.group import Group
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.measured import Table
 from precast.kernels.native import Native
 from precast.kernels.registry import target_of
+from precast.kernels.sampling.parts import VocabularyPart
 from precast.kernels.sealed import sealed_tables
 from precast.kernels.use import Target
 from precast.loader import sizing
@@ -27,27 +31,66 @@ from precast.loader.engine.engine import Engine
 from precast.loader.engine.tokenizer import check_tokenizer
 from precast.loader.native import choose
 from precast.loader.options import LoadOptions
-from precast.loader.placement import bind_world, place
-from precast.loader.program.restore import restore
+from precast.loader.placement import Placement, bind_world, place
+from precast.loader.program.restore import Program, restore
 from precast.loader.run.batch import BatchInputs
+from precast.loader.run.drawing import Drawing
+from precast.loader.run.rank_runner import RankRunner
 from precast.loader.run.runner import Runner
-from precast.loader.sizing import captured_sizes
+from precast.loader.run.stages import stages_of
+from precast.loader.sizing import ArenaSize, EngineLimits, captured_sizes
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size, tensor_of
-from precast.loader.weights.stream import load_weights
+from precast.loader.weights.stream import load_weights, params_bytes
 from precast.loader.weights.workers import PinnedBuffers
+from precast.loader.world.meet import meet, size_of_all
+from precast.loader.world.start import World
+
+
+class Loaded(NamedTuple):
+    """What a rank runs."""
+
+    bundle: Bundle
+    runner: Runner
+
+
+class Ranks(NamedTuple):
+    """A load by several ranks, as one of them sees it; `options` are those that must be equal on all of them."""
+
+    world: World
+    options: str
 
 
 def load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
     """See `precast.loader.load.load`."""
+    loaded = load_rank(options, lambda: place(options.device), timeline)
+    if options.capture == "before":
+        capture_before(loaded.runner, timeline)
+    return engine_of(loaded, options, timeline)
+
+
+def engine_of(loaded: Loaded, options: LoadOptions, timeline: Timeline) -> Engine:
+    """The engine of what was loaded."""
+    model, tokenizer = loaded.bundle.manifest.model, loaded.bundle.files("tokenizer")
+    return Engine(
+        loaded.runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=options.reuse_prefixes,
+        max_prefill_tokens=options.max_prefill_tokens,
+    )  # fmt: skip
+
+
+def load_rank(
+    options: LoadOptions, placed: Callable[[], Placement], timeline: Timeline, ranks: Ranks | None = None
+) -> Loaded:
+    """Everything up to the first step, of one rank; None: of the only one."""
     with timeline.phase("context"):
-        placement = place(options.device)
+        placement = placed()
     target = placement.device
-    capture = options.capture or ("background" if target.kind == "cuda" else "off")
+    on = torch.device(target.name)
+    if ranks is not None and target.kind == "cuda":
+        torch.cuda.set_device(on)  # nothing of this process may make a context on another rank's GPU
     with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
         with timeline.phase("bundle") as phase, collector_held():
-            bundle = options.bundle
-            opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+            opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
             graph = bind_world(opened.graph, placement)
             graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
             limits = options.limits(opened.manifest.model.max_seq_len)
@@ -57,33 +100,63 @@ def load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
             if not options.allow_config_mismatch:
                 config_facts.check(opened.manifest.config, options.weights)
             table = _sealed(opened, target) if options.table is None else options.table
-            what, phase.note = _with_native(target_of(torch.device(target.name), table), opened, options)
-            program = restore(graph, device=torch.device(target.name), target=what)
+            what, phase.note = _with_native(target_of(on, table)._replace(tp=placement.tp), opened, options)
             files = CheckpointFiles.open(options.weights)
+            groups: dict[str, Group] = {}
+            part = None
+            if ranks is not None:
+                groups = dict(meet(ranks.world, placement, opened.digest, ranks.options, what, params_bytes(graph)))
+                if target.kind == "cpu" and "tp" in groups and (found := in_parts(graph)):
+                    graph, part = found.graph, VocabularyPart(groups["tp"], found.size, found.columns)
+            program = restore(graph, device=on, target=what, groups=groups)
         with timeline.phase("weights") as phase:
-            loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
+            loaded = load_weights(
+                graph, opened.manifest.checkpoint, files, device=target, buffers=buffers, whole=opened.graph
+            )
             program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))
             phase.bytes = loaded.bytes_read
             phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
         with timeline.phase("pools") as phase:
-            sizes = () if capture == "off" else captured_sizes(graph, limits)
-            free = target.free_bytes()
-            size = sizing.size_arena(graph, limits, target, free=free, captured_sizes=sizes, target=what)
-            memory = CacheMemory(graph.caches, size.num_slabs, target)
-            program.bind(memory.tensors)
-            cut_blocks_to_size(torch.device(target.name))
-            program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
-            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, target=what)
+            stages = stages_of(opened.graph, placement, groups)
+            drawing = Drawing(graph, on, what, part, stages)
+            runner, size = _pools(options, program, graph, drawing, target, limits, what, ranks)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
-        if capture == "before":
-            with timeline.phase("captured") as phase:
-                runner.capture_all()
-                phase.counters = {"graphs": runner.captures.num_captured, "compilations": runner.native.compilations}
-    model, tokenizer = opened.manifest.model, opened.files("tokenizer")
-    return Engine(
-        runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=options.reuse_prefixes,
-        max_prefill_tokens=options.max_prefill_tokens,
-    )  # fmt: skip
+    return Loaded(opened, runner)
+
+
+def _pools(
+    options: LoadOptions, program: Program, graph: Graph, drawing: Drawing, device: Device, limits: EngineLimits,
+    target: Target, ranks: Ranks | None,
+) -> tuple[Runner, ArenaSize]:  # fmt: skip
+    """The runner, with caches in what the weights have left."""
+    capture = options.capture or ("background" if device.kind == "cuda" else "off")
+    sizes = () if capture == "off" else captured_sizes(graph, limits)
+
+    def sized(limits: EngineLimits) -> ArenaSize:
+        free = device.free_bytes()
+        return sizing.size_arena(graph, limits, device, free=free, captured_sizes=sizes, target=target)
+
+    size = sized(limits) if ranks is None else size_of_all(ranks.world.side, sized, limits)
+    memory = CacheMemory(graph.caches, size.num_slabs, device)
+    program.bind(memory.tensors)
+    cut_blocks_to_size(torch.device(device.name))
+    program.place(size.addresses, tensor_of(device.alloc(size.addresses.num_bytes)))
+    if ranks is None:
+        runner = Runner(program, graph, memory, device, limits, captured_sizes=sizes, target=target, drawing=drawing)
+        return runner, size
+    side = ranks.world.side
+    shared = RankRunner(
+        program, graph, memory, device, limits, side, captured_sizes=sizes, target=target, drawing=drawing
+    )
+    side.share_orders(shared.orders.max_bytes)
+    return shared, size
+
+
+def capture_before(runner: Runner, timeline: Timeline) -> None:
+    """Capture all sizes at once."""
+    with timeline.phase("captured") as phase:
+        runner.capture_all()
+        phase.counters = {"graphs": runner.captures.num_captured, "compilations": runner.native.compilations}
 
 
 def _sealed(bundle: Bundle, device: Device) -> Table | None:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import CachePlan, Dtype, Expr, Recipe, Value
+from precast.ir.graph.schema import CachePlan, Dtype, Expr, Recipe, ShardOverride, Value
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.sizes import NoExpressionError, expression
 
@@ -62,6 +62,8 @@ class Options:
     """Tokens a page in every group; None: chosen for each."""
     kv_dtype: Dtype | None = None
     """Of cached keys, values and latents; None: that of the model. States keep theirs."""
+    overrides: tuple[ShardOverride, ...] = ()
+    """What the user says of how the model is split."""
 
 
 @dataclasses.dataclass

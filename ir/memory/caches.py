@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from precast.ir.graph.schema import (
     CachePlan,
     CacheSpec,
     Expr,
+    Group,
     LatentSpec,
     PagedSpec,
     Slot,
@@ -29,6 +31,8 @@ from precast.ir.graph.schema import (
     Value,
 )
 from precast.ir.weights.tensorfile import element_bytes
+
+G = TypeVar("G", Group, StateGroup)
 
 UNSHARDED: Mapping[str, int] = MappingProxyType({"tp": 1, "rank": 0})
 """The symbols that a page's sizes may hold, with their values on the one rank of one."""
@@ -176,6 +180,32 @@ def with_slabs(plan: CachePlan) -> CachePlan:
     slab_bytes, per_slab = choose_slabs(groups(plan))
     pools = tuple(msgspec.structs.replace(pool, pages_per_slab=per_slab[pool.name]) for pool in plan.pools)
     return msgspec.structs.replace(plan, pools=pools, slab_bytes=slab_bytes)
+
+
+def without_slabs(plan: CachePlan) -> CachePlan:
+    """The plan without slabs: those of one rank's pages don't fit the pages of a rank among several."""
+    pools = tuple(msgspec.structs.replace(pool, pages_per_slab=1) for pool in plan.pools)
+    return msgspec.structs.replace(plan, pools=pools, slab_bytes=0)
+
+
+def with_slots(plan: CachePlan, kept: Callable[[Slot], bool]) -> CachePlan:
+    """The plan with these slots alone. Groups stay that have none of them left, and hold no bytes.
+
+    In a plan with slabs each holds as many pages of each pool as before, so that page tables are the same; pages, and
+    with them slabs, are as much smaller as they can be.
+    """
+
+    def left(group: G) -> G:
+        slots = tuple(slot for slot in group.slots if kept(slot))
+        return msgspec.structs.replace(group, slots=slots)
+
+    made = msgspec.structs.replace(plan, groups=tuple(map(left, plan.groups)), states=tuple(map(left, plan.states)))
+    if not plan.slab_bytes:
+        return made
+    pages = pool_page_bytes(made)
+    unit = PAGE_ALIGNMENT * math.lcm(*(pool.pages_per_slab for pool in plan.pools))
+    needed = max(pool.pages_per_slab * max(pages[pool.name], PAGE_ALIGNMENT) for pool in plan.pools)
+    return msgspec.structs.replace(made, slab_bytes=-(-needed // unit) * unit)
 
 
 def slabs_for(plan: CachePlan, num_seqs: int, seq_len: int, step: int) -> int:

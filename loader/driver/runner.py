@@ -10,6 +10,7 @@ from precast.ir.graph.schema import Graph
 from precast.ir.memory import strides
 from precast.kernels.native import Native
 from precast.loader.cache.memory import CacheMemory
+from precast.loader.cache.spans import PageCopy
 from precast.loader.device import Buffer, Event
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.model import Model
@@ -18,6 +19,7 @@ from precast.loader.run.capture import Memory, Size
 from precast.loader.run.draws import DTYPES
 from precast.loader.run.steps import StepRunner
 from precast.loader.sizing import EngineLimits
+from precast.loader.world.orders import Kind, Order
 
 if TYPE_CHECKING:
     from precast.loader.program.instructions import HostCall
@@ -58,8 +60,8 @@ class DriverRunner(StepRunner):
         finally:
             self.device.copy(self._drawn_bytes, self._spare)
 
-    def _run_eagerly(self, arrays: Arrays, drawing: Arrays, arrived: Event) -> None:
-        self._places.fill(arrays | drawing, arrived)
+    def _run_eagerly(self, arrays: Arrays, drawing: Arrays, copies: Sequence[PageCopy], arrived: Event) -> None:
+        self._fill(Order(Kind.STEP, copies), arrays | drawing, arrived, self._places.widest)
         buffers = self._places.widest.buffers
         given = {name: _first(buffers[name], len(values)) for name, values in (arrays | drawing).items()}
         self._run(given, len(drawing["temperature"]) if drawing else 0)

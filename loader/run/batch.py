@@ -45,7 +45,7 @@ class BatchInputs:
 
     def __init__(self, graph: Graph) -> None:
         """Raises BundleError for a graph without logits, or with an input that this release can't feed."""
-        if "logits" not in graph.outputs:
+        if graph.outputs and "logits" not in graph.outputs:  # a stage of several before the last one has no outputs
             raise BundleError("graph-invalid", "the graph has no output logits: the engine can't decode")
         known: dict[str, tuple[Dtype, int]] = {
             name: (kind.dtype, len(kind.shape)) for name, kind in STEP_INPUTS.items()

@@ -35,6 +35,7 @@ from precast.loader.run.places import Layout, Places
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Step
 from precast.loader.sizing import EngineLimits
+from precast.loader.world.orders import Kind, Order
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -108,7 +109,8 @@ class StepRunner(ABC):
         self._drawn_bytes = device.alloc(8 * num_rows)
         self._arrivals = deque(_arrival(device.alloc(8 * num_rows, pinned=True), device) for _ in range(2))
         self._prepared = device.event()  # of the inputs of a step that is captured
-        self.captures = Captures(device, [Size(n, min(n, num_rows)) for n in captured_sizes])
+        self._sizes = {n: Size(n, min(n, num_rows)) for n in captured_sizes}
+        self.captures = Captures(device, list(self._sizes.values()))
         self._largest = max(captured_sizes, default=0)
         self._layouts: dict[Size, Layout] = {}
         empty = DecodeBatch(graph.caches, 0)
@@ -125,7 +127,6 @@ class StepRunner(ABC):
         running the step raises.
         """
         self.opened()
-        places = self._places
         arrays = self._inputs.arrays(step.chunks, decoding)
         drawing = {} if decoding is None else draw_arrays(decoding, step.chunks)
         num_rows = 0 if decoding is None else len(step.sampled)
@@ -136,14 +137,14 @@ class StepRunner(ABC):
             try:
                 if is_timed:
                     arrival.began.record()
-                if step.saves or step.restores:
-                    self.copy_pages([*step.saves, *step.restores])
+                copies = [*step.saves, *step.restores]
                 logits, padding = None, 0
                 if size is None:
-                    logits = self._run_eagerly(arrays, drawing, arrival.arrived)
+                    logits = self._run_eagerly(arrays, drawing, copies, arrival.arrived)
                     ran = self._why_eager(step.num_tokens, is_drawn=decoding is not None)
                 else:
-                    places.fill(arrays | drawing, arrival.arrived, self._layout_of(size))
+                    order = Order(Kind.STEP, copies, size.num_tokens)
+                    self._fill(order, arrays | drawing, arrival.arrived, self._layout_of(size))
                     num_graphs = self.captures.replay(size, self._memory())
                     ran, padding = "captured" if num_graphs == 1 else "piecewise", size.num_tokens - step.num_tokens
                 # What was drawn for whatever rows; nobody waits for it here.
@@ -183,6 +184,9 @@ class StepRunner(ABC):
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Copy pages, in this order and in that of the device's stream."""
+        self._copy(copies)
+
+    def _copy(self, copies: Iterable[PageCopy]) -> None:
         self.opened()
         assert self._held is not None
         memory, _ = self._held
@@ -204,6 +208,9 @@ class StepRunner(ABC):
             self._drop()
             del self._drawn_bytes
         self._held = None
+        self._release()
+
+    def _release(self) -> None:
         self.device.release()
 
     @property
@@ -211,11 +218,18 @@ class StepRunner(ABC):
         assert self._held is not None, "it is opened"
         return self._held[1]
 
+    def _fill(self, order: Order, arrays: Arrays, until: Event, layout: Layout) -> None:
+        """Make the order's copies, and put the arrays in their places. `until` is recorded afterwards."""
+        self._copy(order.copies)
+        self._places.fill(arrays, until, layout)
+
     @abstractmethod
-    def _run_eagerly(self, arrays: Arrays, drawing: Arrays, arrived: Event) -> torch.Tensor | None:
+    def _run_eagerly(
+        self, arrays: Arrays, drawing: Arrays, copies: Sequence[PageCopy], arrived: Event
+    ) -> torch.Tensor | None:
         """The logits `[R, V]`, where the backend gives them; where rows draw, what they drew is in `_drawn_bytes`.
 
-        It fills the places; `arrived` is recorded afterwards.
+        It makes the copies and fills the places; `arrived` is recorded afterwards.
         """
 
     @abstractmethod

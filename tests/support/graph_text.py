@@ -7,7 +7,7 @@ type: the op's shape rule gives it, or the block that is called, which must stan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import get_args
+from typing import Any, get_args
 
 from graph_lexer import Cursor, Item, Word
 
@@ -37,11 +37,15 @@ from precast.ir.graph.schema import (
     PagedInputs,
     PagedSpec,
     Param,
+    Pipeline,
     Pool,
     Read,
     Recipe,
     Ref,
     Reshape,
+    ShardOverride,
+    ShardPlan,
+    ShardRow,
     Slice,
     Slot,
     Stack,
@@ -54,6 +58,7 @@ from precast.ir.graph.schema import (
     Tie,
     Transpose,
     Value,
+    World,
 )
 from precast.ir.graph.text import RESERVED
 from precast.ir.ops import table as ops
@@ -93,6 +98,10 @@ class _GraphParser:
         self._states: list[StateGroup] = []
         self._cached: list[Value] = []
         self._sizes: tuple[int, ...] = ()
+        self._worlds: list[World] = []
+        self._rows: list[ShardRow] = []
+        self._overrides: list[ShardOverride] = []
+        self._pipelines: list[Pipeline] = []
         self._blocks: list[Block] = []
         self._main: tuple[Node | Call, ...] = ()
         self._outputs: dict[str, str] = {}
@@ -107,6 +116,7 @@ class _GraphParser:
             "pool": self._read_pool,
             "group": self._read_group,
             "capture": self._read_capture,
+            "shards": self._read_shards,
             "block": self._read_block,
             "main": self._read_main,
         }
@@ -129,6 +139,7 @@ class _GraphParser:
             outputs=self._outputs,
             caches=CachePlan(tuple(self._pools), tuple(self._groups), tuple(self._states), self._slab_bytes),
             capture=CapturePlan(self._sizes),
+            shards=ShardPlan(tuple(self._worlds), tuple(self._rows), tuple(self._overrides), tuple(self._pipelines)),
         )
 
     def _read_symbols(self) -> None:
@@ -202,6 +213,30 @@ class _GraphParser:
         self._in.key("sizes", first=True)
         self._sizes = self._in.list("[", self._in.int, "]")
         self._in.expect(")")
+
+    def _read_shards(self) -> None:
+        self._in.many(self._of_shards)
+
+    def _of_shards(self) -> None:
+        kind = self._in.expect("world", "pipeline", "override", "row").text
+        if kind == "pipeline":
+            self._in.expect("(")
+            self._in.key("layers", first=True)
+            self._pipelines.append(Pipeline(self._in.list("[", self._in.int, "]")))
+            self._in.expect(")")
+            return
+        if kind == "world":
+            self._in.expect("(")
+            self._in.key("tp", first=True)
+            tp = self._in.int()
+            self._in.key("ep")
+            self._worlds.append(World(tp, self._in.list("[", self._in.int, "]")))
+            self._in.expect(")")
+            return
+        fields = self._in.inside("(", lambda: _named(self._in, lambda: _arg(self._in), ")"), ")")
+        made: type[ShardOverride | ShardRow] = ShardOverride if kind == "override" else ShardRow
+        row = made(**{name: _plain_value(arg) for name, arg in fields.items()})
+        self._overrides.append(row) if isinstance(row, ShardOverride) else self._rows.append(row)
 
     def _slot(self) -> Slot:
         self._in.expect("slot")
@@ -374,6 +409,14 @@ def _arg(cursor: Cursor) -> Arg:
     if any(map(cursor.at, _DTYPES)):
         return DtypeArg(_dtype(cursor))
     return _item(cursor)
+
+
+def _plain_value(arg: Arg) -> Any:
+    """A literal, or the names in a list."""
+    if isinstance(arg, Items):
+        return tuple(item.name for item in arg.items if isinstance(item, Ref))
+    assert isinstance(arg, Const), "a row has names, numbers and strings"
+    return arg.value
 
 
 def _steps(cursor: Cursor) -> Steps:

@@ -17,9 +17,10 @@ from precast.cli import show
 from precast.cli.capture_view import capture
 from precast.cli.compare import difference
 from precast.cli.kernels_view import kernels
+from precast.cli.shards_view import shards
 from precast.ir.artifact import Bundle
 from precast.ir.encoding import FORMAT
-from precast.ir.graph.schema import CachePlan, CapturePlan, Graph, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import CachePlan, Call, CapturePlan, Graph, Node, Ref, TensorType, Value
 from precast.ir.memory.capture import NODE_SECONDS, WORK_PER_SECOND, capture_plan
 from precast.kernels.stateful.limits import MAX_WALKED
 from precast.kernels.use import Target
@@ -143,8 +144,14 @@ def test_weights_have_their_recipes(bundle: Path, command: Command) -> None:
     assert len(params) == 26
     assert params["model.embed_tokens.weight"] == {
         "name": "model.embed_tokens.weight",
-        "type": "float32[512, 128]",
-        "recipe": 'cast(read("model.embed_tokens.weight", [512, 128]), float32)',
+        "type": "float32[ceildiv(512, tp), 128]",
+        "recipe": 'cast(slice(read("model.embed_tokens.weight", [512, 128]), dim=0, start=(ceildiv(512, tp) * rank),'
+        " length=ceildiv(512, tp)), float32)",
+    }
+    assert params["model.norm.weight"] == {
+        "name": "model.norm.weight",
+        "type": "float32[128]",
+        "recipe": 'cast(read("model.norm.weight", [128]), float32)',
     }
     fused = params["model.layers.3.mlp.gate_proj_up_proj.weight"]["recipe"]
     assert fused.startswith("concat([")
@@ -495,3 +502,59 @@ def test_targets_that_are_none_are_usage_errors(
 
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_shards_are_shown_beside_the_plan_of_transformers(bundle: Path, command: Command) -> None:
+    fields, text = fields_of(command, "inspect", bundle, "--shards"), command("inspect", bundle, "--shards").stdout
+
+    theirs = fields["tp_plan"]
+    assert theirs["same"] == theirs["entries"] > 0
+    assert re.search(rf"transformers' own plan: {theirs['same']} of the {theirs['same']} entries", text)
+    assert re.search(r"model.embed_tokens.weight +- +vocab +1 +embedding, by \d+", text)
+
+
+def test_a_provenance_record_that_another_builder_wrote_is_not_shown_as_a_comparison(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+
+    report = shards(msgspec.structs.replace(opened, provenance={"tp_plan": {"entries": "many"}}))
+
+    assert "tp_plan" not in report.fields
+    assert "transformers" not in report.text
+
+
+def test_entries_of_a_plan_file_are_shown(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "plan.json").write_text('{"model.layers.*.mlp": "replicate"}')
+    families.make_config("llama").save_pretrained(tmp_path)
+    said = command("build", tmp_path, "-o", tmp_path / "b", "--shard-plan", tmp_path / "plan.json")
+    assert said.exit_code == 0, said.stderr
+
+    fields = fields_of(command, "inspect", tmp_path / "b", "--shards")
+    text = command("inspect", tmp_path / "b", "--shards").stdout
+
+    assert fields["overrides"] == {"model.layers.*.mlp": "replicate"}
+    assert re.search(r"the plan file's entry +choice\nmodel.layers.\*.mlp +replicate\n", text)
+    assert re.search(r"other +replicated .* the plan file says replicate", text)
+
+
+def test_a_plan_file_that_does_not_fit_names_itself_and_what_is_known(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "plan.json").write_text('{"model.layers.*.mlp": "whole"}')
+    families.make_config("llama").save_pretrained(tmp_path)
+
+    said = command("build", tmp_path, "-o", tmp_path / "b", "--shard-plan", tmp_path / "plan.json")
+
+    assert said.exit_code == 1
+    assert "plan.json: expected names with choices of replicate" in said.stderr
+    assert "code: shard-plan-invalid" in said.stderr
+
+
+def test_stages_are_shown_with_their_layers(bundle: Path, command: Command) -> None:
+    fields, text = fields_of(command, "inspect", bundle, "--shards"), command("inspect", bundle, "--shards").stdout
+
+    layers = sum(isinstance(step, Call) for step in Bundle.open(bundle).graph.main)
+    assert [(each["pp"], sum(each["layers"])) for each in fields["pipelines"]] == [
+        (stages, layers) for stages in range(2, layers + 1)
+    ]
+    one_each = ", ".join(map(str, range(layers)))
+    assert re.search(
+        rf"stages \(pp\) +layers of each +parameters of the largest\n.*\n{layers} +{one_each} ", text, re.S
+    )
