@@ -71,7 +71,7 @@ def covered(graph: Graph, target: Target, limits: EngineLimits) -> tuple[NativeP
 
 
 def uncovered(graph: Graph, target: Target, limits: EngineLimits) -> list[str]:
-    """What stands in the way, each of it once: empty if nothing does."""
+    """What stands in the way of a verified graph that is bound to its world, each of it once: empty if nothing does."""
     most = most_sizes(graph, limits)
     functions: list[Graph | Block] = [graph, *graph.blocks]
     found = dict.fromkeys(why for function in functions for why in _uncovered(function, target, most))

@@ -9,9 +9,12 @@ import pytest
 
 from precast.builder.build import build
 from precast.ir.artifact import Bundle
+from precast.ir.graph.schema import Graph
 from precast.kernels.use import GPU
 from precast.loader.driver.coverage import uncovered
+from precast.loader.placement import Placement, bind_world
 from precast.loader.sizing import EngineLimits
+from precast.loader.torch_device import CpuDevice
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -37,6 +40,10 @@ def built(family: str, changes: dict[str, Any], folder: Path, dtype: str = "bflo
     return build(AutoConfig.for_model(family, **{**_SIZES, **changes}), folder / "tiny.bundle", dtype=dtype)
 
 
+def of_one_rank(bundle: Bundle) -> Graph:
+    return bind_world(bundle.graph, Placement(0, 1, 1, CpuDevice()))
+
+
 def limits(bundle: Bundle, num_tokens: int = 8192) -> EngineLimits:
     return EngineLimits(256, num_tokens, bundle.manifest.model.max_seq_len)
 
@@ -45,21 +52,21 @@ def limits(bundle: Bundle, num_tokens: int = 8192) -> EngineLimits:
 def test_families_that_it_runs(family: str, tmp_path: Path) -> None:
     bundle = built(family, COVERED[family], tmp_path)
 
-    assert uncovered(bundle.graph, GPU, limits(bundle)) == []
+    assert uncovered(of_one_rank(bundle), GPU, limits(bundle)) == []
 
 
 @pytest.mark.parametrize("family", UNCOVERED)
 def test_families_that_torch_runs(family: str, tmp_path: Path) -> None:
     bundle = built(family, {}, tmp_path)
 
-    assert sorted(uncovered(bundle.graph, GPU, limits(bundle))) == UNCOVERED[family]
+    assert sorted(uncovered(of_one_rank(bundle), GPU, limits(bundle))) == UNCOVERED[family]
 
 
 def test_sizes_and_types_of_steps_count(tmp_path: Path) -> None:
     bundle = built("llama", {}, tmp_path)
 
-    larger = uncovered(bundle.graph, GPU, limits(bundle, 8193))
-    older = uncovered(bundle.graph, GPU._replace(capability=(8, 0)), limits(bundle))
+    larger = uncovered(of_one_rank(bundle), GPU, limits(bundle, 8193))
+    older = uncovered(of_one_rank(bundle), GPU._replace(capability=(8, 0)), limits(bundle))
 
     assert larger == ["precast.gated_linear of bfloat16 is computed by triton.gated_linear (T 8193 to any)"]
     assert "aten.linear.default of bfloat16 is computed by torch.linear.default (T 0 to 8)" in older
@@ -69,5 +76,5 @@ def test_products_of_float32_are_torchs(tmp_path: Path) -> None:
     bundle = built("llama", {}, tmp_path, "float32")
 
     assert "aten.linear.default of float32 is computed by torch.linear.default" in uncovered(
-        bundle.graph, GPU, limits(bundle)
+        of_one_rank(bundle), GPU, limits(bundle)
     )
