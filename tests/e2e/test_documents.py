@@ -74,7 +74,7 @@ def missing(span: str, folder: Path = ROOT) -> str | None:
         return None
     names = span.split(".")[1:]
     place = ROOT if names[0] in FOLDERS else ROOT / "api"
-    while names and (place / names[0]).is_dir():
+    while names and (place / names[0]).is_dir() and not (place / f"{names[0]}.py").is_file():
         place /= names.pop(0)
     if names and (place / f"{names[0]}.py").is_file():
         place /= f"{names.pop(0)}.py"
