@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from precast.ir.graph.schema import Graph, TensorType
@@ -76,19 +76,27 @@ class Model:
         self._known_ids: dict[int, Sequence[LaunchAt]] = {}
         self._drawing: dict[int, Sequence[LaunchAt]] = {}
 
-    def step(self, inputs: Mapping[str, Buffer]) -> list[Run]:
-        """What computes the logits of these inputs, in order; kept for the next step of the same sizes."""
+    def step(self, inputs: Mapping[str, Buffer]) -> Iterator[Run]:
+        """What computes the logits of these inputs, in order; kept for the next step of the same sizes.
+
+        Each may be launched as it comes: the device is at work while the rest is prepared.
+        """
         sizes = {**self._pages}
         for symbol, name, axis, factor, offset in self._sources:
             sizes[symbol] = (inputs[name].shape[axis] - offset) // factor
         key = (*(sizes[name] for name in sorted(self._program.symbols)), *(each.pointer for each in inputs.values()))
-        if key not in self._steps:
-            if len(self._steps) >= KEPT_STEPS:
-                self._steps.popitem(last=False)
-            ready, _ = self._program.ready(sizes, {**self._memory, **inputs}, self._addresses)
-            self._steps[key] = [self._kernels.prepared(each) for each in ready]
-        self._steps.move_to_end(key)
-        return self._steps[key]
+        if key in self._steps:
+            self._steps.move_to_end(key)
+            yield from self._steps[key]
+            return
+        ready, _ = self._program.ready(sizes, {**self._memory, **inputs}, self._addresses)
+        made = []
+        for each in ready:
+            made.append(self._kernels.prepared(each))
+            yield made[-1]
+        if len(self._steps) >= KEPT_STEPS:
+            self._steps.popitem(last=False)
+        self._steps[key] = made
 
     def known_ids(self, ids: Buffer, drawn: Buffer, out: Buffer) -> list[Run]:
         """What puts the tokens that the step before drew in their places: `ids` [T] and `drawn` in, `out` [T]."""

@@ -79,12 +79,13 @@ class DriverRunner(StepRunner):
             for name, dimensions in self._inputs.dimensions.items()
         }
         ids = self._ids.view(0, given["input_ids"].shape, dtype="int64")
-        launches = model.known_ids(given["input_ids"], self._drawn_bytes, ids)
-        launches += model.step({**inputs, "input_ids": _row(ids)})
-        if num_rows:
-            launches += model.draw({name: given[name] for name in DTYPES}, self._drawn_bytes, num_rows)
-        for launch in launches:
+        for launch in model.known_ids(given["input_ids"], self._drawn_bytes, ids):
             launch(stream)
+        for launch in model.step({**inputs, "input_ids": _row(ids)}):
+            launch(stream)
+        if num_rows:
+            for launch in model.draw({name: given[name] for name in DTYPES}, self._drawn_bytes, num_rows):
+                launch(stream)
 
     def _memory(self) -> Memory:
         return Memory(self._places.address, 0)
