@@ -70,7 +70,8 @@ def load(
 
     `native`: digests, one or several, of native layers or of bundles whose native layers may be used: they are code.
     Those that `trust` admits are used too; None: those that this user compiled on this machine. Where none is used,
-    kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md).
+    kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md). Layers are
+    for one rank alone; of several, most kernels are compiled.
 
     `tp`: so many ranks share each layer, each a process with a GPU of its own, and `ep`, which divides `tp`, says over
     how many groups of them experts are split. `pp`: the layers are divided over so many stages of `tp` ranks each, for
