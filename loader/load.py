@@ -24,7 +24,8 @@ from precast.kernels.collectives.group import Group
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.measured import read_table
 from precast.kernels.registry import target_of
-from precast.kernels.sampling.parts import VocabularyPart
+from precast.kernels.sampling.parts import VocabularyPart, sampler_on
+from precast.kernels.use import types_in
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
@@ -34,6 +35,7 @@ from precast.loader.engine.tokenizer import check_tokenizer
 from precast.loader.placement import Placement, bind_world, check_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs
+from precast.loader.run.drawing import Drawing
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import ArenaSize, EngineLimits
 from precast.loader.timeline import Timeline
@@ -272,11 +274,10 @@ def _load_rank(
             what = target_of(on, table)._replace(tp=placement.tp)
             files = CheckpointFiles.open(options.weights)
             groups: dict[str, Group] = {}
-            part = None
+            drawing = None
             if world is not None:
                 groups["tp"] = group = meet(world, opened.digest, options.common, target, what, params_bytes(graph))
-                if target.kind == "cpu" and (found := in_parts(graph)):
-                    graph, part = found.graph, VocabularyPart(group, found.size, found.columns)
+                graph, drawing = _in_parts(graph, group, on, min(limits.max_num_seqs, limits.max_num_tokens))
             program = restore(graph, device=on, target=what, groups=groups)
         with timeline.phase("weights") as phase:
             loaded = load_weights(
@@ -298,13 +299,26 @@ def _load_rank(
             cut_blocks_to_size(on)
             program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
             side = world and world.side
-            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, world=side, part=part)
+            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, world=side, drawing=drawing)
             if side is not None:
                 side.share_orders(runner.orders.max_bytes)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
         if capture == "before" and world is None:
             _capture_before(runner, timeline)
     return _Loaded(opened, runner)
+
+
+def _in_parts(graph: Graph, group: Group, on: torch.device, num_rows: int) -> tuple[Graph, Drawing | None]:
+    """The graph with the logits of the rank's part of the vocabulary, and how tokens are drawn; where that can be."""
+    found = in_parts(graph)
+    if found is None:
+        return graph, None
+    part = VocabularyPart(group, found.size, found.columns)
+    dtype = types_in(found.graph)[found.graph.outputs["logits"]].dtype
+    sampler = None if on.type == "cpu" else sampler_on(group, part, BY_NAME[dtype], num_rows)
+    if on.type != "cpu" and sampler is None:
+        return graph, None
+    return found.graph, Drawing(dtype, on, part, sampler)
 
 
 def _capture_before(runner: Runner, timeline: Timeline) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,14 +15,23 @@ from precast.kernels.sampling.parts import VocabularyPart, sample_parts, whole
 from precast.kernels.sampling.sample import Parameters, greedy
 from precast.loader.program.instructions import HostCall
 
+if TYPE_CHECKING:
+    from precast.kernels.sampling.on_ranks import PartSampler
+
 
 class Drawing:
-    """What draws on one device. `part`: the logits are those of a rank's part of the vocabulary."""
+    """What draws on one device. `part`: the logits are those of a rank's part of the vocabulary.
 
-    def __init__(self, dtype: Dtype, on: torch.device, part: VocabularyPart | None = None) -> None:
+    `sampler`: what draws from parts on a GPU.
+    """
+
+    def __init__(
+        self, dtype: Dtype, on: torch.device, part: VocabularyPart | None = None, sampler: PartSampler | None = None
+    ) -> None:
+        assert part is None or sampler is not None or on.type == "cpu", "GPUs have a sampler for parts"
         drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes={"logits": dtype})
         self._sample, self._sample_captured = drawing(), drawing(control="static")
-        self._part = part
+        self._part, self._sampler = part, sampler
         self._meets_on_host = part is not None and on.type == "cpu"
 
     def draw(self, logits: torch.Tensor, asked: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
@@ -31,7 +41,7 @@ class Drawing:
         elif not asked:
             out.copy_(greedy(logits))
         else:
-            self._sample(logits=self.whole(logits), **asked, out=out)
+            (self._sampler or self._sample)(logits=logits, **asked, out=out)
 
     def captured(
         self, logits: torch.Tensor, asked: Mapping[str, torch.Tensor], out: torch.Tensor
@@ -41,7 +51,7 @@ class Drawing:
             given = {"logits": logits, "parameters": Parameters(**asked), "part": self._part}
             yield HostCall(sample_parts, given, (out,), allocates=True)
         else:
-            self._sample_captured(logits=self.whole(logits), **asked, out=out)
+            (self._sampler or self._sample_captured)(logits=logits, **asked, out=out)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of all ranks, [R, V]."""

@@ -26,7 +26,6 @@ from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.kernels.embedding.drawn import known_ids_on
-from precast.kernels.sampling.parts import VocabularyPart
 from precast.kernels.use import types_in
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -98,12 +97,12 @@ class Runner:
         *,
         captured_sizes: Sequence[int] = (),
         world: Lead | Follower | None = None,
-        part: VocabularyPart | None = None,
+        drawing: Drawing | None = None,
     ) -> None:
         """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called.
 
-        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone. `part`:
-        the graph's logits are those of the rank's part of the vocabulary.
+        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone.
+        `drawing`: how tokens are drawn, where the graph's logits are a rank's part; None: from all logits.
 
         Raises what `BatchInputs` raises for the graph.
         """
@@ -114,7 +113,7 @@ class Runner:
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
         self._known_ids = known_ids_on(on)
-        self._drawing = Drawing(types_in(graph)[graph.outputs["logits"]].dtype, on, part)
+        self._drawing = drawing or Drawing(types_in(graph)[graph.outputs["logits"]].dtype, on)
         capacities = sizing.capacities(graph, limits, memory.num_slabs)
         places = Places(capacities, device)
         groups = [group.name for group in caches.groups(graph.caches)]
