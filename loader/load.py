@@ -123,6 +123,7 @@ def load(
     found_launcher = launched()
     tp = (1 if found_launcher is None else found_launcher.num_ranks) if tp is None else tp
     check_world(tp, ep)
+    world: World | None = None
     if tp == 1:
         loaded = _load_rank(bundle, options, lambda: place(device), None, timeline)
     else:
@@ -140,7 +141,7 @@ def load(
         loaded.runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes,
         max_prefill_tokens=max_prefill_tokens,
     )  # fmt: skip
-    if tp > 1:
+    if world is not None:
         weakref.finalize(engine, world.side.close)  # also at the end of the process
     return engine
 

@@ -3,6 +3,9 @@
 The backend is an object of its own, made over a store: nothing is registered in torch.distributed's global state.
 """
 
+# torch names what torch.distributed has in C++ there, and doesn't list it.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from datetime import timedelta

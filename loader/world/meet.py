@@ -81,10 +81,12 @@ def size_of_all(side: Lead | Follower, sized: Callable[[EngineLimits], ArenaSize
 
     Raises, on all ranks, the error of one that has too little, with the arithmetic of each.
     """
+    size: ArenaSize | None = None
     try:
         size = sized(limits)
         mine = Sized(size.num_slabs, size.counters())
     except PrecastError as error:
         mine = Sized(0, {}, Failed.of(error, side.rank))
     num_slabs = slabs_of_all(side.gather("pools", mine, timeout="load"))
+    assert size is not None, "a rank that has failed raises its error"
     return sized(limits._replace(cache_bytes=num_slabs * size.slab_bytes))

@@ -3,6 +3,9 @@
 Imports no torch but where a launcher's rendezvous is used: started processes import it while rank 0 does.
 """
 
+# torch names what torch.distributed has in C++ there, and doesn't list it.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os

@@ -1,6 +1,6 @@
 """One type of each kind of layer over several ranks: the ranks' logits are those of the model on one.
 
-`precast models --shards` covers all types; here each way to split is tried once.
+`make models ONLY=--shards` covers all types; here each way to split is tried once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WORLDS = {
     "gpt_oss": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)],
     "qwen2_moe": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)],
     "deepseek_v3": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)],
-    "qwen3_next": [(1, 1), (2, 1), (2, 2)],
+    "qwen3_next": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)],
     "nemotron_h": [(1, 1), (2, 1)],
     "lfm2": [(1, 1), (2, 1), (4, 1)],
-    "mamba": [(1, 1), (2, 1), (4, 1), (8, 1)],
+    "mamba": [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1)],
 }
 
 
