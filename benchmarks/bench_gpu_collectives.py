@@ -2,8 +2,10 @@
 
 Each rank is a process. All-reduces follow one another in a CUDA graph, over other tensors, and the graph is replayed;
 the time is the slowest rank's. Every way is compared with the sum in float32, eagerly and after replays, and its bits
-with those of the other ranks. `one_shot` and `two_shot` are tried over several grids. `moved` is the time that the
-bytes of one rank take over the link, at the rate of a copy to another GPU that is measured in the same run.
+with those of the other ranks. `one_shot` and `two_shot` are tried over several grids; `norm` is the sum with the
+residual stream and its norm besides, in the same launch. `moved` is the time that the bytes of one rank take over the
+link, at the rate of a copy to another GPU that is measured in the same run. What is best for which rows is printed:
+`kernels/collectives/ways.py` says it as data.
 
     python benchmarks/bench_gpu_collectives.py [--ranks N] [--out FILE]
 """
@@ -28,26 +30,28 @@ import harness
 import torch
 from torch import distributed
 
-from precast.kernels.collectives.group import Group
-from precast.kernels.collectives.peers import Peers, Way
+from precast.kernels.collectives.group import Norm
+from precast.kernels.collectives.peers import Peers
 from precast.kernels.collectives.processes import Nccl
+from precast.kernels.collectives.ways import Way
 
 WIDTH = 4096
-ROWS = (1, 8, 64, 256, 2048, 8192)
+ROWS = (1, 8, 64, 256, 1024, 2048, 4096, 8192)
 CALLS, REPLAYS = 20, 10
-SMALL, LARGE = (2 << 20) // 16, (16 << 20) // 16
-"""Vectors that a launch takes: of up to 256 rows, and of more."""
-FEW_ROWS = 256
-SECONDS = 150
+SECONDS = 100
 """After which ranks that are still at it are ended."""
 
+ONE_SHOT = [Way("one_shot", None, blocks, ahead) for blocks, ahead in
+            ((16, 2), (64, 2), (128, 1), (128, 2), (264, 1), (264, 2), (264, 4), (528, 2))]  # fmt: skip
+TWO_SHOT = [Way("two_shot", None, blocks) for blocks in (64, 128, 264)]
+NORM = [Way("one_shot", None, blocks, ahead) for blocks, ahead in ((132, 2), (264, 1), (264, 2), (264, 4), (528, 2))]
 WAYS = {
-    **{f"one_shot {blocks}": Way("one_shot", blocks, SMALL) for blocks in (8, 16, 32, 64, 128)},
-    **{f"two_shot {blocks}": Way("two_shot", blocks, SMALL) for blocks in (16, 32, 64, 128)},
-    **{f"one_shot {blocks} large, {ahead} ahead": Way("one_shot", blocks, LARGE, ahead)
-       for blocks, ahead in ((64, 2), (64, 4), (128, 1), (128, 2), (128, 4), (256, 2), (384, 2))},
-    **{f"two_shot {blocks} large": Way("two_shot", blocks, LARGE) for blocks in (64, 128, 256)},
+    "nccl": Way("nccl", None),
+    **{f"{way.kernel} {way.num_blocks} {way.ahead}": way for way in (*ONE_SHOT, *TWO_SHOT)},
+    **{f"norm {way.num_blocks} {way.ahead}": way for way in NORM},
 }  # fmt: skip
+WAYS |= {f"norm two_shot {way.num_blocks}": way for way in TWO_SHOT[1:]}
+"""By name: the kernel, its grid, and how many of a thread's vectors are sent ahead."""
 
 
 def given(rank: int, rows: int, device: torch.device) -> torch.Tensor:
@@ -120,15 +124,21 @@ def rank_main(rank: int, size: int, folder: str, pipe: Connection) -> None:
         store.set(f"{name}/{rank}", said)
         return [store.get(f"{name}/{each}") for each in range(size)]
 
-    groups: dict[str, Group] = {"nccl": nccl}
     store.set_timeout(timedelta(seconds=60))
-    for i, (name, way) in enumerate(WAYS.items()):
-        groups[name] = Peers(nccl, device, lambda what, said, i=i: exchange(f"{i}/{what}", said), [way], limit=20.0)
+    group = Peers(nccl, device, exchange, (ONE_SHOT[0], TWO_SHOT[0]), limit=20.0)
     pipe.send(("copy", 0, copy_rate(rank, size)))
+    weight = torch.linspace(0.5, 1.5, WIDTH, device=device).bfloat16()
+
+    def normed(out: torch.Tensor, x: torch.Tensor) -> None:
+        """The residual stream is 0, so that the sum is what an all-reduce gives."""
+        assert group.all_reduce_norm(scratch[: len(x)], out, x, zeros[: len(x)], weight, Norm(1e-5, 0.0, True))
+
+    zeros, scratch = (torch.zeros(ROWS[-1], WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
     for rows in ROWS:
-        for name, group in groups.items():
-            if name == "nccl" or (("large" in name) == (rows > FEW_ROWS)):
-                pipe.send((name, rows, measured(group.all_reduce, rank, size, rows)))
+        for name, way in WAYS.items():
+            group.ways = (way,)
+            run = normed if name.startswith("norm") else group.all_reduce
+            pipe.send((name, rows, measured(run, rank, size, rows)))
     exchange("end", b"")
     pipe.send(("end", 0, None))
 
@@ -175,6 +185,14 @@ def row(found: dict[tuple[str, int], list[Any]], rows: int, size: int) -> dict[s
     return made
 
 
+KINDS = ("nccl", "one_shot", "two_shot", "norm")
+
+
+def has(times: dict[str, float], kind: str) -> bool:
+    """Whether a way of this kind was measured."""
+    return any(name.split()[0] == kind for name in times)
+
+
 def main() -> None:
     """Measure and write `results/gpu_collectives.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,10 +210,11 @@ def main() -> None:
         moved = 1e6 * 2 * rows * WIDTH * 2 * (arguments.ranks - 1) / arguments.ranks / rate
         figures["rows"][str(rows)] = {"moved": round(moved, 2), **made}
         times = {name: value for name, value in made.items() if isinstance(value, float)}
-        best = {kind: min((v, n) for n, v in times.items() if n.startswith(kind))
-                for kind in ("nccl", "one_shot", "two_shot") if any(n.startswith(kind) for n in times)}  # fmt: skip
+        best = [min((v, n) for n, v in times.items() if n.split()[0] == kind) for kind in KINDS if has(times, kind)]
         failed = {name: value for name, value in made.items() if not isinstance(value, float)}
-        print(f"{rows} rows: moved {moved:.1f}; best {best}; all {list(times.values())}", failed or "", flush=True)
+        print(
+            f"{rows} rows: moved {moved:.1f};", *(f"{name}: {value}" for value, name in best), failed or "", flush=True
+        )
     ended = len(found.get(("end", 0), []))
     figures["ranks_that_ended"], figures["seconds"] = ended, round(time.perf_counter() - started)
     print(f"copy {rate / 1e9:.0f} GB/s, {ended} ranks ended, {figures['seconds']} s")

@@ -1,36 +1,42 @@
-"""On two GPUs: one bundle with tp 2 against the same bundle with tp 1, from its load to its steps, with random weights.
+"""On two GPUs: what a bundle's steps take with its layers on both, and with `--alone` on one; with random weights.
 
 Claims: two ranks decode and prefill faster than one; each reads its share of the checkpoint; the tokens are the same.
-Every case is a process of its own, and what it found is written as it comes.
+A world is loaded once, in a process of its own, and measured with all numbers of sequences. What it finds is printed,
+and written, as it comes. With `--profile` it says besides which kernels a decode step of rank 0 consists of.
 
     python benchmarks/bench_gpu_tensor_parallel.py --build DIR [SHAPE ...]                  # on any machine
-    python benchmarks/bench_gpu_tensor_parallel.py --bundles DIR [--checkpoints DIR] [SHAPE ...]    # on two GPUs
+    python benchmarks/bench_gpu_tensor_parallel.py --bundles DIR [--checkpoints DIR] [--alone] [--profile] [SHAPE ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import random_checkpoints
 import shapes
 
 WORLDS: dict[str, tuple[tuple[int, int], ...]] = {
-    "llama-3.1-8b": ((1, 1), (2, 1)),
-    "qwen3-30b-a3b-half": ((1, 1), (2, 1), (2, 2)),
+    "llama-3.1-8b": ((2, 1),),
+    "qwen3-30b-a3b-half": ((2, 1), (2, 2)),
 }
 BATCHES = (1, 8, 64, 256)
 PROMPT_TOKENS, WINDOW = 128, 12
-CACHE_BYTES = 16 << 30
-CASE_SECONDS = 150
-"""A case that takes longer is ended, and said to have failed."""
+CACHE_BYTES = 12 << 30
+CASE_SECONDS = 120
+"""A world that takes longer is ended; what it has found until then stays."""
 
 
 def build(folder: Path, names: list[str]) -> None:
@@ -45,39 +51,67 @@ def build(folder: Path, names: list[str]) -> None:
         print(f"{name}: {time.perf_counter() - began:.1f} s, {worlds}", flush=True)
 
 
-def case(bundle: Path, checkpoint: Path, tp: int, ep: int) -> dict[str, Any]:
+class Case(NamedTuple):
+    """What one world is measured with; `out` is written after each figure."""
+
+    bundle: Path
+    checkpoint: Path
+    tp: int
+    ep: int
+    profiles: bool
+    out: Path
+
+    def tell(self, found: dict[str, Any]) -> None:
+        """Write what was found so far, and print what came last."""
+        self.out.write_text(json.dumps(found))
+        name, value = list(found.items())[-1]
+        print(f"{self.checkpoint.name} tp {self.tp} ep {self.ep}: {name} {value}", flush=True)
+
+
+def measure_case(case: Case) -> None:
     """What one world takes."""
     import precast
 
     began = time.perf_counter()
     engine = precast.load(
-        bundle, weights=checkpoint, device="cuda", tp=tp, ep=ep, cache_bytes=CACHE_BYTES // tp,
-        timeouts={"join": 60, "step": 60},
+        case.bundle, weights=case.checkpoint, device="cuda", tp=case.tp, ep=case.ep,
+        cache_bytes=CACHE_BYTES // case.tp, timeouts={"join": 60, "step": 60}, capture="before",
     )  # fmt: skip
     phases = {phase.name: phase for phase in engine.timeline.phases}
-    found: dict[str, Any] = {
-        "load_s": round(time.perf_counter() - began, 2),
-        "weights_s": round(phases["weights"].seconds or 0, 2),
-        "weights": phases["weights"].counters,
-    }
-    _tell(tp, ep, found)
-    engine.generate([[1, 15, 27]], precast.SamplingParams(max_tokens=1))
-    engine.wait_until_captured()
+    found: dict[str, Any] = {"load_s": round(time.perf_counter() - began, 2)}
+    found["phases_s"] = {name: round(phase.seconds or 0, 2) for name, phase in phases.items()}
+    found["weights"] = phases["weights"].counters
     stats = engine.stats
     found["captured"] = {"sizes": stats.graphs, "seconds": round(stats.capture_seconds, 1)}
-    found["decode_ms"] = {}
+    case.tell(found)
+    decoded = {}
     for count in BATCHES:
-        found["decode_ms"][str(count)] = decode_ms(engine, count)
-        _tell(tp, ep, {count: found["decode_ms"][str(count)]})
+        decoded[str(count)] = decode_ms(engine, count)
+        case.tell({**found, "decode_ms": decoded})
+    found["decode_ms"] = decoded
     found["prefill_tokens_per_s"] = prefill(engine)
+    case.tell(found)
     found["tokens"] = tokens(engine)
     found["eager"] = engine.stats.eager_reasons
+    case.tell(found)
+    if case.profiles:
+        for count in (1, 64):
+            found[f"profile {count}"] = profiled(engine, count)
+            case.tell(found)
     engine.close()
-    return found
 
 
-def _tell(tp: int, ep: int, found: dict[Any, Any]) -> None:
-    print(f"tp {tp} ep {ep}: {found}", file=sys.stderr, flush=True)
+def profiled(engine: Any, count: int, steps: int = 8) -> dict[str, list[float]]:
+    """The kernels of decode steps: how many in a step, and microseconds of one."""
+    import torch
+
+    with decoding(engine, count), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    return {event.key[:40]: [round(event.count / steps, 1), round(event.self_device_time_total / event.count, 2)]
+            for event in events[:14]}  # fmt: skip
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
@@ -88,26 +122,34 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(5, 100_000) for _ in range(length)] for _ in range(count)]
 
 
-def decode_ms(engine: Any, count: int) -> float:
-    """The median of a step of `count` sequences that decode, as served: one step is launched ahead."""
+@contextmanager
+def decoding(engine: Any, count: int) -> Iterator[None]:
+    """While so many sequences decode, and nothing else."""
     import precast
 
     params = precast.SamplingParams(max_tokens=1000, ignore_eos=True)
     numbers = [engine.submit(prompt, params) for prompt in prompts(count, PROMPT_TOKENS, count)]
-    while engine.stats.tokens_decoded == 0 or engine.stats.requests_waiting or engine._scheduler._chunked:
+    before = engine.stats.tokens_decoded
+    while engine.stats.tokens_decoded == before or engine.stats.requests_waiting or engine._scheduler._chunked:
         engine.step()
     for _ in range(4):
         engine.step()
-    times = []
-    for _ in range(6):
-        started = time.perf_counter()
-        for _ in range(WINDOW):
-            engine.step()
-        times.append(1000 * (time.perf_counter() - started) / WINDOW)
+    yield
     for number in numbers:
         engine.cancel(number)
     while engine.has_work:
         engine.step()
+
+
+def decode_ms(engine: Any, count: int) -> float:
+    """The median of a step of `count` sequences that decode, as served: one step is launched ahead."""
+    times = []
+    with decoding(engine, count):
+        for _ in range(8):
+            started = time.perf_counter()
+            for _ in range(WINDOW):
+                engine.step()
+            times.append(1000 * (time.perf_counter() - started) / WINDOW)
     return round(statistics.median(times), 3)
 
 
@@ -135,51 +177,34 @@ def tokens(engine: Any) -> list[list[int]]:
     return [output.token_ids for output in engine.generate(asked, params)]
 
 
-def first_token(bundle: Path, checkpoint: Path, tp: int, ep: int) -> float:
-    """Seconds from the first line of `precast run` to its first token, after others have compiled the kernels."""
-    command = [
-        "-P",
-        "-m",
-        "precast",
-        "run",
-        str(bundle),
-        "--weights",
-        str(checkpoint),
-        "--device",
-        "cuda",
-        "--token-ids",
-    ]
-    command += ["1,15,27", "--max-tokens", "1", "--json", "--tp", str(tp), "--ep", str(ep)]
-    timeline = json.loads(_ended([sys.executable, *command]))["timeline"]
-    return round(float(timeline["total_seconds"]), 2)
-
-
-def _ended(command: list[str]) -> str:
-    """The last line that a process prints; its errors are this one's."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=CASE_SECONDS)
-    return done.stdout.splitlines()[-1]
-
-
-def measure(name: str, bundles: Path, checkpoints: Path, found: dict[str, Any], out: Path) -> None:
-    """All worlds of a shape; `found` is written after each."""
+def measure(name: str, worlds: Sequence[tuple[int, int]], given: argparse.Namespace, found: dict[str, Any]) -> None:
+    """All these worlds of a shape; `found` is written after each."""
     from precast.ir.artifact import Bundle
 
-    bundle, checkpoint = bundles / f"{name}.bundle", checkpoints / name
+    bundle, checkpoint = given.bundles / f"{name}.bundle", given.checkpoints / name
     if not (checkpoint / "model.safetensors.index.json").exists():
+        began = time.perf_counter()
         random_checkpoints.write(Bundle.open(bundle), checkpoint)
+        print(f"{name}: a checkpoint in {time.perf_counter() - began:.1f} s", flush=True)
     answers = []
-    for tp, ep in WORLDS[name]:
+    for tp, ep in worlds:
         label = f"tp {tp}" if ep == 1 else f"tp {tp}, ep {ep}"
-        command = [sys.executable, __file__, "--case", str(bundle), str(checkpoint), str(tp), str(ep)]
-        try:
-            one = json.loads(_ended(command))
-            answers.append(one.pop("tokens"))
-            one["first_tokens_equal"] = sum(a[0] == b[0] for a, b in zip(answers[0], answers[-1], strict=True))
-            one["first_token_s"] = first_token(bundle, checkpoint, tp, ep)
-        except Exception as error:  # noqa: BLE001 - one world must not stop the others
-            one = {"error": f"{type(error).__name__}: {error}"[:300]}
-        found.setdefault(name, {})[label] = one
-        harness.write(out, "gpu_tensor_parallel", found)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "found.json"
+            command = [sys.executable, __file__, "--case", str(bundle), str(checkpoint), str(tp), str(ep)]
+            command += [str(int(given.profile)), str(out)]
+            error = ""
+            try:
+                subprocess.run(command, check=True, timeout=CASE_SECONDS)
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as failed:
+                error = f"{type(failed).__name__}: {failed}"[-200:]
+                print(f"{name} {label}: {error}", flush=True)
+            one = json.loads(out.read_text()) if out.exists() else {}
+        answers.append(one.pop("tokens", []))
+        one["first_tokens_equal"] = sum(a[:1] == b[:1] for a, b in zip(answers[0], answers[-1], strict=False))
+        found.setdefault(name, {})[label] = one | ({"error": error} if error else {})
+        with contextlib.redirect_stdout(io.StringIO()):
+            harness.write(given.out, "gpu_tensor_parallel", found)
 
 
 def main() -> None:
@@ -188,7 +213,9 @@ def main() -> None:
     parser.add_argument("--build", type=Path, metavar="DIR")
     parser.add_argument("--bundles", type=Path, metavar="DIR")
     parser.add_argument("--checkpoints", type=Path, default=Path("/dev/shm/precast-checkpoints"), metavar="DIR")
-    parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help="on one GPU first")
+    parser.add_argument("--profile", action="store_true", help="the kernels of a decode step, too")
+    parser.add_argument("--case", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_tensor_parallel.json")
     parser.add_argument("shapes", nargs="*", default=list(WORLDS))
     arguments = parser.parse_args()
@@ -196,8 +223,8 @@ def main() -> None:
         build(arguments.build, arguments.shapes)
         return
     if arguments.case:
-        bundle, checkpoint, tp, ep = arguments.case
-        print(json.dumps(case(Path(bundle), Path(checkpoint), int(tp), int(ep))))
+        bundle, checkpoint, tp, ep, profiles, out = arguments.case
+        measure_case(Case(Path(bundle), Path(checkpoint), int(tp), int(ep), profiles == "1", Path(out)))
         return
     import torch
 
@@ -206,7 +233,8 @@ def main() -> None:
         return
     found: dict[str, Any] = {}
     for name in arguments.shapes:
-        measure(name, arguments.bundles, arguments.checkpoints, found, arguments.out)
+        worlds = (*([(1, 1)] if arguments.alone else []), *WORLDS[name])
+        measure(name, worlds, arguments, found)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,19 @@ import torch
 
 from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError, RequestError, shown_value
+from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches, liveness
 from precast.ir.memory.capture import capture_plan, cut
 from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
+from precast.kernels.collectives.group import Group
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.measured import read_table
 from precast.kernels.registry import target_of
+from precast.kernels.sampling.parts import VocabularyPart, sampler_on
+from precast.kernels.use import types_in
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
@@ -31,6 +35,7 @@ from precast.loader.engine.tokenizer import check_tokenizer
 from precast.loader.placement import Placement, bind_world, check_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs
+from precast.loader.run.drawing import Drawing
 from precast.loader.run.runner import Runner
 from precast.loader.run.stages import stages_of
 from precast.loader.sizing import ArenaSize, EngineLimits
@@ -279,9 +284,13 @@ def _load_rank(
                 config_facts.check(opened.manifest.config, options.weights)
             what = target_of(on, table)._replace(tp=placement.tp)
             files = CheckpointFiles.open(options.weights)
-            groups = {}
+            groups: dict[str, Group] = {}
+            drawing = None
             if world is not None:
-                groups = meet(world, placement, opened.digest, options.common, what, params_bytes(graph))
+                groups |= meet(world, placement, opened.digest, options.common, what, params_bytes(graph))
+                if "tp" in groups and placement.stage == placement.pp - 1:
+                    num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
+                    graph, drawing = _in_parts(graph, groups["tp"], on, num_rows)
             program = restore(graph, device=on, target=what, groups=groups)
         with timeline.phase("weights") as phase:
             loaded = load_weights(
@@ -303,14 +312,29 @@ def _load_rank(
             cut_blocks_to_size(on)
             program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
             side = world and world.side
-            stages = stages_of(opened.graph, placement, groups)
-            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, world=side, stages=stages)
+            runner = Runner(
+                program, graph, memory, target, limits, captured_sizes=sizes, world=side, drawing=drawing,
+                stages=stages_of(opened.graph, placement, groups),
+            )  # fmt: skip
             if side is not None:
                 side.share_orders(runner.orders.max_bytes)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
         if capture == "before" and world is None:
             _capture_before(runner, timeline)
     return _Loaded(opened, runner)
+
+
+def _in_parts(graph: Graph, group: Group, on: torch.device, num_rows: int) -> tuple[Graph, Drawing | None]:
+    """The graph with the logits of the rank's part of the vocabulary, and how tokens are drawn; where that can be."""
+    found = in_parts(graph)
+    if found is None:
+        return graph, None
+    part = VocabularyPart(group, found.size, found.columns)
+    dtype = types_in(found.graph)[found.graph.outputs["logits"]].dtype
+    sampler = None if on.type == "cpu" else sampler_on(group, part, BY_NAME[dtype], num_rows)
+    if on.type != "cpu" and sampler is None:
+        return graph, None
+    return found.graph, Drawing(dtype, on, part, sampler)
 
 
 def _capture_before(runner: Runner, timeline: Timeline) -> None:

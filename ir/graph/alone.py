@@ -43,7 +43,7 @@ def _kept(steps: Sequence[Step]) -> tuple[tuple[Step, ...], dict[str, str]]:
             continue
         args = {name: renamed(arg, names) for name, arg in step.args.items()}
         given = args.get("x")
-        if is_collective(step) and isinstance(given, Ref):
+        if is_collective(step) and step.op not in _OF_PARTS and isinstance(given, Ref):
             names[step.outputs[0].name] = given.name
         else:
             kept.append(_of_the_whole(msgspec.structs.replace(step, args=args)))
@@ -51,11 +51,19 @@ def _kept(steps: Sequence[Step]) -> tuple[tuple[Step, ...], dict[str, str]]:
 
 
 def _of_the_whole(step: Step) -> Step:
-    """An embedding of a part of the vocabulary that is all of it."""
-    if isinstance(step, Call) or step.op != "precast.sharded_embedding":
+    """An op of parts, as that of the whole."""
+    if isinstance(step, Call) or step.op not in _OF_PARTS:
         return step
-    args = {name: arg for name, arg in step.args.items() if name != "start"}
-    return msgspec.structs.replace(step, op="precast.embedding", version=1, args=args)
+    op, arg = _OF_PARTS[step.op]
+    args = {name: given for name, given in step.args.items() if name != arg}
+    return msgspec.structs.replace(step, op=op, version=1, args=args)
+
+
+_OF_PARTS = {
+    "precast.sharded_embedding": ("precast.embedding", "start"),
+    "precast.all_reduce_residual_rms_norm": ("precast.residual_rms_norm", "group"),
+}
+"""Ops of parts: what is the same of the whole, and the argument that this has not."""
 
 
 def renamed(arg: Arg, names: Mapping[str, str]) -> Arg:

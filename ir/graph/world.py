@@ -15,6 +15,7 @@ import msgspec
 
 from precast.ir.graph import symbols
 from precast.ir.graph.alone import without_collectives
+from precast.ir.graph.normed_sums import with_normed_sums
 from precast.ir.graph.plain import plain
 from precast.ir.graph.schema import Expr, Graph, ShardPlan
 from precast.ir.memory import caches
@@ -26,7 +27,8 @@ UNSHARDED: Mapping[str, int] = types.MappingProxyType({"rank": 0, "tp": 1, "ep":
 def bound(graph: Graph, world: Mapping[str, int]) -> Graph:
     """The graph of the rank `world["rank"]` of `tp` and `ep`, its sizes in normal form. No shard plan is left.
 
-    Where no ranks share a layer, its collectives are gone, too. A graph without symbols of the world is returned as it
+    Where no ranks share a layer, its collectives are gone, too; where they do, a sum over them and the norm after it
+    are one node. A graph without symbols of the world is returned as it
     is. The result is not verified: a division by zero, which has no normal form, stays where it stands.
     """
     values = {each.name: world[each.name] for each in graph.symbols if each.name in world}
@@ -37,7 +39,7 @@ def bound(graph: Graph, world: Mapping[str, int]) -> Graph:
     if world["tp"] == 1:
         made = without_collectives(made)
     else:
-        made = msgspec.structs.replace(made, caches=caches.without_slabs(made.caches))
+        made = msgspec.structs.replace(with_normed_sums(made), caches=caches.without_slabs(made.caches))
     return plain(made)
 
 

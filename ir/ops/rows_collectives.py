@@ -18,7 +18,8 @@ from precast.ir.ops.checks import (
     expect_one_of,
     expect_shape,
 )
-from precast.ir.ops.op import EACH, OVER_DIM, Args, row
+from precast.ir.ops.op import EACH, OVER_DIM, Args, last_of, row
+from precast.ir.ops.rows_tokens import residual_rms_norm
 from precast.ir.ops.work import elements, nothing
 
 GROUPS = ("tp",)
@@ -32,6 +33,11 @@ def all_reduce(args: Args) -> tuple[TensorType, ...]:
     expect_one_of("group", args["group"], GROUPS)
     expect_dtype("x", x, *COMPUTED)
     return (x,)
+
+
+def all_reduce_residual_rms_norm(args: Args) -> tuple[TensorType, ...]:
+    all_reduce(args)
+    return residual_rms_norm(args)
 
 
 def all_gather(args: Args) -> tuple[TensorType, ...]:
@@ -81,6 +87,12 @@ ROWS = (
         reduce_scatter,
         OVER_DIM,
         elements,
+    ),
+    row(
+        "precast.all_reduce_residual_rms_norm(Tensor x, Tensor residual, Tensor weight, *, float eps,"
+        " float offset=0.0, bool cast_before_scale, Group group) -> (Tensor, Tensor)",
+        all_reduce_residual_rms_norm,
+        last_of("x"),
     ),
     row("precast.send(Tensor x, *, Group group, int target) -> ()", send, EACH, nothing),
     row("precast.receive(int[] shape, *, Dtype dtype, Group group, int source) -> Tensor", receive, EACH, nothing),

@@ -145,8 +145,11 @@ def _sums_of(scope: Scope) -> Iterator[Fault]:
         names = list(references(step.args) if isinstance(step, Node) else step.args.values())
         taken.update(names)
         inside = [name for name in names if name in partial]
-        if isinstance(step, Node) and step.op == "precast.all_reduce":
-            if not inside:
+        if isinstance(step, Node) and step.op in _MAKE_SUMS:
+            given = step.args["x"]
+            if isinstance(given, Ref) and (others := [name for name in inside if name != given.name]):
+                yield where, f"takes %{others[0]}, a part of a sum, before it is summed"
+            elif not inside:
                 yield where, f"%{names[0] if names else ''} is no part of a sum: the ranks would add what they all have"
             continue
         made = isinstance(step, Node) and _makes_parts(step, scope.types)
@@ -162,6 +165,8 @@ def _sums_of(scope: Scope) -> Iterator[Fault]:
             yield where, f"%{name}, a part of a sum, is never summed"
 
 
+_MAKE_SUMS = ("precast.all_reduce", "precast.all_reduce_residual_rms_norm")
+"""Ops that add up what ranks have of their argument `x`."""
 _SUMMED: Mapping[str, tuple[tuple[str, int], ...]] = {
     "aten.linear.default": (("weight", 1),),
     "precast.gated_linear": (("weight", 1),),

@@ -5,12 +5,9 @@ Collectives are called by all ranks, in the same order, with tensors of the same
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-
-MAX_PEERS = 8
-"""Ranks whose GPUs write each other's memory, at most."""
 
 
 class Group(Protocol):
@@ -70,6 +67,34 @@ class Connected(Group, Protocol):
 
     def close(self) -> None:
         """Give back what this rank has given to others, when all ranks have left."""
+        ...
+
+
+class Norm(NamedTuple):
+    """The numbers of `precast.rms_norm`."""
+
+    eps: float
+    offset: float
+    cast_before_scale: bool
+
+
+@runtime_checkable
+class NormsSums(Protocol):
+    """A group that adds up, adds what is to be added, and norms that, at once."""
+
+    def all_reduce_norm(
+        self,
+        out: torch.Tensor,
+        total: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        norm: Norm,
+    ) -> bool:
+        """The sum of all ranks' `x`, with `residual`, into `total`, and its norm into `out`, both contiguous.
+
+        False, on all ranks: not these tensors; nothing is done.
+        """
         ...
 
 

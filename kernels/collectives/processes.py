@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from precast.kernels.collectives.group import MAX_PEERS, Connected, sum_in_order
+from precast.kernels.collectives.group import Connected, sum_in_order
+from precast.kernels.collectives.ways import MAX_PEERS
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -14,7 +14,7 @@ def _triton(op: str) -> Record:
     return in_triton(f"precast.{op}", launches.rms_norm, ("x", "inner_weight", "weight"), HAS_SHORT_ROWS)
 
 
-def _rms_norm(use: Use) -> Expr:
+def rms_norm_workspace(use: Use) -> Expr:
     """The wide copy, the normed rows, and what weight and rounding make of them."""
     x, weight = use.operands["x"], use.operands.get("weight")
     full, narrow, copy = wide(x), width(x), copied(x)
@@ -34,14 +34,14 @@ def _rms_norm(use: Use) -> Expr:
 
 def _norm_residual_norm(use: Use) -> Expr:
     """What each norm holds beside its result, and the first one's result."""
-    return add(_rms_norm(use), size(use.operands["x"]))
+    return add(rms_norm_workspace(use), size(use.operands["x"]))
 
 
 RECORDS = (
     _triton("rms_norm"),
-    reference("precast.rms_norm", "rms_norm.rms_norm", _rms_norm),
+    reference("precast.rms_norm", "rms_norm.rms_norm", rms_norm_workspace),
     _triton("residual_rms_norm"),
-    reference("precast.residual_rms_norm", "rms_norm.residual_rms_norm", _rms_norm),
+    reference("precast.residual_rms_norm", "rms_norm.residual_rms_norm", rms_norm_workspace),
     _triton("norm_residual_norm"),
     reference("precast.norm_residual_norm", "rms_norm.norm_residual_norm", _norm_residual_norm),
 )

@@ -12,17 +12,26 @@ _WORD = 0xFFFFFFFF
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
-def gumbel(seeds: torch.Tensor, steps: torch.Tensor, size: int) -> torch.Tensor:
-    """Gumbel noise [R, size] float32 from `seeds` and `steps` [R] int64; every value is finite."""
-    uniform = ((words(seeds, steps, size).float() + 0.5) * 2.0**-32).clamp_(max=_BELOW_ONE)
+def gumbel(seeds: torch.Tensor, steps: torch.Tensor, size: int, first: int = 0) -> torch.Tensor:
+    """Gumbel noise [R, size] float32 of the tokens from `first` on, from `seeds` and `steps` [R] int64; all finite."""
+    return gumbel_of(seeds, steps, torch.arange(first, first + size, device=seeds.device))
+
+
+def gumbel_of(seeds: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The same of tokens `index` [N], or [R, N]."""
+    uniform = ((words_of(seeds, steps, index).float() + 0.5) * 2.0**-32).clamp_(max=_BELOW_ONE)
     # -log(1 - u) is an exponential variate, and precise where it is small: there the maximum is decided.
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def words(seeds: torch.Tensor, steps: torch.Tensor, size: int) -> torch.Tensor:
     """Uniform 32-bit words [R, size], in int64."""
+    return words_of(seeds, steps, torch.arange(size, device=seeds.device))
+
+
+def words_of(seeds: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The same of tokens `index` [N], or [R, N]."""
     first, second = _keys(seeds, steps)
-    index = torch.arange(size, device=seeds.device)
     return _mix_(_mix_(index ^ first[:, None]).bitwise_xor_(second[:, None]))
 
 

@@ -85,13 +85,14 @@ def _drawn(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     return torch.where(temperature > 0, drawn, logits.argmax(-1))
 
 
-def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def scaled(logits: torch.Tensor, temperature: torch.Tensor, tops: torch.Tensor | None = None) -> torch.Tensor:
     """(logits - max) / temperature in float32 [R, V]: at most 0, never NaN for logits that aren't; rows with
-    temperature 0 are not divided."""
+    temperature 0 are not divided. `tops` [R]: the largest of rows of which `logits` are a part."""
     largest = torch.finfo(torch.float32).max
     # The bound on both sides keeps the difference from being inf - inf.
     x = logits.float().clamp(max=largest)
-    x = x - x.amax(-1, keepdim=True).clamp(min=-largest)
+    top = x.amax(-1, keepdim=True) if tops is None else tops.float()[:, None].clamp(max=largest)
+    x = x - top.clamp(min=-largest)
     return x / torch.where(temperature > 0, temperature, 1.0)[:, None]
 
 

@@ -23,12 +23,9 @@ import numpy as np
 import torch
 
 from precast.ir.errors import RequestError
-from precast.ir.graph.schema import Dtype, Graph
+from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
-from precast.kernels import registry
 from precast.kernels.embedding.drawn import known_ids_on
-from precast.kernels.sampling.limits import SAMPLE_VERSION
-from precast.kernels.sampling.sample import greedy
 from precast.kernels.use import types_in
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -38,6 +35,7 @@ from precast.loader.program.instructions import HostCall
 from precast.loader.program.restore import Program
 from precast.loader.run.batch import Arrays, BatchInputs
 from precast.loader.run.capture import Captures, Memory, Size, SizedStep
+from precast.loader.run.drawing import Drawing
 from precast.loader.run.draws import DTYPES, draw_arrays, draw_padding
 from precast.loader.run.places import Layout, Places, places_bytes
 from precast.loader.run.stages import Stages
@@ -100,11 +98,13 @@ class Runner:
         *,
         captured_sizes: Sequence[int] = (),
         world: Lead | Follower | None = None,
+        drawing: Drawing | None = None,
         stages: Stages | None = None,
     ) -> None:
         """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called.
 
-        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone. `stages`:
+        `world`: this is a rank of several. Rank 0 tells the others what it does, and those call `obey` alone.
+        `drawing`: how tokens are drawn, where the graph's logits are a rank's part; None: from all logits. `stages`:
         the graph is that of one stage of several, which alone draws if it is the last one.
 
         Raises what `BatchInputs` raises for the graph.
@@ -119,9 +119,7 @@ class Runner:
         self._draws = stages is None or stages.is_last
         self._known_ids = known_ids_on(on)
         if self._draws:
-            dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
-            drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
-            self._sample, self._sample_captured = drawing(), drawing(control="static")
+            self._drawing = drawing or Drawing(types_in(graph)[graph.outputs["logits"]].dtype, on)
         capacities = sizing.capacities(graph, limits, memory.num_slabs)
         places = Places(capacities, device)
         groups = [group.name for group in caches.groups(graph.caches)]
@@ -334,25 +332,23 @@ class Runner:
         return self._compute(order)
 
     def _compute(self, order: Order) -> torch.Tensor:
-        """The logits `[R, V]` of what the places hold, op by op; where rows draw, what they drew is in `_drawn`."""
+        """The logits `[R, V]` of what the places hold, op by op; where rows draw, what they drew is in `_drawn`, and
+        the logits may be the rank's part."""
         program, _, places = self.opened()
         tensors = places.filled(order.lengths)
         if order.has_unknown:
             tensors["input_ids"] = self._known_ids(tensors["input_ids"], self._drawn)
-        outputs = program(**self._given(tensors))
-        logits = outputs["logits"][0] if self._draws else None
-        if order.num_rows and logits is not None:
-            arguments = {name: tensors[name] for name in DTYPES if name in tensors}
-            if arguments:
-                self._sample(logits=logits, **arguments, out=self._drawn[: order.num_rows])
-            else:
-                self._drawn[: order.num_rows] = greedy(logits)
-        if self._stages is not None:
-            if logits is None:
-                logits = self._stages.new_logits(len(tensors["logit_rows"]) if order.wants_logits else 0)
-            if order.num_rows or order.wants_logits:
-                self._stages.share(logits if order.wants_logits else self._drawn[: order.num_rows])
-        assert logits is not None, "a stage that has none is given some"
+        outputs, drawn = program(**self._given(tensors)), self._drawn[: order.num_rows]
+        if not self._draws:
+            assert self._stages is not None, "a stage before the last is one of several"
+            logits = self._stages.new_logits(len(tensors["logit_rows"]) if order.wants_logits else 0)
+        elif order.num_rows:
+            logits = outputs["logits"][0]
+            self._drawing.draw(logits, {name: tensors[name] for name in DTYPES if name in tensors}, drawn)
+        else:
+            logits = self._drawing.whole(outputs["logits"][0])
+        if self._stages is not None and (order.num_rows or order.wants_logits):
+            self._stages.share(logits if order.wants_logits else drawn)
         return logits
 
     def _step_of(self, size: Size) -> SizedStep:
@@ -385,7 +381,7 @@ class Runner:
         drawn = self._drawn[: size.num_seqs]
         if self._draws:
             drawing = {name: tensors[name] for name in DTYPES}
-            self._sample_captured(logits=outputs["logits"][0], **drawing, out=drawn)
+            yield from self._drawing.captured(outputs["logits"][0], drawing, drawn)
         if self._stages is not None and self.device.kind == "cuda":
             self._stages.share(drawn)
         elif self._stages is not None:  # on a CPU the host waits for other ranks

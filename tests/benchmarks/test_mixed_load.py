@@ -137,7 +137,7 @@ def test_the_script_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     bundle = precast.build(tmp_path, tmp_path / "tiny.bundle")
-    random_checkpoints.write(bundle, tmp_path / "checkpoint", device="cpu")
+    random_checkpoints.write(bundle, tmp_path / "checkpoint")
 
     found = bench_gpu_mixed_load.measure(tmp_path / "tiny.bundle", tmp_path / "checkpoint", TINY, device="cpu")
 

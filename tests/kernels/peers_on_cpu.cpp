@@ -1,12 +1,13 @@
-// Runs kernels/collectives/peers.cu on a CPU: ranks side by side, a thread for each block, whose threads run one after
-// the other. A kernel ends when all its blocks have.
+// Runs kernels/collectives/peers.cu on a CPU: ranks side by side, with threads of their own for each thread of a block.
+// A kernel ends when all its threads have.
 //
 // "peers.inc" is the kernels' source without the functions that are PTX, which are written here in C++: words of a
 // vector arrive one by one, in any order, with pauses between them. Every rank makes the same calls, of random kinds and
-// sizes, on numbers in which words are EMPTY now and then. Argument: a seed. Prints how many calls were right, and ends
-// with what was wrong else. Between calls, a rank may be two kernels behind another, as on GPUs.
+// sizes, on numbers in which words are EMPTY now and then, all in one memory. Argument: a seed. Prints how many calls
+// were right, and ends with what was wrong else. Between calls, a rank may be two kernels behind another, as on GPUs.
 
 #include <atomic>
+#include <barrier>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -31,13 +32,22 @@ struct Index { unsigned x; };
 
 constexpr u32 EMPTY = 0x80000000u;
 constexpr int POLLS = 4096, PARTS = 1;
-constexpr u32 BLOCKS = 3, THREADS = 4, CAPACITY = 40;
+constexpr u32 BLOCKS = 3, THREADS = 4, CAPACITY = 40, TURN = 1 << 16;
 constexpr int CALLS = 100;
 
+// A row is 5 vectors for 4 threads: of a thread's second ones one alone is there.
+#define WIDTH 5
+#define EPS 1e-5
+#define OFFSET 1.0
+constexpr u32 ROWS = CAPACITY / WIDTH;
+
+struct Block { std::barrier<> all{THREADS}; float shared[2][THREADS]; };
+
 static thread_local int RANK;
-static thread_local Index threadIdx, blockIdx;
+static thread_local Index threadIdx, blockIdx, gridDim;
 static thread_local std::minstd_rand* chance;
-static constexpr Index gridDim = {BLOCKS}, blockDim = {THREADS};
+static thread_local Block* block;
+static constexpr Index blockDim = {THREADS};
 
 // Most often not at all, now and then as long as another rank needs for a call.
 static void dawdle() {
@@ -61,20 +71,34 @@ inline void put(Vector* at, Vector value) {
 }
 inline u64 nanoseconds() { return 0; }
 inline void fail() { CHECK(false, "rank %d was told to stop", RANK); }
-inline void __syncthreads() {}
+inline void __syncthreads() { block->all.arrive_and_wait(); }
+inline void wait_for_previous() {}
+inline u32 counted(const u32* counter) { return std::atomic_ref<u32>(*(u32*)counter).load(); }
+inline void count_more(u32* counter, u32 more) { std::atomic_ref<u32>(*counter) += more; }
+inline float inverse_root(float value) { return 1.0f / std::sqrt(value); }
+inline float block_sum(float value, u32 turn) {
+  block->shared[turn & 1][threadIdx.x] = value;
+  __syncthreads();
+  float sum = 0.0f;
+  for (float each : block->shared[turn & 1]) sum += each;
+  return sum;
+}
 inline float part(u32 word, int) { float value; memcpy(&value, &word, 4); return value; }
 inline u32 rounded(const float* value) { u32 word; memcpy(&word, value, 4); return word; }
 
 #include "peers.inc"
 
-using Kernel = void (*)(const Vector*, Vector*, u32, u32*, u32, u64, PEERS);
-struct Way { Kernel kernel; u32 slots, slot; std::vector<std::vector<Vector>> memory; std::vector<std::vector<u32>> calls; };
+enum Kind { ONE_SHOT, TWO_SHOT, NORM_ONE_SHOT, NORM_TWO_SHOT };
+constexpr u64 HALF = 2 * RANKS * CAPACITY;
 
-static Way way(Kernel kernel, u32 slots, u32 slot) {
-  const Vector empty = {{EMPTY, EMPTY, EMPTY, EMPTY}};
-  return {kernel, slots, slot, std::vector(RANKS, std::vector<Vector>(2 * slots * slot, empty)),
-          std::vector(RANKS, std::vector<u32>(BLOCKS + 1, 0))};
-}
+// What a rank has for all its calls.
+struct Memory {
+  std::vector<Vector> places = std::vector<Vector>(2 * HALF, {{EMPTY, EMPTY, EMPTY, EMPTY}});
+  u32 calls[2] = {};
+};
+
+// `count` vectors, or rows.
+struct Call { Kind kind; u32 count, num_blocks; bool in_place; };
 
 static float number(u32 call, u32 rank, u32 i) {
   std::minstd_rand made(1 + call * 7919 + rank * 104729 + i * 31);
@@ -82,63 +106,98 @@ static float number(u32 call, u32 rank, u32 i) {
   return made() % 5 == 0 ? -0.0f : (float)(int)(made() % 2001) - 1000.0f;
 }
 
-struct Call { int way; u32 count; bool in_place; };
+static std::vector<Vector> vectors(u32 call, u32 rank, u32 count) {
+  std::vector<Vector> made(count);
+  for (u32 i = 0; i < 4 * count; i++) {
+    const float value = number(call, rank, i);
+    memcpy(&made[i / 4].word[i % 4], &value, 4);
+  }
+  return made;
+}
 
-static void rank_of(int rank, std::vector<Way>& ways, const std::vector<Call>& script, unsigned seed) {
+static float at(const std::vector<Vector>& of, u32 i) {
+  float found;
+  memcpy(&found, &of[i / 4].word[i % 4], 4);
+  return found;
+}
+
+constexpr u32 RESIDUAL = 100, WEIGHT = 101;    // in place of a rank: numbers that all have
+
+static void check(u32 call, const Call& made, const std::vector<Vector>& out, const std::vector<Vector>& stream) {
+  const bool is_norm = made.kind >= NORM_ONE_SHOT;
+  for (u32 i = 0; i < 4 * out.size(); i++) {
+    float sum = 0.0f;
+    for (int each = 0; each < RANKS; each++) sum += number(call, each, i);
+    if (is_norm) sum += number(call, RESIDUAL, i);
+    const float found = at(is_norm ? stream : out, i);
+    CHECK(found == sum, "call %u of kind %d, %u, rank %d, number %u: %g, expected %g", call, made.kind, made.count, RANK, i,
+          found, sum);
+  }
+  for (u32 row = 0; is_norm && row < made.count; row++) {
+    double squares = 0.0;
+    for (u32 i = 0; i < 4 * WIDTH; i++) squares += std::pow(at(stream, row * 4 * WIDTH + i), 2);
+    for (u32 i = 0; i < 4 * WIDTH; i++) {
+      const float found = at(out, row * 4 * WIDTH + i);
+      const double normed = at(stream, row * 4 * WIDTH + i) / std::sqrt(squares / (4 * WIDTH) + EPS);
+      const double expected = normed * (number(call, WEIGHT, i) + OFFSET);
+      CHECK(std::abs(found - expected) <= 1e-4 * std::abs(expected), "call %u of kind %d, rank %d, row %u, number %u: %g, "
+            "expected %g", call, made.kind, RANK, row, i, found, expected);
+    }
+  }
+}
+
+static void rank_of(int rank, std::vector<Memory>& memory, const std::vector<Call>& script, unsigned seed) {
   std::minstd_rand own(seed * 31 + rank + 1);
   chance = &own;
-  for (u32 number_of_call = 0; number_of_call < script.size(); number_of_call++) {
-    const auto [kind, count, in_place] = script[number_of_call];
-    Way& used = ways[kind];
-    std::vector<Vector> x(count), other(count);
-    for (u32 i = 0; i < 4 * count; i++) {
-      const float value = number(number_of_call, rank, i);
-      memcpy(&x[i / 4].word[i % 4], &value, 4);
-    }
+  RANK = rank;
+  for (u32 call = 0; call < script.size(); call++) {
+    const auto [kind, count, num_blocks, in_place] = script[call];
+    const u32 size = kind >= NORM_ONE_SHOT ? count * WIDTH : count;
+    std::vector<Vector> x = vectors(call, rank, size), other(size), stream(size);
+    const std::vector<Vector> residual = vectors(call, RESIDUAL, size), weight = vectors(call, WEIGHT, WIDTH);
     Vector* p[8] = {};
-    for (int each = 0; each < RANKS; each++) p[each] = used.memory[each].data();
+    for (int each = 0; each < RANKS; each++) p[each] = memory[each].places.data();
     Vector* const out = in_place ? x.data() : other.data();
-    std::vector<std::thread> blocks;
-    for (u32 block = 0; block < BLOCKS; block++)
-      blocks.emplace_back([&, block, chosen = own()] {
-        std::minstd_rand of_block(chosen);
-        chance = &of_block;
+    std::vector<Block> blocks(num_blocks);
+    std::vector<std::thread> threads;
+    for (u32 i = 0; i < num_blocks * THREADS; i++)
+      threads.emplace_back([&, i, chosen = own()] {
+        std::minstd_rand of_thread(chosen);
+        chance = &of_thread;
         RANK = rank;
-        blockIdx.x = block;
-        for (u32 thread = THREADS; thread-- > 0;) {    // the first thread counts the call, so it comes last
-          threadIdx.x = thread;
-          used.kernel(x.data(), out, count, used.calls[rank].data(), used.slot, 0, p[0], p[1], p[2], p[3], p[4], p[5],
-                      p[6], p[7]);
-        }
+        block = &blocks[i / THREADS], blockIdx.x = i / THREADS, threadIdx.x = i % THREADS, gridDim.x = num_blocks;
+        u32* const calls = memory[rank].calls;
+        if (kind >= NORM_ONE_SHOT)
+          (kind == NORM_ONE_SHOT ? norm_one_shot : norm_two_shot)(
+              x.data(), out, stream.data(), residual.data(), weight.data(), count, calls, HALF, 0, p[0], p[1], p[2], p[3],
+              p[4], p[5], p[6], p[7]);
+        else
+          (kind == ONE_SHOT ? one_shot : two_shot)(
+              x.data(), out, count, calls, HALF, 0, p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]);
       });
-    for (auto& each : blocks) each.join();
-    for (u32 i = 0; i < 4 * count; i++) {
-      float sum = 0.0f, found;
-      for (int each = 0; each < RANKS; each++) sum += number(number_of_call, each, i);
-      memcpy(&found, &out[i / 4].word[i % 4], 4);
-      CHECK(found == sum, "call %u of way %d, %u vectors, rank %d, number %u: %g, expected %g", number_of_call, kind, count,
-            rank, i, found, sum);
-    }
+    for (auto& each : threads) each.join();
+    check(call, script[call], in_place ? x : other, stream);
   }
 }
 
 int main(int, char** arguments) {
   const unsigned seed = atoi(arguments[1]);
-  std::vector<Way> ways = {way(one_shot, RANKS, CAPACITY), way(two_shot, 2 * RANKS, (CAPACITY + RANKS - 1) / RANKS)};
+  std::vector<Memory> memory(RANKS);
   std::minstd_rand made(seed + 1);
   made.discard(5);
   std::vector<Call> script;
   for (int i = 0; i < CALLS; i++) {
-    const u32 count = made() % 3 == 0 ? 1 + made() % 3 : 1 + made() % CAPACITY;
-    script.push_back({(int)(made() % 2), count, made() % 4 == 0});
+    const Kind kind = (Kind)(made() % 4);
+    const u32 least = kind == TWO_SHOT || kind == NORM_TWO_SHOT ? RANKS : 1;
+    const u32 most = kind >= NORM_ONE_SHOT ? ROWS : made() % 3 == 0 ? RANKS + 2 : CAPACITY;
+    script.push_back({kind, least + made() % (most - least + 1), 1 + made() % BLOCKS, made() % 4 == 0});
   }
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < RANKS; rank++)
-    ranks.emplace_back([&, rank] { rank_of(rank, ways, script, seed); });
+    ranks.emplace_back([&, rank] { rank_of(rank, memory, script, seed); });
   for (auto& each : ranks) each.join();
-  for (auto& used : ways)
-    for (auto& memory : used.memory)
-      for (auto& vector : memory)
-        for (u32 word : vector.word) CHECK(word == EMPTY, "%08x is left in memory", word);
+  for (auto& each : memory)
+    for (auto& vector : each.places)
+      for (u32 word : vector.word) CHECK(word == EMPTY, "%08x is left in memory", word);
   printf("%zu\n", script.size());
 }

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import CASES, TURNS, add_up, given, wait_in_vain
+from gpu_ranks import CASES, NORMS, TURNS, add_up, given, norm_sums, wait_in_vain, weight_of
 from torch import multiprocessing
 
 from precast.kernels import cuda_source
+from precast.kernels.rms_norm.residual_rms_norm import residual_rms_norm
+from precast.kernels.spec import TWICE
 
 FILE = "collectives/peers.cu"
 HERE = Path(__file__).parent
@@ -27,8 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has the source without PTX, as the harness includes it."""
     made = tmp_path_factory.mktemp("peers")
     source = (HERE.parents[1] / "kernels" / FILE).read_text(encoding="utf-8")
-    plain = source[: source.index(PTX)] + source[source.index(PLAIN) :]
-    plain = re.sub(r"^(typedef|struct __align__\(16\) Vector|constexpr) .*\n", "", plain, flags=re.MULTILINE)
+    head = re.sub(r"^(typedef|struct|constexpr) .*\n", "", source[: source.index(PTX)], flags=re.MULTILINE)
+    plain = re.sub(r"^#ifndef (WIDTH|THREADS)\n(.*\n)+?#endif\n", "", head, flags=re.MULTILINE)
+    plain += source[source.index(PLAIN) :]
     (made / "peers.inc").write_text(plain.replace('extern "C"', ""), encoding="utf-8")
     return made
 
@@ -51,7 +54,9 @@ def test_ranks_of_any_pace_add_up_on_a_cpu(folder: Path, ranks: int) -> None:
 @pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize(
-    "dtype", [{}, {"FLOAT16": True}, {"FLOAT32": True}], ids=lambda each: " ".join(each) or "plain"
+    "dtype",
+    [{}, {"FLOAT16": True}, {"FLOAT32": True}, {"CAST_BEFORE_SCALE": True, "WIDTH": 1100, "EPS": 1e-6, "OFFSET": 1.0}],
+    ids=lambda each: " ".join(each) or "plain",
 )
 def test_it_compiles(ranks: int, dtype: dict[str, Any]) -> None:
     given = (("RANK", ranks - 1), ("RANKS", ranks), *dtype.items())
@@ -74,6 +79,24 @@ def test_gpus_add_up_eagerly_and_in_replays(tmp_path: Path) -> None:
             expected = (parts[0] + parts[1]).to(dtype)
             for rank in range(2):
                 assert torch.equal(found[rank][turn][i], expected), f"turn {turn}, {shape}, {dtype}, rank {rank}"
+
+
+@pytest.mark.gpu
+@needs_two
+def test_gpus_add_up_and_norm(tmp_path: Path) -> None:
+    multiprocessing.spawn(norm_sums, (2, tmp_path), 2)
+
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for turn in range(TURNS):
+        for i, (shape, dtype, offset, cast) in enumerate(NORMS):
+            parts = [given(rank, turn, shape, dtype).double() for rank in range(2)]
+            total, stream, weight = (parts[0] + parts[1]).to(dtype), given(77, 0, shape, dtype), weight_of(shape, dtype)
+            normed, both = residual_rms_norm(total, stream, weight, eps=1e-5, offset=offset, cast_before_scale=cast)
+            for rank in range(2):
+                told = f"turn {turn}, {shape}, {dtype}, rank {rank}"
+                assert torch.equal(found[rank][turn][i][1], both), told
+                torch.testing.assert_close(found[rank][turn][i][0], normed, **TWICE[dtype]._asdict(), msg=told)
+            assert torch.equal(found[0][turn][i][0], found[1][turn][i][0]), f"turn {turn}, {shape}, {dtype}"
 
 
 @pytest.mark.gpu

@@ -195,7 +195,7 @@ def test_one_bit_of_seed_step_or_index_turns_half_of_all_bits() -> None:
 
 
 def test_noise_is_finite_at_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "words", lambda *_: torch.tensor([[0, 1, 2**32 - 2, 2**32 - 1]]))
+    monkeypatch.setattr(noise, "words_of", lambda *_: torch.tensor([[0, 1, 2**32 - 2, 2**32 - 1]]))
     found = noise.gumbel(torch.tensor([0]), torch.tensor([0]), 4)[0]
 
     # -log(-log(1 - u)): u next to 0 gives the largest values, about -log(u).

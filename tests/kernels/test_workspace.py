@@ -326,6 +326,12 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "rope frequencies": ("rope_frequencies", _frequencies, {}, 2.5),
     "gather rows": ("gather_rows", _gathered, {}, 1.05),
     "all reduce": ("all_reduce", _reduced, {}, 1.05),
+    "all reduce, residual rms norm": (
+        "all_reduce_residual_rms_norm",
+        _residual_norm,
+        {"cast_before_scale": True, "group": "tp"},
+        1.05,
+    ),
     "all gather": ("all_gather", _reduced, ALONG_ROWS, 1.05),
     "reduce scatter": ("reduce_scatter", _reduced, ALONG_ROWS, 2.0),
     "write kv, half of it": ("write_kv", _write_kv, {"kv": torch.float16}, 1.25),

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from precast.kernels.collectives.all_reduce_norm import all_reduce_residual_rms_norm_into
 from precast.kernels.collectives.group import Connected
 from precast.kernels.collectives.processes import connect
 
@@ -19,6 +20,13 @@ CASES = [
 ] + [((3, 5), torch.bfloat16), ((4,), torch.float64)]
 """With some of no whole vectors of 16 bytes, or of another type: NCCL's."""
 TURNS = 5
+NORMS = [
+    (shape, dtype, offset, cast)
+    for dtype, offset, cast in ((torch.bfloat16, 0.0, True), (torch.float16, 1.0, False), (torch.float32, 0.0, True),
+                                (torch.bfloat16, 1.0, True))
+    for shape in ((1, 1, 4096), (1, 300, 4096), (1, 7, 72), (1, 9, 2048), (1, 2, 16384), (1, 2300, 4096))
+] + [((1, 3, 33), torch.bfloat16, 0.0, True)]  # fmt: skip
+"""With one whose rows are no whole vectors."""
 
 
 def group_of(rank: int, size: int, folder: Path) -> Connected:
@@ -65,6 +73,48 @@ def add_up(rank: int, size: int, folder: Path) -> None:
         found.append([out.cpu() for out in outs])
     torch.save(found, folder / f"{rank}.pt")
     group.all_reduce(outs[0], xs[0])  # nobody leaves before all have what they need
+    torch.cuda.synchronize()
+
+
+def weight_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A norm's, on the CPU."""
+    return torch.linspace(-1.0, 2.0, shape[-1]).to(dtype)
+
+
+def norm_sums(rank: int, size: int, folder: Path) -> None:
+    """The norms of all cases, in replays of a graph and eagerly; what came of it goes to a file."""
+    group = group_of(rank, size, folder)
+    on = torch.device("cuda", rank)
+    xs = [given(rank, 0, *case[:2]).to(on) for case in NORMS]
+    streams = [given(77, 0, *case[:2]).to(on) for case in NORMS]
+    weights = [weight_of(*case[:2]).to(on) for case in NORMS]
+    outs = [(torch.empty_like(x), torch.empty_like(x)) for x in xs]
+
+    def run() -> None:
+        for i, (_, _, offset, cast) in enumerate(NORMS):
+            all_reduce_residual_rms_norm_into(
+                xs[i], streams[i], weights[i], eps=1e-5, offset=offset, cast_before_scale=cast, group=group, out=outs[i]
+            )
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    found = []
+    for turn in range(TURNS):
+        for x, case in zip(xs, NORMS, strict=True):
+            x.copy_(given(rank, turn, *case[:2]))
+        for out in outs:
+            for each in out:
+                each.fill_(float("nan"))
+        if turn % 2:
+            run()
+        else:
+            graph.replay()
+        found.append([tuple(each.cpu() for each in out) for out in outs])
+    torch.save(found, folder / f"{rank}.pt")
+    group.all_reduce(outs[0][0], xs[0])  # nobody leaves before all have what they need
     torch.cuda.synchronize()
 
 

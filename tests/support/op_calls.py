@@ -165,6 +165,7 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("gather_rows", {"x": f32(1, "T", 8), "rows": t("int64", "R")}, (f32(1, "R", 8),)),
     ("sample", SAMPLE, (t("int64", "B"),)),
     ("all_reduce", {"x": f32(1, "T", 8), "group": "tp"}, (f32(1, "T", 8),)),
+    ("all_reduce_residual_rms_norm", {**STREAM, "group": "tp"}, (f32(1, "T", 8), f32(1, "T", 8))),
     ("all_gather", {"x": f32(1, "T", HEADS), **ALONG, "dim": -1}, (f32(1, "T", GATHERED),)),
     ("all_gather", {"x": f32(1, 3, 8), **ALONG, "size": 2}, (f32(1, 6, 8),)),
     ("reduce_scatter", {"x": f32(1, "T", 16), **ALONG, "dim": 2}, (f32(1, "T", HEADS),)),

@@ -456,6 +456,8 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.sample", {**SAMPLE, "top_p": f32()}, "top_p: expected shape"),
     ("precast.all_reduce", {"x": f32(1, "T", 8), "group": "dp"}, "group: expected one of tp, found 'dp'"),
     ("precast.all_reduce", {"x": t("int64", 1, "T", 8), "group": "tp"}, "x: expected dtype"),
+    ("precast.all_reduce_residual_rms_norm", {**STREAM, "group": "dp"}, "group: expected one of tp, found 'dp'"),
+    ("precast.all_reduce_residual_rms_norm", {**STREAM, "group": "tp", "residual": f32(1, "T", 1)}, "residual: expec"),
     ("precast.all_gather", {"x": f32(1, 8), **ALONG, "dim": 2}, "dim: 2 is outside of 2 dimensions"),
     ("precast.all_gather", {"x": f32(1, 8), **ALONG, "size": 0}, "size: expected at least 1, found 0"),
     ("precast.all_gather", {"x": f32(1, 8), **ALONG, "size": "T"}, "size: expected a size that is the same in every"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from op_samples.draw import Draw, Sample
+from op_samples.norms import residual_rms_norm
 
 
 def all_reduce(draw: Draw) -> Iterator[Sample]:
@@ -21,6 +22,11 @@ def along(draw: Draw) -> Iterator[Sample]:
     yield {"x": draw.normal(1, 0, 8), "dim": 2, "group": "tp", "size": 1}
 
 
+def all_reduce_residual_rms_norm(draw: Draw) -> Iterator[Sample]:
+    for sample in residual_rms_norm(draw):
+        yield sample | {"group": "tp"}
+
+
 def send(draw: Draw) -> Iterator[Sample]:
     yield {"x": draw.normal(1, 7, 33), "group": "pp", "target": 1}
     yield {"x": draw.normal(6, 10)[..., :5], "group": "pp", "target": 0}
@@ -35,6 +41,7 @@ def receive(draw: Draw) -> Iterator[Sample]:
 SAMPLES = {
     ("precast.all_gather", 1): along,
     ("precast.all_reduce", 1): all_reduce,
+    ("precast.all_reduce_residual_rms_norm", 1): all_reduce_residual_rms_norm,
     ("precast.receive", 1): receive,
     ("precast.reduce_scatter", 1): along,
     ("precast.send", 1): send,
