@@ -90,6 +90,20 @@ def test_ranks_give_the_tokens_of_one_process(tp: int, bundle: str, slabs: int, 
             os.kill(pid, 0)
 
 
+def test_the_order_of_a_step_leaves_before_the_tokens_of_the_step_before_are_waited_for(folder: Path) -> None:
+    engine = loaded(folder, tp=2)
+    lead = engine._runner._lead
+    assert lead is not None
+    engine.submit([5], GREEDY)
+    before, found = lead.num_orders, 0
+
+    for step in range(1, 6):
+        found += sum(len(event.token_ids) for event in engine.step())
+
+        assert (lead.num_orders - before, found) == (step, step - 1)
+    engine.close()
+
+
 def test_captured_steps_run_on_all_ranks(folder: Path) -> None:
     with loaded(folder, tp=2, max_num_tokens=16, capture="before") as engine:
         assert tokens(engine) == expected()
