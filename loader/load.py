@@ -24,7 +24,7 @@ from precast.kernels.collectives.group import Group
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.measured import read_table
 from precast.kernels.registry import target_of
-from precast.kernels.sampling.parts import VocabularyPart, sampler_on
+from precast.kernels.sampling.parts import VocabularyPart
 from precast.kernels.use import types_in
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -35,7 +35,7 @@ from precast.loader.engine.tokenizer import check_tokenizer
 from precast.loader.placement import Placement, bind_world, check_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs
-from precast.loader.run.drawing import Drawing
+from precast.loader.run.drawing import Drawing, sampler_on
 from precast.loader.run.runner import Runner
 from precast.loader.run.stages import stages_of
 from precast.loader.sizing import ArenaSize, EngineLimits
@@ -331,7 +331,7 @@ def _in_parts(graph: Graph, group: Group, on: torch.device, num_rows: int) -> tu
         return graph, None
     part = VocabularyPart(group, found.size, found.columns)
     dtype = types_in(found.graph)[found.graph.outputs["logits"]].dtype
-    sampler = None if on.type == "cpu" else sampler_on(group, part, BY_NAME[dtype], num_rows)
+    sampler = None if on.type == "cpu" else sampler_on(part, BY_NAME[dtype], num_rows)
     if on.type != "cpu" and sampler is None:
         return graph, None
     return found.graph, Drawing(dtype, on, part, sampler)

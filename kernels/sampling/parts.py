@@ -6,18 +6,14 @@ score; with top_k the few tokens that may pass. Rows that have top_p alone are p
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from precast.kernels.collectives.group import Group
-from precast.kernels.sampling.limits import MAX_SORTED, MAX_SPLITS
+from precast.kernels.sampling.limits import MAX_SORTED
 from precast.kernels.sampling.noise import gumbel, gumbel_of
 from precast.kernels.sampling.sample import Parameters, passed, pick, scaled
-
-if TYPE_CHECKING:
-    from precast.kernels.sampling.on_ranks import PartSampler
 
 
 class VocabularyPart(NamedTuple):
@@ -38,26 +34,6 @@ class VocabularyPart(NamedTuple):
     def num_tokens(self) -> int:
         """How many of its columns are tokens: one at least."""
         return min(self.columns, self.size - self.first)
-
-
-def sampler_on(group: Group, part: VocabularyPart, dtype: torch.dtype, most_rows: int) -> PartSampler | None:
-    """What draws on GPUs from up to so many rows at a time; None: these GPUs don't write each other's memory.
-
-    All ranks call it.
-    """
-    if group.size > MAX_SPLITS or find_spec("triton") is None or dtype not in (
-        torch.bfloat16, torch.float16, torch.float32
-    ):  # fmt: skip
-        return None
-    try:
-        from precast.kernels.collectives.peers import Peers
-    except ImportError:
-        return None
-    if not isinstance(group, Peers):
-        return None
-    from precast.kernels.sampling.on_ranks import PartSampler
-
-    return PartSampler(group, part, dtype, most_rows)
 
 
 def whole(logits: torch.Tensor, part: VocabularyPart) -> torch.Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from precast.ir.graph.schema import Dtype
-from precast.kernels import registry
+from precast.kernels import cuda_source, registry
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.parts import VocabularyPart, sample_parts, whole
 from precast.kernels.sampling.sample import Parameters, greedy
@@ -56,3 +57,18 @@ class Drawing:
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of all ranks, [R, V]."""
         return logits if self._part is None else whole(logits, self._part)
+
+
+def sampler_on(part: VocabularyPart, dtype: torch.dtype, most_rows: int) -> PartSampler | None:
+    """What draws on GPUs from up to so many rows at a time; None: these GPUs don't write each other's memory.
+
+    All ranks call it.
+    """
+    if not cuda_source.is_installed() or find_spec("triton") is None:
+        return None
+    from precast.kernels.collectives.peers import Peers
+    from precast.kernels.sampling.on_ranks import PartSampler
+
+    if not isinstance(part.group, Peers) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    return PartSampler(part.group, part, dtype, most_rows)

@@ -15,8 +15,9 @@ from precast.kernels.choices import fastest
 from precast.kernels.collectives.group import Group
 from precast.kernels.collectives.processes import connect
 from precast.kernels.collectives.together import run_ranks
-from precast.kernels.sampling.parts import VocabularyPart, sample_parts, sampler_on
+from precast.kernels.sampling.parts import VocabularyPart, sample_parts
 from precast.kernels.sampling.sample import Parameters
+from precast.loader.run.drawing import sampler_on
 
 ODD = 301
 """Tokens of a vocabulary that ranks can't divide."""
@@ -52,7 +53,7 @@ def tokens_of_gpus(rank: int, size: int, folder: Path) -> None:
     all_of_it = registry.function_of(fastest("precast.sample", 2, registry.target_of(on)))
     for count, vocabulary, dtype in GPU_CASES:
         part = part_of(group, vocabulary)
-        sampler = sampler_on(group, part, dtype, 64)
+        sampler = sampler_on(part, dtype, 64)
         assert sampler is not None
         cases = list(logits_of(count, vocabulary, dtype))
         asked = {name: x.to(on) for name, x in arguments(cases[0][1].clone(), FILTERS).items()}
