@@ -22,7 +22,7 @@ from precast.ir.ops.checks import WORLD
 from precast.kernels.choices import cases, fastest, workspace
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.records import greedy_workspace
-from precast.kernels.use import LONGEST, Target, Use, types_in, use_of
+from precast.kernels.use import LONGEST, Target, Use, type_bytes, types_in, use_of
 
 _OF_VALUES = ("T", "B", "R", *sorted(WORLD))
 """The symbols in the sizes of a value that has an address; page lists have others."""
@@ -86,6 +86,8 @@ def drawing(logits: TensorType, target: Target, *, captured: bool) -> Expr:
     dtypes: dict[str, Dtype] = {"logits": logits.dtype}
     record = fastest(node.op, node.version, target, control="static" if captured else None, dtypes=dtypes)
     held = record.workspace(use)
+    if target.tp > 1:  # the logits may be a rank's part, and rows are put together
+        held = symbols.add(held, symbols.mul(target.tp, type_bytes(logits)))
     return held if captured else symbols.largest((held, greedy_workspace(use)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ from precast.kernels.native import Native
 from precast.kernels.registry import target_of
 from precast.kernels.sampling.parts import VocabularyPart
 from precast.kernels.sealed import sealed_tables
-from precast.kernels.use import Target
+from precast.kernels.use import Target, types_in
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
@@ -34,7 +34,7 @@ from precast.loader.options import LoadOptions
 from precast.loader.placement import Placement, bind_world, place
 from precast.loader.program.restore import Program, restore
 from precast.loader.run.batch import BatchInputs
-from precast.loader.run.drawing import Drawing
+from precast.loader.run.drawing import Drawing, sampler_on
 from precast.loader.run.rank_runner import RankRunner
 from precast.loader.run.runner import Runner
 from precast.loader.run.stages import stages_of
@@ -45,6 +45,9 @@ from precast.loader.weights.stream import load_weights, params_bytes
 from precast.loader.weights.workers import PinnedBuffers
 from precast.loader.world.meet import meet, size_of_all
 from precast.loader.world.start import World
+
+if TYPE_CHECKING:
+    from precast.kernels.sampling.on_ranks import PartSampler
 
 
 class Loaded(NamedTuple):
@@ -103,11 +106,11 @@ def load_rank(
             what, phase.note = _with_native(target_of(on, table)._replace(tp=placement.tp), opened, options)
             files = CheckpointFiles.open(options.weights)
             groups: dict[str, Group] = {}
-            part = None
+            part = sampler = None
             if ranks is not None:
                 groups = dict(meet(ranks.world, placement, opened.digest, ranks.options, what, params_bytes(graph)))
-                if target.kind == "cpu" and "tp" in groups and (found := in_parts(graph)):
-                    graph, part = found.graph, VocabularyPart(groups["tp"], found.size, found.columns)
+                if "tp" in groups and placement.stage == placement.pp - 1:
+                    graph, part, sampler = _in_parts(graph, groups["tp"], on, limits)
             program = restore(graph, device=on, target=what, groups=groups)
         with timeline.phase("weights") as phase:
             loaded = load_weights(
@@ -118,10 +121,25 @@ def load_rank(
             phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
         with timeline.phase("pools") as phase:
             stages = stages_of(opened.graph, placement, groups)
-            drawing = Drawing(graph, on, what, part, stages)
+            drawing = Drawing(graph, on, what, part, sampler, stages)
             runner, size = _pools(options, program, graph, drawing, target, limits, what, ranks)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
     return Loaded(opened, runner)
+
+
+def _in_parts(
+    graph: Graph, group: Group, on: torch.device, limits: EngineLimits
+) -> tuple[Graph, VocabularyPart | None, PartSampler | None]:
+    """The graph with the logits of the rank's part of the vocabulary, and what draws from them; where that can be."""
+    found = in_parts(graph)
+    if found is None:
+        return graph, None, None
+    part = VocabularyPart(group, found.size, found.columns)
+    if on.type == "cpu":
+        return found.graph, part, None
+    dtype = BY_NAME[types_in(found.graph)[found.graph.outputs["logits"]].dtype]
+    sampler = sampler_on(part, dtype, min(limits.max_num_seqs, limits.max_num_tokens))
+    return (graph, None, None) if sampler is None else (found.graph, part, sampler)
 
 
 def _pools(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -66,15 +67,15 @@ _EXAMPLE = 'write entries such as "model.layers.*.mlp": "replicate"; `*` stands 
 
 
 def _is_pattern(name: object) -> bool:
-    return isinstance(name, str) and 0 < len(name.encode()) <= limits.MAX_STRING_BYTES and name.isprintable()
+    return isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= limits.MAX_STRING_BYTES
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    twice = [name for name, _ in pairs if [each for each, _ in pairs].count(name) > 1]
+    counts = Counter(name for name, _ in pairs)
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
-        raise ValueError(f"it says {', '.join(some(sorted(set(twice))))} twice")
-    return found
+        raise ValueError(f"it says {', '.join(some(twice))} twice")
+    return dict(pairs)
 
 
 def _refused(found: str, path: Path) -> BuildError:

@@ -31,17 +31,19 @@ _MACROS = {torch.bfloat16: None, torch.float16: "FLOAT16", torch.float32: "FLOAT
 
 
 class PeerMemory:
-    """Memory of each rank that all ranks address: `addresses` in their order. It begins as `peers.cu` wants it."""
+    """Memory of each rank that all ranks address: `addresses` in their order. It begins with `word` everywhere."""
 
-    def __init__(self, num_bytes: int, rank: int, device: torch.device, exchange: Exchange) -> None:
-        """All ranks call it. Raises RuntimeError on all of them if one cannot open another's memory."""
+    def __init__(
+        self, num_bytes: int, rank: int, device: torch.device, exchange: Exchange, name: str, word: int = 0
+    ) -> None:
+        """All ranks call it, with a name of its own. Raises RuntimeError on all if one cannot open another's memory."""
         self._device = device
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the context current
-            own = checked(driver.cuMemAlloc(num_bytes))
-            checked(driver.cuMemsetD32(own, _EMPTY, num_bytes // 4))
+            own = checked(driver.cuMemAlloc(-(-num_bytes // 4) * 4))
+            checked(driver.cuMemsetD32(own, word, -(-num_bytes // 4)))
             torch.cuda.synchronize()
-            handles = exchange("handle", _bytes_of(checked(driver.cuIpcGetMemHandle(own))))
+            handles = exchange(f"{name}/handle", _bytes_of(checked(driver.cuIpcGetMemHandle(own))))
             self._own: driver.CUdeviceptr | None = own
             self._opened: list[driver.CUdeviceptr] = []
             self.addresses: list[int] = []
@@ -52,10 +54,10 @@ class PeerMemory:
                 except RuntimeError as error:
                     problem = f"rank {rank} can't write the memory of rank {other}: {error}"
                     break
-        problems = [each.decode() for each in exchange("opened", problem.encode() or b"all") if each != b"all"]
+        problems = [each.decode() for each in exchange(f"{name}/opened", problem.encode() or b"all") if each != b"all"]
         if problems:
             self.leave()
-            exchange("left", b"")
+            exchange(f"{name}/left", b"")
             self.close()
             raise RuntimeError("; ".join(problems))
 
@@ -114,10 +116,12 @@ class Peers:
         self.ways = ways or ways_for(self.size)
         half = half_bytes(self.ways, self.size)
         self._calls = torch.zeros(2, dtype=torch.int32, device=device)
-        self._memory = PeerMemory(2 * half, self.rank, device, exchange)
+        self._exchange, self._stops = exchange, [self._calls]
+        self._memory = PeerMemory(2 * half, self.rank, device, exchange, "sums", _EMPTY)
+        self._others_memory: list[PeerMemory] = []
         self._beside = torch.cuda.Stream(device)  # other streams may wait for what waits
-        self._index = device.index
-        self._has_pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.device, self.limit, self._index = device, limit, device.index
+        self.has_pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         addresses = [*self._memory.addresses, *[None] * (MAX_PEERS - self.size)]
         self._args = (self._calls.data_ptr(), half // VECTOR_BYTES, int(limit * 1e9), *addresses)
         self._kernels: dict[_Kind, Kernel] = {}
@@ -181,16 +185,32 @@ class Peers:
     def abort(self) -> None:
         """End, from another thread, what this rank waits for in others that are gone."""
         with torch.cuda.stream(self._beside):
-            self._calls[-1:].fill_(1)
+            for each in self._stops:
+                each[-1:].fill_(1)
         self._others.abort()
 
     def leave(self) -> None:
         """See `Connected`."""
-        self._memory.leave()
+        for each in (self._memory, *self._others_memory):
+            each.leave()
 
     def close(self) -> None:
         """See `Connected`."""
-        self._memory.close()
+        for each in (self._memory, *self._others_memory):
+            each.close()
+
+    def memory(self, num_bytes: int) -> PeerMemory:
+        """More memory that all ranks address, zeros at first, for kernels of others; all ranks call it."""
+        name = f"others/{len(self._others_memory)}"
+        made = PeerMemory(num_bytes, self.rank, self.device, self._exchange, name)
+        self._others_memory.append(made)
+        return made
+
+    def counter(self) -> torch.Tensor:
+        """For kernels of others that wait for ranks: a counter, and a word that is not 0 once they are to end."""
+        made = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._stops.append(made)
+        return made
 
     def _pieces(self, way: Way, count: int, most: int) -> Iterator[tuple[int, int]]:
         """The first, and how many, of what each launch takes; none is shorter than the ranks are many, if it can be."""
@@ -223,7 +243,7 @@ class Peers:
         with torch.cuda.device(self._index):
             function = function_of(f"{_FILE}:{name}", tuple(constants), self._index)
         args = (*map(At, range(num_given)), *self._args)
-        return Kernel(function, args, num_given=num_given, num_threads=num_threads, pdl=self._has_pdl)
+        return Kernel(function, args, num_given=num_given, num_threads=num_threads, pdl=self.has_pdl)
 
 
 def _has_vectors(x: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from precast.ir.graph import symbols
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import floordiv, maximum, minimum, mul, numel
 from precast.kernels.records import Launch, Pointer, Stride
@@ -31,59 +32,177 @@ def workspace(use: Use) -> Expr:
     return mul(limits.row_bytes(), numel(use.shape("logits")[:-1]))
 
 
+class _Rows(NamedTuple):
+    """What the launches of some rows of a vocabulary of `size` tokens share."""
+
+    count: Expr
+    size: int
+    splits: Expr
+    pdl: bool
+
+    @property
+    def held(self) -> _Workspace:
+        return _divided(self.count)
+
+    def scan(self, logits: str, own: _Own) -> Launch:
+        held = self.held
+        return Launch(
+            kernel=f"{_KERNELS}:scan_kernel",
+            grid=(self.count, own.splits),
+            args=(*_line(logits), held.tops, held.least, held.places, held.maxima),
+            constants={**self._sizes, **own.tokens, "OWN_GROUPS": limits.OWN_GROUPS, "BLOCK": limits.BLOCK},
+            num_warps=limits.NUM_WARPS,
+            pdl=self.pdl,
+        )
+
+    def prepare(self) -> Launch:
+        held = self.held
+        scanned = (held.tops, held.least, held.places, held.maxima)
+        parameters = (*map(Pointer, _ASKED), *(Stride(name, 0) for name in _ASKED))
+        return Launch(
+            kernel=f"{_KERNELS}:prepare_kernel",
+            grid=(self.count,),
+            args=(Pointer("out.0"), *parameters, *scanned, held.plan, held.limits, self.splits),
+            constants={**self._sizes, "OWN_GROUPS": limits.OWN_GROUPS, "GROUPS": limits.GROUPS},
+            num_warps=limits.NUM_WARPS,
+            pdl=self.pdl,
+        )
+
+    def one_pass(self, number: int, logits: str, own: _Own, serves: int) -> Launch:
+        return Launch(
+            kernel=f"{_KERNELS}:pass_kernel",
+            grid=(self.count, own.splits),
+            args=(*_line(logits), *self._passed, self.splits),
+            constants={
+                **self._sizes,
+                **own.tokens,
+                **_lists(),
+                "PASS": number,
+                "BLOCK": limits.BLOCK,
+                "SERVES": serves,
+            },
+            num_warps=limits.NUM_WARPS,
+            pdl=self.pdl,
+        )
+
+    def finish(self, logits: str) -> Launch:
+        return Launch(
+            kernel=f"{_KERNELS}:finish_kernel",
+            grid=(self.count,),
+            args=(Pointer("out.0"), *_line(logits), *self._passed, self.splits),
+            constants={**self._sizes, **_lists(), "SHORT": limits.SHORT, "BLOCK": limits.CAPACITY},
+            num_warps=limits.NUM_WARPS,
+            pdl=self.pdl,
+        )
+
+    @property
+    def _passed(self) -> tuple[Pointer, ...]:
+        held = self.held
+        keys = held.maxima._replace(dtype="int64")
+        return held.sums, held.scores, held.drawn, held.plan, held.limits, keys
+
+    @property
+    def _sizes(self) -> dict[str, int | float | bool | str]:
+        return {"SIZE": self.size, "SPLITS": limits.MAX_SPLITS, "PDL": self.pdl}
+
+
+class _Own(NamedTuple):
+    """The tokens that logits have, and which of the programs of a row go over them."""
+
+    first: int
+    last: int
+    splits: Expr
+    first_split: int = 0
+
+    @property
+    def tokens(self) -> dict[str, int | float | bool | str]:
+        """The constants that say so."""
+        return {"FIRST": self.first, "LAST": self.last, "FIRST_SPLIT": self.first_split}
+
+
+_KERNELS = "precast.kernels.sampling.triton"
+_ASKED = ("temperature", "top_k", "top_p", "min_p", "seeds", "steps")
+ALL, ALONE, SHARED = 0, 1, 2
+"""Which rows a pass serves: see `pass_kernel`."""
+
+
+def _line(logits: str) -> tuple[Pointer | Stride, ...]:
+    return Pointer(logits), Stride(logits, 0), Stride(logits, 1)
+
+
+def _lists() -> dict[str, int | float | bool | str]:
+    return {"CAPACITY": limits.CAPACITY, "KEYS": row_keys(), "PASSES": limits.PASSES}
+
+
+def row_keys() -> int:
+    """Places for listed tokens that a row has, in the memory of its maxima."""
+    return limits.MAX_SPLITS * limits.OWN_GROUPS // 2
+
+
+def num_splits(rows: Expr) -> Expr:
+    """Programs that share a row."""
+    return minimum(limits.MAX_SPLITS, maximum(limits.MIN_SPLITS, floordiv(limits.PROGRAMS, maximum(rows, 1))))
+
+
 def sample(use: Use) -> tuple[Launch, ...]:
     """The launches of version 2 of the op: a scan, what it tells of each row, passes over the row, and the end."""
-    rows = numel(use.shape("logits")[:-1])
-    splits = minimum(limits.MAX_SPLITS, maximum(limits.MIN_SPLITS, floordiv(limits.PROGRAMS, maximum(rows, 1))))
-    held, has_pdl = _divided(rows), overlaps(use)
-    listed = held.maxima._replace(dtype="int64")
-    line = (Pointer("logits"), Stride("logits", 0), Stride("logits", 1))
-    asked = ("temperature", "top_k", "top_p", "min_p", "seeds", "steps")
-    parameters: tuple[Pointer | Stride, ...] = (
-        *(Pointer(name) for name in asked),
-        *(Stride(name, 0) for name in asked),
-    )
-    scanned = (held.tops, held.least, held.places, held.maxima)
-    passed = (held.sums, held.scores, held.drawn, held.plan, held.limits, listed)
-    sizes = {"SIZE": known(use, "logits", -1), "SPLITS": limits.MAX_SPLITS, "PDL": has_pdl}
-    grouped = {"OWN_GROUPS": limits.OWN_GROUPS}
-    lists = {"CAPACITY": limits.CAPACITY, "KEYS": limits.MAX_SPLITS * limits.OWN_GROUPS // 2, "PASSES": limits.PASSES}
-    scan = Launch(
-        kernel="precast.kernels.sampling.triton:scan_kernel",
-        grid=(rows, splits),
-        args=(*line, *scanned, splits),
-        constants={**sizes, **grouped, "BLOCK": limits.BLOCK},
-        num_warps=limits.NUM_WARPS,
-        pdl=has_pdl,
-    )
-    prepare = Launch(
-        kernel="precast.kernels.sampling.triton:prepare_kernel",
-        grid=(rows,),
-        args=(Pointer("out.0"), *parameters, *scanned, held.plan, held.limits, splits),
-        constants={**sizes, **grouped, "GROUPS": limits.GROUPS},
-        num_warps=limits.NUM_WARPS,
-        pdl=has_pdl,
-    )
-    passes = [
-        Launch(
-            kernel="precast.kernels.sampling.triton:pass_kernel",
-            grid=(rows, splits),
-            args=(*line, *passed, splits),
-            constants={**sizes, **lists, "PASS": i, "BLOCK": limits.BLOCK},
-            num_warps=limits.NUM_WARPS,
-            pdl=has_pdl,
-        )
-        for i in range(limits.PASSES)
-    ]
-    finish = Launch(
-        kernel="precast.kernels.sampling.triton:finish_kernel",
-        grid=(rows,),
-        args=(Pointer("out.0"), *line, *passed, splits),
-        constants={**sizes, **lists, "SHORT": limits.SHORT, "BLOCK": limits.CAPACITY},
-        num_warps=limits.NUM_WARPS,
-        pdl=has_pdl,
-    )
-    return (scan, prepare, *passes, finish)
+    count, size = numel(use.shape("logits")[:-1]), known(use, "logits", -1)
+    rows = _Rows(count, size, num_splits(count), overlaps(use))
+    own = _Own(0, size, rows.splits)
+    passes = (rows.one_pass(i, "logits", own, ALL) for i in range(limits.PASSES))
+    return (rows.scan("logits", own), rows.prepare(), *passes, rows.finish("logits"))
+
+
+class OfParts(NamedTuple):
+    """The launches of a rank that has a part of the vocabulary, and how many programs of a row it has.
+
+    They work on a rank's `logits`, on memory `held` of `row_bytes` a row, and on `whole` rows. After `scan` the ranks
+    put together what it has found, after `list` the best scores, lists, and rows that have top_p alone.
+    """
+
+    scan: tuple[Launch, ...]
+    list: tuple[Launch, ...]
+    finish: tuple[Launch, ...]
+    splits: int
+
+
+def sample_part(num_rows: int, size: int, columns: int, rank: int, num_ranks: int, *, pdl: bool) -> OfParts:
+    """Version 2 of the op for `num_rows` rows of `size` tokens, of which each rank has so many `columns`."""
+    all_splits = symbols.evaluate(num_splits(num_rows), {})
+    splits = max(1, all_splits // num_ranks)
+    rows = _Rows(num_rows, size, splits * num_ranks, pdl)
+    own = _Own(rank * columns, min((rank + 1) * columns, size), splits, rank * splits)
+    whole = _Own(0, size, splits * num_ranks)
+    passes = (rows.one_pass(i, "whole", whole, SHARED) for i in range(limits.PASSES))
+    made = OfParts(
+        (rows.scan("logits", own),), (rows.prepare(), rows.one_pass(0, "logits", own, ALONE)),
+        (*passes, rows.finish("whole")), splits,
+    )  # fmt: skip
+    return made._replace(**{name: tuple(map(_in_held, getattr(made, name))) for name in ("scan", "list", "finish")})
+
+
+def constants_of(
+    rank: int, ranks: int, size: int, columns: int, dtype: Dtype
+) -> tuple[tuple[str, int | float | bool | str], ...]:
+    """What `parts.cu`, between these launches, is compiled with."""
+    return (
+        ("RANK", rank), ("RANKS", ranks), ("SIZE", size), ("COLUMNS", columns), ("WIDE", dtype == "float32"),
+        ("SPLITS", limits.MAX_SPLITS), ("OWN_GROUPS", limits.OWN_GROUPS), ("PASSES", limits.PASSES),
+        ("CAPACITY", limits.CAPACITY), ("KEYS", row_keys()), ("PLAN", limits.PLAN),
+    )  # fmt: skip
+
+
+def _in_held(launch: Launch) -> Launch:
+    """The launch with memory that it is given in the place of workspace."""
+    args = [arg._replace(tensor="held") if isinstance(arg, Pointer) and arg.tensor == "workspace" else arg
+            for arg in launch.args]  # fmt: skip
+    return launch._replace(args=tuple(args))
+
+
+def held_offsets(num_rows: int) -> dict[str, int]:
+    """Where the parts of what is held begin, in bytes, by name."""
+    found = _divided(num_rows)._asdict()
+    return {name: symbols.evaluate(pointer.offset, {}) for name, pointer in found.items()}
 
 
 def _divided(rows: Expr) -> _Workspace:

@@ -86,11 +86,11 @@ def _better(best, token, score, other):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _part(num_splits, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tokens of this program, whole tiles of the row: the first of them, and the first that isn't."""
-    chunk = tl.cdiv(tl.cdiv(SIZE, BLOCK), num_splits) * BLOCK
-    begin = tl.program_id(1) * chunk
-    return begin, tl.minimum(begin + chunk, SIZE)
+def _part(FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens of this program, whole tiles of those from FIRST on: the first of them, and the first that isn't."""
+    chunk = tl.cdiv(tl.cdiv(LAST - FIRST, BLOCK), tl.num_programs(1)) * BLOCK
+    begin = FIRST + tl.program_id(1) * chunk
+    return begin, tl.minimum(begin + chunk, LAST)
 
 
 @triton.jit
@@ -108,8 +108,10 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     least_ptr,
     places_ptr,
     maxima_ptr,
-    num_splits,
     SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     OWN_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,12 +119,13 @@ def scan_kernel(  # type: ignore[no-untyped-def]
 ):
     """Of a part of a row: the largest logit and its first index, the maxima of groups, and the least magnitude.
 
-    That is infinite if nothing is finite, and noted as -1 if there is a NaN.
+    That is infinite if nothing is finite, and noted as -1 if there is a NaN. `logits_ptr` has the tokens from FIRST
+    to LAST; the programs, of all that there are of the row, begin with number FIRST_SPLIT.
     """
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * stride_r
-    begin, end = _part(num_splits, SIZE, BLOCK)
+    logits_ptr += row * stride_r - FIRST * stride_v
+    begin, end = _part(FIRST, LAST, BLOCK)
     lane = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     least = tl.full([BLOCK], float("inf"), tl.float32)
@@ -134,10 +137,10 @@ def scan_kernel(  # type: ignore[no-untyped-def]
         least = tl.minimum(least, tl.abs(logits), propagate_nan=tl.PropagateNan.ALL)
         place = tl.where(logits > top, start + lane, place)
         top = tl.where(logits > top, logits, top)
-    own = row * SPLITS + tl.program_id(1)
-    largest, first = _best_of(top, place, SIZE)
+    own = row * SPLITS + FIRST_SPLIT + tl.program_id(1)
+    largest, token = _best_of(top, place, SIZE)
     tl.store(tops_ptr + own, largest)
-    tl.store(places_ptr + own, first)
+    tl.store(places_ptr + own, token)
     tl.store(least_ptr + own, tl.min(tl.where(least != least, -1.0, least), 0))
     maxima = tl.max(tl.reshape(top, [OWN_GROUPS, BLOCK // OWN_GROUPS]), 1)
     tl.store(maxima_ptr + own * OWN_GROUPS + tl.arange(0, OWN_GROUPS), maxima)
@@ -320,37 +323,47 @@ def pass_kernel(  # type: ignore[no-untyped-def]
     keys_ptr,
     num_splits,
     SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     CAPACITY: tl.constexpr,
     KEYS: tl.constexpr,
     PASSES: tl.constexpr,
     PASS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SERVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of a part of a row: the best score, and the sum of weights; of the first pass of some rows a list instead."""
+    """Of a part of a row: the best score, and the sum of weights; of the first pass of some rows a list instead.
+
+    `SERVES` 0: all rows; 1: those without top_p alone, whose lists begin at CAPACITY; 2: those with top_p alone.
+    `logits_ptr` has the tokens from FIRST to LAST, as in `scan_kernel`.
+    """
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     plan_ptr += row * _PLAN
     limits_ptr += row * _LIMITS
     kind = tl.load(plan_ptr + _KIND)
-    if (kind == _DONE) | ((PASS > 0) & (kind != _SHARED)):
+    if (kind == _DONE) | (((PASS > 0) | (SERVES == 2)) & (kind != _SHARED)) | ((SERVES == 1) & (kind == _SHARED)):
         return
-    logits_ptr += row * stride_r
+    if SERVES == 1:
+        keys_ptr += CAPACITY
+    logits_ptr += row * stride_r - FIRST * stride_v
     line = _line(logits_ptr, stride_v, limits_ptr, plan_ptr)
     top, temperature, floor = line[2], line[3], tl.load(limits_ptr + _FLOOR)
     cut, end_of_cut, best = tl.minimum(top, _NOTHING), kind * 0, tl.load(limits_ptr + _REACHED)
     if PASS > 0:
         share = tl.load(limits_ptr + _SHARE)
-        is_found, last, _ = _found(sums_ptr, scores_ptr, drawn_ptr, row, share, num_splits, PASS, PASSES, SIZE, SPLITS)
+        is_found, tried, _ = _found(sums_ptr, scores_ptr, drawn_ptr, row, share, num_splits, PASS, PASSES, SIZE, SPLITS)
         if is_found:
             return
-        cut, end_of_cut, best = _x_of(line, last), last, tl.minimum(top, _NOTHING)
+        cut, end_of_cut, best = _x_of(line, tried), tried, tl.minimum(top, _NOTHING)
     lowest = logit_of(tl.maximum(floor, cut), top, temperature)
     weighed = logit_of(tl.maximum(tl.maximum(floor, cut), _WEIGHTLESS), top, temperature)
     token = kind * 0 + SIZE
     total = tl.zeros([BLOCK], tl.int64)
-    begin, end = _part(num_splits, SIZE, BLOCK)
+    begin, end = _part(FIRST, LAST, BLOCK)
     following = _logits(logits_ptr, stride_v, begin + tl.arange(0, BLOCK), end)
     for start in range(begin, end, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -362,8 +375,8 @@ def pass_kernel(  # type: ignore[no-untyped-def]
                 x = scaled(logits, top, temperature)
                 is_listed = _is_before(x, index, floor, cut, end_of_cut)
                 count = tl.sum(is_listed.to(tl.int32), 0)
-                first = tl.atomic_add(plan_ptr + _COUNT, count, sem="relaxed")
-                entry = first + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+                earlier = tl.atomic_add(plan_ptr + _COUNT, count, sem="relaxed")
+                entry = earlier + tl.cumsum(is_listed.to(tl.int32), 0) - 1
                 listed = (magnitude(x).to(tl.int64) << 32) | index
                 tl.store(keys_ptr + row * KEYS + entry, listed, mask=is_listed & (entry < CAPACITY))
         else:
@@ -376,7 +389,7 @@ def pass_kernel(  # type: ignore[no-untyped-def]
                 hopes = tl.where(may_win, _hopes(logits, index, line), _NOTHING)
                 best, token = _improved(best, token, hopes, index, line, floor, cut, end_of_cut, SIZE)
     if kind != _LISTED:
-        own = (row * PASSES + PASS) * SPLITS + tl.program_id(1)
+        own = (row * PASSES + PASS) * SPLITS + FIRST_SPLIT + tl.program_id(1)
         tl.store(sums_ptr + own, tl.sum(total, 0))
         tl.store(scores_ptr + own, best)
         tl.store(drawn_ptr + own, token)

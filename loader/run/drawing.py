@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
 from precast.ir.graph.schema import Dtype, Graph
-from precast.kernels import registry
+from precast.kernels import cuda_source, registry
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.parts import VocabularyPart, sample_parts, whole
 from precast.kernels.sampling.sample import Parameters, greedy
@@ -16,16 +18,21 @@ from precast.kernels.use import Target, types_in
 from precast.loader.program.instructions import HostCall
 from precast.loader.run.stages import Stages
 
+if TYPE_CHECKING:
+    from precast.kernels.sampling.on_ranks import PartSampler
+
 
 class Drawing:
-    """What draws on one device. `part`: the graph's logits are those of a rank's part of the vocabulary. `stages`: the
-    graph is that of one stage of several; the last one has logits, and all others are given what it drew."""
+    """What draws on one device. `part`: the graph's logits are those of a rank's part of the vocabulary, from which
+    `sampler` draws on a GPU. `stages`: the graph is that of one stage of several; the last one has logits, and all
+    others are given what it drew."""
 
     def __init__(
         self, graph: Graph, on: torch.device, target: Target, part: VocabularyPart | None = None,
-        stages: Stages | None = None,
+        sampler: PartSampler | None = None, stages: Stages | None = None,
     ) -> None:  # fmt: skip
-        self._part, self._stages, self._on = part, stages, on
+        assert part is None or sampler is not None or on.type == "cpu", "GPUs have a sampler for parts"
+        self._part, self._sampler, self._stages, self._on = part, sampler, stages, on
         if stages is None or stages.is_last:
             dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
             name, version = "precast.sample", SAMPLE_VERSION
@@ -45,7 +52,7 @@ class Drawing:
         elif not asked:
             out.copy_(greedy(logits))
         else:
-            self._sample(logits=self._joined(logits), **asked, out=out)
+            (self._sampler or self._sample)(logits=logits, **asked, out=out)
 
     def captured(
         self, logits: torch.Tensor | None, asked: Mapping[str, torch.Tensor], out: torch.Tensor
@@ -55,7 +62,7 @@ class Drawing:
             given = {"logits": logits, "parameters": Parameters(**asked), "part": self._part}
             yield HostCall(sample_parts, given, (out,), allocates=True)
         elif logits is not None:
-            self._sample_captured(logits=self._joined(logits), **asked, out=out)
+            (self._sampler or self._sample_captured)(logits=logits, **asked, out=out)
         if self._stages is not None and self._meets_on_host:
             yield HostCall(self._stages.share, {"tensor": out}, (), allocates=False)
         elif self._stages is not None:
@@ -80,3 +87,18 @@ class Drawing:
 
     def _joined(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self._part is None else whole(logits, self._part)
+
+
+def sampler_on(part: VocabularyPart, dtype: torch.dtype, most_rows: int) -> PartSampler | None:
+    """What draws on GPUs from up to so many rows at a time; None: these GPUs don't write each other's memory.
+
+    All ranks call it.
+    """
+    if not cuda_source.is_installed() or find_spec("triton") is None:
+        return None
+    from precast.kernels.collectives.peers import Peers
+    from precast.kernels.sampling.on_ranks import PartSampler
+
+    if not isinstance(part.group, Peers) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    return PartSampler(part.group, part, dtype, most_rows)

@@ -9,7 +9,7 @@ import pytest
 
 from precast.builder.build import build
 from precast.ir.graph.schema import Block, Graph, Node
-from precast.ir.graph.world import unsharded
+from precast.ir.graph.world import bound, unsharded
 from precast.kernels.choices import resolve
 from precast.kernels.use import GPU, statics_in, types_in, use_of
 
@@ -53,3 +53,19 @@ def test_a_dense_layer_is_seven_launches_and_attention(variant: str, tmp_path: P
     assert graph.blocks
     for block in graph.blocks:
         assert {tokens: launches(block, tokens) for tokens in LAYERS} == LAYERS
+
+
+def test_a_layer_on_one_of_two_ranks_is_as_many_launches(tmp_path: Path) -> None:
+    """Its sums are made where the residual sum and the norm are, those over the ends of layers too."""
+    config = families.make_config("llama")
+    config.hidden_size = 64
+    bundle = build(config, tmp_path / "bundle", dtype="bfloat16")
+
+    graph = bound(bundle.graph, {"rank": 1, "tp": 2, "ep": 1})
+
+    assert [node.op for node in graph.main if isinstance(node, Node) and "all_" in node.op] == [
+        "precast.all_reduce", "precast.all_reduce_residual_rms_norm", "precast.all_gather",
+    ]  # fmt: skip
+    for block in graph.blocks:
+        assert {tokens: launches(block, tokens) for tokens in LAYERS} == LAYERS
+        assert all(node.op != "precast.all_reduce" for node in block.nodes if isinstance(node, Node))

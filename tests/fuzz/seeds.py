@@ -125,6 +125,7 @@ def _seeds(texts: Path) -> Seeds:
     yield "checkpoint-config", "flat", canonical(_AT_LOAD)
     yield "checkpoint-config", "nested", canonical({"text_config": _AT_LOAD | {"rope_parameters": _ROPE}})
     yield "choices", "one", canonical(_MEASURED)
+    yield "shard-plan", "two", canonical({"layers.*": "replicate", "embed": "split"})
     yield "config-facts", "both", canonical({"config": {"text_config": _AT_LOAD}, "facts": _FACTS})
     yield "config", "llama", canonical(_CONFIG)
     for name, entries in _KINDS.items():

@@ -292,6 +292,15 @@ def _bytes(value: Any) -> bytes:
     return value.encode() if isinstance(value, str) else json.dumps(value).encode()
 
 
+def _shard_plan(data: bytes, folder: Path) -> None:
+    """A user's plan file, and what it says of a graph."""
+    from precast.builder.passes.shard.shard import shard
+    from precast.builder.shard.overrides import read_overrides
+
+    (folder / "plan.json").write_bytes(data)
+    shard(tiny_graph(1), read_overrides(folder / "plan.json"))
+
+
 def _choices(data: bytes, folder: Path) -> None:
     """A table of measured choices, and what is read of it again."""
     from precast.kernels.measured import read_table, write_table
@@ -327,6 +336,7 @@ TARGETS: dict[str, Target] = {
     "choices": Target(_choices, "json", "choices"),
     # the folder that a build starts from
     "config": Target(_config, "json", "config"),
+    "shard-plan": Target(_shard_plan, "json", "shard-plan"),
     "generation-config": Target(_generation_config, "json", "generation-config"),
     "tokenizer": Target(_tokenizer, "json", "tokenizer"),
     "tokenizer-load": Target(_tokenizer_at_load, "json", "tokenizer"),

@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_samples.draw import Draw
 from op_samples.table import samples_of
+from sampled_parts import parts_of
 from sampling_cases import FILTERS, arguments, logits_of
 
 from precast.kernels import registry
 from precast.kernels.choices import fastest
-from precast.kernels.sampling import limits, noise
+from precast.kernels.launch import Launched
+from precast.kernels.sampling import launches, limits, noise
 from precast.kernels.sampling.sample import SAMPLE_2, sample_2
 from precast.kernels.sampling.triton_numbers import keys, uniform
 from precast.kernels.use import GPU
@@ -173,3 +175,84 @@ def test_uniform_numbers_are_those_of_the_noise() -> None:
         expected = ((noise.words(seeds, steps, 256)[0].float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
         assert out.tolist() == expected.tolist(), (seed, step)
+
+
+# --- ranks with parts of the vocabulary: what kernels/sampling/parts.cu does is written here in torch ----------------
+
+
+def drawn_by_ranks(ranks: int, asked: dict[str, torch.Tensor]) -> list[list[int]]:
+    """The tokens of each of so many ranks, whose launches run in turn."""
+    logits, others = asked["logits"], {name: x for name, x in asked.items() if name != "logits"}
+    (count, size), columns = logits.shape, -(-logits.shape[1] // ranks)
+    made = [launches.sample_part(count, size, columns, rank, ranks, pdl=False) for rank in range(ranks)]
+    tensors = [
+        {"logits": part, "held": torch.full((limits.row_bytes() * count,), 0x55, dtype=torch.uint8),
+         "whole": torch.full_like(logits, float("nan")), "out": torch.full((count,), -7), **others}
+        for part in parts_of(logits, ranks)
+    ]  # fmt: skip
+
+    def run(stage: str) -> None:
+        for each, held in zip(made, tensors, strict=True):
+            Launched(getattr(each, stage))(**held)
+
+    helds = [each["held"] for each in tensors]
+    run("scan")
+    for name, width in (("tops", 1), ("least", 1), ("places", 1), ("maxima", limits.OWN_GROUPS)):
+        put_together([view(held, name, torch.int32, count, limits.MAX_SPLITS * width) for held in helds],
+                     made[0].splits * width)  # fmt: skip
+    run("list")
+    kinds = view(helds[0], "plan", torch.int32, count, limits.PLAN)[:, 0]
+    for row, kind in enumerate(kinds.tolist()):
+        is_whole = kind == 2 or (kind == 3 and not lists_together(helds, row, count))
+        if kind == 1:
+            for name in ("scores", "drawn"):
+                rows = [view(held, name, torch.int32, count, limits.PASSES * limits.MAX_SPLITS) for held in helds]
+                put_together([each[row : row + 1] for each in rows], made[0].splits)
+        for each in tensors if is_whole else ():
+            each["whole"][row] = logits[row]
+    run("finish")
+    return [each["out"].tolist() for each in tensors]
+
+
+def view(held: torch.Tensor, name: str, dtype: torch.dtype, rows: int, width: int) -> torch.Tensor:
+    start = launches.held_offsets(rows)[name]
+    return held[start : start + rows * width * dtype.itemsize].view(dtype).view(rows, width)
+
+
+def put_together(arrays: list[torch.Tensor], width: int) -> None:
+    """Each rank's columns, `width` of them, to all others."""
+    whole = torch.cat([each[:, rank * width : (rank + 1) * width] for rank, each in enumerate(arrays)], 1)
+    for each in arrays:
+        each[:, : whole.shape[1]] = whole
+
+
+def lists_together(helds: list[torch.Tensor], row: int, count: int) -> bool:
+    """Each rank's list to all others; whether they fit."""
+    plans = [view(held, "plan", torch.int32, count, limits.PLAN)[row] for held in helds]
+    keys = [view(held, "maxima", torch.int64, count, launches.row_keys())[row] for held in helds]
+    counts = [int(plan[1]) for plan in plans]
+    lists = [each[limits.CAPACITY :][: min(n, limits.CAPACITY)] for each, n in zip(keys, counts, strict=True)]
+    listed, total = torch.cat(lists)[: limits.CAPACITY], sum(counts)
+    for each, plan in zip(keys, plans, strict=True):
+        each[: len(listed)] = listed
+        plan[1] = total
+    return total <= limits.CAPACITY
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 301), (4, 130)])
+def test_ranks_draw_the_definitions_tokens(ranks: int, size: int) -> None:
+    for seed, (name, logits) in enumerate(logits_of(7, size, torch.float32)):
+        first = 7 * (seed + ranks)
+        given = arguments(logits, [FILTERS[(first + row) % len(FILTERS)] for row in range(7)], seed=seed)
+
+        assert drawn_by_ranks(ranks, given) == [sample_2(**given).tolist()] * ranks, name
+
+
+def test_lists_of_ranks_that_are_too_long_together() -> None:
+    """16 fit: 8 of each rank do, and 9 of each don't."""
+    for equals in (8, 9, 40):
+        half = torch.cat([torch.zeros(equals), torch.full((5,), -9.0)])
+        logits = torch.cat([half, half]).expand(4, -1)
+        given = arguments(logits, [{"top_k": 3}, {"top_k": 5, "top_p": 0.97}], seed=equals)
+
+        assert drawn_by_ranks(2, given) == [sample_2(**given).tolist()] * 2

@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sampled_parts import ODD, part_of, parts_of, sampled, tokens_of_processes
+from sampled_parts import ODD, part_of, parts_of, sampled, tokens_of_gpus, tokens_of_processes
 from sampling_cases import FILTERS, arguments, logits_of
 from torch import multiprocessing
 
+from precast.ir.graph.schema import Dtype
+from precast.kernels import cuda_source
 from precast.kernels.collectives.together import run_ranks
+from precast.kernels.sampling.launches import constants_of
 from precast.kernels.sampling.parts import sample_parts, whole
 from precast.kernels.sampling.sample import greedy, sample_2
 
@@ -66,6 +69,27 @@ def test_parts_are_put_together_without_what_is_no_token() -> None:
     found = run_ranks(4, lambda group: whole(parts[group.rank], part_of(group, 7)))
 
     assert found[2].tolist() == logits.tolist()
+
+
+@pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("size", "dtype"), [(128_256, "bfloat16"), (301, "float32")])
+def test_what_gpus_tell_each_other_compiles(ranks: int, size: int, dtype: Dtype) -> None:
+    columns = -(-size // ranks)
+
+    compiled = cuda_source.compiled("sampling/parts.cu", constants_of(ranks - 1, ranks, size, columns, dtype), (9, 0))
+
+    assert compiled.startswith(b"\x7fELF")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_give_the_tokens_of_one(tmp_path: Path) -> None:
+    multiprocessing.spawn(tokens_of_gpus, (2, tmp_path), 2)
+
+    for rank in range(2):
+        for name, rows, size, found, expected in torch.load(tmp_path / f"{rank}.pt"):
+            assert found == expected, f"rank {rank}, {name}, {rows} rows of {size}"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -6,14 +6,18 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from gpu_ranks import group_of
 from sampling_cases import FILTERS, arguments, logits_of
 from torch import distributed
 
+from precast.kernels import registry
+from precast.kernels.choices import fastest
 from precast.kernels.collectives.group import Group
 from precast.kernels.collectives.processes import connect
 from precast.kernels.collectives.together import run_ranks
 from precast.kernels.sampling.parts import VocabularyPart, sample_parts
 from precast.kernels.sampling.sample import Parameters
+from precast.loader.run.drawing import sampler_on
 
 ODD = 301
 """Tokens of a vocabulary that ranks can't divide."""
@@ -35,6 +39,45 @@ def sampled(ranks: int, asked: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     logits, parameters = asked["logits"], Parameters(**{name: x for name, x in asked.items() if name != "logits"})
     parts = parts_of(logits, ranks)
     return run_ranks(ranks, lambda group: sample_parts(parts[group.rank], parameters, part_of(group, logits.shape[1])))
+
+
+GPU_CASES = [(1, 128_256, torch.bfloat16), (24, 50_257, torch.bfloat16), (64, 1001, torch.float16),
+             (20, 300, torch.float32)]  # fmt: skip
+"""Rows, tokens, dtype."""
+
+
+def tokens_of_gpus(rank: int, size: int, folder: Path) -> None:
+    """One of several GPUs: what it draws from parts, eagerly and in replays, and from all logits; to a file."""
+    group = group_of(rank, size, folder)
+    on, found = torch.device("cuda", rank), []
+    all_of_it = registry.function_of(fastest("precast.sample", 2, registry.target_of(on)))
+    for count, vocabulary, dtype in GPU_CASES:
+        part = part_of(group, vocabulary)
+        sampler = sampler_on(part, dtype, 64)
+        assert sampler is not None
+        cases = list(logits_of(count, vocabulary, dtype))
+        asked = {name: x.to(on) for name, x in arguments(cases[0][1].clone(), FILTERS).items()}
+        own, out = parts_of(asked["logits"], size)[rank].clone(), torch.empty(count, dtype=torch.int64, device=on)
+        given = asked | {"logits": own}
+        sampler(**given, out=out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            sampler(**given, out=out)
+        for seed, (name, logits) in enumerate(cases):
+            turned = FILTERS[seed:] + FILTERS[:seed]
+            for key, value in arguments(logits, turned, seed=seed).items():
+                asked[key].copy_(value)
+            own.copy_(parts_of(asked["logits"], size)[rank])
+            out.fill_(-7)
+            if seed % 2:
+                sampler(**given, out=out)
+            else:
+                graph.replay()
+            found.append((name, count, vocabulary, out.tolist(), all_of_it(**asked).tolist()))
+    torch.save(found, folder / f"{rank}.pt")
+    group.all_reduce(torch.empty(8, device=on), torch.ones(8, device=on))  # nobody leaves before all are done
+    torch.cuda.synchronize()
 
 
 def tokens_of_processes(rank: int, size: int, folder: Path) -> None:

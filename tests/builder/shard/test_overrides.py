@@ -147,6 +147,8 @@ def test_attention_that_would_be_whole_with_that_of_other_layers(tmp_path: Path)
         ('{"a": "colwise"}', "choices of replicate, split, column, row, vocab, expert; found 'a': 'colwise'"),
         ('{"a": ["row"]}', "found 'a': "),
         ('{"": "row"}', "found '': 'row'"),
+        ('{"\\ud800": "row"}', "found "),
+        (10_000 * "[", "no JSON object"),
         (json.dumps(dict.fromkeys(map(str, range(1025)), "row")), "1025 entries, expected at most 1024"),
     ],
 )

@@ -100,6 +100,23 @@ def test_ranks_give_the_tokens_of_one_process(world: dict[str, int], bundle: str
             os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_the_order_of_a_step_leaves_before_the_tokens_of_the_step_before_are_waited_for(
+    axis: str, folder: Path
+) -> None:
+    engine = loaded(folder, **{axis: 2})
+    lead = engine._runner._lead
+    assert lead is not None
+    engine.submit([5], GREEDY)
+    before, found = lead.num_orders, 0
+
+    for step in range(1, 6):
+        found += sum(len(event.token_ids) for event in engine.step())
+
+        assert (lead.num_orders - before, found) == (step, step - 1)
+    engine.close()
+
+
 @pytest.mark.parametrize("world", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_captured_steps_run_on_all_ranks(world: dict[str, int], folder: Path) -> None:
     with loaded(folder, **world, max_num_tokens=16, capture="before") as engine:
