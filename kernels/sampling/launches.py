@@ -35,20 +35,20 @@ def workspace(use: Use) -> Expr:
 class _Rows(NamedTuple):
     """What the launches of some rows of a vocabulary of `size` tokens share."""
 
-    count: Expr
+    num_rows: Expr
     size: int
     splits: Expr
     pdl: bool
 
     @property
     def held(self) -> _Workspace:
-        return _divided(self.count)
+        return _divided(self.num_rows)
 
     def scan(self, logits: str, own: _Own) -> Launch:
         held = self.held
         return Launch(
             kernel=f"{_KERNELS}:scan_kernel",
-            grid=(self.count, own.splits),
+            grid=(self.num_rows, own.splits),
             args=(*_line(logits), held.tops, held.least, held.places, held.maxima),
             constants={**self._sizes, **own.tokens, "OWN_GROUPS": limits.OWN_GROUPS, "BLOCK": limits.BLOCK},
             num_warps=limits.NUM_WARPS,
@@ -58,10 +58,10 @@ class _Rows(NamedTuple):
     def prepare(self) -> Launch:
         held = self.held
         scanned = (held.tops, held.least, held.places, held.maxima)
-        parameters = (*map(Pointer, _ASKED), *(Stride(name, 0) for name in _ASKED))
+        parameters: tuple[Pointer | Stride, ...] = (*map(Pointer, _ASKED), *(Stride(name, 0) for name in _ASKED))
         return Launch(
             kernel=f"{_KERNELS}:prepare_kernel",
-            grid=(self.count,),
+            grid=(self.num_rows,),
             args=(Pointer("out.0"), *parameters, *scanned, held.plan, held.limits, self.splits),
             constants={**self._sizes, "OWN_GROUPS": limits.OWN_GROUPS, "GROUPS": limits.GROUPS},
             num_warps=limits.NUM_WARPS,
@@ -71,7 +71,7 @@ class _Rows(NamedTuple):
     def one_pass(self, number: int, logits: str, own: _Own, serves: int) -> Launch:
         return Launch(
             kernel=f"{_KERNELS}:pass_kernel",
-            grid=(self.count, own.splits),
+            grid=(self.num_rows, own.splits),
             args=(*_line(logits), *self._passed, self.splits),
             constants={
                 **self._sizes,
@@ -88,7 +88,7 @@ class _Rows(NamedTuple):
     def finish(self, logits: str) -> Launch:
         return Launch(
             kernel=f"{_KERNELS}:finish_kernel",
-            grid=(self.count,),
+            grid=(self.num_rows,),
             args=(Pointer("out.0"), *_line(logits), *self._passed, self.splits),
             constants={**self._sizes, **_lists(), "SHORT": limits.SHORT, "BLOCK": limits.CAPACITY},
             num_warps=limits.NUM_WARPS,
@@ -178,7 +178,8 @@ def sample_part(num_rows: int, size: int, columns: int, rank: int, num_ranks: in
         (rows.scan("logits", own),), (rows.prepare(), rows.one_pass(0, "logits", own, ALONE)),
         (*passes, rows.finish("whole")), splits,
     )  # fmt: skip
-    return made._replace(**{name: tuple(map(_in_held, getattr(made, name))) for name in ("scan", "list", "finish")})
+    scan, lists, finish = (tuple(map(_in_held, each)) for each in (made.scan, made.list, made.finish))
+    return OfParts(scan, lists, finish, splits)
 
 
 def constants_of(

@@ -7,7 +7,7 @@ Nothing is read back, and the same is launched whatever rows ask for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,7 +59,7 @@ class PartSampler:
         rows = self._rows.get(count) or self._made(count)
         held = torch.empty(limits.row_bytes() * count, dtype=torch.uint8, device=logits.device)
         whole = torch.empty(count, part.size, dtype=self._dtype, device=logits.device)
-        tensors = {"logits": logits, "held": held, "whole": whole, "out": out, **asked}
+        tensors: dict[str, Any] = {"logits": logits, "held": held, "whole": whole, "out": out, **asked}
         at = {name: held.data_ptr() + offset for name, offset in rows.offsets.items()}
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         rows.scan(**tensors)
