@@ -230,12 +230,35 @@ def test_bundle_pushed_over_by_another_is_found(client: Client, registry: FakeRe
 
 def test_push_that_only_says_it_stored_is_found(client: Client, registry: FakeRegistry, tiny: Bundle) -> None:
     registry.misbehave("PUT", "blobs/uploads", status(201))
+    registry.misbehave("PUT", "manifests/sha256:", status(201))
+    registry.misbehave("GET", "manifests/sha256:", taken(tiny))
 
     with pytest.raises(RegistryError, match="does not have it") as caught:
         push(tiny.path, f"{registry.host}/org/tiny:v1", repository=client())
 
     assert caught.value.code == "registry-changed"
-    assert registry.count("PUT", "manifests") == 0
+    assert ("org/tiny", "v1") not in registry.manifests
+
+
+def taken(bundle: Bundle) -> Any:
+    """A manifest is given back as if it had been stored."""
+
+    def trick(handler: Any) -> bool:
+        data = (bundle.path / oci.blob_path(handler.path.rpartition("/")[2])).read_bytes()
+        handler.answer(200, data, Content_Type=oci.IMAGE_TYPE)
+        return True
+
+    return trick
+
+
+def test_manifest_that_is_not_given_back_is_found(client: Client, registry: FakeRegistry, tiny: Bundle) -> None:
+    registry.misbehave("PUT", "manifests/sha256:", status(201))
+
+    with pytest.raises(RegistryError) as caught:
+        push(tiny.path, f"{registry.host}/org/tiny:v1", repository=client())
+
+    assert caught.value.code == "registry-missing"
+    assert ("org/tiny", "v1") not in registry.manifests
 
 
 # --- pull and the store ----------------------------------------------------------------------------------------
