@@ -74,6 +74,20 @@ def find(repository: Repository, image: Descriptor) -> tuple[list[Listed], list[
     return found, some(notes)
 
 
+def publish(repository: Repository, image: Descriptor, attached: tuple[Attached, ...]) -> None:
+    """Put attached manifests, whose blobs were sent, have the registry list them, and ask for all of it again.
+
+    Raises RegistryError: `registry-changed` where a blob is not there, or the list can't be kept.
+    """
+    list_by_tag(repository, image.digest, put_all(repository, image, attached))
+    for extra in attached:
+        repository.manifest(extra.digest)
+        for digest, data in extra.blobs().items():
+            if digest != extra.digest and not repository.has_blob(digest, len(data)):
+                message = f"the registry took {digest}, and does not have it"
+                raise RegistryError("registry-changed", message, where=str(repository.reference))
+
+
 def put_all(repository: Repository, image: Descriptor, attached: tuple[Attached, ...]) -> list[Attached]:
     """Put attached manifests, whose blobs are there; those that the registry doesn't list by itself.
 
