@@ -108,19 +108,20 @@ def _entries(repository: Repository, digest: str) -> list[_Entry]:
     for _ in range(MAX_PAGES):
         if data is None:
             break
-        found.update((entry.digest, entry) for entry in _decode_list(data))
+        found.update((entry.digest, entry) for entry in decode_list(data))
         if page is None:
             break
         data, page = repository.referrers(digest, page)
     if not found and (index := repository.manifest_or_none(fallback_tag(digest))) is not None:
-        found.update((entry.digest, entry) for entry in _decode_list(index.data))
+        found.update((entry.digest, entry) for entry in decode_list(index.data))
     if len(found) > MAX_LISTED:
         message = f"lists {len(found)} manifests attached to {digest}; at most {MAX_LISTED} are looked at"
         raise RegistryError("registry-answer", message, where=str(repository.reference))
     return sorted(found.values(), key=lambda entry: entry.digest)
 
 
-def _decode_list(data: bytes) -> tuple[_Entry, ...]:
+def decode_list(data: bytes) -> tuple[_Entry, ...]:
+    """The manifests that a list names. Raises RegistryError (`registry-answer`)."""
     try:
         return decode_foreign_json(data, _List, "list of attached manifests", MAX_MANIFEST_BYTES).manifests
     except BundleError as error:
@@ -155,7 +156,7 @@ def list_by_tag(repository: Repository, digest: str, unlisted: list[Attached]) -
     tag = fallback_tag(digest)
     for _ in range(TRIES):
         found = repository.manifest_or_none(tag)
-        document = _index_of(found.data if found else None)
+        document = index_of(found.data if found else None)
         known = {entry.get("digest") for entry in document["manifests"]}
         missing = [extra for extra in unlisted if extra.digest not in known]
         if not missing:
@@ -173,8 +174,8 @@ def list_by_tag(repository: Repository, digest: str, unlisted: list[Attached]) -
     raise RegistryError("registry-changed", message, where=str(repository.reference), fix=fix)
 
 
-def _index_of(data: bytes | None) -> dict[str, Any]:
-    """The index as plain data: what others put there stays as it is."""
+def index_of(data: bytes | None) -> dict[str, Any]:
+    """The index as plain data: what others put there stays as it is. Raises RegistryError (`registry-answer`)."""
     if data is None:
         return {"schemaVersion": 2, "mediaType": oci.INDEX_TYPE, "manifests": []}
     try:
