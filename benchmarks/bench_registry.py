@@ -213,8 +213,7 @@ def shared(port: int, bundle: Path, folder: Path) -> dict[str, object]:
                 folder / "one.bundle", manifest_without_blobs=manifest, graph=graph, constants=opened.constants,
                 files=opened.files("tokenizer"), provenance={},
             )  # fmt: skip
-            total += written.descriptor.size + sum(len(layer.data) for layer in written.layers)
-            total += next(part.size for part in msgspec.json.decode(_image(written), type=_Config).parts())
+            total += sum(file.stat().st_size for file in (written.path / "blobs" / "sha256").iterdir())
             push(written.path, f"127.0.0.1:{port}/bench/{name}:v{index}")
             pull(f"127.0.0.1:{port}/bench/{name}:v{index}", store=store)
         taken = sum(file.stat().st_size for file in (store.path / "blobs" / "sha256").iterdir())
@@ -223,24 +222,6 @@ def shared(port: int, bundle: Path, folder: Path) -> dict[str, object]:
             "shared": round(1 - taken / total, 4),
         }  # fmt: skip
     return found
-
-
-class _Part(msgspec.Struct):
-    size: int
-
-
-class _Config(msgspec.Struct):
-    config: _Part
-
-    def parts(self) -> tuple[_Part, ...]:
-        return (self.config,)
-
-
-def _image(bundle: object) -> bytes:
-    from precast.ir.bundle import oci
-
-    data: bytes = (bundle.path / oci.blob_path(bundle.digest)).read_bytes()  # type: ignore[attr-defined]
-    return data
 
 
 def main() -> None:

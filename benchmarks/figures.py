@@ -140,8 +140,44 @@ def kernels_page() -> str:
     return _table(kernel_figures.HEADS, rows)
 
 
+def registry_page() -> str:
+    """The figures of docs/registry.md."""
+    found = result("registry")
+    moved, large, shared = found["transfers"], found["large_layer"], found["shared"]
+    seconds = moved["seconds"]
+
+    def milliseconds(name: str) -> str:
+        return f"{1000 * seconds[name]:.0f} ms" if name in seconds else "-"
+
+    rows = [
+        ("push", milliseconds("push"), milliseconds("push_plain"), f"{moved['push_over_plain']:.2f}",
+         milliseconds("oras_push")),
+        ("push again, where all is there", milliseconds("push_again"), "", "", ""),
+        ("pull into an empty store", milliseconds("pull"), milliseconds("pull_plain"),
+         f"{moved['pull_over_plain']:.2f}", milliseconds("oras_pull")),
+        ("pull of what the store has, by tag", milliseconds("pull_of_what_the_store_has_by_tag"), "", "", ""),
+    ]  # fmt: skip
+    text = (
+        f"The bundle of the Llama-3.1-8B shape with two more layers of 3 MB ({moved['bytes'] / 1e6:.1f} MB) to and "
+        f"from {found['registry']} on the same machine ({_machine('registry')}), within a running process; beside it "
+        "plain sockets over as many connections, which ask and check nothing, and `oras cp`, a process of its own.\n\n"
+    )
+    heads = ("what", "Precast", "plain sockets", "over these", "oras")
+    peaks = ", ".join(f"{way} {large[way]['peak_mib']:.0f} MiB" for way in ("push", "pull"))
+    native, without = shared["with_native_layers"], shared["without"]
+    text += _table(heads, rows)
+    text += (
+        f"\nThe most memory that a process has while it moves a layer of {large['bytes'] / 1e9:.0f} GB, Python and "
+        f"all: {peaks}. {native['bundles']} such bundles that differ in the names of their checkpoint's tensors alone "
+        f"share {_short(100 * native['shared'])} % of their bytes in the store; without the two layers, which are most "
+        f"of the bytes, {_short(100 * without['shared'])} %: the names stand in the graph, and each has its own.\n"
+    )
+    return text
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme, "docs/caches.md": caches_page, "docs/kernel_speed.md": kernels_page,
+    "docs/registry.md": registry_page,
 }  # fmt: skip
 
 

@@ -68,14 +68,15 @@ def pull(
 
         check_place(Path(out), is_bundle)
     source = repository or Repository(wanted, plain_http=plain_http)
-    try:
-        pulled = _into_store(source, wanted, store, refresh, progress)
-    finally:
-        if repository is None:
-            source.transport.close()
-    if out is None:
-        return pulled
-    write_out(store, pulled.digest, Path(out))
+    with store.using():
+        try:
+            pulled = _into_store(source, wanted, store, refresh, progress)
+        finally:
+            if repository is None:
+                source.transport.close()
+        if out is None:
+            return pulled
+        write_out(store, pulled.digest, Path(out))
     return msgspec.structs.replace(pulled, path=str(out))
 
 
