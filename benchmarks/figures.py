@@ -160,7 +160,9 @@ def registry_page() -> str:
     text = (
         f"The bundle of the Llama-3.1-8B shape with two more layers of 3 MB ({moved['bytes'] / 1e6:.1f} MB) to and "
         f"from {found['registry']} on the same machine ({_machine('registry')}), within a running process; beside it "
-        "plain sockets over as many connections, which ask and check nothing, and `oras cp`, a process of its own.\n\n"
+        "plain sockets over as many connections, which ask and check nothing, and `oras cp`, a process of its own. The "
+        f"best of {found['runs']} runs each. To open and verify the bundle, before a push and after a pull, takes "
+        f"{milliseconds('open_bundle')}.\n\n"
     )
     heads = ("what", "Precast", "plain sockets", "over these", "oras")
     peaks = ", ".join(f"{way} {large[way]['peak_mib']:.0f} MiB" for way in ("push", "pull"))
