@@ -282,6 +282,13 @@ def test_pulls_killed_at_random_moments(count: int, registry: FakeRegistry, tiny
     assert rest == "['out.bundle', 'store'] ()"
 
 
+def test_pull_killed_before_each_step(registry: FakeRegistry, tiny: Bundle, tmp_path: Path) -> None:
+    done = run("steps", registry.host, str(tiny.path), str(tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True True"
+
+
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_pushes_killed_at_random_moments(count: int, registry: FakeRegistry, tiny: Bundle, tmp_path: Path) -> None:
     done = run("pushes", registry.host, str(tiny.path), str(tmp_path), str(count))
