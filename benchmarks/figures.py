@@ -164,7 +164,7 @@ def registry_page() -> str:
         f"best of {found['runs']} runs each. To open and verify the bundle, before a push and after a pull, takes "
         f"{milliseconds('open_bundle')}.\n\n"
     )
-    heads = ("what", "Precast", "plain sockets", "over these", "oras")
+    heads = ("what", "Precast", "plain sockets", "ratio", "oras")
     peaks = ", ".join(f"{way} {large[way]['peak_mib']:.0f} MiB" for way in ("push", "pull"))
     native, without = shared["with_native_layers"], shared["without"]
     text += _table(heads, rows)
