@@ -118,7 +118,7 @@ class Repository:
         if response.status == 412:
             message = "somebody else changed it meanwhile"
             raise RegistryError("registry-changed", message, where=self._place(f"/manifests/{name}"))
-        return response.headers  # type: ignore[no-any-return]
+        return response.headers
 
     def referrers(self, digest: str, page: str | None = None) -> tuple[bytes | None, str | None]:
         """A page of the index of what is attached to a manifest, and the next page's address.

@@ -114,10 +114,10 @@ def _push_image(repository: Repository, image: Image, mount_from: Sequence[str],
     states = upload_all(repository, blobs, mount_from, progress)
     for data in image.manifests:
         repository.put_manifest(oci.digest_of(data), data, oci.IMAGE_TYPE)
-    digest = oci.digest_of(image.index)
-    repository.put_manifest(digest, image.index, oci.INDEX_TYPE)
-    _confirm_all(repository, blobs, [*image.manifests, image.index], lambda: None)
-    return _finished(repository, digest, image.index, oci.INDEX_TYPE, blobs, states, ())
+    digest = oci.digest_of(image.top)
+    repository.put_manifest(digest, image.top, oci.INDEX_TYPE)
+    _confirm_all(repository, blobs, [*image.manifests, image.top], lambda: None)
+    return _finished(repository, digest, image.top, oci.INDEX_TYPE, blobs, states, ())
 
 
 def _finished(

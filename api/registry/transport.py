@@ -232,7 +232,7 @@ class Transport:
             fix = "name a file of trusted certificates in SSL_CERT_FILE, if the registry has one of its own"
             message = f"no connection by TLS: {shown(str(error))}"
             raise RegistryError("registry-unreachable", message, where=place(url), fix=fix) from None
-        except (*http_errors(), OSError) as error:
+        except http_errors() as error:
             raise Temporary(self.broken(url, reason_of(error))) from None
 
     def _pool(self, url: str) -> Any:
@@ -251,7 +251,7 @@ class Transport:
     def _failure(self, response: Response, url: str) -> RegistryError:
         try:
             data = response.read(MAX_ERROR_BYTES, decode_content=False)
-        except (*http_errors(), OSError):
+        except http_errors():
             data = b""
         response.close()
         code, fix = _code_of(response.status), None
