@@ -18,10 +18,11 @@ SOURCES := api ir kernels builder loader
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint format types gpu-test bench fuzz fuzz-random models clean
+.PHONY: help install demo registry-demo test check lint format types gpu-test bench fuzz fuzz-random models clean
 
 help:
 	@echo "make demo      build, load and run the example model"
+	@echo "make registry-demo  a bundle through a registry: build, push, pull, verify, recite"
 	@echo "make test      the tests that need no GPU"
 	@echo "make check     lint, format, types, tests: what must pass before a change lands"
 	@echo "make format    rewrite the sources in the format that check asks for"
@@ -45,6 +46,9 @@ $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+registry-demo: $(STAMP)
+	$(PY) examples/registry/demo.py
 
 demo: $(STAMP)
 	$(PY) examples/recite/demo.py

@@ -22,7 +22,10 @@ from precast.cli.main import main
 from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.errors import CODES
 
-VERBS = ("bench kernels", "build", "diff", "digest", "inspect", "run", "seal", "verify")
+VERBS = (
+    "bench kernels", "build", "diff", "digest", "inspect", "pull", "push", "run", "seal", "store gc", "store ls",
+    "store verify", "verify",
+)  # fmt: skip
 VIEWS = ("--graph", "--passes", "--weights", "--cache", "--kernels", "--capture")
 DOCUMENTED = (RECITE.parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 
