@@ -15,8 +15,10 @@ from typing import Any
 import msgspec
 
 from precast.ir import encoding, limits
+from precast.ir.bundle import attached as attachments
 from precast.ir.bundle import codec, oci
-from precast.ir.bundle.layout import Contents, Layer, check_file_name, is_bundle, read_layout
+from precast.ir.bundle.attached import Attached
+from precast.ir.bundle.layout import Contents, Layer, check_file_name, compose_index, is_bundle, read_layout
 from precast.ir.errors import BundleError, some
 from precast.ir.graph.schema import Graph, Node, Steps
 from precast.ir.manifest import Blob, Manifest, Role
@@ -33,7 +35,8 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
     """An opened bundle: everything in it has been read, decoded and verified.
 
     `digest` is the image manifest's: the bundle's identity. `constants` maps names to (dtype, shape, content).
-    `provenance` says who made it, when and where; it is outside of the identity and may be empty.
+    `provenance` says who made it, when and where; it is outside of the identity and may be empty. So is `attached`:
+    the manifests that others attached (signatures, attestations), and that of the provenance record.
     """
 
     path: Path
@@ -43,6 +46,8 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
     constants: dict[str, Tensor]
     provenance: dict[str, Any]
     layers: tuple[Layer, ...]
+    descriptor: oci.Descriptor
+    attached: tuple[Attached, ...] = ()
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Bundle:
@@ -95,6 +100,48 @@ def check_output(path: str | os.PathLike[str]) -> None:
     check_place(Path(path), is_bundle)
 
 
+def attach(path: str | os.PathLike[str], *attached: Attached) -> Bundle:
+    """Attach manifests to the bundle at `path`, which is replaced in one step; its digest stays what it was.
+
+    `Bundle.descriptor` and `precast.ir.bundle.attached.compose` make a manifest. One that is attached already stays as
+    it is; a provenance record takes the place of the one that is there. Returns the bundle, opened.
+
+    Raises BundleError for a bundle that is refused, or that would be with these (`index-invalid`: another bundle's;
+    `limit-exceeded`), and BuildError as `write_bundle` does.
+    """
+    contents = read_layout(Path(path))
+    has_record = any(extra.artifact_type == oci.PROVENANCE for extra in attached)
+    kept = [x for x in contents.attached if not (has_record and x.artifact_type == oci.PROVENANCE)]
+    return _replace_attached(Path(path), contents, {extra.digest: extra for extra in (*kept, *attached)})
+
+
+def detach(path: str | os.PathLike[str], *digests: str) -> Bundle:
+    """Remove manifests that are attached to the bundle at `path`, by digest; those that aren't there are passed over.
+
+    Raises what `attach` does.
+    """
+    contents = read_layout(Path(path))
+    kept = {extra.digest: extra for extra in contents.attached if extra.digest not in digests}
+    return _replace_attached(Path(path), contents, kept)
+
+
+def _replace_attached(path: Path, contents: Contents, attached: Mapping[str, Attached]) -> Bundle:
+    """Write the bundle anew with these manifests attached. The blobs of the bundle itself are copied as files."""
+    from precast.ir.bundle.publish import publish
+
+    if tuple(attached.values()) == contents.attached:
+        return Bundle.open(path)
+    image = attachments.decode(contents.image)
+    digests = [contents.descriptor.digest, *(part.digest for part in image.parts)]
+    content: dict[str, bytes | Path] = {oci.blob_path(digest): path / oci.blob_path(digest) for digest in digests}
+    for extra in attached.values():
+        content |= {oci.blob_path(digest): data for digest, data in extra.blobs().items()}
+    content[oci.INDEX_FILE] = compose_index(contents.descriptor, tuple(attached.values()))
+    content[oci.LAYOUT_FILE] = oci.MARKER
+    written = publish(path, content, may_replace=is_bundle, check=Bundle.open)
+    return msgspec.structs.replace(written, path=path)
+
+
 def ops_of(graph: Graph) -> dict[str, int]:
     """The version of each op that the graph uses, in steps of fused ops too, for `Manifest.ops`.
 
@@ -129,7 +176,10 @@ def _decode(path: Path, contents: Contents) -> Bundle:
     provenance: dict[str, Any] = {}
     if contents.provenance is not None:
         provenance = codec.decode_json(contents.provenance, dict[str, Any], "provenance")
-    return Bundle(path, contents.digest, manifest, graph, constants, provenance, contents.layers)
+    return Bundle(
+        path, contents.descriptor.digest, manifest, graph, constants, provenance, contents.layers, contents.descriptor,
+        contents.attached,
+    )  # fmt: skip
 
 
 def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
@@ -203,26 +253,16 @@ def _layout(
     config = encoding.encode_manifest(msgspec.structs.replace(manifest, blobs=_blobs(layers)))
     described = tuple(map(_describe, layers))
     image = codec.encode_json(oci.image(oci.BUNDLE, oci.describe(config, oci.MANIFEST), described))
-    contents = [config, image, *(layer.data for layer in layers)]
-    index, attached = _index(image, codec.encode_json(dict(provenance)))
+    descriptor = oci.describe(image, oci.IMAGE_TYPE)
+    record = attachments.compose(
+        descriptor, oci.PROVENANCE, [(oci.PROVENANCE, codec.encode_json(dict(provenance)))]
+    )  # fmt: skip
+    contents = {oci.digest_of(data): data for data in (config, image, *(layer.data for layer in layers))}
     return {
-        **{f"{oci.BLOBS}/{oci.digest_of(data).replace(':', '/')}": data for data in (*contents, *attached)},
-        oci.INDEX_FILE: index,
+        **{oci.blob_path(digest): data for digest, data in (contents | record.blobs()).items()},
+        oci.INDEX_FILE: compose_index(descriptor, (record,)),
         oci.LAYOUT_FILE: oci.MARKER,
     }
-
-
-def _index(image: bytes, record: bytes) -> tuple[bytes, list[bytes]]:
-    """`index.json`, and the blobs of the provenance record, which is attached to the image from outside."""
-    empty, described = oci.describe(oci.EMPTY, oci.EMPTY_TYPE), oci.describe(record, oci.PROVENANCE)
-    subject = oci.describe(image, oci.IMAGE_TYPE)
-    attached = codec.encode_json(oci.image(oci.PROVENANCE, empty, (described,), subject))
-    manifests = (
-        # Tools want a name when a layout holds more than one manifest.
-        oci.describe(image, oci.IMAGE_TYPE, artifact_type=oci.BUNDLE, annotations={oci.REF_NAME: "latest"}),
-        oci.describe(attached, oci.IMAGE_TYPE, artifact_type=oci.PROVENANCE),
-    )
-    return codec.encode_json(oci.Index(manifests, 2, oci.INDEX_TYPE)), [record, oci.EMPTY, attached]
 
 
 def _layer(media_type: str, name: str, data: bytes) -> Layer:

@@ -17,7 +17,7 @@ MAX_MARKER_BYTES = KIB
 """`oci-layout`. The file that the OCI specification gives has 30 bytes."""
 
 MAX_INDEX_BYTES = 64 * KIB
-"""`index.json`. It lists two manifests; tools that copy bundles add annotations."""
+"""`index.json`. It lists two manifests, and up to 64 with signatures; tools that copy bundles add annotations."""
 
 MAX_JSON_BYTES = MIB
 """An image manifest, the bundle's manifest, the provenance record. Registries accept manifests of 4 MiB."""
@@ -37,6 +37,14 @@ MAX_TOKENIZER_BYTES = 128 * MIB
 MAX_BUNDLE_BYTES = 128 * MIB
 """All blobs together: they are read into memory when a bundle is opened. The largest tokenizers take 40 MB, tables of
 positions as constants 34 MB."""
+
+MAX_ATTACHED = 64
+"""Manifests that are attached to a bundle: its provenance record, signatures, attestations. One of each by each of ten
+signers would be 30."""
+
+MAX_ATTACHED_BYTES = 16 * MIB
+"""All blobs of attached manifests together, which are read when a bundle is opened. A signature takes 2 kB, a list of
+what a builder was made of up to 5 MB."""
 
 # --- the graph ---------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import msgspec
 
 from precast.ir import limits
+from precast.ir.bundle import attached as attachments
 from precast.ir.bundle import oci
-from precast.ir.bundle.codec import decode_foreign_json, decode_json
+from precast.ir.bundle.attached import Attached, Document
+from precast.ir.bundle.codec import decode_foreign_json, decode_json, encode_json
 from precast.ir.bundle.directory import Directory, opened
 from precast.ir.bundle.oci import Descriptor, Image, Index
 from precast.ir.errors import BundleError, shown
@@ -37,12 +39,17 @@ class Layer(msgspec.Struct, frozen=True):
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """A layout as it was read: the image manifest's digest, and the bytes of all that it and its provenance name."""
+    """A layout as it was read: the image manifest, and the bytes of all that it and what is attached to it name.
 
-    digest: str
+    `descriptor` is the image manifest's type, digest and size. The provenance record is among what is attached.
+    """
+
+    descriptor: Descriptor
+    image: bytes
     config: bytes
     layers: tuple[Layer, ...]
     provenance: bytes | None
+    attached: tuple[Attached, ...]
 
 
 def read_layout(path: Path) -> Contents:
@@ -62,18 +69,46 @@ def read_layout(path: Path) -> Contents:
     raise BundleError("bundle-missing", "the bundle is replaced faster than it can be read", where=str(path))
 
 
+def read_shared(path: Path, index: bytes) -> Contents:
+    """Read the bundle that `index` (the content of an `index.json`) lists, from a directory of many bundles' blobs.
+
+    Raises what `read_layout` does; blobs that the bundle does not name are nobody's matter.
+    """
+    with opened(path) as root, root.entered(oci.BLOBS) as blobs, blobs.entered(oci.ALGORITHM) as files:
+        try:
+            return _read_contents(files, decode_index(index), whole=False)
+        except BundleError as error:
+            raise error.inside(str(path)) from None
+
+
 def is_bundle(path: Path) -> bool:
-    """Whether `path` is a directory that a bundle was written to, and holds nothing beside it.
+    """Whether `path` is a directory that a bundle was written to, and holds nothing beside it but what is attached.
 
     Its blobs may be damaged or missing: a bundle that doesn't open is still ours to replace.
     """
     try:
         with opened(path) as root, root.entered(oci.BLOBS) as blobs, blobs.entered(oci.ALGORITHM) as files:
             root.refuse_extra(_ROOT_NAMES)
-            manifests = _read_index(root).manifests
-            return bool(manifests) and all(_is_ours(files, descriptor) for descriptor in manifests)
+            manifests = decode_index(_read_index(root)).manifests
+            types = {part.digest: _type_of(files, part) for part in manifests}
+            own = {digest for digest, type in types.items() if type == oci.BUNDLE}
+            return bool(own) and all(
+                types[part.digest] in (oci.BUNDLE, oci.PROVENANCE) or _subject_of(files, part) in own
+                for part in manifests
+            )
     except BundleError:
         return False
+
+
+def compose_index(image: Descriptor, attached: tuple[Attached, ...]) -> bytes:
+    """`index.json` of a bundle: its image manifest, and what is attached to it in the order of its digests."""
+    annotations = {oci.REF_NAME: "latest"}  # tools want a name when a layout holds more than one manifest
+    if any(extra.artifact_type != oci.PROVENANCE for extra in attached):
+        annotations[oci.KIND] = oci.SIGNED_IMAGE
+    entries = [Descriptor(oci.IMAGE_TYPE, image.digest, image.size, oci.BUNDLE, annotations)]
+    for extra in sorted(attached, key=lambda extra: (extra.artifact_type != oci.PROVENANCE, extra.digest)):
+        entries.append(Descriptor(oci.IMAGE_TYPE, extra.digest, len(extra.manifest), extra.artifact_type))
+    return encode_json(Index(tuple(entries), 2, oci.INDEX_TYPE))
 
 
 def check_file_name(name: str) -> None:
@@ -89,32 +124,45 @@ def check_file_name(name: str) -> None:
 def _read(root: Directory) -> Contents:
     _check_marker(root)  # first: what lies in a directory that is no bundle is nobody's mistake
     root.refuse_extra(_ROOT_NAMES)
-    index = _read_index(root)
+    index = decode_index(_read_index(root))
     with root.entered(oci.BLOBS) as blobs:
         blobs.refuse_extra({oci.ALGORITHM})
         with blobs.entered(oci.ALGORITHM) as files:
-            digest, image, attached = _read_images(files, index)
-            referenced = [part for each in (image, *attached) for part in (each.config, *each.layers)]
-            names = {oci.blob_name(part, "blob") for part in (*index.manifests, *referenced)}
-            files.refuse_extra(names)
-            if sum(part.size for part in referenced) > limits.MAX_BUNDLE_BYTES:
-                message = f"more than {limits.MAX_BUNDLE_BYTES} bytes in all blobs together"
-                raise BundleError("limit-exceeded", message)
-            return Contents(digest, *_read_parts(files, image, attached))
+            return _read_contents(files, index, whole=True)
 
 
-def _read_parts(files: Directory, image: Image, attached: list[Image]) -> tuple[bytes, tuple[Layer, ...], bytes | None]:
+def _read_contents(files: Directory, index: Index, *, whole: bool) -> Contents:
+    """What the index lists; `whole`: the directory of blobs must hold nothing else."""
+    descriptor, data, extras = _read_images(files, index)
+    image = decode_image(data)
+    if whole:
+        parts = [*index.manifests, image.config, *image.layers]
+        named = {part.digest for part in parts} | {part.digest for _, extra in extras for part in extra.parts}
+        files.refuse_extra({digest.removeprefix(f"{oci.ALGORITHM}:") for digest in named})
+    config, layers = _read_parts(files, image)
+    attached = tuple(_read_attached(files, *extra) for extra in extras)
+    records = [extra.layers[0].data for extra in attached if extra.artifact_type == oci.PROVENANCE]
+    return Contents(descriptor, data, config, layers, records[0] if records else None, attached)
+
+
+def _read_parts(files: Directory, image: Image) -> tuple[bytes, tuple[Layer, ...]]:
     config = _read_blob(files, image.config, "manifest", limits.MAX_JSON_BYTES)
     layers = []
     for part in image.layers:
         name = _layer_name(part)
         data = _read_blob(files, part, name, _LAYER_LIMITS[part.media_type])
         layers.append(Layer(part.media_type, name, part.digest, data))
-    record = None
-    for extra in attached:
-        _read_blob(files, extra.config, "provenance config", len(oci.EMPTY))
-        record = _read_blob(files, extra.layers[0], "provenance", limits.MAX_JSON_BYTES)
-    return config, tuple(layers), record
+    return config, tuple(layers)
+
+
+def _read_attached(files: Directory, manifest: bytes, document: Document) -> Attached:
+    blobs: dict[str, bytes] = {}
+    for part in document.parts:
+        is_record = part.media_type == oci.PROVENANCE
+        what, limit = ("provenance", limits.MAX_JSON_BYTES) if is_record else ("attached", limits.MAX_ATTACHED_BYTES)
+        wanted = Descriptor(part.media_type, part.digest, part.size)
+        blobs[part.digest] = _read_blob(files, wanted, what, limit)
+    return attachments.with_blobs(manifest, document, blobs)
 
 
 def _check_marker(root: Directory) -> None:
@@ -127,45 +175,87 @@ def _check_marker(root: Directory) -> None:
         raise BundleError("layout-marker", f"{oci.LAYOUT_FILE}: expected {oci.MARKER.decode()}")
 
 
-def _read_index(root: Directory) -> Index:
-    data = root.read(oci.INDEX_FILE, limits.MAX_INDEX_BYTES)
+def _read_index(root: Directory) -> bytes:
+    return root.read(oci.INDEX_FILE, limits.MAX_INDEX_BYTES)
+
+
+def decode_index(data: bytes) -> Index:
+    """The list in the content of an `index.json`: a bundle, and what is attached to it.
+
+    Raises BundleError: `json-*`, `index-invalid`, `media-type` or `limit-exceeded`.
+    """
     index = decode_foreign_json(data, Index, oci.INDEX_FILE, limits.MAX_INDEX_BYTES)
     if index.schema_version != 2:
         raise BundleError("index-invalid", f"{oci.INDEX_FILE}: expected schemaVersion 2, found {index.schema_version}")
     _expect("media-type", oci.INDEX_FILE, index.media_type or oci.INDEX_TYPE, oci.INDEX_TYPE)
-    if len(index.manifests) > 2:  # before each of them is read
+    if len(index.manifests) > 1 + limits.MAX_ATTACHED:  # before each of them is read
         raise _not_one(f"{len(index.manifests)} manifests")
+    if len({part.digest for part in index.manifests}) != len(index.manifests):
+        raise _not_one("a manifest that is listed twice")
     return index
 
 
 def _not_one(found: str) -> BundleError:
-    message = f"{oci.INDEX_FILE}: expected one bundle and at most one provenance record, found {found}"
-    return BundleError("index-invalid", message)
+    message = f"{oci.INDEX_FILE}: expected one bundle, at most one provenance record and {limits.MAX_ATTACHED}"
+    return BundleError("index-invalid", f"{message} attached manifests in all, found {found}")
 
 
-def _read_images(files: Directory, index: Index) -> tuple[str, Image, list[Image]]:
-    """The digest and the image manifest of the bundle, and the manifests attached to it: provenance or none."""
-    images = [(descriptor, _read_image(files, descriptor)) for descriptor in index.manifests]
-    own = [(descriptor, image) for descriptor, image in images if image.subject is None]
-    attached = [image for _, image in images if image.subject is not None]
-    if len(own) != 1 or len(attached) > 1:
-        raise _not_one(f"{len(own)} and {len(attached)}")
+def _read_images(files: Directory, index: Index) -> tuple[Descriptor, bytes, list[tuple[bytes, Document]]]:
+    """The bundle's image manifest, and those attached to it with their bytes."""
+    manifests = [(descriptor, _read_manifest(files, descriptor)) for descriptor in index.manifests]
+    documents = [(descriptor, data, attachments.decode(data)) for descriptor, data in manifests]
+    own = [(descriptor, data) for descriptor, data, document in documents if document.subject is None]
+    extras = [(data, document) for _, data, document in documents if document.subject is not None]
+    records = [data for data, document in extras if document.type == oci.PROVENANCE]
+    if len(own) != 1 or len(records) > 1:
+        raise _not_one(f"{len(own)} and {len(records)}")
     ((descriptor, image),) = own
-    _check_image(image)
-    for extra in attached:
-        _check_provenance(extra, descriptor)
-    return descriptor.digest, image, attached
+    _check_entry(descriptor, decode_image(image))
+    for data, document in extras:
+        attachments.check(document, descriptor)
+        if data in records:
+            _check_provenance(decode_strict(data))
+    attachments.check_together([document for _, document in extras])
+    return Descriptor(oci.IMAGE_TYPE, descriptor.digest, descriptor.size), image, extras
 
 
-def _read_image(files: Directory, descriptor: Descriptor) -> Image:
-    what = "image manifest"
+def _read_manifest(files: Directory, descriptor: Descriptor) -> bytes:
     _expect("media-type", oci.INDEX_FILE, descriptor.media_type, oci.IMAGE_TYPE)
-    image = decode_json(_read_blob(files, descriptor, what, limits.MAX_JSON_BYTES), Image, what)
+    return _read_blob(files, descriptor, "image manifest", limits.MAX_JSON_BYTES)
+
+
+def _check_entry(descriptor: Descriptor, image: Image) -> None:
+    # Some tools that copy layouts leave the type out of the index.
     if descriptor.artifact_type is not None:
         _expect("artifact-type", oci.INDEX_FILE, descriptor.artifact_type, image.artifact_type)
+
+
+def decode_strict(data: bytes) -> Image:
+    """An image manifest of the one form that this format writes.
+
+    Raises BundleError: `json-*`, `image-invalid` or `limit-exceeded`.
+    """
+    what = "image manifest"
+    image = decode_json(data, Image, what)
     if image.schema_version != 2 or image.media_type != oci.IMAGE_TYPE or image.annotations:
         message = f"{what}: expected schemaVersion 2, mediaType {oci.IMAGE_TYPE} and no annotations"
         raise BundleError("image-invalid", message)
+    return image
+
+
+def decode_image(data: bytes) -> Image:
+    """A bundle's image manifest: its layers, their order and names, and how large they may be together.
+
+    Raises BundleError: `json-*`, `image-invalid`, `artifact-type`, `media-type`, `name-invalid`, `digest-invalid`,
+    `blob-size` or `limit-exceeded`.
+    """
+    image = decode_strict(data)
+    _check_image(image)
+    for part in (image.config, *image.layers):
+        oci.blob_name(part, "blob")
+    if sum(part.size for part in (image.config, *image.layers)) > limits.MAX_BUNDLE_BYTES:
+        message = f"more than {limits.MAX_BUNDLE_BYTES} bytes in all blobs together"
+        raise BundleError("limit-exceeded", message)
     return image
 
 
@@ -186,10 +276,9 @@ def _check_image(image: Image) -> None:
         raise BundleError("image-invalid", "image manifest: expected annotations on tokenizer files only")
 
 
-def _check_provenance(image: Image, bundle: Descriptor) -> None:
+def _check_provenance(image: Image) -> None:
+    """Raise BundleError (`artifact-type`, `image-invalid`) unless it has the form of a provenance record's manifest."""
     _expect("artifact-type", "attached manifest", image.artifact_type, oci.PROVENANCE)
-    if image.subject != Descriptor(oci.IMAGE_TYPE, bundle.digest, bundle.size):
-        raise BundleError("index-invalid", "attached manifest: its subject is not this bundle")
     if image.config != oci.describe(oci.EMPTY, oci.EMPTY_TYPE):
         raise BundleError("image-invalid", f"attached manifest: expected an empty config of type {oci.EMPTY_TYPE}")
     (record, *more) = image.layers or (None,)
@@ -212,10 +301,13 @@ def _layer_name(part: Descriptor) -> str:
     return part.annotations[oci.TITLE]
 
 
-def _is_ours(files: Directory, descriptor: Descriptor) -> bool:
-    ours = (oci.BUNDLE, oci.PROVENANCE)
-    # Some tools that copy layouts leave the type out of the index.
-    return (descriptor.artifact_type or _read_image(files, descriptor).artifact_type) in ours
+def _type_of(files: Directory, descriptor: Descriptor) -> str:
+    """The artifact type that the index gives, or the manifest: some tools that copy layouts leave it out."""
+    return descriptor.artifact_type or attachments.decode(_read_manifest(files, descriptor)).type
+
+
+def _subject_of(files: Directory, descriptor: Descriptor) -> str | None:
+    return attachments.decode(_read_manifest(files, descriptor)).subject_digest()
 
 
 # --- blobs -----------------------------------------------------------------------------------------------------

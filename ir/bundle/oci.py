@@ -1,7 +1,7 @@
 """The OCI image layout as far as a bundle uses it: documents, media types, digests.
 
-`index.json` lists the bundle's image manifest and, attached to it by `subject`, the manifest of its provenance
-record. The image manifest's digest is the bundle's identity; the provenance record lies outside of it.
+`index.json` lists the bundle's image manifest and, attached to it by `subject`, manifests of its provenance record,
+of signatures and the like. The image manifest's digest is the bundle's identity; what is attached lies outside of it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ PROVENANCE = "application/vnd.precast.provenance.v1+json"
 
 TITLE = "org.opencontainers.image.title"
 REF_NAME = "org.opencontainers.image.ref.name"
+# By this annotation of the image's entry `cosign verify --local-image` finds what was signed.
+KIND, SIGNED_IMAGE = "kind", "dev.cosignproject.cosign/image"
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -89,14 +91,24 @@ def image(
     return Image(artifact_type, config, layers, IMAGE_TYPE, 2, subject)
 
 
+def check_digest(digest: str, size: int, what: str) -> None:
+    """Raise BundleError (`digest-invalid`, `blob-size`) unless these can be a blob's; before any becomes a path."""
+    if not _DIGEST.fullmatch(digest):
+        message = f"{what}: expected sha256: and 64 hexadecimal digits, found {digest[:100]!r}"
+        raise BundleError("digest-invalid", message)
+    if size < 0:
+        raise BundleError("blob-size", f"{what}: expected a size, found {size} bytes")
+
+
 def blob_name(descriptor: Descriptor, what: str) -> str:
     """The name of the blob's file below `blobs/sha256`.
 
     Raises BundleError (`digest-invalid`, `blob-size`) before any digest is used as a path.
     """
-    if not _DIGEST.fullmatch(descriptor.digest):
-        message = f"{what}: expected sha256: and 64 hexadecimal digits, found {descriptor.digest[:100]!r}"
-        raise BundleError("digest-invalid", message)
-    if descriptor.size < 0:
-        raise BundleError("blob-size", f"{what}: expected a size, found {descriptor.size} bytes")
+    check_digest(descriptor.digest, descriptor.size, what)
     return descriptor.digest.removeprefix("sha256:")
+
+
+def blob_path(digest: str) -> str:
+    """The path of a blob in a layout, from its top."""
+    return f"{BLOBS}/{digest.replace(':', '/')}"

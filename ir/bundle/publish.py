@@ -23,6 +23,8 @@ from precast.ir.errors import BuildError
 Checked = TypeVar("Checked")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SOURCE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_COPIED_BYTES = 1 << 20  # at a time, so that a file of any size takes as much memory
 _AT_FDCWD = -100  # Linux; renameat2 is Linux's own
 _RENAME_EXCHANGE = 2
 # Kernels and file systems without the exchange say one of these.
@@ -31,12 +33,12 @@ _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 def publish(
     path: Path,
-    files: Mapping[str, bytes],
+    files: Mapping[str, bytes | Path],
     *,
     may_replace: Callable[[Path], bool],
     check: Callable[[Path], Checked],
 ) -> Checked:
-    """Write `files` (relative path -> content) as the directory `path`, all or nothing.
+    """Write `files` (relative path -> content, or a file that has it) as the directory `path`, all or nothing.
 
     `check` is called with the finished directory before it is put in place; it refuses it by raising, and what it
     returns is returned. What is at `path` is replaced if it is an empty directory or `may_replace` says so.
@@ -73,12 +75,12 @@ def check_place(path: Path, may_replace: Callable[[Path], bool]) -> None:
 
 
 @contextmanager
-def _errors_of_the_system(path: Path, files: Mapping[str, bytes]) -> Iterator[None]:
+def _errors_of_the_system(path: Path, files: Mapping[str, bytes | Path]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            size = sum(map(len, files.values()))
+            size = sum(map(_size_of, files.values()))
             message = f"the bundle takes {size} bytes, and there is no room for them: {error.strerror}"
             fix = "free some space, or choose another path; nothing was left behind"
             raise BuildError("disk-full", message, where=str(path), fix=fix) from error
@@ -135,7 +137,7 @@ def _may_write(path: Path, may_replace: Callable[[Path], bool]) -> bool:
     return not any(path.iterdir()) or may_replace(path)
 
 
-def _write(root: Path, files: Mapping[str, bytes]) -> None:
+def _write(root: Path, files: Mapping[str, bytes | Path]) -> None:
     """Write and flush all files, then the directories that hold them, deepest first."""
     root.mkdir()
     directories = {root}
@@ -144,11 +146,21 @@ def _write(root: Path, files: Mapping[str, bytes]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         directories.update(parent for parent in file.parents if parent.is_relative_to(root))
         with file.open("xb") as stream:
-            stream.write(content)
+            if isinstance(content, bytes):
+                stream.write(content)
+            else:
+                with open(os.open(content, _SOURCE_FLAGS), "rb") as source:
+                    shutil.copyfileobj(source, stream, _COPIED_BYTES)
             stream.flush()
             os.fsync(stream.fileno())
     for directory in sorted(directories, key=lambda directory: -len(directory.parts)):
         _flush(directory)
+
+
+def _size_of(content: bytes | Path) -> int:
+    if isinstance(content, bytes):
+        return len(content)
+    return content.stat().st_size if content.exists() else 0
 
 
 def _put_in_place(building: Path, path: Path, replaced: Path) -> None:
