@@ -35,7 +35,7 @@ install: $(STAMP)
 $(STAMP): | $(PY)
 	rm -f $(VENV)/.installed-*
 	$(PY) -m pip install -c constraints.txt torch==2.13.0
-	$(PY) -m pip install -c constraints.txt -e '.[build,dev]'
+	$(PY) -m pip install -c constraints.txt -e '.[build,sign,dev]'
 	touch $@
 
 $(PY):

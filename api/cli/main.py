@@ -37,6 +37,11 @@ CHOICES = click.option(
     "--choices", type=PATH, metavar="FILE",
     help="Measured choices of kernels, of `precast bench kernels`. Default: those that come with Precast for the GPU.",
 )  # fmt: skip
+KEY = click.option("--key", required=True, type=PATH, help="The private key: PKCS #8 in PEM, or cosign's.")
+CERTIFICATE = click.option(
+    "--certificate", type=PATH, help="The key's certificate, in PEM, for those who trust its CA."
+)
+NAME = click.option("--name", default="", metavar="TEXT", help="What the statement calls the bundle.")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
@@ -153,15 +158,39 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 @main.command()
 @BUNDLE
 @click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files, or one file.")
+@click.option(
+    "--key", "keys", type=PATH, multiple=True, help="A public key that must have signed; several: any of them."
+)
+@click.option("--ca", "cas", type=PATH, multiple=True, help="Certificates of an authority, one of whose signers must.")
+@click.option("--identity", "identities", multiple=True, metavar="PATTERN", help="Of --ca: the signer's name, with *.")
+@click.option(
+    "--attestation", "attestations", multiple=True, metavar="TYPE",
+    help="Look for this in place of a signature: provenance, sbom, or a predicate type's URI.",
+)  # fmt: skip
+@click.option("--trust", type=PATH, metavar="FILE", help="The trust policy. Default: the user's and the system's.")
+@click.option("--repository", metavar="NAME", help="Where the bundle came from, for rules that ask.")
 @AS_JSON
-def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
-    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint."""
+def verify(
+    bundle: Path, weights: Path | None, keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...],
+    attestations: tuple[str, ...], trust: Path | None, repository: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Check BUNDLE byte by byte and its graph rule by rule; who signed it; and --weights against its recipes."""
+    from precast.cli import trust as trusting
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
 
+    who = trusting.trusted(keys, cas, identities)
+    if attestations and not who:
+        raise click.UsageError("--attestation goes with --key or --ca")
     opened = Bundle.open(bundle)
+    reports = [trusting.decided(opened, trust, repository)]
+    if who:
+        reports.insert(0, trusting.vouched(opened, who, attestations))
     fields: dict[str, Any] = {"digest": opened.digest}
     lines = [opened.digest, "bundle: whole, canonical, and valid by every rule"]
+    for report in reports:
+        fields |= report.fields
+        lines.append(report.text)
     if weights is not None:
         from precast.ir.weights import config_facts, recipes
         from precast.ir.weights.checkpoint import CheckpointFiles
@@ -172,6 +201,41 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
     _report(Report(fields, "\n".join(lines)), as_json)
+
+
+@main.command()
+@BUNDLE
+@KEY
+@CERTIFICATE
+@NAME
+@AS_JSON
+def sign(bundle: Path, key: Path, certificate: Path | None, name: str, as_json: bool) -> None:
+    """Sign BUNDLE's digest, in the form that cosign verifies, and attach the signature. The digest stays."""
+    from precast.cli.trust import signed
+
+    _report(signed(bundle, key, certificate, name), as_json)
+
+
+@main.command()
+@BUNDLE
+@KEY
+@CERTIFICATE
+@NAME
+@click.option("--type", "types", multiple=True, type=click.Choice(("provenance", "sbom")), help="Default: one of each.")
+@click.option(
+    "--builder-id", default="https://precast.dev/builder/local", metavar="URI", show_default=True,
+    help="Of the provenance: what ran the build, as a CI workflow.",
+)  # fmt: skip
+@click.option("--run-id", default="", metavar="TEXT", help="Of the provenance: which of the builder's runs it was.")
+@AS_JSON
+def attest(
+    bundle: Path, key: Path, certificate: Path | None, name: str, types: tuple[str, ...], builder_id: str, run_id: str,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Attach signed statements of how BUNDLE was built (SLSA provenance) and of what (CycloneDX)."""
+    from precast.cli.trust import attested
+
+    _report(attested(bundle, key, certificate, name, types, builder_id, run_id), as_json)
 
 
 @main.command()

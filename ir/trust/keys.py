@@ -73,7 +73,7 @@ def public_key(pem: bytes) -> PublicKey:
     """
     if pem.count(PEM) != 1 or b"-----BEGIN PUBLIC KEY-----" not in pem:
         fix = "`openssl pkey -in KEY -pubout`, or `cosign public-key --key KEY`, writes one"
-        raise TrustError("key-invalid", f"expected one public key in PEM, found {_headings(pem)}", fix=fix)
+        raise TrustError("key-invalid", f"expected one public key in PEM, found {headings(pem)}", fix=fix)
     primitives = serialization()
     from cryptography.exceptions import UnsupportedAlgorithm
 
@@ -112,7 +112,7 @@ def needs(package: str) -> TargetError:
     return TargetError("dependency-missing", message, fix="pip install 'precast[sign]'")
 
 
-def _headings(pem: bytes) -> str:
+def headings(pem: bytes) -> str:
     """What a file holds instead, by the headings of its PEM blocks."""
     lines = [line.strip() for line in pem.splitlines() if line.startswith(PEM)]
     names = [line.removeprefix(PEM).removesuffix(b"-----").decode(errors="replace").lower() for line in lines]

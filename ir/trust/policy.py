@@ -123,9 +123,7 @@ class Policy(msgspec.Struct, frozen=True):
                 return Decision(True, each.rule.name, f"{name}: {why}")
             refused.append(f"{name}: {why}")
         if not refused:
-            return Decision(
-                False, None, f"{kind} layers are taken from nobody unless a rule says so, and there is none"
-            )
+            return Decision(False, None, f"{kind} layers are taken from nobody unless a rule says so; there is none")
         return Decision(False, None, "; ".join(some(refused)))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from precast.ir.bundle.attached import Attached
 from precast.ir.errors import BundleError, shown, some
 from precast.ir.trust import statements
 from precast.ir.trust.certificates import Authority, NotTrusted, signer
@@ -38,6 +39,16 @@ class Verified(msgspec.Struct, frozen=True):
     statement: Statement
     signer: str
     attached: str
+
+
+def attached_to(attached: Iterable[Attached]) -> tuple[Found, ...]:
+    """All sigstore bundles among the manifests that are attached to a bundle (`Bundle.attached`)."""
+    return tuple(
+        read(each.digest, layer.data)
+        for each in attached
+        for layer in each.layers
+        if layer.media_type == statements.BUNDLE_TYPE
+    )
 
 
 def read(attached: str, data: bytes) -> Found:

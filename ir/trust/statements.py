@@ -1,8 +1,9 @@
 """What is signed, and how it is wrapped: in-toto statements in DSSE envelopes in sigstore bundles.
 
 The formats are those of cosign 3, so that either side verifies what the other signed:
-in-toto Statement v1 (github.com/in-toto/attestation, spec/v1/statement.md), DSSE 1.0 (github.com/secure-systems-lab/dsse)
-and the sigstore bundle 0.3 (github.com/sigstore/protobuf-specs, protos/sigstore_bundle.proto). Nothing here knows a key.
+in-toto Statement v1 (github.com/in-toto/attestation, spec/v1/statement.md), DSSE 1.0
+(github.com/secure-systems-lab/dsse) and the sigstore bundle 0.3 (github.com/sigstore/protobuf-specs,
+protos/sigstore_bundle.proto). Nothing here knows a key.
 
 Reading is strict: a field that the formats don't have, a second spelling of base64, and a key that stands twice are
 refused, since what one reader passes over may be what another one obeys.
@@ -27,7 +28,7 @@ STATEMENT_TYPES = (STATEMENT_V1, "https://in-toto.io/Statement/v0.1")
 SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
 """The predicate type of a signature. A statement of any other type says something else, and is no signature."""
 PROVENANCE = "https://slsa.dev/provenance/v1"
-SPDX = "https://spdx.dev/Document"
+CYCLONEDX = "https://cyclonedx.org/bom"
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
@@ -120,7 +121,7 @@ def statement(digest: str, predicate_type: str, predicate: dict[str, Any], name:
 
 
 def encoding(payload: bytes, payload_type: str = PAYLOAD_TYPE) -> bytes:
-    """The bytes that are signed, DSSE's pre-authentication encoding: type and payload, each after its length in bytes."""
+    """The bytes that are signed, DSSE's pre-authentication encoding: type and payload, each after its length."""
     kind = payload_type.encode()
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
 
@@ -138,8 +139,8 @@ def wrap(payload: bytes, signature: bytes, *, hint: str = "", certificate: bytes
 def unwrap(data: bytes) -> Signed:
     """The signed statement in a sigstore bundle. Nothing is verified.
 
-    Raises BundleError (`statement-invalid`, `json-*` or `limit-exceeded`) for whatever is not exactly one statement under
-    exactly one signature.
+    Raises BundleError (`statement-invalid`, `json-*` or `limit-exceeded`) for whatever is not exactly one
+    statement under exactly one signature.
     """
     bundle = codec.decode_foreign_json(data, _Bundle, "sigstore bundle", limits.MAX_STATEMENT_BYTES)
     _expect("sigstore bundle: mediaType", bundle.media_type, BUNDLE_TYPE)
@@ -156,7 +157,7 @@ def unwrap(data: bytes) -> Signed:
 
 def is_about(found: Statement, digest: str) -> bool:
     """Whether one of the statement's subjects is the digest (`sha256:` and hexadecimal digits)."""
-    return any(f"sha256:{subject.digest.get('sha256')}" == digest for subject in found.subject)
+    return any(subject.digest.get("sha256") == digest.removeprefix("sha256:") for subject in found.subject)
 
 
 def _decode_statement(payload: bytes) -> Statement:

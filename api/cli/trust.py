@@ -1,0 +1,127 @@
+"""What `precast sign`, `attest` and `verify` do with keys, authorities and policies. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from precast.cli.show import Report
+from precast.ir.artifact import Bundle
+from precast.ir.errors import BundleError, TrustError, shown
+from precast.ir.trust import certificates, keys, signatures, statements
+from precast.ir.trust.policy import Decision, Kind, Policy
+from precast.ir.trust.signatures import Trusted
+
+PREDICATES: Mapping[str, str] = {"provenance": statements.PROVENANCE, "sbom": statements.CYCLONEDX}
+PASSPHRASES = ("PRECAST_PASSPHRASE", "COSIGN_PASSWORD")
+"""Variables that may hold the passphrase of a private key: ours, and cosign's."""
+
+
+def signed(path: Path, key: Path, certificate: Path | None, name: str) -> Report:
+    """Sign the bundle at the path; what was attached."""
+    from precast.sign import signing
+
+    private = _private_key(key)
+    pem = None if certificate is None else signing.read_certificate(certificate)
+    made = signing.sign(bundle := Bundle.open(path), private, certificate=pem, name=name)
+    fields = {"digest": bundle.digest, "attached": made.digest, "key": private.public.fingerprint}
+    return Report(fields, f"{bundle.digest}\nsigned by key {private.public.fingerprint}: {made.digest}")
+
+
+def attested(
+    path: Path, key: Path, certificate: Path | None, name: str, types: Sequence[str], builder_id: str, run_id: str
+) -> Report:
+    """Attach signed statements of these types about the bundle at the path; what was attached."""
+    from precast.sign import predicates, signing
+
+    private = _private_key(key)
+    pem = None if certificate is None else signing.read_certificate(certificate)
+    lines, made = [], {}
+    for type in types or tuple(PREDICATES):
+        bundle = Bundle.open(path)
+        if type == "provenance":
+            predicate = predicates.provenance(bundle, builder_id=builder_id, invocation_id=run_id)
+        else:
+            predicate = predicates.bill_of_materials(bundle)
+        attached = signing.attest(bundle, private, PREDICATES[type], predicate, certificate=pem, name=name)
+        made[type] = attached.digest
+        lines.append(f"{type} signed by key {private.public.fingerprint}: {attached.digest}")
+    digest = Bundle.open(path).digest
+    fields = {"digest": digest, "attached": made, "key": private.public.fingerprint}
+    return Report(fields, "\n".join([digest, *lines]))
+
+
+def trusted(key_files: Sequence[Path], ca_files: Sequence[Path], identities: Sequence[str]) -> list[Trusted]:
+    """The keys and authorities in these files. Raises click's UsageError for identities without an authority."""
+    if identities and not ca_files:
+        raise click.UsageError("--identity goes with --ca")
+    found: list[Trusted] = []
+    for file in (*key_files, *ca_files):
+        try:
+            pem = keys.read_pem(file)
+            is_key = file in key_files
+            found.append(keys.public_key(pem) if is_key else certificates.authority(pem, tuple(identities)))
+        except TrustError as error:
+            raise error.inside(str(file)) if error.where is None else error from None
+    return found
+
+
+def vouched(bundle: Bundle, who: Sequence[Trusted], types: Sequence[str]) -> Report:
+    """That the bundle is signed by one of these; with types of attestations, that it has these instead.
+
+    Raises BundleError: `signature-missing`, `signature-invalid`.
+    """
+    found = signatures.attached_to(bundle.attached)
+    fields: dict[str, Any] = {}
+    lines = []
+    if not types:
+        good = signatures.require(found, bundle.digest, who)
+        fields["signatures"] = [{"signer": each.signer, "attached": each.attached} for each in good]
+        lines += [f"signature: good, by {each.signer}" for each in good]
+    for type in types:
+        predicate_type = PREDICATES.get(type, type)
+        for each in signatures.require(found, bundle.digest, who, predicate_type):
+            claim = {"type": predicate_type, "signer": each.signer, "attached": each.attached}
+            fields.setdefault("attestations", []).append(claim | {"predicate": each.statement.predicate})
+            lines.append(f"attestation {shown(predicate_type)}: good, by {each.signer}")
+    return Report(fields, "\n".join(lines))
+
+
+def decided(bundle: Bundle, trust: Path | None, repository: str | None) -> Report:
+    """What the policy says of each kind of the bundle's layers: that in the file, or this machine's.
+
+    Raises BundleError (`untrusted`) where the file keeps a layer out, or either one portable layers. Native layers that
+    this machine's policy keeps out are left unused by a load, and only told.
+    """
+    policy = Policy.of_this_machine() if trust is None else Policy.read(trust)
+    found = signatures.attached_to(bundle.attached)
+    kinds: tuple[Kind, ...] = ("portable", "native") if bundle.files("native") else ("portable",)
+    decisions = {kind: policy.admits(kind, bundle.digest, found, repository=repository) for kind in kinds}
+    for kind, decision in decisions.items():
+        if not decision.admitted and (trust is not None or kind == "portable"):
+            fix = "sign it with a key that a rule names, or add a rule: docs/trust.md"
+            raise BundleError(
+                "untrusted", f"{kind} layers are kept out: {decision.why}", where=str(bundle.path), fix=fix
+            )
+    fields = {"trust": {kind: msgspec.to_builtins(decision) for kind, decision in decisions.items()}}
+    return Report(fields, "\n".join(f"{kind} layers: {_word(decision)}" for kind, decision in decisions.items()))
+
+
+def _word(decision: Decision) -> str:
+    return f"{'let in' if decision.admitted else 'kept out'}: {shown(decision.why)}"
+
+
+def _private_key(path: Path) -> Any:
+    """The private key in a file; its passphrase comes from a variable, or is asked for on a terminal."""
+    from precast.sign.private_keys import is_encrypted, read_private_key
+
+    passphrase = next((os.environ[name] for name in PASSPHRASES if name in os.environ), None)
+    if passphrase is None and sys.stdin.isatty() and is_encrypted(keys.read_pem(path)):
+        passphrase = click.prompt(f"passphrase of {path}", hide_input=True, default="", show_default=False, err=True)
+    return read_private_key(path, passphrase)

@@ -1,0 +1,111 @@
+"""cosign verifies what Precast signed, without knowing Precast. Skipped where there is no cosign of version 3.
+
+Debian sid has it (the package `cosign`); unpacked anywhere, `COSIGN=PATH` names it. The other direction needs none:
+`test_signing.py` verifies what it once signed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import signers
+
+from precast.ir.artifact import Bundle
+from precast.ir.trust import statements
+from precast.sign import predicates
+from precast.sign.private_keys import private_key
+from precast.sign.signing import attest, sign
+
+COSIGN = os.environ.get("COSIGN") or shutil.which("cosign")
+pytestmark = pytest.mark.skipif(not COSIGN, reason="needs cosign 3; Debian sid has a package, COSIGN=PATH names it")
+
+KEYS = {"p256": signers.p256(), "ed25519": signers.ed()}
+
+
+@pytest.fixture
+def own(bundle: Path, tmp_path: Path) -> Bundle:
+    """A copy of the example's bundle, to attach something to."""
+    return Bundle.open(shutil.copytree(bundle, tmp_path / "own.bundle"))
+
+
+def cosign(home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run cosign, with nothing of its own on this machine."""
+    environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "TUF_ROOT": str(home / "tuf")}
+    command = [str(COSIGN), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def verify(bundle: Bundle, key: signers.Key, home: Path, *verb: str) -> subprocess.CompletedProcess[str]:
+    (home / "key.pub").write_bytes(signers.public_pem(key))
+    options = ("--key", home / "key.pub", "--insecure-ignore-tlog=true", "--local-image", bundle.path)
+    return cosign(home, *(verb or ("verify",)), *options)
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_signature(own: Bundle, tmp_path: Path, kind: str) -> None:
+    sign(own, private_key(signers.private_pem(KEYS[kind])), name="ghcr.io/acme/llama")
+
+    right = verify(own, KEYS[kind], tmp_path)
+    wrong = verify(own, signers.p256(), tmp_path)
+
+    assert right.returncode == 0, right.stderr
+    assert "signatures were verified against the specified public key" in right.stderr
+    assert wrong.returncode != 0
+
+
+def test_attestations(own: Bundle, tmp_path: Path) -> None:
+    key = private_key(signers.private_pem(KEYS["p256"]))
+    attest(own, key, statements.PROVENANCE, predicates.provenance(own))
+    attest(Bundle.open(own.path), key, statements.CYCLONEDX, predicates.bill_of_materials(own))
+
+    for type in ("slsaprovenance1", "cyclonedx"):
+        done = verify(own, KEYS["p256"], tmp_path, "verify-attestation", "--type", type)
+        assert done.returncode == 0, done.stderr
+    assert verify(own, KEYS["p256"], tmp_path, "verify-attestation", "--type", "spdxjson").returncode != 0
+
+
+def test_a_signature_by_certificate(own: Bundle, tmp_path: Path) -> None:
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    root_key, between_key, key = signers.p256(), signers.p256(), signers.p256()
+    dates = {"start": now - day, "end": now + day}
+    root = signers.certificate("root", root_key, ca=True, **dates)
+    between = signers.certificate("between", between_key, root, root_key, ca=True, **dates)
+    leaf = signers.certificate("ci@acme.example", key, between, between_key, **dates)
+    (tmp_path / "ca.pem").write_bytes(signers.certificates_pem(between, root))
+    sign(own, private_key(signers.private_pem(key)), certificate=signers.certificates_pem(leaf))
+
+    service = f"url=https://ca.acme.example,certificate-chain={tmp_path / 'ca.pem'},start-time={now - day:%FT%TZ}"
+    made = cosign(tmp_path, "trusted-root", "create", "--fulcio", service, "--out", tmp_path / "root.json")
+    assert made.returncode == 0, made.stderr
+
+    def run(identity: str) -> subprocess.CompletedProcess[str]:
+        return cosign(
+            tmp_path, "verify", "--trusted-root", tmp_path / "root.json", "--certificate-identity", identity,
+            "--certificate-oidc-issuer-regexp", ".*", "--insecure-ignore-sct", "--insecure-ignore-tlog",
+            "--local-image", own.path,
+        )  # fmt: skip
+
+    right = run("ci@acme.example")
+    assert right.returncode == 0, right.stderr
+    assert run("eve@acme.example").returncode != 0
+
+
+def test_a_key_that_cosign_makes(tmp_path: Path) -> None:
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "COSIGN_PASSWORD": "secret"}
+    subprocess.run([str(COSIGN), "generate-key-pair"], cwd=tmp_path, env=environment, check=True, capture_output=True)
+
+    read = private_key((tmp_path / "cosign.key").read_bytes(), "secret")
+
+    assert signers.public_pem(read.key) == (tmp_path / "cosign.pub").read_bytes()
+
+
+def test_why_attestations_want_a_key_of_their_own(own: Bundle, tmp_path: Path) -> None:
+    # cosign's `verify` takes any statement for a signature. docs/trust.md says so; should it change, the page must.
+    attest(own, private_key(signers.private_pem(KEYS["p256"])), statements.PROVENANCE, predicates.provenance(own))
+
+    assert verify(own, KEYS["p256"], tmp_path).returncode == 0
