@@ -8,6 +8,7 @@ the graph against the rules.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from precast.ir import encoding, limits
 from precast.ir.bundle import attached as attachments
 from precast.ir.bundle import codec, oci
 from precast.ir.bundle.attached import Attached
-from precast.ir.bundle.layout import Contents, Layer, check_file_name, compose_index, is_bundle, read_layout
+from precast.ir.bundle.layout import (
+    Contents,
+    Layer,
+    check_file_name,
+    compose_index,
+    is_bundle,
+    read_layout,
+    read_shared,
+)
 from precast.ir.errors import BundleError, some
 from precast.ir.graph.schema import Graph, Node, Steps
 from precast.ir.manifest import Blob, Manifest, Role
@@ -28,6 +37,7 @@ from precast.ir.verify.verifier import check
 from precast.ir.weights import tensorfile
 from precast.ir.weights.tensorfile import Tensor, TensorFileError
 
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _ROLES: dict[str, Role] = {oci.GRAPH: "graph", oci.CONSTANTS: "constants", oci.TOKENIZER: "tokenizer"}
 
 
@@ -51,12 +61,27 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Bundle:
-        """Read and check the bundle at `path`.
+        """Read and check the bundle at `path`, or at an address such as `oci://ghcr.io/org/name@sha256:...`.
 
-        Raises BundleError with the code of the first thing that is wrong: its form, sizes, digests, version,
-        encoding, and the rules of the graph, in this order.
+        An address is opened by what is installed for its scheme (the entry points of `precast.addresses`), and raises
+        what that raises. Otherwise raises BundleError with the code of the first thing that is wrong: its form, sizes,
+        digests, version, encoding, and the rules of the graph, in this order.
         """
+        if isinstance(path, str) and (scheme := _SCHEME.match(path)):
+            return _open_address(scheme[1], path)
         contents = read_layout(Path(path))
+        try:
+            return _decode(Path(path), contents)
+        except BundleError as error:
+            raise error.inside(str(path)) from None
+
+    @staticmethod
+    def open_shared(path: str | os.PathLike[str], index: bytes) -> Bundle:
+        """The bundle that `index` (the content of an `index.json`) lists, in a directory of many bundles' blobs.
+
+        Raises BundleError, as `open` does.
+        """
+        contents = read_shared(Path(path), index)
         try:
             return _decode(Path(path), contents)
         except BundleError as error:
@@ -156,6 +181,17 @@ def ops_of(graph: Graph) -> dict[str, int]:
         if found.setdefault(op, version) != version:
             raise BundleError("manifest-invalid", f"graph: {op} is used in versions {found[op]}, {version}")
     return dict(sorted(found.items()))
+
+
+def _open_address(scheme: str, address: str) -> Bundle:
+    """The bundle at an address, by the entry point of its scheme: the format knows of no place to get bundles from."""
+    from importlib.metadata import entry_points
+
+    for found in entry_points(group="precast.addresses", name=scheme):
+        bundle: Bundle = found.load()(address)
+        return bundle
+    fix = "name a directory, or an address with oci:// before it"
+    raise BundleError("bundle-missing", f"nothing is installed that opens {scheme}://", where=address[:300], fix=fix)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------

@@ -103,6 +103,16 @@ CODES: dict[str, str] = {
     "logits-not-finite": "the model gave logits that are NaN or all infinite",
     "input-mismatch": "inputs of a program are missing, unexpected, or of another shape or dtype",
     "symbol-unbound": "a symbol has no value, or two different ones",
+    # --- registries -------------------------------------------------------------------------------------------
+    "reference-invalid": "a reference that is not HOST[:PORT]/NAME[:TAG][@DIGEST]",
+    "credentials-invalid": "a file of credentials can't be read, or a program that gives them fails",
+    "registry-unreachable": "no connection to the registry, or one that breaks or stalls at each try",
+    "registry-denied": "the registry wants other credentials, or more rights",
+    "registry-missing": "the registry has nothing of this name",
+    "registry-busy": "the registry asks to come back later, more often or for longer than is waited",
+    "registry-refused": "the registry refuses a request",
+    "registry-answer": "an answer that is not one of the OCI distribution protocol, or that can't be true",
+    "registry-changed": "what was pushed is not what the registry gives back, or was pushed over by somebody else",
     # --- the target machine -----------------------------------------------------------------------------------
     "device-missing": "the device that was asked for is not there",
     "device-invalid": "a device that Precast does not run on",
@@ -124,6 +134,9 @@ FIXES: dict[str, str] = {
     "recipe-unsupported": "docs/capture.md says what is known of checkpoints; report it with the config.json",
     "export-failed": "docs/capture.md says how code that can't be traced is replaced",
     "tokenizer-invalid": "download or copy the tokenizer's files again",
+    "registry-unreachable": "check the host's name and the network; what has arrived is kept, and a new try goes on",
+    "registry-missing": "check the name, the tag and the digest; some registries say so where rights are missing",
+    "registry-answer": "check that the host is a registry, and what stands between",
     "checkpoint-index": "download or copy the checkpoint again",
     "checkpoint-read": "check the file's permissions and its disk, or download or copy it again",
 }
@@ -165,7 +178,7 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-_USAGE = frozenset(("option-invalid", "sampling-invalid", "engine-option-invalid"))
+_USAGE = frozenset(("option-invalid", "sampling-invalid", "engine-option-invalid", "reference-invalid"))
 """The codes of an option's value that is not allowed: usage, whether the command line finds it or what it calls."""
 
 
@@ -226,6 +239,10 @@ class RequestError(PrecastError, ValueError):
 
 class TrustError(PrecastError):
     """A key, a certificate, a trust policy or a lock file can't be used."""
+
+
+class RegistryError(PrecastError):
+    """A registry can't be reached, refuses a request, or answers what no registry should."""
 
 
 class TargetError(PrecastError):

@@ -29,10 +29,20 @@ if TYPE_CHECKING:
     from precast.loader.engine.params import SamplingParams
     from precast.loader.engine.results import Event, Output
 
+
+class BundlePath(click.Path):
+    """A path, or an address such as `oci://ghcr.io/org/name@sha256:...`, which stays text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, or the address as it is."""
+        is_address = isinstance(value, str) and "://" in value
+        return value if is_address else super().convert(value, param, ctx)
+
+
 # What can't be read is an error of Precast's own, with a code, not one of usage.
 PATH = click.Path(path_type=Path, readable=False)
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
-BUNDLE = click.argument("bundle", type=PATH)
+BUNDLE = click.argument("bundle", type=BundlePath(path_type=Path, readable=False))
 CHOICES = click.option(
     "--choices", type=PATH, metavar="FILE",
     help="Measured choices of kernels, of `precast bench kernels`. Default: those that come with Precast for the GPU.",
@@ -42,6 +52,10 @@ CERTIFICATE = click.option(
     "--certificate", type=PATH, help="The key's certificate, in PEM, for those who trust its CA."
 )
 NAME = click.option("--name", default="", metavar="TEXT", help="What the statement calls the bundle.")
+REFERENCE = click.argument("reference", metavar="HOST/NAME[:TAG][@DIGEST]")
+PLAIN_HTTP = click.option(
+    "--plain-http", is_flag=True, help="Speak HTTP without TLS, which otherwise only this machine's own registry gets."
+)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
@@ -278,6 +292,86 @@ def digest(bundle: Path, as_json: bool) -> None:
 
     opened = Bundle.open(bundle)
     _report(Report({"digest": opened.digest}, opened.digest), as_json)
+
+
+@main.command()
+@click.argument("bundle", type=PATH)
+@REFERENCE
+@click.option("--image", "as_image", is_flag=True, help="Push an image with one layer, for runtimes that mount images.")
+@click.option(
+    "--mount-from", multiple=True, metavar="NAME",
+    help="A repository of the same registry that has some of the blobs; may be repeated.",
+)  # fmt: skip
+@PLAIN_HTTP
+@AS_JSON
+def push(bundle: Path, reference: str, as_json: bool, **options: Any) -> None:
+    """Push BUNDLE and what is attached to it to a registry, with the digest that it has."""
+    from precast.cli import registry_view
+    from precast.cli.progress import transferred
+    from precast.registry.push import push as pushed
+
+    with transferred("pushing") as progress:
+        found = pushed(bundle, reference, progress=progress, **options)
+    _report(registry_view.pushed(found), as_json)
+
+
+@main.command()
+@REFERENCE
+@click.option("-o", "--out", type=PATH, help="The bundle's directory. Without it the bundle is in the store alone.")
+@click.option("--refresh", is_flag=True, help="Ask what is attached by now, also of a bundle that the store has.")
+@PLAIN_HTTP
+@AS_JSON
+def pull(reference: str, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Pull a bundle and what is attached to it from a registry."""
+    from precast.cli import registry_view
+    from precast.cli.progress import transferred
+    from precast.registry.pull import pull as pulled
+
+    with transferred("pulling") as progress:
+        found = pulled(reference, out, progress=progress, **options)
+    _report(registry_view.pulled(found), as_json)
+
+
+@main.group(cls=_Verbs)
+def store() -> None:
+    """The local store of bundles that were pulled: in $PRECAST_STORE, or below the user's cache directory."""
+
+
+@store.command("ls")
+@AS_JSON
+def store_ls(as_json: bool) -> None:
+    """List the bundles of the store, the one that was used last first."""
+    from precast.cli import registry_view
+    from precast.registry.store import Store
+
+    found = Store()
+    _report(registry_view.listing(found.path, found.listing()), as_json)
+
+
+@store.command("gc")
+@click.option(
+    "--unused-days", type=click.FloatRange(min=0), metavar="N",
+    help="Also remove bundles that were not used for N days; 0: all.",
+)  # fmt: skip
+@AS_JSON
+def store_gc(unused_days: float | None, as_json: bool) -> None:
+    """Remove blobs that no bundle of the store has, and what broken pulls left. Waits for pulls to end."""
+    from precast.cli import registry_view
+    from precast.registry.store import Store
+
+    _report(registry_view.removed(Store().collect(unused_days)), as_json)
+
+
+@store.command("verify")
+@AS_JSON
+def store_verify(as_json: bool) -> None:
+    """Read every blob of the store, and open every bundle. Exits with 3 if anything is damaged."""
+    from precast.cli import registry_view
+    from precast.registry.store import Store
+
+    found = Store().verify()
+    _report(registry_view.verified(found), as_json)
+    click.get_current_context().exit(3 if found.problems else 0)
 
 
 @main.command()

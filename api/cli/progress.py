@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from precast.loader.timeline import Phase, Timeline
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
 Say = Callable[[str], None]
 Count = Callable[[int, int], None]
@@ -42,11 +42,25 @@ def counted(total: int, title: str) -> Iterator[Count | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _bar(text: str) -> Progress:
+@contextlib.contextmanager
+def transferred(title: str) -> Iterator[Count | None]:
+    """A bar over bytes on standard error: yields what to call with how many are done, and how many there are; threads
+    may call it. None where nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
+    with _bar(title, DownloadColumn(), TransferSpeedColumn()) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bar(text: str, *more: ProgressColumn) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn(text), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn(text), BarColumn(), *more, TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from precast.ir import limits
 from precast.ir.artifact import Bundle
+from precast.ir.bundle import oci
 from precast.ir.errors import shown, some
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Expr, Graph, LatentSpec, Node, PagedSpec, StateSpec
@@ -48,7 +49,8 @@ def summary(bundle: Bundle) -> Report:
     calls = sum(isinstance(step, Call) for step in graph.main)
     nodes = sum(isinstance(step, Node) for step in graph.main) + sum(len(block.nodes) for block in graph.blocks)
     tokenizer = [blob for blob in manifest.blobs if blob.role == "tokenizer"]
-    total = sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
+    total = _bytes_of(bundle)
+    others = [extra for extra in bundle.attached if extra.artifact_type != oci.PROVENANCE]
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
     with computed():
         share = precast_share(graph)
@@ -69,6 +71,7 @@ def summary(bundle: Bundle) -> Report:
             {"tokens": tokens, "sequences": sequences, "bytes": peak} for (tokens, sequences), peak in peaks.items()
         ],
         "provenance": bundle.provenance,
+        "attached": {extra.digest: extra.artifact_type for extra in others},
     }
     program = f"{_counted(len(graph.blocks), 'block')} in {_counted(calls, 'call')}, {nodes} nodes"
     layers = f"{_counted(model.num_layers, 'layer')}, {model.num_parameters:,} parameters"
@@ -90,8 +93,19 @@ def summary(bundle: Bundle) -> Report:
         ("checked", "yes: equal to transformers, made tiny" if manifest.checked else "no"),
         ("built with", _pairs(manifest.built_with)),
         *_provenance(bundle.provenance),
+        *(("attached", shown(extra.artifact_type)) for extra in others[: limits.MAX_LISTED]),
     ]
     return Report(fields, table(rows))
+
+
+def _bytes_of(bundle: Bundle) -> int:
+    """What the bundle's directory takes; of one that shares a store with others, its blobs."""
+    if (bundle.path / oci.INDEX_FILE).is_file():
+        return sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
+    blobs = {layer.digest: len(layer.data) for layer in bundle.layers}
+    for extra in bundle.attached:
+        blobs |= {digest: len(data) for digest, data in extra.blobs().items()}
+    return bundle.descriptor.size + sum(blobs.values())
 
 
 def _provenance(record: Mapping[str, object]) -> list[tuple[str, str]]:

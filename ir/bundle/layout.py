@@ -52,6 +52,49 @@ class Contents(msgspec.Struct, frozen=True):
     attached: tuple[Attached, ...]
 
 
+class Survey(msgspec.Struct, frozen=True):
+    """A layout of which the manifests were read, and of the bundle's own blobs nothing but that they are there.
+
+    `parts` describes these: the manifest and the layers. What copies a bundle checks their digests as it goes.
+    """
+
+    descriptor: Descriptor
+    image: bytes
+    parts: tuple[Descriptor, ...]
+    attached: tuple[Attached, ...]
+
+
+def survey(path: Path) -> Survey:
+    """What is in the bundle at `path`, in little memory however large its layers are.
+
+    Raises what `read_layout` does, but for what only the content of the layers would show.
+    """
+    with opened(path) as root:
+        try:
+            _check_marker(root)
+            index = decode_index(_read_index(root))
+            with root.entered(oci.BLOBS) as blobs, blobs.entered(oci.ALGORITHM) as files:
+                return _survey(files, index)
+        except BundleError as error:
+            raise error.inside(str(path)) from None
+
+
+def survey_shared(path: Path, index: bytes) -> Survey:
+    """The same, of the bundle that `index` lists, from a directory of many bundles' blobs."""
+    with opened(path) as root, root.entered(oci.BLOBS) as blobs, blobs.entered(oci.ALGORITHM) as files:
+        try:
+            return _survey(files, decode_index(index))
+        except BundleError as error:
+            raise error.inside(str(path)) from None
+
+
+def _survey(files: Directory, index: Index) -> Survey:
+    descriptor, data, extras = _read_images(files, index)
+    image = decode_image(data)
+    attached = tuple(_read_attached(files, *extra) for extra in extras)
+    return Survey(descriptor, data, (image.config, *image.layers), attached)
+
+
 def read_layout(path: Path) -> Contents:
     """Read the bundle at `path`, completely and strictly.
 

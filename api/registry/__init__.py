@@ -1,0 +1,1 @@
+"""Bundles in OCI registries, and the store of those that were pulled. Nothing here decodes a graph or imports torch."""

@@ -1,0 +1,214 @@
+"""A bundle from a registry into the store, and from there to wherever it is wanted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from precast.ir import limits
+from precast.ir.artifact import Bundle
+from precast.ir.bundle import attached as attachments
+from precast.ir.bundle import oci
+from precast.ir.bundle.attached import Attached
+from precast.ir.bundle.layout import compose_index, decode_image, is_bundle
+from precast.ir.bundle.oci import Descriptor
+from precast.ir.errors import BundleError, PrecastError, RegistryError, shown
+from precast.registry import referrers
+from precast.registry.client import Count, Found, Repository
+from precast.registry.push import WORKERS, Progress
+from precast.registry.reference import Reference
+from precast.registry.referrers import Listed
+from precast.registry.store import Store
+from precast.registry.workers import each
+
+
+class Pulled(msgspec.Struct, frozen=True):
+    """What a pull did. `reference` names the bundle by digest; `path` is where it was written to, or None.
+
+    `fetched_bytes` came over the network, `shared_bytes` were in the store. `attached` are the artifact types of the
+    attached manifests by their digests; `notes` say which were passed over.
+    """
+
+    reference: str
+    digest: str
+    path: str | None
+    fetched_bytes: int
+    shared_bytes: int
+    attached: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def pull(
+    reference: str | Reference,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    store: Store | None = None,
+    refresh: bool = False,
+    plain_http: bool = False,
+    progress: Progress | None = None,
+    repository: Repository | None = None,
+) -> Pulled:
+    """Pull a bundle and what is attached to it into the store, and with `out` write it there as a directory.
+
+    What the store has is not fetched again: of a bundle that it has whole, a tag is asked for once and a digest not at
+    all. `refresh` asks what is attached by now all the same. `repository` takes the place of connections made here.
+
+    Raises RegistryError, BundleError for what is no bundle or is damaged, and PrecastError and BuildError where the
+    store or `out` can't be written.
+    """
+    wanted = Reference.parse(reference) if isinstance(reference, str) else reference
+    store = store or Store()
+    if out is not None:
+        from precast.ir.bundle.publish import check_place
+
+        check_place(Path(out), is_bundle)
+    source = repository or Repository(wanted, plain_http=plain_http)
+    try:
+        pulled = _into_store(source, wanted, store, refresh, progress)
+    finally:
+        if repository is None:
+            source.transport.close()
+    if out is None:
+        return pulled
+    write_out(store, pulled.digest, Path(out))
+    return msgspec.structs.replace(pulled, path=str(out))
+
+
+def write_out(store: Store, digest: str, out: Path) -> Bundle:
+    """Write a bundle of the store to the directory `out`, all or nothing. Raises as `write_bundle` does."""
+    from precast.ir.bundle.publish import publish
+
+    found = store.survey(digest)
+    digests = {found.descriptor.digest, *(part.digest for part in found.parts)}
+    for extra in found.attached:
+        digests |= set(extra.blobs())
+    content: dict[str, bytes | Path] = {oci.blob_path(each): store.blob(each) for each in sorted(digests)}
+    content[oci.INDEX_FILE] = compose_index(found.descriptor, found.attached)
+    content[oci.LAYOUT_FILE] = oci.MARKER
+    with store.reading():
+        return publish(out, content, may_replace=is_bundle, check=Bundle.open)
+
+
+def _into_store(
+    source: Repository, wanted: Reference, store: Store, refresh: bool, progress: Progress | None
+) -> Pulled:
+    digest = wanted.digest or source.resolve(wanted.tag or "latest")
+    named = wanted.at(digest)
+    if not refresh and store.index(digest) is not None:
+        try:
+            found = store.survey(digest)
+            if all(store.has(part.digest, part.size) for part in found.parts):
+                store.touch(digest)
+                return _pulled(named, 0, sum(part.size for part in found.parts), found.attached)
+        except BundleError:
+            store.drop_damaged(digest)
+    with store.writing():
+        return _fetch(source, named, digest, store, progress)
+
+
+def _fetch(source: Repository, named: Reference, digest: str, store: Store, progress: Progress | None) -> Pulled:
+    manifest = _image_manifest(source, digest)
+    image = decode_image(manifest)
+    descriptor = oci.describe(manifest, oci.IMAGE_TYPE)
+    listed, notes = referrers.find(source, descriptor)
+    parts = {part.digest: Descriptor(part.media_type, part.digest, part.size) for part in (image.config, *image.layers)}
+    for extra in listed:
+        for part in extra.document.parts:
+            parts.setdefault(part.digest, Descriptor(part.media_type, part.digest, part.size))
+    missing = [part for part in parts.values() if not store.has(part.digest, part.size)]
+    _check_room(store, sum(part.size for part in missing))
+    _fetch_all(source, store, missing, progress)
+    store.put(manifest)
+    attached = tuple(_keep(store, extra) for extra in listed)
+    store.record(descriptor, attached, str(Reference(named.host, named.name, named.tag)))
+    fetched = sum(part.size for part in missing)
+    shared = sum(part.size for part in parts.values()) - fetched
+    return _pulled(named, fetched, shared, attached, notes)
+
+
+def _pulled(
+    named: Reference, fetched: int, shared: int, attached: tuple[Attached, ...], notes: Sequence[str] = ()
+) -> Pulled:
+    assert named.digest is not None
+    reference = str(Reference(named.host, named.name, digest=named.digest))
+    types = {extra.digest: extra.artifact_type for extra in attached}
+    return Pulled(reference, named.digest, None, fetched, shared, types, tuple(notes))
+
+
+def _image_manifest(source: Repository, digest: str) -> bytes:
+    """The bytes of the bundle's image manifest. Raises BundleError (`artifact-type`) for an index of images."""
+    found: Found = source.manifest(digest, limits.MAX_JSON_BYTES)
+    if found.media_type == oci.IMAGE_TYPE:
+        return found.data
+    message = f"expected a bundle, found an index of images ({shown(found.media_type)})"
+    fix = "a bundle that was pushed with --image is mounted by a runtime; pull the one that was pushed without"
+    raise BundleError("artifact-type", message, where=str(source.reference), fix=fix)
+
+
+def _fetch_all(source: Repository, store: Store, missing: Sequence[Descriptor], progress: Progress | None) -> None:
+    total, done = sum(part.size for part in missing), [0]
+
+    def count(size: int) -> None:
+        done[0] += size
+        if progress is not None:
+            progress(done[0], total)
+
+    def one(part: Descriptor) -> None:
+        fetch_blob(source, store, part, count)
+
+    each(sorted(missing, key=lambda part: -part.size), one, source.transport, WORKERS)
+
+
+def fetch_blob(source: Repository, store: Store, part: Descriptor, count: Count) -> bool:
+    """Have the blob in the store, checked; False if it was there. Call it under `Store.writing`."""
+
+    def fetch(file: object) -> None:
+        source.fetch(part.digest, part.size, file, count)  # type: ignore[arg-type]
+
+    fetched = store.receive(part.digest, part.size, fetch, source.transport.stop)
+    if not fetched:
+        source.transport.check_stopped()
+        count(part.size)
+    return fetched
+
+
+def _keep(store: Store, extra: Listed) -> Attached:
+    """The attached manifest in the store, with the contents that it names; these are there."""
+    store.put(extra.data)
+    blobs = {}
+    for part in extra.document.parts:
+        data = store.blob(part.digest).read_bytes()
+        if oci.digest_of(data) != part.digest:
+            raise BundleError("blob-digest", f"attached: expected {part.digest}", where=str(store.path))
+        blobs[part.digest] = data
+    return attachments.with_blobs(extra.data, extra.document, blobs)
+
+
+def _check_room(store: Store, size: int) -> None:
+    """Raise PrecastError (`disk-full`) before anything is fetched that can't be kept."""
+    free = shutil.disk_usage(store.path).free
+    if size > free:
+        message = f"{size} bytes are to be fetched, and there is room for {free}"
+        fix = "free some space (precast store gc), or name another place in PRECAST_STORE"
+        raise PrecastError("disk-full", message, where=str(store.path), fix=fix)
+
+
+def resolve(reference: str | Reference, *, plain_http: bool = False) -> Reference:
+    """The reference with the digest that its tag has now, by one request; with a digest as it is, without any.
+
+    Raises RegistryError.
+    """
+    wanted = Reference.parse(reference) if isinstance(reference, str) else reference
+    if wanted.digest is not None:
+        return wanted
+    source = Repository(wanted, plain_http=plain_http)
+    try:
+        return wanted.at(source.resolve(wanted.tag or "latest"))
+    except RegistryError as error:
+        raise error.inside(str(wanted)) from None
+    finally:
+        source.transport.close()
