@@ -56,6 +56,7 @@ CODES: dict[str, str] = {
     "trust-invalid": "a trust policy that can't be read, or contradicts itself",
     "key-invalid": "a file is no key or certificate of a kind that can be used",
     "key-passphrase": "a private key is encrypted, and no passphrase or a wrong one was given",
+    "link-missing": "nothing links the weights to a bundle for the target",
     "lock-invalid": "a precast.lock that can't be read",
     "lock-mismatch": "the bundle or the checkpoint's config is not the one that precast.lock names",
     # --- build ------------------------------------------------------------------------------------------------

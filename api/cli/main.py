@@ -182,11 +182,15 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
     help="Look for this in place of a signature: provenance, sbom, or a predicate type's URI.",
 )  # fmt: skip
 @click.option("--trust", type=PATH, metavar="FILE", help="The trust policy. Default: the user's and the system's.")
-@click.option("--repository", metavar="NAME", help="Where the bundle came from, for rules that ask.")
+@click.option(
+    "--repository", metavar="NAME", help="Where the bundle came from, for rules that ask. Default: as in its address."
+)
+@PLAIN_HTTP
 @AS_JSON
 def verify(
-    bundle: Path, weights: Path | None, keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...],
-    attestations: tuple[str, ...], trust: Path | None, repository: str | None, as_json: bool,
+    bundle: Path | str, weights: Path | None, keys: tuple[Path, ...], cas: tuple[Path, ...],
+    identities: tuple[str, ...], attestations: tuple[str, ...], trust: Path | None, repository: str | None,
+    plain_http: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Check BUNDLE byte by byte and its graph rule by rule; who signed it; and --weights against its recipes."""
     from precast.cli import trust as trusting
@@ -196,8 +200,9 @@ def verify(
     who = trusting.trusted(keys, cas, identities)
     if attestations and not who:
         raise click.UsageError("--attestation goes with --key or --ca")
+    trusting.refresh(bundle, plain_http)
     opened = Bundle.open(bundle)
-    reports = [trusting.decided(opened, trust, repository)]
+    reports = [trusting.decided(opened, trust, repository or trusting.repository_of(bundle))]
     if who:
         reports.insert(0, trusting.vouched(opened, who, attestations))
     fields: dict[str, Any] = {"digest": opened.digest}
@@ -222,12 +227,13 @@ def verify(
 @KEY
 @CERTIFICATE
 @NAME
+@PLAIN_HTTP
 @AS_JSON
-def sign(bundle: Path, key: Path, certificate: Path | None, name: str, as_json: bool) -> None:
+def sign(bundle: Path | str, key: Path, certificate: Path | None, name: str, plain_http: bool, as_json: bool) -> None:
     """Sign BUNDLE's digest, in the form that cosign verifies, and attach the signature. The digest stays."""
     from precast.cli.trust import signed
 
-    _report(signed(bundle, key, certificate, name), as_json)
+    _report(signed(bundle, key, certificate, name, plain_http), as_json)
 
 
 @main.command()
@@ -241,15 +247,16 @@ def sign(bundle: Path, key: Path, certificate: Path | None, name: str, as_json: 
     help="Of the provenance: what ran the build, as a CI workflow.",
 )  # fmt: skip
 @click.option("--run-id", default="", metavar="TEXT", help="Of the provenance: which of the builder's runs it was.")
+@PLAIN_HTTP
 @AS_JSON
 def attest(
-    bundle: Path, key: Path, certificate: Path | None, name: str, types: tuple[str, ...], builder_id: str, run_id: str,
-    as_json: bool,
+    bundle: Path | str, key: Path, certificate: Path | None, name: str, types: tuple[str, ...], builder_id: str,
+    run_id: str, plain_http: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Attach signed statements of how BUNDLE was built (SLSA provenance) and of what (CycloneDX)."""
     from precast.cli.trust import attested
 
-    _report(attested(bundle, key, certificate, name, types, builder_id, run_id), as_json)
+    _report(attested(bundle, key, certificate, name, types, builder_id, run_id, plain_http), as_json)
 
 
 @main.command()
@@ -330,6 +337,30 @@ def pull(reference: str, out: Path | None, as_json: bool, **options: Any) -> Non
     with transferred("pulling") as progress:
         found = pulled(reference, out, progress=progress, **options)
     _report(registry_view.pulled(found), as_json)
+
+
+@main.command()
+@BUNDLE
+@click.argument("weights", type=BundlePath(path_type=Path, readable=False))
+@PLAIN_HTTP
+@AS_JSON
+def link(bundle: Path | str, weights: Path | str, plain_http: bool, as_json: bool) -> None:
+    """Note with WEIGHTS that BUNDLE was made for them: in their registry (oci://...), or beside a checkpoint."""
+    from precast.cli.links import linked
+
+    _report(linked(bundle, weights, plain_http), as_json)
+
+
+@main.command()
+@click.argument("weights", type=BundlePath(path_type=Path, readable=False))
+@click.option("--target", metavar="NAME", help="Only bundles that run there, such as sm_90.")
+@PLAIN_HTTP
+@AS_JSON
+def find(weights: Path | str, target: str | None, plain_http: bool, as_json: bool) -> None:
+    """Print the bundles that were made for WEIGHTS: a repository (oci://...), or a checkpoint with a precast.lock."""
+    from precast.cli.links import found
+
+    _report(found(weights, target, plain_http), as_json)
 
 
 @main.group(cls=_Verbs)

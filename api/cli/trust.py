@@ -12,7 +12,8 @@ import click
 import msgspec
 
 from precast.cli.show import Report
-from precast.ir.artifact import Bundle
+from precast.ir.artifact import Bundle, attach
+from precast.ir.bundle.attached import Attached
 from precast.ir.errors import BundleError, TrustError, shown
 from precast.ir.trust import certificates, keys, signatures, statements
 from precast.ir.trust.policy import Decision, Kind, Policy
@@ -23,38 +24,41 @@ PASSPHRASES = ("PRECAST_PASSPHRASE", "COSIGN_PASSWORD")
 """Variables that may hold the passphrase of a private key: ours, and cosign's."""
 
 
-def signed(path: Path, key: Path, certificate: Path | None, name: str) -> Report:
-    """Sign the bundle at the path; what was attached."""
+def signed(path: Path | str, key: Path, certificate: Path | None, name: str, plain_http: bool) -> Report:
+    """Sign the bundle at the path or address; what was attached."""
     from precast.sign import signing
 
     private = _private_key(key)
     pem = None if certificate is None else signing.read_certificate(certificate)
-    made = signing.sign(bundle := Bundle.open(path), private, certificate=pem, name=name)
+    bundle = Bundle.open(path)
+    made = signing.sign(bundle, private, certificate=pem, name=name)
+    _attach(path, bundle, [made], plain_http)
     fields = {"digest": bundle.digest, "attached": made.digest, "key": private.public.fingerprint}
     return Report(fields, f"{bundle.digest}\nsigned by key {private.public.fingerprint}: {made.digest}")
 
 
 def attested(
-    path: Path, key: Path, certificate: Path | None, name: str, types: Sequence[str], builder_id: str, run_id: str
-) -> Report:
-    """Attach signed statements of these types about the bundle at the path; what was attached."""
+    path: Path | str, key: Path, certificate: Path | None, name: str, types: Sequence[str], builder_id: str,
+    run_id: str, plain_http: bool,
+) -> Report:  # fmt: skip
+    """Attach signed statements of these types about the bundle at the path or address; what was attached."""
     from precast.sign import predicates, signing
 
     private = _private_key(key)
     pem = None if certificate is None else signing.read_certificate(certificate)
-    lines, made = [], {}
+    bundle = Bundle.open(path)
+    made = {}
     for type in types or tuple(PREDICATES):
-        bundle = Bundle.open(path)
         if type == "provenance":
             predicate = predicates.provenance(bundle, builder_id=builder_id, invocation_id=run_id)
         else:
             predicate = predicates.bill_of_materials(bundle)
-        attached = signing.attest(bundle, private, PREDICATES[type], predicate, certificate=pem, name=name)
-        made[type] = attached.digest
-        lines.append(f"{type} signed by key {private.public.fingerprint}: {attached.digest}")
-    digest = Bundle.open(path).digest
-    fields = {"digest": digest, "attached": made, "key": private.public.fingerprint}
-    return Report(fields, "\n".join([digest, *lines]))
+        made[type] = signing.attest(bundle, private, PREDICATES[type], predicate, certificate=pem, name=name)
+    _attach(path, bundle, list(made.values()), plain_http)
+    lines = [f"{type} signed by key {private.public.fingerprint}: {each.digest}" for type, each in made.items()]
+    attached = {type: each.digest for type, each in made.items()}
+    fields = {"digest": bundle.digest, "attached": attached, "key": private.public.fingerprint}
+    return Report(fields, "\n".join([bundle.digest, *lines]))
 
 
 def trusted(key_files: Sequence[Path], ca_files: Sequence[Path], identities: Sequence[str]) -> list[Trusted]:
@@ -111,6 +115,38 @@ def decided(bundle: Bundle, trust: Path | None, repository: str | None) -> Repor
             )
     fields = {"trust": {kind: msgspec.to_builtins(decision) for kind, decision in decisions.items()}}
     return Report(fields, "\n".join(f"{kind} layers: {_word(decision)}" for kind, decision in decisions.items()))
+
+
+def repository_of(path: Path | str) -> str | None:
+    """The repository that an address names; None for a directory, which could be from anywhere."""
+    if isinstance(path, Path):
+        return None
+    from precast.registry.reference import Reference
+
+    named = Reference.parse(path)
+    return f"{named.host}/{named.name}"
+
+
+def refresh(path: Path | str, plain_http: bool) -> None:
+    """Ask the registry of an address what is attached by now: the store has what it was when the bundle was pulled."""
+    if isinstance(path, str):
+        from precast.registry.pull import pull
+
+        pull(path, refresh=True, plain_http=plain_http)
+
+
+def _attach(path: Path | str, bundle: Bundle, made: list[Attached], plain_http: bool) -> None:
+    """Attach to the bundle's directory, or in its registry."""
+    if isinstance(path, Path):
+        attach(path, *made)
+        return
+    from precast.registry import attaching
+    from precast.registry.client import Repository
+    from precast.registry.reference import Reference
+
+    repository = Repository(Reference.parse(path), writes=True, plain_http=plain_http)
+    for each in made:
+        attaching.attach(repository, bundle.descriptor, each)
 
 
 def _word(decision: Decision) -> str:

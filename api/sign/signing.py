@@ -1,4 +1,4 @@
-"""Signed statements as manifests attached to a bundle, in the form in which cosign writes and finds them."""
+"""Signed statements as manifests to be attached to a bundle, in the form in which cosign writes and finds them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from precast.ir.artifact import Bundle, attach
+from precast.ir.artifact import Bundle
 from precast.ir.bundle import attached
 from precast.ir.bundle.attached import Attached
 from precast.ir.errors import TrustError
@@ -22,15 +22,15 @@ def sign(
     name: str = "",
     now: datetime.datetime | None = None,
 ) -> Attached:
-    """Attach a signature of the bundle's digest to its directory, and return it. The digest stays what it is.
+    """A signature of the bundle's digest, to be attached to it (`precast.ir.artifact.attach`). The digest stays.
 
     `certificate` (PEM) names the key to whoever trusts the authority that issued it. `name` says what the bundle is
     called, such as its repository. `now` is written beside the signature, by default the clock.
 
-    Raises TrustError (`key-invalid`) for a certificate of another key, and what `precast.ir.artifact.attach` does.
+    Raises TrustError (`key-invalid`) for a certificate of another key.
     """
     payload = statements.statement(bundle.digest, statements.SIGNATURE, {}, name)
-    return _attach(bundle, payload, statements.SIGNATURE, key, certificate, now)
+    return _made(bundle, payload, statements.SIGNATURE, key, certificate, now)
 
 
 def attest(
@@ -43,10 +43,10 @@ def attest(
     name: str = "",
     now: datetime.datetime | None = None,
 ) -> Attached:
-    """Attach a statement about the bundle, `predicate` of type `predicate_type`; all else as for `sign`."""
+    """A statement about the bundle, `predicate` of type `predicate_type`; all else as for `sign`."""
     assert predicate_type != statements.SIGNATURE, "a signature is made by `sign`"
     payload = statements.statement(bundle.digest, predicate_type, predicate, name)
-    return _attach(bundle, payload, predicate_type, key, certificate, now)
+    return _made(bundle, payload, predicate_type, key, certificate, now)
 
 
 def read_certificate(path: Path) -> bytes:
@@ -59,7 +59,7 @@ def read_certificate(path: Path) -> bytes:
     return pem
 
 
-def _attach(
+def _made(
     bundle: Bundle,
     payload: bytes,
     predicate_type: str,
@@ -76,9 +76,7 @@ def _attach(
         "org.opencontainers.image.created": f"{now or datetime.datetime.now(datetime.UTC):%FT%TZ}",
     }
     layers = [(statements.BUNDLE_TYPE, document)]
-    made = attached.compose(bundle.descriptor, statements.BUNDLE_TYPE, layers, annotations)
-    attach(bundle.path, made)
-    return made
+    return attached.compose(bundle.descriptor, statements.BUNDLE_TYPE, layers, annotations)
 
 
 def _certificate_of(key: PrivateKey, pem: bytes) -> bytes:

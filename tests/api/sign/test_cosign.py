@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import signers
 
-from precast.ir.artifact import Bundle
+from precast.ir.artifact import Bundle, attach
 from precast.ir.trust import statements
 from precast.sign import predicates
 from precast.sign.private_keys import private_key
@@ -48,7 +48,7 @@ def verify(bundle: Bundle, key: signers.Key, home: Path, *verb: str) -> subproce
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_a_signature(own: Bundle, tmp_path: Path, kind: str) -> None:
-    sign(own, private_key(signers.private_pem(KEYS[kind])), name="ghcr.io/acme/llama")
+    attach(own.path, sign(own, private_key(signers.private_pem(KEYS[kind])), name="ghcr.io/acme/llama"))
 
     right = verify(own, KEYS[kind], tmp_path)
     wrong = verify(own, signers.p256(), tmp_path)
@@ -60,8 +60,8 @@ def test_a_signature(own: Bundle, tmp_path: Path, kind: str) -> None:
 
 def test_attestations(own: Bundle, tmp_path: Path) -> None:
     key = private_key(signers.private_pem(KEYS["p256"]))
-    attest(own, key, statements.PROVENANCE, predicates.provenance(own))
-    attest(Bundle.open(own.path), key, statements.CYCLONEDX, predicates.bill_of_materials(own))
+    provenance = attest(own, key, statements.PROVENANCE, predicates.provenance(own))
+    attach(own.path, provenance, attest(own, key, statements.CYCLONEDX, predicates.bill_of_materials(own)))
 
     for type in ("slsaprovenance1", "cyclonedx"):
         done = verify(own, KEYS["p256"], tmp_path, "verify-attestation", "--type", type)
@@ -77,7 +77,7 @@ def test_a_signature_by_certificate(own: Bundle, tmp_path: Path) -> None:
     between = signers.certificate("between", between_key, root, root_key, ca=True, **dates)
     leaf = signers.certificate("ci@acme.example", key, between, between_key, **dates)
     (tmp_path / "ca.pem").write_bytes(signers.certificates_pem(between, root))
-    sign(own, private_key(signers.private_pem(key)), certificate=signers.certificates_pem(leaf))
+    attach(own.path, sign(own, private_key(signers.private_pem(key)), certificate=signers.certificates_pem(leaf)))
 
     service = f"url=https://ca.acme.example,certificate-chain={tmp_path / 'ca.pem'},start-time={now - day:%FT%TZ}"
     made = cosign(tmp_path, "trusted-root", "create", "--fulcio", service, "--out", tmp_path / "root.json")
@@ -106,6 +106,7 @@ def test_a_key_that_cosign_makes(tmp_path: Path) -> None:
 
 def test_why_attestations_want_a_key_of_their_own(own: Bundle, tmp_path: Path) -> None:
     # cosign's `verify` takes any statement for a signature. docs/trust.md says so; should it change, the page must.
-    attest(own, private_key(signers.private_pem(KEYS["p256"])), statements.PROVENANCE, predicates.provenance(own))
+    key = private_key(signers.private_pem(KEYS["p256"]))
+    attach(own.path, attest(own, key, statements.PROVENANCE, predicates.provenance(own)))
 
     assert verify(own, KEYS["p256"], tmp_path).returncode == 0

@@ -11,7 +11,7 @@ import pytest
 import signers
 from signers import NOW
 
-from precast.ir.artifact import Bundle
+from precast.ir.artifact import Bundle, attach
 from precast.ir.errors import TrustError
 from precast.ir.trust import keys, signatures, statements
 from precast.sign import predicates
@@ -40,6 +40,7 @@ def good(bundle: Bundle, *keys: signers.Key, type: str = statements.SIGNATURE) -
 
 def test_a_signature_is_attached_as_cosign_attaches_it(own: Bundle) -> None:
     made = sign(own, private(), now=NOW)
+    attach(own.path, made)
     (entry,) = [each for each in Bundle.open(own.path).attached if each.digest == made.digest]
     written = json.loads(entry.manifest)
 
@@ -60,8 +61,7 @@ def test_a_signature_is_attached_as_cosign_attaches_it(own: Bundle) -> None:
 
 def test_several_signers(own: Bundle) -> None:
     other = signers.ed()
-    sign(own, private())
-    sign(Bundle.open(own.path), private(other), name="ghcr.io/acme/llama")
+    attach(own.path, sign(own, private()), sign(own, private(other), name="ghcr.io/acme/llama"))
 
     assert len(good(own, KEY)) == len(good(own, other)) == 1
     assert good(own, other)[0].statement.subject[0].name == "ghcr.io/acme/llama"
@@ -74,8 +74,8 @@ def test_a_signature_by_certificate(own: Bundle, tmp_path: Path) -> None:
     leaf = signers.certificate("ci@acme.example", KEY, root, root_key)
     (tmp_path / "leaf.pem").write_bytes(signers.certificates_pem(leaf))
 
-    sign(own, private(), certificate=read_certificate(tmp_path / "leaf.pem"))
-    (found,) = signatures.attached_to(Bundle.open(own.path).attached)
+    made = sign(own, private(), certificate=read_certificate(tmp_path / "leaf.pem"))
+    (found,) = signatures.attached_to([made])
 
     assert found.signed is not None
     assert len(found.signed.certificates) == 1
@@ -86,7 +86,6 @@ def test_a_certificate_of_another_key_is_refused(own: Bundle) -> None:
 
     with pytest.raises(TrustError, match="the private key is sha256:"):
         sign(own, private(), certificate=pem)
-    assert signatures.attached_to(Bundle.open(own.path).attached) == ()
 
 
 def test_a_chain_is_no_certificate(tmp_path: Path) -> None:
@@ -135,8 +134,8 @@ def test_the_bill_lists_every_layer_and_tool(own: Bundle) -> None:
 
 def test_attestations_are_no_signatures_and_may_have_a_key_of_their_own(own: Bundle) -> None:
     other = signers.ed()
-    sign(own, private())
-    attest(Bundle.open(own.path), private(other), statements.PROVENANCE, predicates.provenance(own))
+    attestation = attest(own, private(other), statements.PROVENANCE, predicates.provenance(own))
+    attach(own.path, sign(own, private()), attestation)
 
     assert [len(good(own, key)) for key in (KEY, other)] == [1, 0]
     assert [len(good(own, key, type=statements.PROVENANCE)) for key in (KEY, other)] == [0, 1]
