@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from precast.ir.bundle.layout import (
 from precast.ir.errors import BundleError, some
 from precast.ir.graph.schema import Graph, Node, Steps
 from precast.ir.manifest import Blob, Manifest, Role
+from precast.ir.native import NativeLayer
 from precast.ir.ops import table as ops
 from precast.ir.verify import extent
 from precast.ir.verify.verifier import check
@@ -38,7 +39,12 @@ from precast.ir.weights import tensorfile
 from precast.ir.weights.tensorfile import Tensor, TensorFileError
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
-_ROLES: dict[str, Role] = {oci.GRAPH: "graph", oci.CONSTANTS: "constants", oci.TOKENIZER: "tokenizer"}
+_ROLES: dict[str, Role] = {
+    oci.GRAPH: "graph",
+    oci.CONSTANTS: "constants",
+    oci.TOKENIZER: "tokenizer",
+    oci.NATIVE: "native",
+}
 
 
 class Bundle(msgspec.Struct, frozen=True, eq=False):
@@ -46,7 +52,8 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
 
     `digest` is the image manifest's: the bundle's identity. `constants` maps names to (dtype, shape, content).
     `provenance` says who made it, when and where; it is outside of the identity and may be empty. So is `attached`:
-    the manifests that others attached (signatures, attestations), and that of the provenance record.
+    the manifests that others attached (signatures, attestations), and that of the provenance record. `native` has the
+    native layers by target: code, of which nothing is run or loaded here.
     """
 
     path: Path
@@ -58,6 +65,7 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
     layers: tuple[Layer, ...]
     descriptor: oci.Descriptor
     attached: tuple[Attached, ...] = ()
+    native: Mapping[str, NativeLayer] = {}
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Bundle:
@@ -88,8 +96,13 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
             raise error.inside(str(path)) from None
 
     def files(self, role: str) -> dict[str, bytes]:
-        """The contents of all files of this role (`graph`, `constants`, `tokenizer`) by name."""
+        """The contents of all files of this role (`graph`, `constants`, `tokenizer`, `native`) by name."""
         return {layer.name: layer.data for layer in self.layers if _ROLES[layer.media_type] == role}
+
+    def native_digest(self, target: str) -> str:
+        """The digest of the native layer for a target that has one: what `--allow-native` takes, and signers name."""
+        (found,) = (x.digest for x in self.layers if (x.media_type, x.name) == (oci.NATIVE, target))
+        return found
 
 
 def write_bundle(
@@ -100,12 +113,13 @@ def write_bundle(
     constants: Mapping[str, Tensor],
     files: Mapping[str, bytes],
     provenance: Mapping[str, object],
+    native: Sequence[NativeLayer] = (),
 ) -> Bundle:
     """Write a bundle to `path`, all or nothing, and return it opened.
 
-    `constants` maps names to (dtype, shape, bytes-like), `files` names to tokenizer files. The digest depends on
-    the manifest, the graph, the constants and the files alone; clocks, paths and host names belong in `provenance`.
-    A bundle at `path` is replaced; anything else there is left alone.
+    `constants` maps names to (dtype, shape, bytes-like), `files` names to tokenizer files. The digest depends on the
+    manifest, the graph, the constants, the files and the native layers alone; clocks, paths and host names belong in
+    `provenance`. A bundle at `path` is replaced; anything else there is left alone.
 
     Raises BundleError for contents that `Bundle.open` would refuse, and BuildError: `build-in-progress`,
     `output-not-a-bundle`, `disk-full` or `write-failed`.
@@ -113,7 +127,7 @@ def write_bundle(
     # Here, because readers need neither it nor what it imports.
     from precast.ir.bundle.publish import publish
 
-    content = _layout(manifest_without_blobs, graph, constants, files, provenance)
+    content = _layout(manifest_without_blobs, graph, constants, files, provenance, native)
     written = publish(Path(path), content, may_replace=is_bundle, check=Bundle.open)
     return msgspec.structs.replace(written, path=Path(path))
 
@@ -214,8 +228,16 @@ def _decode(path: Path, contents: Contents) -> Bundle:
         provenance = codec.decode_json(contents.provenance, dict[str, Any], "provenance")
     return Bundle(
         path, contents.descriptor.digest, manifest, graph, constants, provenance, contents.layers, contents.descriptor,
-        contents.attached,
+        contents.attached, _decode_native(contents.layers),
     )  # fmt: skip
+
+
+def _decode_native(layers: tuple[Layer, ...]) -> dict[str, NativeLayer]:
+    found = {layer.name: encoding.decode_native(layer.data) for layer in layers if layer.media_type == oci.NATIVE}
+    for name, each in found.items():
+        if each.target != name:
+            raise BundleError("native-invalid", f"the native layer {name} says that it is for {each.target}")
+    return found
 
 
 def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
@@ -275,6 +297,7 @@ def _layout(
     constants: Mapping[str, Tensor],
     files: Mapping[str, bytes],
     provenance: Mapping[str, object],
+    native: Sequence[NativeLayer],
 ) -> dict[str, bytes]:
     """All files of the layout by their path in it. A pure function of its arguments."""
     assert manifest.format == encoding.FORMAT, "bundles are written in the current format only"
@@ -285,6 +308,7 @@ def _layout(
         _layer(oci.GRAPH, "graph", encoding.encode_graph(graph)),
         _layer(oci.CONSTANTS, "constants", _encode_constants(constants)),
         *(_layer(oci.TOKENIZER, name, files[name]) for name in sorted(files)),
+        *(_layer(oci.NATIVE, each.target, encoding.encode_native(each)) for each in sorted(native, key=_target)),
     )
     config = encoding.encode_manifest(msgspec.structs.replace(manifest, blobs=_blobs(layers)))
     described = tuple(map(_describe, layers))
@@ -305,8 +329,12 @@ def _layer(media_type: str, name: str, data: bytes) -> Layer:
     return Layer(media_type, name, oci.digest_of(data), data)
 
 
+def _target(layer: NativeLayer) -> str:
+    return layer.target
+
+
 def _describe(layer: Layer) -> oci.Descriptor:
-    titled = layer.media_type == oci.TOKENIZER
+    titled = layer.media_type in oci.TITLED
     return oci.describe(layer.data, layer.media_type, annotations={oci.TITLE: layer.name} if titled else None)
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 
-from precast.ir import limits
+from precast.ir import limits, native
 from precast.ir.bundle import codec, versions
+from precast.ir.bundle.scan import NATIVE_CAPS
 from precast.ir.bundle.versions import Era
 from precast.ir.graph.schema import Graph
 from precast.ir.manifest import Manifest
+from precast.ir.native import NativeLayer
 
 FORMAT: tuple[int, int] = (1, 1)
 """The version that is written."""
@@ -42,6 +44,23 @@ def decode_graph(data: bytes, format: tuple[int, int] = FORMAT) -> Graph:
     old: Any = codec.decode_packed(data, era.graph, "graph")
     graph: Graph = versions.upgrade(old, "graph", format, ERAS)
     return graph
+
+
+def encode_native(layer: NativeLayer) -> bytes:
+    """The blob of a native layer. Raises BundleError for one that `decode_native` would refuse."""
+    native.check(layer)
+    return codec.encode_packed(layer, "native", NATIVE_CAPS)
+
+
+def decode_native(data: bytes) -> NativeLayer:
+    """The native layer in a blob, checked by its rules. Nothing in it is run or loaded.
+
+    Raises BundleError: `native-compression`, `native-encoding`, `native-not-canonical`, `native-nesting`,
+    `native-invalid` or `limit-exceeded`.
+    """
+    layer = codec.decode_packed(data, NativeLayer, "native", NATIVE_CAPS)
+    native.check(layer)
+    return layer
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -48,6 +48,11 @@ CODES: dict[str, str] = {
     "graph-invalid": "the graph breaks rules of the verifier",
     "constants-invalid": "the constants are not a canonical safetensors file",
     "constants-mismatch": "the constants are not those that the graph declares",
+    "native-compression": "a native layer's blob is not exactly one zstd frame of a declared, allowed size",
+    "native-encoding": "a native layer does not decode as one",
+    "native-not-canonical": "a native layer differs from its own canonical encoding",
+    "native-nesting": "a native layer is nested deeper than the format allows",
+    "native-invalid": "a native layer contradicts itself, its target or the launches that there are",
     # --- trust ------------------------------------------------------------------------------------------------
     "statement-invalid": "what is attached to the bundle is not one statement under one signature",
     "signature-missing": "nothing of the wanted kind is attached to the bundle",
@@ -76,6 +81,7 @@ CODES: dict[str, str] = {
     "check-failed": "what was built of the model does not compute what transformers computes",
     "option-invalid": "a build option has a value that is not allowed",
     "tokenizer-invalid": "a tokenizer file cannot be used",
+    "compile-failed": "a kernel doesn't compile for a target",
     "dependency-missing": "an optional dependency is not installed",
     # --- weights ----------------------------------------------------------------------------------------------
     "checkpoint-missing": "there is no checkpoint at the path",
@@ -119,6 +125,7 @@ CODES: dict[str, str] = {
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
     "implementation-missing": "no implementation computes a node on this target",
+    "native-refused": "a native layer was asked for by its digest, and can't be used on this machine",
 }
 
 FIXES: dict[str, str] = {

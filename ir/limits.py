@@ -138,6 +138,29 @@ MAX_VALUE_BYTES = 256 * MIB
 """A value of a step with one token, unless a tensor that the graph is given has a quarter of its bytes: a table may be
 widened whole. Logits of 262,144 tokens in float32 take 1 MiB."""
 
+# --- native layers -----------------------------------------------------------------------------------------------
+
+MAX_NATIVE_LAYERS = 16
+"""Native layers of a bundle, one a target. There are nine targets."""
+
+MAX_NATIVE_BYTES = 32 * MIB
+"""A native layer as it is stored, compressed. Those of known models take 1 to 3 MB."""
+
+MAX_NATIVE_RAW_BYTES = 64 * MIB
+"""Its encoding before compression: kernels of one model resemble one another, and shrink to a sixth."""
+
+MAX_NATIVE_OBJECTS = 1 << 18
+"""Values of any kind in its encoding. A kernel has about 100."""
+
+MAX_KERNELS = 1 << 11
+"""Kernels of a layer. Known models have up to 200."""
+
+MAX_KERNEL_PARAMS = 512
+"""Parameters of a kernel, and arguments of its launch: CUDA passes 4 kB on all GPUs, 8 bytes each."""
+
+MAX_IMAGE_BYTES = 4 * MIB
+"""The image of one kernel. The largest has 150 kB."""
+
 # --- the cache plan ----------------------------------------------------------------------------------------------
 
 MAX_GROUPS = 64

@@ -73,7 +73,7 @@ class ConfigFacts(Wire, frozen=True):
     part: tuple[str, ...] = ()
 
 
-Role = Literal["graph", "constants", "tokenizer"]
+Role = Literal["graph", "constants", "tokenizer", "native"]
 
 
 class Blob(Wire, frozen=True):

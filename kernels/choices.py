@@ -161,6 +161,11 @@ def cases(use: Use, *, records: Sequence[Record] | None = None) -> tuple[Case, .
     return tuple(found)
 
 
+def case_for(found: Sequence[Case], sizes: Mapping[str, int]) -> Case:
+    """Of the `cases` of a use, the one in steps of these sizes."""
+    return next(case for case in found if _within(case.sizes, sizes))
+
+
 def workspace(use: Use) -> Expr:
     """Bytes beside its results that the op holds at most, in steps of all sizes.
 

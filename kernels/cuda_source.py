@@ -25,6 +25,11 @@ def is_installed() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
+def nvrtc_version() -> str:
+    """Of the compiler: `13.0`. Raises TargetError `dependency-missing` as `compiled` does."""
+    return "{}.{}".format(*_checked(_nvrtc().nvrtcVersion()))
+
+
 @cache
 def compiled(file: str, constants: Constants, capability: tuple[int, int]) -> bytes:
     """The cubin of a file below `precast.kernels` for a compute capability: compiled once in a process.

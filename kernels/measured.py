@@ -124,6 +124,12 @@ def table_of(gpu: str) -> Table:
     return read_table(path) if path.is_file() else NOTHING
 
 
+@cache
+def shipped_tables() -> tuple[Table, ...]:
+    """All tables that come with Precast."""
+    return tuple(read_table(path) for path in sorted((Path(__file__).parent / "measured").glob("*.json")))
+
+
 def gpu_at_hand() -> str | None:
     """The name of this machine's first GPU, as the driver's files say it; None where there are none."""
     for file in sorted(_GPUS.glob("*/information")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 from functools import cache, partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from precast.kernels.records import Launches, Record
 
 _ROOM = "precast.kernels."
 _CUDA = ".cu"
+_NAME = re.compile(r"precast\.kernels(\.[a-z_0-9]+)+|precast\.kernels\.[a-z_0-9]+/[a-z_0-9]+\.cu")
 
 
 def digest(record: Record) -> str:
@@ -23,8 +25,24 @@ def digest(record: Record) -> str:
 
 def sources(record: Record) -> tuple[str, ...]:
     """The modules that `digest` is made of, sorted; none for what is torch's own."""
-    wanted = [record.runs.partition(":")[0] if isinstance(record.runs, str) else _module(record.runs)]
-    found: set[str] = set()
+    return _reached(record.runs.partition(":")[0] if isinstance(record.runs, str) else _module(record.runs))
+
+
+def kernel_sources(kernel: str) -> tuple[str, ...]:
+    """The modules and files that a kernel is made from, sorted, by its name as launches have it."""
+    return _reached(kernel.partition(":")[0])
+
+
+def file_digest(name: str) -> str | None:
+    """SHA-256 of one of these modules or files; None where there is none of this name in this room."""
+    if not _NAME.fullmatch(name) or not _file(name).is_file():
+        return None
+    return hashlib.sha256(_file(name).read_bytes()).hexdigest()
+
+
+@cache
+def _reached(first: str) -> tuple[str, ...]:
+    wanted, found = [first], set[str]()
     while wanted:
         name = wanted.pop()
         if name.startswith(_ROOM) and _file(name).is_file() and name not in found:

@@ -14,7 +14,7 @@ import msgspec
 import zstandard
 
 from precast.ir import limits
-from precast.ir.bundle.scan import scan
+from precast.ir.bundle.scan import GRAPH_CAPS, Caps, scan
 from precast.ir.errors import BundleError, shown
 
 T = TypeVar("T")
@@ -26,27 +26,27 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # --- packed ----------------------------------------------------------------------------------------------------
 
 
-def encode_packed(value: msgspec.Struct, what: str) -> bytes:
+def encode_packed(value: msgspec.Struct, what: str, caps: Caps = GRAPH_CAPS) -> bytes:
     """A struct's blob: one zstd frame with its content size, no checksum and no dictionary, made by one thread.
 
     `what` names the blob in messages and codes. Raises BundleError where `value` has no valid encoding: NaN, integers
     beyond 63 bits, too deep, too large.
     """
     raw = _encode_raw(value, what)
-    _decode_raw(raw, type(value), what)
+    _decode_raw(raw, type(value), what, caps)
     compressor = zstandard.ZstdCompressor(
         level=ZSTD_LEVEL, threads=0, write_content_size=True, write_checksum=False, write_dict_id=False
     )
     return compressor.compress(raw)
 
 
-def decode_packed(data: bytes, type: type[T], what: str) -> T:
+def decode_packed(data: bytes, type: type[T], what: str, caps: Caps = GRAPH_CAPS) -> T:
     """The struct of this type in a blob; `what` names it in messages and codes.
 
     Raises BundleError: for a graph, `graph-compression`, `graph-encoding`, `graph-not-canonical`, `graph-nesting` or
     `limit-exceeded`.
     """
-    return _decode_raw(_decompress(data, what), type, what)
+    return _decode_raw(_decompress(data, what, caps), type, what, caps)
 
 
 def _encode_raw(value: Any, what: str) -> bytes:
@@ -68,8 +68,8 @@ def _without_defaults(value: Any) -> Any:
     return msgspec.structs.replace(value, **equal)
 
 
-def _decode_raw(raw: bytes, type: type[T], what: str) -> T:
-    scan(raw, what)
+def _decode_raw(raw: bytes, type: type[T], what: str, caps: Caps) -> T:
+    scan(raw, what, caps)
     try:
         value = msgspec.msgpack.decode(raw, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -80,9 +80,9 @@ def _decode_raw(raw: bytes, type: type[T], what: str) -> T:
     return value
 
 
-def _decompress(data: bytes, what: str) -> bytes:
+def _decompress(data: bytes, what: str, caps: Caps) -> bytes:
     """The content of exactly one zstd frame, whose size is declared and allowed."""
-    _check_size(data, what, limits.MAX_GRAPH_BYTES)
+    _check_size(data, what, caps.packed_bytes)
     if data[:4] != _ZSTD_MAGIC:
         message = f"{what}: expected a zstd frame, found bytes {data[:4].hex() or 'none'}"
         raise BundleError(f"{what}-compression", message)
@@ -90,8 +90,8 @@ def _decompress(data: bytes, what: str) -> bytes:
         frame = zstandard.get_frame_parameters(data)
         if frame.content_size == zstandard.CONTENTSIZE_UNKNOWN:
             raise BundleError(f"{what}-compression", f"{what}: the zstd frame doesn't declare the size of its content")
-        if frame.content_size > limits.MAX_GRAPH_RAW_BYTES:
-            message = f"{what}: {frame.content_size} bytes unpacked; at most {limits.MAX_GRAPH_RAW_BYTES} are allowed"
+        if frame.content_size > caps.raw_bytes:
+            message = f"{what}: {frame.content_size} bytes unpacked; at most {caps.raw_bytes} are allowed"
             raise BundleError("limit-exceeded", message)
         if frame.dict_id or frame.has_checksum:
             raise BundleError(f"{what}-compression", f"{what}: expected a zstd frame without dictionary and checksum")

@@ -26,6 +26,7 @@ _LAYER_LIMITS = {
     oci.GRAPH: limits.MAX_GRAPH_BYTES,
     oci.CONSTANTS: limits.MAX_CONSTANTS_BYTES,
     oci.TOKENIZER: limits.MAX_TOKENIZER_BYTES,
+    oci.NATIVE: limits.MAX_NATIVE_BYTES,
 }
 
 
@@ -307,16 +308,22 @@ def _check_image(image: Image) -> None:
     _expect("media-type", "manifest", image.config.media_type, oci.MANIFEST)
     if len(image.layers) > limits.MAX_LAYERS:
         raise BundleError("limit-exceeded", f"{len(image.layers)} layers; at most {limits.MAX_LAYERS} are allowed")
-    expected = [oci.GRAPH, oci.CONSTANTS, *[oci.TOKENIZER] * (len(image.layers) - 2)]
     found = [part.media_type for part in image.layers]
-    if found != expected:
-        message = f"layers: expected {oci.GRAPH}, {oci.CONSTANTS} and any number of {oci.TOKENIZER}"
+    num_native = found.count(oci.NATIVE)
+    if num_native > limits.MAX_NATIVE_LAYERS:
+        message = f"{num_native} native layers; at most {limits.MAX_NATIVE_LAYERS} are allowed"
+        raise BundleError("limit-exceeded", message)
+    num_files = len(found) - 2 - num_native
+    if found != [oci.GRAPH, oci.CONSTANTS, *[oci.TOKENIZER] * num_files, *[oci.NATIVE] * num_native]:
+        message = f"layers: expected {oci.GRAPH}, {oci.CONSTANTS} and any number of {oci.TOKENIZER} and {oci.NATIVE}"
         raise BundleError("media-type", f"{message}, found {', '.join(found[:4])[:400] or 'none'}")
-    names = [_layer_name(part) for part in image.layers[2:]]
-    if names != sorted(set(names)):
-        raise BundleError("image-invalid", "layers: expected tokenizer files in the order of their names, each once")
+    titled = list(map(_layer_name, image.layers[2:]))
+    for what, names in (("tokenizer files", titled[:num_files]), ("native layers", titled[num_files:])):
+        if names != sorted(set(names)):
+            raise BundleError("image-invalid", f"layers: expected {what} in the order of their names, each once")
     if any(part.artifact_type or part.annotations for part in (image.config, *image.layers[:2])):
-        raise BundleError("image-invalid", "image manifest: expected annotations on tokenizer files only")
+        message = "image manifest: expected annotations on tokenizer files and native layers only"
+        raise BundleError("image-invalid", message)
 
 
 def _check_provenance(image: Image) -> None:
@@ -335,11 +342,11 @@ def _expect(code: str, what: str, found: str, expected: str) -> None:
 
 
 def _layer_name(part: Descriptor) -> str:
-    """What a layer goes by: a tokenizer file's title, or its role."""
-    if part.media_type != oci.TOKENIZER:
+    """What a layer goes by: the title of a tokenizer file or native layer, or its role."""
+    if part.media_type not in oci.TITLED:
         return "graph" if part.media_type == oci.GRAPH else "constants"
     if set(part.annotations) != {oci.TITLE} or part.artifact_type:
-        raise BundleError("image-invalid", f"tokenizer layer: expected one annotation, {oci.TITLE}")
+        raise BundleError("image-invalid", f"layer of type {part.media_type}: expected one annotation, {oci.TITLE}")
     check_file_name(part.annotations[oci.TITLE])
     return part.annotations[oci.TITLE]
 

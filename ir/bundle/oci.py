@@ -27,8 +27,12 @@ MANIFEST = "application/vnd.precast.manifest.v1+json"
 GRAPH = "application/vnd.precast.graph.v1.msgpack+zstd"
 CONSTANTS = "application/vnd.precast.constants.v1.safetensors"
 TOKENIZER = "application/vnd.precast.tokenizer.v1"
+NATIVE = "application/vnd.precast.native.v1.msgpack+zstd"
+CHOICES = "application/vnd.precast.choices.v1+json"
 PROVENANCE = "application/vnd.precast.provenance.v1+json"
 
+TITLED = (TOKENIZER, NATIVE)
+"""Layers of which a bundle may have several; each has its name as its `TITLE`."""
 TITLE = "org.opencontainers.image.title"
 REF_NAME = "org.opencontainers.image.ref.name"
 # By this annotation of the image's entry `cosign verify --local-image` finds what was signed.

@@ -1,10 +1,12 @@
 """A look at msgpack before it is decoded: iterative, so that no depth of nesting costs stack, and counted as it goes.
 
 A packed blob holds a subset of msgpack: nil, booleans, integers that fit 64 signed bits, float64 that is not
-NaN, UTF-8 strings, arrays and maps. Binary, extension and float32 values are refused.
+NaN, UTF-8 strings, arrays and maps; binary values where images are held. Extension and float32 values are refused.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from precast.ir import limits
 from precast.ir.errors import BundleError
@@ -20,9 +22,25 @@ _WHOLE = bytes(
 # Marker -> (bytes of the length that follows, values per counted item)
 _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 _STRINGS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
+_BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 
 
-def scan(data: bytes, what: str) -> None:
+class Caps(NamedTuple):
+    """How much a packed blob may hold: bytes as it is stored and unpacked, values, and bytes of one binary value."""
+
+    packed_bytes: int
+    raw_bytes: int
+    objects: int
+    binary_bytes: int = -1
+
+
+GRAPH_CAPS = Caps(limits.MAX_GRAPH_BYTES, limits.MAX_GRAPH_RAW_BYTES, limits.MAX_GRAPH_OBJECTS)
+NATIVE_CAPS = Caps(
+    limits.MAX_NATIVE_BYTES, limits.MAX_NATIVE_RAW_BYTES, limits.MAX_NATIVE_OBJECTS, limits.MAX_IMAGE_BYTES
+)
+
+
+def scan(data: bytes, what: str, caps: Caps = GRAPH_CAPS) -> None:
     """Check that `data` is one value of the subset, complete, within the limits of depth, count and string length.
 
     `what` names the blob in messages and codes. Raises BundleError: for a graph, `graph-encoding`, `graph-nesting` or
@@ -40,13 +58,13 @@ def scan(data: bytes, what: str) -> None:
                 if step:
                     position += step
                     continue
-                position, inner = _other(data, position, marker, what)
+                position, inner = _other(data, position, marker, what, caps)
                 if inner >= 0:
                     outer.append(left)
                     left = inner
                     objects += inner
-                    if len(outer) > limits.MAX_NESTING or objects > limits.MAX_GRAPH_OBJECTS:
-                        _too_much(len(outer), objects, what)
+                    if len(outer) > limits.MAX_NESTING or objects > caps.objects:
+                        _too_much(len(outer), objects, what, caps)
             if not outer:
                 break
             left = outer.pop()
@@ -59,7 +77,7 @@ def scan(data: bytes, what: str) -> None:
         raise BundleError(f"{what}-encoding", message)
 
 
-def _other(data: bytes, position: int, marker: int, what: str) -> tuple[int, int]:
+def _other(data: bytes, position: int, marker: int, what: str, caps: Caps) -> tuple[int, int]:
     """(position after the value or its head, values inside it or -1) for a marker that doesn't say its own length."""
     if marker in _FIXMAP:
         return position + 1, 2 * (marker & 15)
@@ -68,12 +86,13 @@ def _other(data: bytes, position: int, marker: int, what: str) -> tuple[int, int
     if marker in _CONTAINERS:
         width, per_item = _CONTAINERS[marker]
         return position + 1 + width, per_item * _length(data, position, width)
-    if marker in _STRINGS:
-        width = _STRINGS[marker]
+    if marker in _STRINGS or (marker in _BINARY and caps.binary_bytes >= 0):
+        width = _STRINGS.get(marker) or _BINARY[marker]
+        kind, most = ("string", limits.MAX_STRING_BYTES) if marker in _STRINGS else ("image", caps.binary_bytes)
         size = _length(data, position, width)
-        if size > limits.MAX_STRING_BYTES:
-            message = f"{what}: a string of {size} bytes at byte {position}"
-            raise BundleError("limit-exceeded", f"{message}; at most {limits.MAX_STRING_BYTES} are allowed")
+        if size > most:
+            message = f"{what}: {'an' if kind == 'image' else 'a'} {kind} of {size} bytes at byte {position}"
+            raise BundleError("limit-exceeded", f"{message}; at most {most} are allowed")
         return position + 1 + width + size, -1
     return position + _number(data, position, marker, what), -1
 
@@ -100,9 +119,9 @@ def _number(data: bytes, position: int, marker: int, what: str) -> int:
     raise BundleError(f"{what}-encoding", message)
 
 
-def _too_much(depth: int, objects: int, what: str) -> None:
+def _too_much(depth: int, objects: int, what: str, caps: Caps) -> None:
     if depth > limits.MAX_NESTING:
         message = f"{what}: values are nested more than {limits.MAX_NESTING} levels deep"
         raise BundleError(f"{what}-nesting", message)
-    message = f"{what}: {objects} values or more; at most {limits.MAX_GRAPH_OBJECTS} are allowed"
+    message = f"{what}: {objects} values or more; at most {caps.objects} are allowed"
     raise BundleError("limit-exceeded", message)

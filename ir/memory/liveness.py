@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 from precast.ir import limits
 from precast.ir.errors import BundleError
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import references
-from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Items, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Node, Ref, TensorType, Value
 from precast.ir.memory import caches, strides
 from precast.ir.memory.addresses import Addresses
 from precast.ir.memory.strides import Layout
+from precast.ir.memory.views import view_of
 from precast.ir.weights.tensorfile import element_bytes
 
 ROUNDING = 512
@@ -224,43 +224,13 @@ class _Walk:
         if source is not None:
             if node.op == "aten.to.dtype" and source.type.dtype == value.type.dtype:
                 return source
-            view = self._view(node, source.layout, shape)
+            view = view_of(node, source.layout, shape, self._number)
             if view is not None:
-                return _Held(value.type, view, source.storage)
-        layout = strides.contiguous(shape)
-        if node.op.startswith("aten.") and not node.op.startswith(_ROW_MAJOR):
-            # Elementwise: dimensions are ordered as those of the first argument of the result's shape.
-            layout = next((strides.like(of) for name in names if (of := frame[name].layout).shape == shape), layout)
+                return _Held(value.type, view.layout, source.storage)
+        layout = strides.made_by(node.op, shape, (of for name in names if (of := frame[name].layout).shape == shape))
         if value.type not in self._allocated:
             self._allocated[value.type] = allocated_bytes(value.type)
         return _Held(value.type, layout, _Storage(self._allocated[value.type]))
-
-    def _view(self, node: Node, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
-        """Where a view of a tensor with this layout has its elements; None for an op whose result is new memory."""
-        of = partial(self._numbers_of, node)
-        match node.op.removeprefix("aten."):
-            case "reshape.default":
-                return strides.reshaped(layout, shape)
-            case "transpose.int":
-                return strides.transposed(layout, *of("dim0"), *of("dim1"))
-            case "permute.default":
-                return strides.permuted(layout, of("dims"))
-            case "unsqueeze.default":
-                return strides.unsqueezed(layout, *of("dim"))
-            case "squeeze.dim":
-                return layout if len(shape) == len(layout.shape) else strides.without(layout, *of("dim"))
-            case "select.int":
-                return strides.without(layout, *of("dim"))
-            case "expand.default":
-                return strides.expanded(layout, shape)
-            case "slice.Tensor":
-                return strides.sliced(layout, shape, *of("dim"), *of("step"))
-        return None
-
-    def _numbers_of(self, node: Node, name: str) -> list[int]:
-        """The argument's integers: one, or those of its list; none where it is left out."""
-        arg = node.args.get(name, Items(()))
-        return [self._number(item) for item in (arg.items if isinstance(arg, Items) else (arg,))]
 
     def _number(self, arg: Arg) -> int:
         if isinstance(arg, Dim):
@@ -292,10 +262,6 @@ class _Walk:
                 self._sum[storage.size] -= 1
                 if not self._sum[storage.size]:
                     del self._sum[storage.size]
-
-
-_ROW_MAJOR = ("aten.linear", "aten.addmm", "aten.matmul", "aten.cat", "aten.one_hot")
-"""Ops whose results lie in row-major order, whatever the order of their arguments' dimensions."""
 
 
 def _deaths(steps: Sequence[Node | Call], kept: set[str]) -> list[list[str]]:

@@ -6,7 +6,7 @@ Sizes here are plain numbers. The rules are PyTorch's, for the ops of the op tab
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -43,6 +43,17 @@ def like(layout: Layout) -> Layout:
     dense = contiguous([layout.shape[dim] for dim in order])
     strides = dict(zip(order, dense.strides, strict=True))
     return Layout(layout.shape, tuple(strides[dim] for dim in range(len(order))))
+
+
+def made_by(op: str, shape: Shape, alike: Iterable[Layout]) -> Layout:
+    """The layout of the new memory that an op gives. `alike` are those of its arguments with the result's `shape`."""
+    # Elementwise: dimensions are ordered as those of the first such argument.
+    is_elementwise = op.startswith("aten.") and not op.startswith(_ROW_MAJOR)
+    return next(map(like, alike), contiguous(shape)) if is_elementwise else contiguous(shape)
+
+
+_ROW_MAJOR = ("aten.linear", "aten.addmm", "aten.matmul", "aten.cat", "aten.one_hot")
+"""Ops whose results lie in row-major order, whatever the order of their arguments' dimensions."""
 
 
 def permuted(layout: Layout, dims: Sequence[int]) -> Layout:

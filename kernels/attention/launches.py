@@ -9,6 +9,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, minimum, mul
 from precast.kernels.blocks import power_of_two
 from precast.kernels.records import Launch, Pointer, Stride
+from precast.kernels.rotary_write_kv.launches import LARGEST_FLOAT8
 from precast.kernels.use import Use
 
 SMALL_STEP = 64
@@ -271,6 +272,31 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahea
         pdl=overlaps(use),
     )
     return first, second
+
+
+def write_kv(use: Use) -> tuple[Launch, ...]:
+    """One launch that copies keys and values into the cache: a program for each token and head."""
+    size, value_size = _number(use, "k", 3), _number(use, "v", 3)
+    return (
+        Launch(
+            kernel="precast.kernels.attention.triton_write_kv:write_kv_kernel",
+            grid=use.shape("k")[1:3],
+            args=(
+                *(Pointer(name) for name in ("k", "v", "k_cache", "v_cache", "slot_mapping")),
+                mul(*use.shape("k_cache")[:2]),
+                *(Stride(name, axis) for name in ("k", "v") for axis in (1, 2, 3)),
+                *(Stride(name, axis) for name in ("k_cache", "v_cache") for axis in range(4)),
+            ),
+            constants={
+                "PAGE_SIZE": _number(use, "k_cache", 1),
+                "SIZE": size,
+                "VALUE_SIZE": value_size,
+                "BLOCK_D": power_of_two(size),
+                "BLOCK_V": power_of_two(value_size),
+                "LIMIT": LARGEST_FLOAT8 if use.width("k_cache") == 1 else 0.0,
+            },
+        ),
+    )
 
 
 def ahead_of(use: Use, keys: int) -> int:

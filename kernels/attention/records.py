@@ -127,7 +127,7 @@ RECORDS = (
     reference_on_cpu("precast.attention", "attention.attention"),
     Record(
         name="triton.write_kv", op="precast.write_kv", **_TRITON, takes=(CONVERTS,), allocates=False,
-        workspace=nothing, runs="precast.kernels.attention.triton_write_kv:write_kv",
+        workspace=nothing, runs=launches.write_kv,
     ),
     reference("precast.write_kv", "attention.write_kv", _written),
 )  # fmt: skip

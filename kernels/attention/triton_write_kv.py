@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-
-from precast.kernels.blocks import power_of_two
 
 
 @triton.jit
@@ -66,34 +61,3 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + e * v_stride_d, mask=e < VALUE_SIZE)
     v_cache_ptr += page * v_cache_stride_p + offset * v_cache_stride_s + head * v_cache_stride_h
     tl.store(v_cache_ptr + e * v_cache_stride_d, rounded(v, v_cache_ptr.dtype.element_ty, LIMIT), mask=e < VALUE_SIZE)
-
-
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """`precast.write_kv`, see `precast.kernels.attention.write_kv`."""
-    num_tokens, num_heads, size = k.shape[1:]
-    num_pages, page_size = k_cache.shape[:2]
-    if num_tokens == 0 or num_pages == 0:
-        return
-    launch: Any = write_kv_kernel[num_tokens, num_heads]
-    # Triton launches on the current device, whatever device the tensors are on.
-    with torch.cuda.device_of(k):
-        launch(
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            num_pages * page_size,
-            *k.stride()[1:],
-            *v.stride()[1:],
-            *k_cache.stride(),
-            *v_cache.stride(),
-            PAGE_SIZE=page_size,
-            SIZE=size,
-            VALUE_SIZE=v.shape[-1],
-            BLOCK_D=power_of_two(size),
-            BLOCK_V=power_of_two(v.shape[-1]),
-            LIMIT=torch.finfo(k_cache.dtype).max if k_cache.dtype.itemsize == 1 else 0.0,
-        )

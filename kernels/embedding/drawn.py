@@ -8,15 +8,13 @@ from functools import cache
 import torch
 
 from precast.ir.graph import symbols
-from precast.ir.graph.symbols import ceildiv
+from precast.kernels.embedding.known_ids import launches
 from precast.kernels.launch import Launched
-from precast.kernels.records import Launch, Pointer
 from precast.kernels.registry import target_of
 
 Known = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`ids` [T] int64 and `drawn` [R] int64 in; `ids`, [T], out, with `drawn[row]` in the place of `-1 - row`, and 0 where
 that is no token."""
-_BLOCK = 256
 
 
 def known_ids_on(device: torch.device) -> Known:
@@ -41,17 +39,3 @@ def _launched(has_pdl: bool) -> Known:
         return found
 
     return known
-
-
-def launches(has_pdl: bool) -> tuple[Launch, ...]:
-    """One launch."""
-    return (
-        Launch(
-            kernel="precast.kernels.embedding.triton:known_ids_kernel",
-            grid=(ceildiv("T", _BLOCK),),
-            args=(Pointer("out.0"), Pointer("ids"), Pointer("drawn"), "T"),
-            constants={"BLOCK": _BLOCK, "PDL": has_pdl},
-            num_warps=_BLOCK // 32,
-            pdl=has_pdl,
-        ),
-    )

@@ -1,7 +1,14 @@
 """What bounds the memory that drawing holds. Records count with it, so no torch here."""
 
+from precast.ir.graph.schema import Dtype
+
 SAMPLE_VERSION = 2
 """The version of `precast.sample` by which a step of an engine draws."""
+PARAMETERS: dict[str, Dtype] = {
+    "temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32", "seeds": "int64",
+    "steps": "int64",
+}  # fmt: skip
+"""What it takes beside logits, one of each a row."""
 MAX_SORTED = 1 << 22
 """Logits that are sorted at a time, if that is one row at least. Sums of so many weights of 2^40 fit int64."""
 

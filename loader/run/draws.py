@@ -6,15 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from precast.ir.graph.schema import Dtype
+from precast.kernels.sampling.limits import PARAMETERS
 from precast.loader.run.batch import Arrays, Padding
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import GREEDY, Chunk
 
-DTYPES: dict[str, Dtype] = {
-    "temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32", "seeds": "int64",
-    "steps": "int64",
-}  # fmt: skip
+DTYPES = PARAMETERS
 """The arguments of `precast.sample`: the fields of `Draw`, and how many tokens the answer has: its noise needs it."""
 
 

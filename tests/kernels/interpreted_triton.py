@@ -19,7 +19,7 @@ from op_samples.draw import Draw, Sample
 from op_samples.table import samples_of
 from strided import with_strided_caches
 
-from precast.kernels.attention import launches, triton_context, triton_split, triton_write_kv
+from precast.kernels.attention import launches, triton_context, triton_split
 from precast.kernels.attention.attention import ATTENTION
 from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
 from precast.kernels.attention.write_kv import WRITE_KV
@@ -47,6 +47,7 @@ PAGED = {
 }
 """Small tiles alone, and with large ones. Other records have other sizes of tiles, in half precision."""
 (PACKED,) = (as_function(record) for record in records_of("precast.attention", 1) if record.kind == "triton")
+(write_kv,) = (as_function(record) for record in records_of("precast.write_kv", 1) if record.kind == "triton")
 MIXED = [(5, 5), (1, 33), (0, 4), (19, 71), (1, 1)]
 DECODE = [(1, length) for length in (1, 17, 64, 75)]
 STEPS = {
@@ -114,7 +115,7 @@ def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]
         sample = without_rounding(sample)
         expected = copied(sample)
         WRITE_KV.reference(**expected)
-        triton_write_kv.write_kv(**sample)
+        write_kv(**sample)
 
         for name in ("k_cache", "v_cache"):
             assert torch.equal(sample[name].float(), expected[name].float())
@@ -132,7 +133,7 @@ def test_pages_far_apart(copied: Callable[[Sample], Sample], same: Callable[...,
         sample = without_rounding(sample)
         spread, between = with_strided_caches(sample)
         expected = copied(sample)
-        triton_write_kv.write_kv(**spread)
+        write_kv(**spread)
         WRITE_KV.reference(**expected)
 
         assert all(torch.equal(spread[name].float(), expected[name].float()) for name in ("k_cache", "v_cache"))
@@ -144,7 +145,7 @@ def test_write_kv_saturates_and_leaves_the_activations() -> None:
     for dtype in (torch.float32, torch.float16):
         new = large.to(dtype)
         before, cache = new.clone(), torch.zeros(2, 2, 1, 8).to(FLOAT8)
-        triton_write_kv.write_kv(new, new, cache, cache.clone(), torch.tensor([2]))
+        write_kv(k=new, v=new, k_cache=cache, v_cache=cache.clone(), slot_mapping=torch.tensor([2]))
 
         assert cache[1, 0, 0].float().tolist() == [448, -448, 448, 448, 448, -448, 448, 2.0**-9]
         assert not cache.view(torch.uint8)[[0, 0, 1], [0, 1, 1]].any()
@@ -158,7 +159,7 @@ def test_write_kv_stays_inside_the_cache(copied: Callable[[Sample], Sample]) -> 
     new = draw.normal(1, 3, 1, 4)
     slots = draw.of([2, -2, 1], torch.int64)
     # A cache of one page in the middle of other memory; slot 2 is the first behind it.
-    triton_write_kv.write_kv(new, new, memory[1:2], memory[1:2], slots)
+    write_kv(k=new, v=new, k_cache=memory[1:2], v_cache=memory[1:2], slot_mapping=slots)
 
     assert torch.equal(memory[[0, 2]], before[[0, 2]])
     assert torch.equal(memory[1, 1], new[0, 2])

@@ -21,7 +21,7 @@ from precast.ir.graph.symbols import evaluate
 from precast.kernels import registry
 from precast.kernels.choices import records_of
 from precast.kernels.embedding.drawn import known_ids
-from precast.kernels.embedding.drawn import launches as drawn_launches
+from precast.kernels.embedding.known_ids import launches as drawn_launches
 from precast.kernels.gated_linear import rows_at_once
 from precast.kernels.launch import Launched, as_function
 from precast.kernels.spec import OpSpec

@@ -1,0 +1,141 @@
+"""Which kernels a bundle's steps can launch on a target, and for which arguments each is compiled.
+
+Triton compiles a kernel apart for integers that are 1 and for addresses and integers that are multiples of 16. Here it
+is asked of the launches of many steps what is always so: that alone is compiled in, so that the kernel takes the
+launch of any step. Sizes of a step are never asked. Where strides are rounder in steps of a multiple of 16 tokens and
+sequences, a second kernel is compiled for those. So a launch has two kernels at most, however many sizes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from typing import NamedTuple
+
+from precast.ir.graph.schema import Apply, Graph, Node
+from precast.ir.memory.capture import MOST_TOKENS
+from precast.kernels.choices import cases
+from precast.kernels.launch_key import ALIGNED, MOST_INT32
+from precast.kernels.records import Launch, Pointer, Stride
+from precast.kernels.step_launches import (
+    LaunchAt,
+    Sizes,
+    drawing_launches,
+    known_ids_launches,
+    step_launches,
+)
+from precast.kernels.use import Target, types_in, uses_in
+
+_ODD = (1, 2, 3, 5, 17)
+"""Numbers of tokens and sequences that make addresses and strides as uneven as they get."""
+_ROUND = 16
+MOST_SEQUENCES = 1024
+"""That drawing is asked for: beyond, a row of logits is divided as it is for so many."""
+MOST_STEP = 8192
+"""Tokens of a step: the engine's default."""
+
+
+Places = tuple[int, ...]
+"""Of arguments, among those of a launch."""
+
+
+class Variant(NamedTuple):
+    """A kernel to compile: of a launch with this key, for arguments that are multiples of 16 (`aligned`) and 1
+    (`ones`), and integers that take 64 bits (`wide`); by their places."""
+
+    launch: Launch
+    key: str
+    forms: tuple[str, ...]
+    aligned: Places
+    ones: Places
+    wide: Places
+
+
+def variants(graph: Graph, targets: Sequence[Target]) -> list[Variant]:
+    """The kernels for all steps of a graph that is bound to its world, in a fixed order.
+
+    `targets` are one GPU with all tables of choices that it may be loaded with.
+    """
+    seen: dict[str, _Seen] = {}
+    for target in targets:
+        for sizes in sample_sizes(graph, target):
+            is_round = sizes["T"] % _ROUND == sizes["B"] % _ROUND == 0
+            for launch in engine_launches(graph, target, sizes):
+                if launch.key:
+                    seen.setdefault(launch.key, _Seen(launch)).add(launch.values(), is_round=is_round)
+    in_order = sorted(seen, key=lambda key: (seen[key].kernel, key))
+    return [variant for key in in_order for variant in seen[key].variants()]
+
+
+def engine_launches(graph: Graph, target: Target, sizes: Sizes) -> Iterator[LaunchAt]:
+    """What an engine launches in a step: the graph's nodes, tokens put in their places, tokens drawn."""
+    yield from known_ids_launches(target, sizes["T"])
+    for node in step_launches(graph, target, sizes):
+        yield from node.launches
+    logits = types_in(graph).get(graph.outputs.get("logits", ""))
+    if logits is not None:
+        for captured in (False, True):
+            yield from drawing_launches(logits, target, sizes["R"], captured=captured)
+
+
+def sample_sizes(graph: Graph, target: Target) -> Iterator[dict[str, int]]:
+    """Steps of all classes of sizes that choices tell apart, of even and uneven numbers."""
+    ends = {symbol: {*_ODD, _ROUND} for symbol in ("T", "B", "R")}
+    ends["T"] |= {48, MOST_TOKENS, MOST_STEP}
+    ends["R"] |= {64, 256, MOST_SEQUENCES}
+    for use in uses_in(graph, target):
+        for case in cases(use):
+            for symbol, (low, high) in case.sizes.items():
+                ends[symbol] |= {max(low, 1)} | (set() if high is None else {high, max(high - 1, 1)})
+    steps = {(tokens, min(count, tokens)) for tokens in ends["T"] for count in (1, _ROUND, tokens)}
+    steps |= {(max(count, tokens), count) for count in ends["B"] | ends["R"] for tokens in (1, 48)}
+    steps |= {(-(-tokens // _ROUND) * _ROUND, _ROUND) for tokens in ends["T"]}
+    for tokens, count in sorted(steps):
+        others = {symbol.name: 8 * count + tokens % 2 for symbol in graph.symbols}
+        sizes = others | {"T": tokens, "B": min(count, MOST_SEQUENCES), "R": min(count, MOST_SEQUENCES)}
+        most = {symbol.name: symbol.max for symbol in graph.symbols if symbol.max is not None}
+        yield {name: min(value, most.get(name, value)) for name, value in sizes.items()}
+
+
+class _Seen:
+    """A launch by its key, and what its arguments were in the steps that were asked."""
+
+    def __init__(self, first: LaunchAt) -> None:
+        self._launch, self._key, self._forms = first.launch, first.key, first.forms
+        given = list(enumerate(first.launch.args))
+        self._addresses = [i for i, arg in given if isinstance(arg, Pointer)]
+        self._strides = [i for i, arg in given if isinstance(arg, Stride)]
+        self._numbers = [i for i, arg in given if isinstance(arg, (Stride, int, str, Apply))]
+        self._values: dict[bool, set[tuple[int, ...]]] = {False: set(), True: set()}
+
+    @property
+    def kernel(self) -> str:
+        """Its name."""
+        return self._launch.kernel
+
+    def add(self, values: Sequence[int], *, is_round: bool) -> None:
+        """One more launch."""
+        self._values[is_round].add(tuple(values))
+
+    def variants(self) -> Iterator[Variant]:
+        """That for round steps, if there is more to say of them, and that for all."""
+        every = self._values[False] | self._values[True]
+        wide = tuple(i for i in self._numbers if any(values[i] > MOST_INT32 for values in every))
+        said = [self._always(among, every) for among in (self._values[True], every) if among and not self._launch.block]
+        for aligned, ones in dict.fromkeys(said or [((), ())]):
+            yield Variant(self._launch, self._key, self._forms, aligned, ones, wide)
+
+    def _always(self, among: Set[tuple[int, ...]], every: Set[tuple[int, ...]]) -> tuple[Places, Places]:
+        """The arguments that are multiples of 16, and those that are 1: of strides `among` some launches."""
+        ones = tuple(i for i in self._strides if all(values[i] == 1 for values in among))
+        even = [i for i in self._addresses if all(values[i] % ALIGNED == 0 for values in every)]
+        even += [i for i in self._strides if all(values[i] % ALIGNED == 0 for values in among)]
+        return tuple(sorted(even)), ones
+
+
+def nodes_without_launches(graph: Graph, target: Target) -> list[Node]:
+    """Those that a function of Triton's kernels computes in steps of some size: it compiles when it is called."""
+    return [
+        use.node
+        for use in uses_in(graph, target)
+        if any(case.choice.record.kind == "triton" and isinstance(case.choice.record.runs, str) for case in cases(use))
+    ]
