@@ -19,7 +19,7 @@ def linked(bundle: Path | str, weights: Path | str, plain_http: bool) -> Report:
     """Link the weights to the bundle: an attached manifest in a registry, or a `precast.lock` beside a checkpoint."""
     opened = Bundle.open(bundle)
     named = Reference.parse(bundle).at(opened.digest) if isinstance(bundle, str) else None
-    targets = tuple(sorted(opened.files("native")))
+    targets = tuple(sorted(opened.native))
     if isinstance(weights, str):
         if named is None:
             message = "expected the bundle's address in a registry, found a directory"

@@ -16,7 +16,7 @@ from precast.ir.artifact import Bundle, attach
 from precast.ir.bundle.attached import Attached
 from precast.ir.errors import BundleError, TrustError, shown
 from precast.ir.trust import certificates, keys, signatures, statements
-from precast.ir.trust.policy import Decision, Kind, Policy
+from precast.ir.trust.policy import Decision, Policy
 from precast.ir.trust.signatures import Trusted
 
 PREDICATES: Mapping[str, str] = {"provenance": statements.PROVENANCE, "sbom": statements.CYCLONEDX}
@@ -105,16 +105,21 @@ def decided(bundle: Bundle, trust: Path | None, repository: str | None) -> Repor
     """
     policy = Policy.of_this_machine() if trust is None else Policy.read(trust)
     found = signatures.attached_to(bundle.attached)
-    kinds: tuple[Kind, ...] = ("portable", "native") if bundle.files("native") else ("portable",)
-    decisions = {kind: policy.admits(kind, bundle.digest, found, repository=repository) for kind in kinds}
-    for kind, decision in decisions.items():
-        if not decision.admitted and (trust is not None or kind == "portable"):
-            fix = "sign it with a key that a rule names, or add a rule: docs/trust.md"
-            raise BundleError(
-                "untrusted", f"{kind} layers are kept out: {decision.why}", where=str(bundle.path), fix=fix
-            )
-    fields = {"trust": {kind: msgspec.to_builtins(decision) for kind, decision in decisions.items()}}
-    return Report(fields, "\n".join(f"{kind} layers: {_word(decision)}" for kind, decision in decisions.items()))
+    decisions = {"portable": policy.admits("portable", bundle.digest, found, repository=repository)}
+    for target in bundle.native:
+        layer = bundle.native_digest(target)
+        decisions[target] = policy.admits("native", bundle.digest, found, layer=layer, repository=repository)
+    refused = {name: decision for name, decision in decisions.items() if not decision.admitted}
+    if "portable" in refused or (refused and trust is not None):
+        message = "; ".join(f"{_layers(name)}: {_word(decision)}" for name, decision in refused.items())
+        fix = "sign it with a key that a rule names, or add a rule: docs/trust.md"
+        raise BundleError("untrusted", message, where=str(bundle.path), fix=fix)
+    fields = {"trust": {name: msgspec.to_builtins(decision) for name, decision in decisions.items()}}
+    return Report(fields, "\n".join(f"{_layers(name)}: {_word(decision)}" for name, decision in decisions.items()))
+
+
+def _layers(name: str) -> str:
+    return "portable layers" if name == "portable" else f"native layer {name}"
 
 
 def repository_of(path: Path | str) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from precast.ir.artifact import Bundle
 from precast.ir.bundle import codec
+from precast.ir.native import NativeLayer
 
 BUILD_TYPE = "https://precast.dev/build/v1"
 """How `externalParameters` and `resolvedDependencies` are to be read: docs/trust.md."""
@@ -31,6 +32,7 @@ def provenance(bundle: Bundle, *, builder_id: str = LOCAL_BUILDER, invocation_id
         "format": ".".join(map(str, manifest.format)),
         "passes": [f"{done.name}@{done.version}" for done in manifest.passes],
         "checked": manifest.checked,
+        "targets": sorted(bundle.native),
         "remoteCode": record.get("remote_code", False),
     }
     metadata = {"invocationId": invocation_id, "finishedOn": record.get("built_at", "")}
@@ -40,7 +42,11 @@ def provenance(bundle: Bundle, *, builder_id: str = LOCAL_BUILDER, invocation_id
             "buildType": BUILD_TYPE,
             "externalParameters": parameters,
             "internalParameters": internal,
-            "resolvedDependencies": [*_config(bundle), *({"uri": _purl(*each)} for each in sorted(versions.items()))],
+            "resolvedDependencies": [
+                *_config(bundle),
+                *({"uri": _purl(*each)} for each in sorted(versions.items())),
+                *_native(bundle),
+            ],
         },
         "runDetails": {
             "builder": {"id": builder_id, "version": versions},
@@ -70,18 +76,57 @@ def bill_of_materials(bundle: Bundle) -> dict[str, Any]:
         for each in sorted(manifest.built_with.items())
     ]
     layers = [
-        {"type": "file", "bom-ref": f"layer:{blob.name}", "name": blob.name, "hashes": [_hash(blob.digest)]}
+        {
+            "type": "file",
+            "bom-ref": f"{blob.role}:{blob.name}",
+            "name": blob.name,
+            "description": blob.role,
+            "hashes": [_hash(blob.digest)],
+        }
         for blob in manifest.blobs
     ]
+    origins = {f"native:{target}": _origins(layer) for target, layer in sorted(bundle.native.items())}
+    parts = {part["bom-ref"]: part for layer in origins.values() for part in layer}
     refs = [component["bom-ref"] for component in (*layers, *tools)]
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
         "metadata": {"component": itself},
-        "components": [*layers, *tools],
-        "dependencies": [{"ref": bundle.digest, "dependsOn": refs}],
+        "components": [*layers, *tools, *parts.values()],
+        "dependencies": [
+            {"ref": bundle.digest, "dependsOn": refs},
+            *({"ref": ref, "dependsOn": [part["bom-ref"] for part in layer]} for ref, layer in origins.items()),
+        ],
     }
+
+
+def _origins(layer: NativeLayer) -> list[dict[str, Any]]:
+    """The components that a native layer was compiled from and with: our sources by their hashes, and compilers."""
+    sources: list[dict[str, Any]] = [
+        {
+            "type": "file",
+            "bom-ref": f"source:{name}@{digest}",
+            "name": name,
+            "hashes": [{"alg": "SHA-256", "content": digest}],
+        }
+        for name, digest in sorted(layer.sources.items())
+    ]
+    return sources + [
+        {"type": "application", "bom-ref": f"compiler:{name}@{version}", "name": name, "version": version}
+        for name, version in sorted(layer.compilers.items())
+    ]
+
+
+def _native(bundle: Bundle) -> Iterator[dict[str, Any]]:
+    """The sources and compilers of all native layers, each once, as resource descriptors."""
+    found: dict[str, dict[str, Any]] = {}
+    for layer in bundle.native.values():
+        for name, digest in sorted(layer.sources.items()):
+            found[f"{name}@{digest}"] = {"name": name, "digest": {"sha256": digest}}
+        for name, version in sorted(layer.compilers.items()):
+            found[f"{name}@{version}"] = {"name": name, "annotations": {"version": version}}
+    yield from found.values()
 
 
 def _config(bundle: Bundle) -> Iterator[dict[str, Any]]:

@@ -30,10 +30,10 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rule of a policy: who or what vouches (exactly one of `key`, `ca`, `digests`), for what, and from where.
 
-    `scope` is the layers that it may let in: `native`, `portable`, or `any`. `key` and `ca` are PEM, or the name of a
-    file beside the policy. `identities` are patterns of the names of a CA's signers. `repositories` are patterns of
-    where the bundle came from; with any, a bundle of unknown origin is not let in by this rule. `*` in a pattern stands
-    for any run of characters.
+    `scope` is the layers that it may let in: `native`, `portable`, or `any`. `digests` are those of bundles, or of
+    single native layers. `key` and `ca` are PEM, or the name of a file beside the policy. `identities` are patterns of
+    the names of a CA's signers. `repositories` are patterns of where the bundle came from; with any, a bundle of
+    unknown origin is not let in by this rule. `*` in a pattern stands for any run of characters.
     """
 
     name: str
@@ -104,11 +104,13 @@ class Policy(msgspec.Struct, frozen=True):
         digest: str,
         found: Sequence[Found] = (),
         *,
+        layer: str | None = None,
         repository: str | None = None,
         now: datetime.datetime | None = None,
     ) -> Decision:
         """Whether layers of this kind are let in, of the bundle with this digest.
 
+        `layer` is the digest of the one layer that is meant: a rule's `digests` may name it in place of the bundle's.
         `found` are the statements attached to it, `repository` is where it came from, if that is known; `now`,
         for certificates, is the clock by default. Raises TrustError (`key-invalid`) and TargetError
         (`dependency-missing`) where a rule's key can't be used.
@@ -117,7 +119,7 @@ class Policy(msgspec.Struct, frozen=True):
             return Decision(True, None, "portable layers are data, and taken from anyone")
         refused = []
         for each in self.rules:
-            good, why = _ask(each, kind, digest, found, repository, now)
+            good, why = _ask(each, kind, (digest, layer), found, repository, now)
             name = f"rule {each.rule.name!r} of {each.source}"
             if good:
                 return Decision(True, each.rule.name, f"{name}: {why}")
@@ -130,12 +132,12 @@ class Policy(msgspec.Struct, frozen=True):
 def _ask(
     sourced: _Sourced,
     kind: Kind,
-    digest: str,
+    digests: tuple[str, str | None],
     found: Sequence[Found],
     repository: str | None,
     now: datetime.datetime | None,
 ) -> tuple[bool, str]:
-    """Whether the rule lets the layers in, and why."""
+    """Whether the rule lets the layers in, and why. `digests`: the bundle's, and the layer's."""
     rule = sourced.rule
     if rule.scope not in (kind, "any"):
         return False, f"it is about {rule.scope} layers"
@@ -144,8 +146,9 @@ def _ask(
     if rule.repositories and not any(matches(pattern, repository or "") for pattern in rule.repositories):
         return False, f"it is about bundles from {', '.join(rule.repositories)}, not from {shown(repository or '')}"
     if rule.digests:
-        return digest in rule.digests, f"{digest} is {'one' if digest in rule.digests else 'none'} of its digests"
-    good, wrong = signatures.verified(found, digest, [_trusted(sourced)], now=now)
+        named = [each for each in digests if each in rule.digests]
+        return bool(named), f"it names {named[0]}" if named else f"{digests[0]} is none of its digests"
+    good, wrong = signatures.verified(found, digests[0], [_trusted(sourced)], now=now)
     if good:
         return True, f"signed by {good[0].signer}"
     return False, "; ".join(some(wrong)) or "the bundle is not signed"

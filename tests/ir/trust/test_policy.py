@@ -96,6 +96,14 @@ def test_digests_vouch_for_themselves(tmp_path: Path) -> None:
     assert not decide(tmp_path, {"name": "pinned", "scope": "native", "digests": [OTHER]}).admitted
 
 
+def test_a_digest_may_be_that_of_the_layer_alone(tmp_path: Path) -> None:
+    pinned = {"name": "pinned", "scope": "native", "digests": [OTHER]}
+    policy = Policy.read(write(tmp_path / "trust.json", pinned))
+
+    assert policy.admits("native", DIGEST, layer=OTHER).rule == "pinned"
+    assert not policy.admits("native", DIGEST, layer=DIGEST).admitted
+
+
 @pytest.mark.parametrize(
     ("repository", "admitted", "why"),
     [
