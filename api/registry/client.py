@@ -75,7 +75,7 @@ class Repository:
         """
         response = self._request("HEAD", f"/manifests/{name}", (200,), headers={"Accept": _ACCEPTED})
         digest = response.headers.get("Docker-Content-Digest", "")
-        response.release_conn()
+        self.transport.discard(response)
         return digest if _DIGEST.fullmatch(digest) else self.manifest(name).digest
 
     def manifest(self, name: str, limit: int = MAX_MANIFEST_BYTES) -> Found:
@@ -114,7 +114,7 @@ class Repository:
         """
         headers = {"Content-Type": media_type, **({"If-Match": etag} if etag else {})}
         response = self._request("PUT", f"/manifests/{name}", (201, 200, 202, 412), headers=headers, body=data)
-        response.close() if response.status == 412 else response.drain_conn()
+        self.transport.discard(response)
         if response.status == 412:
             message = "somebody else changed it meanwhile"
             raise RegistryError("registry-changed", message, where=self._place(f"/manifests/{name}"))
@@ -146,7 +146,7 @@ class Repository:
         """
         url = f"/blobs/{digest}"
         response = self._request("HEAD", url, (200, 404))
-        response.release_conn()
+        self.transport.discard(response)
         said = response.headers.get("Content-Length", "")
         if response.status == 200 and said.isdigit() and int(said[:20]) != size:
             message = f"expected {size} bytes under this digest, the registry says {said[:20]}"
@@ -162,7 +162,7 @@ class Repository:
         for name in mounted:
             query = f"?mount={digest}&from={quote(name, safe='')}"
             response = self._request("POST", f"/blobs/uploads/{query}", (201, 202, 400, 403, 404))
-            response.drain_conn()
+            self.transport.discard(response)
             if response.status == 201:
                 return "mounted"
         self.transport.retrying(lambda: self._upload_once(digest, size, content))
@@ -170,7 +170,7 @@ class Repository:
 
     def _upload_once(self, digest: str, size: int, content: Callable[[], Any]) -> None:
         response = self._request("POST", "/blobs/uploads/", (202,), headers={"Content-Length": "0"})
-        response.drain_conn()
+        self.transport.discard(response)
         posted = self._url("/blobs/uploads/")
         location = self.transport.target(posted, response.headers.get("Location", ""))
         url = location + ("&" if urlsplit(location).query else "?") + f"digest={quote(digest, safe='')}"
@@ -188,7 +188,7 @@ class Repository:
             raise Temporary(RegistryError("registry-denied", "the registry refuses the upload", where=place(url)))
         if response.status not in (201, 200, 204):
             raise self.transport.failure(response, url)
-        response.drain_conn()
+        self.transport.discard(response)
 
     def fetch(self, digest: str, size: int, file: BinaryIO, count: Count = lambda size: None) -> None:
         """Write a blob into `file`, which is open for reading and writing; what it holds already is gone on from.
@@ -351,7 +351,12 @@ class _Download:
                 response.close()
                 error = RegistryError("registry-answer", "another range than was asked for", where=place(self._url))
                 raise Temporary(error)
-        self._write(response)
+        try:
+            self._write(response)
+        except BaseException:
+            response.close()
+            raise
+        response.release_conn()
 
     def _goes_on(self, response: Response) -> bool:
         given = response.headers.get("Content-Range", "")
@@ -361,7 +366,6 @@ class _Download:
         started, before = self._transport.clock(), self.length
         while data := self._piece(response):
             if self.length + len(data) > self._size:
-                response.close()
                 self._restart()
                 raise self._wrong_size("more")
             self._file.write(data)
@@ -370,9 +374,7 @@ class _Download:
             self._count(len(data))
             seconds = self._transport.clock() - started
             if seconds > SLOW_SECONDS and (self.length - before) / seconds < MIN_BYTES_PER_SECOND:
-                response.close()
                 raise Temporary(self._transport.broken(self._url, "the content comes too slowly"))
-        response.release_conn()
         if self.length < self._size:
             said = response.headers.get("Content-Length", "")
             if said.isdigit() and int(said[:20]) == self.length - before:
@@ -387,7 +389,6 @@ class _Download:
         try:
             return bytes(response.read(BLOCK_BYTES, decode_content=False))
         except http_errors() as error:
-            response.close()
             raise Temporary(self._transport.broken(self._url, reason_of(error))) from None
 
     def _wrong_size(self, found: str) -> BundleError:

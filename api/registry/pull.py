@@ -14,6 +14,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.bundle import attached as attachments
 from precast.ir.bundle import oci
 from precast.ir.bundle.attached import Attached
+from precast.ir.bundle.codec import decode_json
 from precast.ir.bundle.layout import compose_index, decode_image, is_bundle
 from precast.ir.bundle.oci import Descriptor
 from precast.ir.errors import BundleError, PrecastError, RegistryError, shown
@@ -124,6 +125,10 @@ def _fetch(source: Repository, named: Reference, digest: str, store: Store, prog
     _fetch_all(source, store, missing, progress)
     store.put(manifest)
     attached = tuple(_keep(store, extra) for extra in listed)
+    for extra in attached:
+        if extra.artifact_type == oci.PROVENANCE and not _is_record(extra):
+            notes.append(f"passed over {extra.digest}: its provenance record is no object of canonical JSON")
+            attached = tuple(other for other in attached if other is not extra)
     store.record(descriptor, attached, str(Reference(named.host, named.name, named.tag)))
     fetched = sum(part.size for part in missing)
     shared = sum(part.size for part in parts.values()) - fetched
@@ -186,6 +191,14 @@ def _keep(store: Store, extra: Listed) -> Attached:
             raise BundleError("blob-digest", f"attached: expected {part.digest}", where=str(store.path))
         blobs[part.digest] = data
     return attachments.with_blobs(extra.data, extra.document, blobs)
+
+
+def _is_record(extra: Attached) -> bool:
+    try:
+        decode_json(extra.layers[0].data, dict[str, object], "provenance")
+    except BundleError:
+        return False
+    return True
 
 
 def _check_room(store: Store, size: int) -> None:

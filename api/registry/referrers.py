@@ -15,6 +15,7 @@ from precast.ir.bundle import attached as attachments
 from precast.ir.bundle import oci
 from precast.ir.bundle.attached import Attached, Document
 from precast.ir.bundle.codec import decode_foreign_json
+from precast.ir.bundle.layout import check_attached
 from precast.ir.bundle.oci import Descriptor
 from precast.ir.errors import BundleError, RegistryError, shown, some
 from precast.registry.client import MAX_MANIFEST_BYTES, Repository
@@ -127,7 +128,7 @@ def _open(repository: Repository, entry: _Entry, image: Descriptor) -> Listed:
             raise BundleError("blob-missing", error.message) from None
         raise
     document = attachments.decode(data)
-    attachments.check(document, image)
+    check_attached(data, document, image)
     return Listed(data, document)
 
 

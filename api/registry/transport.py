@@ -196,6 +196,14 @@ class Transport:
         finally:
             response.release_conn()
 
+    def discard(self, response: Response) -> None:
+        """Be done with an answer whose body nobody wants: a short one leaves its connection to the next request."""
+        try:
+            rest = response.read(MAX_ERROR_BYTES, decode_content=False)
+            response.close() if len(rest) == MAX_ERROR_BYTES else response.release_conn()
+        except http_errors():
+            response.close()
+
     def failure(self, response: Response, url: str) -> RegistryError:
         """The error that an unexpected status is; the body is read as far as it explains it."""
         return self._failure(response, urljoin(self.origin, url))
@@ -305,12 +313,12 @@ def reason_of(error: BaseException) -> str:
 
     if isinstance(error, kinds.NameResolutionError):
         return "the host's name is not known"
+    if isinstance(error, kinds.NewConnectionError):  # before timeouts, of which urllib3 makes it a kind
+        return f"no connection: {shown(str(error).rpartition('] ')[2])}"
     if isinstance(error, kinds.ConnectTimeoutError):
         return f"no connection within {CONNECT_SECONDS:.0f} seconds"
     if isinstance(error, (kinds.ReadTimeoutError, TimeoutError)):
         return f"nothing arrived for {READ_SECONDS:.0f} seconds"
-    if isinstance(error, kinds.NewConnectionError):
-        return f"no connection: {shown(str(error).rpartition('] ')[2])}"
     if isinstance(error, kinds.ProxyError):
         return "no connection to the proxy that the environment names"
     return "the connection broke"

@@ -256,9 +256,7 @@ def _read_images(files: Directory, index: Index) -> tuple[Descriptor, bytes, lis
     ((descriptor, image),) = own
     _check_entry(descriptor, decode_image(image))
     for data, document in extras:
-        attachments.check(document, descriptor)
-        if data in records:
-            _check_provenance(decode_strict(data))
+        check_attached(data, document, descriptor)
     attachments.check_together([document for _, document in extras])
     return Descriptor(oci.IMAGE_TYPE, descriptor.digest, descriptor.size), image, extras
 
@@ -324,6 +322,13 @@ def _check_image(image: Image) -> None:
     if any(part.artifact_type or part.annotations for part in (image.config, *image.layers[:2])):
         message = "image manifest: expected annotations on tokenizer files and native layers only"
         raise BundleError("image-invalid", message)
+
+
+def check_attached(data: bytes, document: Document, bundle: Descriptor) -> None:
+    """Raise BundleError unless the manifest, whose bytes are `data`, can be attached to this bundle in a layout."""
+    attachments.check(document, bundle)
+    if document.type == oci.PROVENANCE:
+        _check_provenance(decode_strict(data))
 
 
 def _check_provenance(image: Image) -> None:
