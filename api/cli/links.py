@@ -18,7 +18,10 @@ from precast.registry.reference import SCHEME, Reference
 def linked(bundle: Path | str, weights: Path | str, plain_http: bool) -> Report:
     """Link the weights to the bundle: an attached manifest in a registry, or a `precast.lock` beside a checkpoint."""
     opened = Bundle.open(bundle)
-    named = Reference.parse(bundle).at(opened.digest) if isinstance(bundle, str) else None
+    named = None
+    if isinstance(bundle, str):
+        address = Reference.parse(bundle)
+        named = Reference(address.host, address.name, None, opened.digest)
     targets = tuple(sorted(opened.native))
     if isinstance(weights, str):
         if named is None:

@@ -10,13 +10,20 @@ import datetime
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import signers
+from fake_registry import FakeRegistry
 
 from precast.ir.artifact import Bundle, attach
-from precast.ir.trust import statements
+from precast.ir.trust import keys, signatures, statements
+from precast.registry import attaching
+from precast.registry.client import Repository
+from precast.registry.pull import pull
+from precast.registry.push import push
+from precast.registry.reference import Reference
 from precast.sign import predicates
 from precast.sign.private_keys import private_key
 from precast.sign.signing import attest, sign
@@ -110,3 +117,45 @@ def test_why_attestations_want_a_key_of_their_own(own: Bundle, tmp_path: Path) -
     attach(own.path, attest(own, key, statements.PROVENANCE, predicates.provenance(own)))
 
     assert verify(own, KEYS["p256"], tmp_path).returncode == 0
+
+
+@pytest.fixture
+def pushed(own: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address, without `oci://`, of the bundle in a registry of the test's own."""
+    monkeypatch.setenv("PRECAST_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with FakeRegistry() as registry:
+        yield push(own.path, f"{registry.host}/acme/llama:v1").reference
+
+
+def test_what_cosign_signs_in_a_registry(pushed: str, tmp_path: Path) -> None:
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "COSIGN_PASSWORD": "secret"}
+
+    def run(*arguments: object) -> None:
+        done = subprocess.run([str(COSIGN), *map(str, arguments)], cwd=tmp_path, env=environment, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+
+    run("generate-key-pair")
+    run("signing-config", "create", "--out", "services.json")
+    run("sign", "--key", "cosign.key", "--signing-config", "services.json", "--yes", pushed)
+    (tmp_path / "predicate.json").write_text('{"buildDefinition": {}}')
+    attested = ("--predicate", "predicate.json", "--type", "slsaprovenance1")
+    run("attest", "--key", "cosign.key", "--signing-config", "services.json", "--yes", *attested, pushed)
+    pull(pushed, tmp_path / "pulled.bundle")
+
+    bundle = Bundle.open(tmp_path / "pulled.bundle")
+    found = signatures.attached_to(bundle.attached)
+    key = keys.public_key((tmp_path / "cosign.pub").read_bytes())
+    assert len(signatures.require(found, bundle.digest, [key])) == 1
+    assert len(signatures.require(found, bundle.digest, [key], statements.PROVENANCE)) == 1
+
+
+def test_what_precast_attaches_in_a_registry(pushed: str, own: Bundle, tmp_path: Path) -> None:
+    repository = Repository(Reference.parse(pushed), writes=True)
+    attaching.attach(repository, own.descriptor, sign(own, private_key(signers.private_pem(KEYS["p256"]))))
+    (tmp_path / "key.pub").write_bytes(signers.public_pem(KEYS["p256"]))
+
+    done = cosign(tmp_path, "verify", "--key", tmp_path / "key.pub", "--insecure-ignore-tlog=true", pushed)
+
+    assert done.returncode == 0, done.stderr
+    assert own.digest in done.stdout
