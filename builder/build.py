@@ -9,7 +9,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -25,11 +25,13 @@ from precast.builder.graph.context import Options
 from precast.builder.lower.lower import lower, refuse_unknown_ops
 from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
+from precast.builder.native.layer import native_layer, target_named
 from precast.builder.passes.graph_pass import Pass
 from precast.builder.source.config_facts import config_facts
 from precast.builder.source.facts import limit
 from precast.builder.source.source import Source, open_source
 from precast.ir.artifact import Bundle, check_output
+from precast.ir.bundle.trust import MadeHere, folder_of_layers
 from precast.ir.errors import BuildError
 from precast.ir.memory.capture import capture_plan
 from precast.kernels.registry import register
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from precast.ir.graph.schema import Dtype, Graph
     from precast.ir.manifest import PassRecord
+    from precast.kernels.measured import Table
 
 KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "fp8_e4m3": "float8_e4m3fn"})
 """The dtypes of cached keys and values by the names of the option; None: the model's."""
@@ -51,7 +54,8 @@ def build(
     source: str | Path | PreTrainedConfig, out: str | Path, *, dtype: str = "auto", max_seq_len: int | None = None,
     page_size: int | None = None, kv_dtype: str = "auto", disabled_passes: Collection[str] = (),
     snapshots: str | Path | None = None, snapshot_after: str | None = None, dump: str | Path | None = None,
-    allow_remote_code: bool = False, model_type: str | None = None,
+    targets: Sequence[str] = (), choices: Sequence[Table] = (), allow_remote_code: bool = False,
+    model_type: str | None = None,
     check: Callable[[PreTrainedConfig], None] | None = None, progress: Progress | None = None,
 ) -> Bundle:  # fmt: skip
     """Build the bundle of a Hugging Face decoder, without weights and without a GPU, and publish it at `out`.
@@ -71,6 +75,11 @@ def build(
             read or written.
         snapshot_after: the stage whose result is kept; None: `shard`, the last one whose result page size and kv dtype
             don't change.
+        targets: GPUs, such as sm_90, whose kernels are compiled now and stored as native layers of the bundle. They
+            are code, so a load takes them from whom it trusts only (docs/native.md); this user and this machine are
+            recorded as one who does.
+        choices: measured tables with which the bundle may be loaded, beside those that come with Precast: the kernels
+            of their choices are compiled too.
         dump: a directory that gets the graph after each pass as text.
         allow_remote_code: run the code that comes with a model which transformers does not have itself, with the
             rights of this process. None of it enters the bundle, which records that it ran. No snapshots are taken
@@ -91,6 +100,7 @@ def build(
     opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)
     facts = config_facts(opened)
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype)
+    gpus = [target_named(name) for name in dict.fromkeys(targets)]
     notes = _notes(opened, dtype)
     if snapshot_after is not None and snapshots is None:
         message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
@@ -109,11 +119,28 @@ def build(
     lowered = lower(captured.graph, captured.ctx)
     graph, history = pipeline.run_lowered(lowered, late, history=history, dump=dump_dir)
     graph = _planned(graph)
+    if gpus:
+        say("kernels")
+    native = [native_layer(graph, gpu, choices) for gpu in gpus]
     say("pack")
-    return pack(
+    packed = pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
         config=facts, provenance=_provenance(opened, options, disabled_passes, started, is_restored) | notes,
+        native=native,
     )  # fmt: skip
+    _record_layers(packed)
+    return packed
+
+
+def _record_layers(bundle: Bundle) -> None:
+    """Note that the bundle's native layers were compiled here."""
+    here = MadeHere(folder_of_layers())
+    for target in bundle.native:
+        try:
+            here.record(bundle.native_digest(target))
+        except OSError as error:
+            found = f"no record can be kept of the native layer for {target}: {error}"
+            logging.getLogger("precast").warning("warning: %s; loads have to allow it by its digest", found)
 
 
 def _capture_and_run(

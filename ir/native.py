@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -21,6 +21,10 @@ from precast.ir.graph.schema import Wire
 ParamType = Literal["pointer", "int32", "int64", "float32"]
 """What a kernel takes in one place: 8, 4, 8 or 4 bytes."""
 
+ALIGNED = 16
+"""Of what Triton compiles kernels apart for: multiples of so many bytes or elements."""
+MOST_INT32 = 2**31 - 1
+"""Of an integer argument; a larger one takes a kernel with 64 bits in its place."""
 NO_ARGUMENT = -1
 """In the place of an argument: a null pointer. Triton's kernels end with two, for memory of their own."""
 
@@ -84,6 +88,16 @@ class NativeLayer(Wire, frozen=True):
     sources: dict[str, str]
     kernels: tuple[NativeKernel, ...]
     images: dict[str, bytes]
+
+
+def takes(aligned: Sequence[int], ones: Sequence[int], narrow: Sequence[int], values: Sequence[int]) -> bool:
+    """Whether a kernel takes a launch of these values, an integer for each argument: those of `aligned` are multiples
+    of 16, those of `ones` are 1, and those of `narrow` have 31 bits."""
+    return (
+        all(values[i] % ALIGNED == 0 for i in aligned)
+        and all(values[i] == 1 for i in ones)
+        and all(values[i] <= MOST_INT32 for i in narrow)
+    )
 
 
 _KERNEL = re.compile(r"precast\.kernels(\.[a-z_0-9]+)+(/[a-z_0-9]+\.cu)?:[A-Za-z_][A-Za-z_0-9]*")

@@ -21,6 +21,8 @@ from cuda.bindings import driver
 from precast.kernels.cuda_source import Constants, compiled
 
 _ROOM = "precast.kernels."
+MUCH_SHARED_BYTES = 48 << 10
+"""Of shared memory: a kernel that takes more has to say so before it is launched."""
 
 
 @cache
@@ -32,9 +34,20 @@ def function_of(named: str, constants: Constants, device: int) -> driver.CUfunct
     file, _, name = named.removeprefix(_ROOM).partition(":")
     code = compiled(file, constants, (_of_device(device, "COMPUTE_CAPABILITY_MAJOR"),
                                       _of_device(device, "COMPUTE_CAPABILITY_MINOR")))  # fmt: skip
+    return function_in(code, name, device, wants_shared=True)
+
+
+@cache
+def function_in(image: bytes, name: str, device: int, *, wants_shared: bool) -> driver.CUfunction:
+    """The kernel of this name in an image, loaded on the current device; once in a process, also during capture.
+
+    One that `wants_shared` may take all shared memory that the device has.
+    """
     attributes = driver.CUfunction_attribute
     with relaxed_capture():
-        function = _checked(driver.cuModuleGetFunction(_checked(driver.cuModuleLoadData(code)), name.encode()))
+        function = _checked(driver.cuModuleGetFunction(_checked(driver.cuModuleLoadData(image)), name.encode()))
+        if not wants_shared:
+            return function
         fixed = _checked(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
         most = _of_device(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - fixed
         _checked(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most))

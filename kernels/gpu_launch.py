@@ -10,14 +10,16 @@ Imported when a kernel is first launched.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cuda.bindings import driver
 
 from precast.ir.graph.schema import Apply, Expr
-from precast.kernels.cuda_launch import At, Kernel, function_of, relaxed_capture
+from precast.ir.native import NO_ARGUMENT
+from precast.kernels.cuda_launch import MUCH_SHARED_BYTES, At, Kernel, function_in, function_of, relaxed_capture
 from precast.kernels.named import named
+from precast.kernels.native import Native
 from precast.kernels.records import Launch, Pointer, Stride
 
 Tensors = Mapping[str, torch.Tensor]
@@ -30,7 +32,14 @@ _MANY = 4096
 """Of how many different arguments it is remembered which of Triton's kernels takes them."""
 
 
-def run_of(launch: Launch, places: Mapping[Expr, int], read_args: ReadArgs, device: int) -> Run:
+class Lookup(NamedTuple):
+    """Where compiled kernels of a launch are looked up, and by what key."""
+
+    native: Native
+    key: str
+
+
+def run_of(launch: Launch, places: Mapping[Expr, int], read_args: ReadArgs, device: int, lookup: Lookup) -> Run:
     """What runs the launch on a device, which is the current one, on its current stream.
 
     `places` says where the values of expressions stand among a run's sizes.
@@ -38,7 +47,8 @@ def run_of(launch: Launch, places: Mapping[Expr, int], read_args: ReadArgs, devi
     given = _Given(launch, places)
     if launch.library:
         return _library(launch, given, device)
-    kernel_for = _cuda(launch, given, device) if launch.block else _Triton(launch, given, read_args).kernel_for
+    kernels = _Kernels(launch, given, device, lookup)
+    kernel_for = _cuda(kernels) if launch.block else _Triton(kernels, read_args).kernel_for
 
     def run(tensors: Tensors, sizes: Sequence[int]) -> None:
         grid = given.grid(sizes)
@@ -100,21 +110,52 @@ def _place(expr: Expr, places: Mapping[Expr, int]) -> tuple[int | None, int]:
 KernelFor = Callable[[list[int], list[int], Tensors, Sequence[int]], Kernel]
 
 
-def _cuda(launch: Launch, given: _Given, device: int) -> KernelFor:
+class _Kernels(NamedTuple):
+    """What finds or compiles a kernel of a launch."""
+
+    launch: Launch
+    given: _Given
+    device: int
+    lookup: Lookup
+
+    def found(self, values: Sequence[int]) -> Kernel | None:
+        """The layer's kernel for a run of these addresses and numbers; None, which is counted, if it has none."""
+        native, given = self.lookup.native, self.given
+        numbers = [values[arg.place] if isinstance(arg, At) else arg for arg in given.args]
+        kernel = native.find(self.lookup.key, [each if isinstance(each, int) else 0 for each in numbers])
+        if kernel is None:
+            native.compilations += 1
+            return None
+        is_cuda = self.launch.block > 0
+        function = function_in(
+            native.image(kernel), kernel.function, self.device,
+            wants_shared=is_cuda or kernel.shared_bytes > MUCH_SHARED_BYTES,
+        )  # fmt: skip
+        takes = [None if param.argument == NO_ARGUMENT else given.args[param.argument] for param in kernel.params]
+        return Kernel(
+            function, takes, num_given=given.num_given, num_threads=kernel.threads, shared_bytes=kernel.shared_bytes,
+            pdl=kernel.pdl,
+        )  # fmt: skip
+
+
+def _cuda(kernels: _Kernels) -> KernelFor:
     made: list[Kernel] = []
 
-    def kernel_for(*_: object) -> Kernel:
+    def kernel_for(addresses: list[int], numbers: list[int], *_: object) -> Kernel:
         if not made:
-            function = function_of(launch.kernel, tuple(launch.constants.items()), device)
-            made.append(
-                Kernel(
-                    function, given.args, num_given=given.num_given, num_threads=launch.block,
-                    shared_bytes=launch.shared_bytes, pdl=launch.pdl,
-                )
-            )  # fmt: skip
+            made.append(kernels.found(addresses + numbers) or _of_cuda(kernels))
         return made[0]
 
     return kernel_for
+
+
+def _of_cuda(kernels: _Kernels) -> Kernel:
+    launch, given = kernels.launch, kernels.given
+    function = function_of(launch.kernel, tuple(launch.constants.items()), kernels.device)
+    return Kernel(
+        function, given.args, num_given=given.num_given, num_threads=launch.block, shared_bytes=launch.shared_bytes,
+        pdl=launch.pdl,
+    )  # fmt: skip
 
 
 def _library(launch: Launch, given: _Given, device: int) -> Run:
@@ -141,15 +182,15 @@ def _library(launch: Launch, given: _Given, device: int) -> Run:
 
 
 class _Triton:
-    """The kernels that Triton compiled for a launch."""
+    """The kernels of a launch that Triton compiled, ahead or when they were first wanted."""
 
-    def __init__(self, launch: Launch, given: _Given, read_args: ReadArgs) -> None:
-        self._launch, self._given, self._read_args = launch, given, read_args
+    def __init__(self, kernels: _Kernels, read_args: ReadArgs) -> None:
+        self._kernels, self._read_args = kernels, read_args
         self._by_kinds: dict[tuple[int, ...], Kernel] = {}
         self._by_values: dict[tuple[int, ...], Kernel] = {}
 
     def kernel_for(self, addresses: list[int], numbers: list[int], tensors: Tensors, sizes: Sequence[int]) -> Kernel:
-        """The one for these arguments, compiled where they are the first of their kinds."""
+        """The one for these arguments, found or compiled where they are the first of their kinds."""
         bits = 0
         for address in addresses:
             bits |= address
@@ -159,7 +200,9 @@ class _Triton:
         if kernel is None:
             kinds = tuple(map(_kind, addresses + numbers))
             if kinds not in self._by_kinds:
-                self._by_kinds[kinds] = _compiled(self._launch, self._given, self._read_args(tensors, sizes))
+                self._by_kinds[kinds] = self._kernels.found(addresses + numbers) or _compiled(
+                    self._kernels.launch, self._kernels.given, self._read_args(tensors, sizes)
+                )
             if len(self._by_values) >= _MANY:
                 self._by_values.clear()
             kernel = self._by_values[key] = self._by_kinds[kinds]

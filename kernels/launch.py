@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import apply_shape_rule
-from precast.ir.graph.schema import Apply, Arg, Const, DtypeArg, Expr, Items, Node, Ref, Steps, TensorType, Value
+from precast.ir.graph.schema import Apply, Arg, Const, Dtype, DtypeArg, Expr, Items, Node, Ref, Steps, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import OpDef
 from precast.kernels.calls import with_signature
 from precast.kernels.dtypes import BY_NAME, NAMES
+from precast.kernels.launch_key import forms, launch_key
 from precast.kernels.named import named
+from precast.kernels.native import Native
 from precast.kernels.records import Launch, Pointer, Record, Stride
 from precast.kernels.use import Target, Use
 
@@ -32,9 +34,11 @@ class Launched:
     """The launches of one use, called with the op's arguments by name, `out`, and `sizes`.
 
     `sizes` are the values of `expressions`, which depend on the step. `workspace` are the bytes that are given to it.
+    Kernels come from `native`, or are compiled.
     """
 
-    def __init__(self, launches: Sequence[Launch], workspace: Expr = 0) -> None:
+    def __init__(self, launches: Sequence[Launch], workspace: Expr = 0, native: Native | None = None) -> None:
+        self._native = Native() if native is None else native
         given = (workspace, *(expr for launch in launches for expr in _expressions(launch)))
         self.expressions = tuple(dict.fromkeys(expr for expr in given if not isinstance(expr, int)))
         self._places: dict[Expr, int] = {expr: i for i, expr in enumerate(self.expressions)}
@@ -67,7 +71,8 @@ class Launched:
     def _run(self, index: int, tensors: Mapping[str, Any], sizes: Sequence[int]) -> None:
         runs = self._runs.get(index)
         if runs is None:
-            runs = self._runs[index] = [_run_of(launch, self._places, index) for launch in self._launches]
+            on = _On(index, self._native, {name: NAMES[each.dtype] for name, each in _by_name(tensors)})
+            runs = self._runs[index] = [_run_of(launch, self._places, on) for launch in self._launches]
         for run in runs:
             run(tensors, sizes)
 
@@ -80,13 +85,14 @@ def _named(name: str, listed: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]
 def launched_of(record: Record, use: Use) -> Launched:
     """What a record launches for a use."""
     assert not isinstance(record.runs, str), f"{record.name} names a function"
-    return Launched(record.runs(use), record.workspace(use))
+    return Launched(record.runs(use), record.workspace(use), use.target.native)
 
 
-def as_function(record: Record) -> Callable[..., Any]:
+def as_function(record: Record, native: Native | None = None) -> Callable[..., Any]:
     """The op over tensors, whose launches are made once for arguments of the same kind: for whoever has no node.
 
-    It takes the op's arguments, and `out` where the op has results: None for new memory.
+    It takes the op's arguments, and `out` where the op has results: None for new memory. Kernels come from `native`, or
+    are compiled.
     """
     known: dict[Any, tuple[Sequence[Value], Launched]] = {}
 
@@ -95,6 +101,7 @@ def as_function(record: Record) -> Callable[..., Any]:
         key = tuple((name, _key(value)) for name, value in arguments.items())
         if key not in known:
             use = _use_of(record, arguments)
+            use = use._replace(target=use.target._replace(native=native))
             known[key] = use.node.outputs, launched_of(record, use)
         outputs, launched = known[key]
         if out is None:
@@ -211,17 +218,27 @@ def _beginning_later(name: str, offset: Callable[[Sequence[int]], int]) -> _Read
     return read
 
 
-def _run_of(launch: Launch, places: Mapping[Expr, int], index: int) -> _Run:
-    """What runs the launch on this GPU, or on the CPU (-1)."""
+class _On(NamedTuple):
+    """Where launches run: the GPU's index, -1 for the CPU, the kernels at hand, and the element types of tensors."""
+
+    index: int
+    native: Native
+    dtypes: Mapping[str, Dtype]
+
+
+def _run_of(launch: Launch, places: Mapping[Expr, int], on: _On) -> _Run:
+    """What runs the launch there."""
     readers = [_reader(arg, places) for arg in launch.args]
 
     def read_args(tensors: Mapping[str, Any], sizes: Sequence[int]) -> list[Any]:
         return [read(tensors, sizes) for read in readers]
 
-    if index >= 0:
+    if on.index >= 0:
         from precast.kernels import gpu_launch
 
-        return gpu_launch.run_of(launch, places, read_args, index)
+        known = () if launch.library else forms(launch, lambda pointer: pointer.dtype or on.dtypes[pointer.tensor])
+        lookup = gpu_launch.Lookup(on.native, launch_key(launch, known))
+        return gpu_launch.run_of(launch, places, read_args, on.index, lookup)
     grid = [_number(size, places) for size in launch.grid]
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from precast.ir.graph.schema import Apply, Dtype
+from precast.ir.native import ALIGNED, MOST_INT32, takes
 from precast.kernels.records import Launch, Pointer, Stride
 
-ALIGNED = 16
-"""Of what Triton compiles kernels apart for: multiples of so many bytes or elements."""
-MOST_INT32 = 2**31 - 1
-"""Of an integer argument; a larger one takes a kernel with 64 bits in its place."""
+__all__ = ["ALIGNED", "MOST_INT32", "forms", "launch_key", "takes"]
 
 DtypeOf = Callable[[Pointer], Dtype]
 """The element type that a launch's pointer leads to."""
@@ -38,16 +36,6 @@ def launch_key(launch: Launch, known: tuple[str, ...]) -> str:
         launch.shared_bytes, launch.pdl, known,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(what, separators=(",", ":")).encode()).hexdigest()
-
-
-def takes(aligned: Sequence[int], ones: Sequence[int], narrow: Sequence[int], values: Sequence[int]) -> bool:
-    """Whether a kernel takes a launch of these values, an integer for each argument: those of `aligned` are multiples
-    of 16, those of `ones` are 1, and those of `narrow` have 31 bits."""
-    return (
-        all(values[i] % ALIGNED == 0 for i in aligned)
-        and all(values[i] == 1 for i in ones)
-        and all(values[i] <= MOST_INT32 for i in narrow)
-    )
 
 
 def _form(arg: object, dtype_of: DtypeOf, *, is_triton: bool) -> str:

@@ -22,6 +22,7 @@ from precast.kernels.launch import Launched, as_function, launched_of
 from precast.kernels.linear import cublaslt
 from precast.kernels.measured import Table, table_of
 from precast.kernels.named import named
+from precast.kernels.native import Native
 from precast.kernels.records import Ranges, Record
 from precast.kernels.spec import OpSpec
 from precast.kernels.use import GPU, Target, Use
@@ -112,11 +113,15 @@ def resolve(
 
 def resolve_into(
     name: str, version: int, device: torch.device, *, control: Literal["static"] | None = None,
-    dtypes: Mapping[str, Dtype] | None = None,
+    dtypes: Mapping[str, Dtype] | None = None, target: Target | None = None,
 ) -> Callable[..., None]:  # fmt: skip
-    """The same for an op of one result, which is written into `out`, a tensor that it is given besides."""
-    record = fastest(name, version, target_of(device), control=control, dtypes=dtypes)
-    function = function_of(record)
+    """The same for an op of one result, which is written into `out`, a tensor that it is given besides.
+
+    `target` is what the device is, with the kernels that are at hand; None: `target_of` it.
+    """
+    target = target or target_of(device)
+    record = fastest(name, version, target, control=control, dtypes=dtypes)
+    function = function_of(record, target.native)
     if not record.allocates:
         return function
 
@@ -147,6 +152,7 @@ def target_of(device: torch.device, table: Table | None = None) -> Target:
     return target._replace(kinds=target.kinds - {kind for kind, is_there in has.items() if not is_there})
 
 
-def function_of(record: Record) -> Callable[..., Any]:
-    """The function that a record names, imported when it is first wanted; or its launches as one."""
-    return named(record.runs) if isinstance(record.runs, str) else as_function(record)
+def function_of(record: Record, native: Native | None = None) -> Callable[..., Any]:
+    """The function that a record names, imported when it is first wanted; or its launches as one, with the kernels
+    that are at hand."""
+    return named(record.runs) if isinstance(record.runs, str) else as_function(record, native)

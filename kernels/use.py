@@ -17,6 +17,7 @@ from precast.ir.memory import caches
 from precast.ir.memory.liveness import Operand
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.measured import NOTHING, Table
+from precast.kernels.native import Native
 
 Kind = Literal["torch", "triton", "cuda", "library"]
 
@@ -25,14 +26,15 @@ LONGEST = "longest sequence"
 
 
 class Target(NamedTuple):
-    """Where a graph runs: the kind of device, a GPU's compute capability, over how many ranks, what can run, and what
-    was measured there."""
+    """Where a graph runs: the kind of device, a GPU's compute capability, over how many ranks, what can run, what was
+    measured there, and which kernels are compiled already."""
 
     device: Literal["cpu", "cuda"]
     capability: tuple[int, int] = (0, 0)
     tp: int = 1
     kinds: frozenset[Kind] = frozenset(("torch", "triton", "cuda", "library"))
     table: Table = NOTHING
+    native: Native | None = None
 
     @classmethod
     def parse(cls, text: str) -> Target:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from precast.ir.artifact import Bundle
+from precast.ir.bundle.trust import Trust
 from precast.ir.errors import RequestError, shown_value
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches, liveness
@@ -19,14 +20,18 @@ from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
 from precast.kernels.dtypes import BY_NAME
-from precast.kernels.measured import read_table
+from precast.kernels.measured import Table, read_table
+from precast.kernels.native import Native
 from precast.kernels.registry import target_of
+from precast.kernels.sealed import sealed_tables
+from precast.kernels.use import Target
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.tokenizer import check_tokenizer
+from precast.loader.native import choose
 from precast.loader.placement import bind_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs
@@ -54,6 +59,8 @@ def load(
     allow_config_mismatch: bool = False,
     choices: str | Path | None = None,
     capture: Capture | None = None,
+    native: str | Sequence[str] = (),
+    trust: Trust | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
@@ -67,8 +74,12 @@ def load(
     this function returns, or not at all (`off`); None: `background` on a GPU, and `off` on a CPU, where a captured step
     is no faster.
 
-    `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that comes with Precast
-    for the GPU, if there is one.
+    `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that the bundle was
+    sealed with on this machine, else the one that comes with Precast for the GPU, if there is one.
+
+    `native`: digests, one or several, of native layers or of bundles whose native layers may be used: they are code.
+    Those that `trust` admits are used too; None: those that this user compiled on this machine. Where none is used,
+    kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md).
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
@@ -95,7 +106,7 @@ def load(
     target = placement.device
     capture = capture or ("background" if target.kind == "cuda" else "off")
     with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
-        with timeline.phase("bundle"), collector_held():
+        with timeline.phase("bundle") as phase, collector_held():
             opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
             graph = bind_world(opened.graph, placement)
             graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
@@ -105,7 +116,8 @@ def load(
             check_tokenizer(opened.files("tokenizer"))
             if not allow_config_mismatch:
                 config_facts.check(opened.manifest.config, weights)
-            what = target_of(torch.device(target.name), table)
+            table = _sealed(opened, target) if table is None else table
+            what, phase.note = _with_native(target_of(torch.device(target.name), table), opened, native, trust)
             program = restore(graph, device=torch.device(target.name), target=what)
             files = CheckpointFiles.open(weights)
         with timeline.phase("weights") as phase:
@@ -121,17 +133,38 @@ def load(
             program.bind(memory.tensors)
             cut_blocks_to_size(torch.device(target.name))
             program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
-            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes)
+            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, target=what)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
         if capture == "before":
             with timeline.phase("captured") as phase:
                 runner.capture_all()
-                phase.counters = {"graphs": runner.captures.num_captured}
+                phase.counters = {"graphs": runner.captures.num_captured, "compilations": runner.native.compilations}
     model, tokenizer = opened.manifest.model, opened.files("tokenizer")
     return Engine(
         runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes,
         max_prefill_tokens=max_prefill_tokens,
     )  # fmt: skip
+
+
+def _sealed(bundle: Bundle, device: Device) -> Table | None:
+    """The choices that were measured on this very machine, and attached to the bundle; None if there are none."""
+    tables = sealed_tables(bundle.attached) if device.kind == "cuda" else {}
+    if not tables:
+        return None
+    from precast.kernels.machine import this_machine
+
+    machine = this_machine()
+    return next((table for table in tables.values() if table.machine == machine), None)
+
+
+def _with_native(
+    target: Target, bundle: Bundle, allowed: str | Sequence[str], trust: Trust | None
+) -> tuple[Target, str]:
+    """The target with the kernels that are compiled already, and a word on where they come from; none for CPUs."""
+    if target.device == "cpu":
+        return target, ""
+    chosen = choose(bundle, target.text, allowed=[allowed] if isinstance(allowed, str) else allowed, trust=trust)
+    return target._replace(native=Native(chosen.layer)), chosen.note
 
 
 @liveness.computed()

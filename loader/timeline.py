@@ -20,7 +20,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 class Phase(msgspec.Struct):
     """One step of a load: when it began (seconds from the origin), how long it took, what it moved and counted.
 
-    `seconds` is None while the phase runs, and stays None if it ended with an error.
+    `seconds` is None while the phase runs, and stays None if it ended with an error. `note` says what was decided.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Phase(msgspec.Struct):
     seconds: float | None = None
     bytes: int | None = None
     counters: dict[str, int] = {}
+    note: str = ""
 
 
 class Timeline:
@@ -59,8 +60,12 @@ class Timeline:
         return max((phase.start + (phase.seconds or 0.0) for phase in self.phases), default=0.0) - first
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"total_seconds": ..., "phases": [{"name", "start", "seconds", "bytes", "counters"}, ...]}`."""
+        """`{"total_seconds": ..., "phases": [{"name", "start", "seconds", "bytes", "counters"}, ...]}`, with the `note`
+        of a phase that has one."""
         phases = [msgspec.to_builtins(phase) for phase in self.phases]
+        for phase in phases:
+            if not phase["note"]:
+                del phase["note"]
         return {"total_seconds": self.total_seconds(), "phases": phases}
 
     def to_json(self) -> str:
@@ -87,6 +92,7 @@ def _line(phase: Phase, width: int, origin: float, scale: float) -> str:
     if phase.bytes is not None and seconds > 0:
         notes.append(f"{_amount(phase.bytes / seconds)}/s")
     notes += [f"{counter}={number}" for counter, number in sorted(phase.counters.items())]
+    notes += [phase.note] if phase.note else []
     return f"{phase.name:<{width}} {phase.start:8.3f} s {took:>10} |{bar}| {'  '.join(notes)}".rstrip()
 
 

@@ -14,7 +14,13 @@ from precast.kernels.measured import Table, write_table
 
 
 def bench(bundle: Path, out: Path | None) -> Report:
-    """Measure a bundle's nodes on this machine's GPU, and write the table, which grows with each step.
+    """Measure a bundle's nodes on this machine's GPU, and write the table. Raises what `measured` does."""
+    found = measured(bundle, out)
+    return Report(msgspec.to_builtins(found), text(found))
+
+
+def measured(bundle: Path, out: Path | None) -> Table:
+    """The table of a bundle's nodes on this machine's GPU; `out`: its file, which grows with each step.
 
     Raises TargetError `device-missing` without a GPU, BundleError for a bundle that is refused, PrecastError
     `write-failed` where the file can't be written.
@@ -35,8 +41,7 @@ def bench(bundle: Path, out: Path | None) -> Report:
             if count is not None:
                 count(done, total)
 
-        found = measure(opened, placement, this_machine(), replayed, say=say)
-    return Report(msgspec.to_builtins(found), text(found))
+        return measure(opened, placement, this_machine(), replayed, say=say)
 
 
 def _write(found: Table, out: Path) -> None:

@@ -38,7 +38,39 @@ def kernels(bundle: Bundle, target: Target) -> Report:
         ]
         text += f"\n\nfused ops:\n{table([('operands', 'results', 'nodes', 'steps'), *shown])}"
     measured = None if target.table is NOTHING else target.table.machine.gpu
-    return Report({"target": target.text, "measured_on": measured, "kernels": found, "fused": fused}, text)
+    fields = {"target": target.text, "measured_on": measured, "kernels": found, "fused": fused}
+    layers = _layers(bundle)
+    if layers:
+        fields["native"] = layers
+        text += f"\n\n{_layers_text(layers)}"
+    return Report(fields, text)
+
+
+def _layers(bundle: Bundle) -> list[dict[str, Any]]:
+    """The bundle's native layers: what each holds, and what it needs."""
+    stored = {blob.name: blob for blob in bundle.manifest.blobs if blob.role == "native"}
+    return [
+        {
+            "target": target,
+            "digest": stored[target].digest,
+            "bytes": stored[target].size,
+            "image_bytes": sum(map(len, layer.images.values())),
+            "compilers": layer.compilers,
+            "cuda": layer.driver,
+            "kernels": dict(sorted(Counter(kernel.kernel for kernel in layer.kernels).items())),
+        }
+        for target, layer in sorted(bundle.native.items())
+    ]
+
+
+def _layers_text(layers: list[dict[str, Any]]) -> str:
+    rows = [("native layer", "kernels", "bytes", "unpacked", "CUDA of the driver", "compilers", "digest")]
+    for layer in layers:
+        compilers = ", ".join(f"{name} {version}" for name, version in layer["compilers"].items())
+        count, needs = sum(layer["kernels"].values()), f"{layer['cuda'] // 1000}.{layer['cuda'] % 1000 // 10}"
+        sizes = (f"{layer['bytes']:,}", f"{layer['image_bytes']:,}")
+        rows.append((layer["target"], str(count), *sizes, needs, compilers, layer["digest"]))
+    return table(rows)
 
 
 def _fused(graph: Graph) -> list[dict[str, Any]]:

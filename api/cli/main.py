@@ -108,6 +108,14 @@ def main() -> None:
 @click.option(
     "--disable-pass", "disabled_passes", multiple=True, metavar="NAME", help="Leave out this pass; may be repeated."
 )
+@click.option(
+    "--target", "targets", multiple=True, metavar="SM",
+    help="Compile the kernels for GPUs of this compute capability (sm_90) into the bundle; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--choices", "tables", type=PATH, multiple=True, metavar="FILE",
+    help="With --target: measured choices that the bundle may be loaded with; may be repeated.",
+)  # fmt: skip
 @click.option("--dump", type=DIRECTORY, help="Directory that gets the graph after each pass.")
 @click.option(
     "--allow-remote-code",
@@ -122,13 +130,19 @@ def main() -> None:
 )
 @click.option("--check", is_flag=True, help="Compare the model, made tiny, with transformers; pack only if equal.")
 @AS_JSON
-def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
+def build(source: str, out: Path, tables: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     """Build the bundle of SOURCE: a model directory, a config.json, or a hub id. Needs no GPU and no weights."""
+    if tables and not options["targets"]:
+        raise click.UsageError("--choices goes with --target")
     from precast.cli.progress import BUILD_STAGES, stages
     from precast.cli.show import summary
     from precast.ir.artifact import check_output
 
     check_output(out)  # before torch is imported; the build checks it again
+    if tables:
+        from precast.kernels.measured import read_table
+
+        options["choices"] = [read_table(path) for path in tables]
     with stages(BUILD_STAGES, "building") as progress:
         bundle = _build(source, out, progress=progress, **options)
     _report(summary(bundle), as_json)
@@ -271,6 +285,17 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     report = difference(Bundle.open(first), Bundle.open(second))
     _report(report, as_json)
     click.get_current_context().exit(0 if report.fields["equal"] else 1)
+
+
+@main.command()
+@BUNDLE
+@click.option("--choices", type=PATH, metavar="FILE", help="A table that was measured before. Default: measure now.")
+@AS_JSON
+def seal(bundle: Path, choices: Path | None, as_json: bool) -> None:
+    """Attach to BUNDLE which kernels are the fastest on this machine's GPU. Its digest stays what it is."""
+    from precast.cli.seal_view import seal as sealed
+
+    _report(sealed(bundle, choices), as_json)
 
 
 @main.group(cls=_Verbs)
@@ -442,13 +467,17 @@ def store_verify(as_json: bool) -> None:
     "--allow-config-mismatch", is_flag=True, help="Go on if the checkpoint's config says other numbers than the bundle."
 )
 @CHOICES
+@click.option(
+    "--allow-native", "native", multiple=True, metavar="DIGEST",
+    help="Use the native layer with this digest, or those of the bundle with it: code that others compiled.",
+)  # fmt: skip
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
     as_json: bool, weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int,
     max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None,
-    **sampling: Any,
+    native: tuple[str, ...], **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -474,7 +503,8 @@ def run(
         engine = load(
             opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
             max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
-            allow_config_mismatch=allow_config_mismatch, choices=choices, timeline=timeline,
+            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native,
+            timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer
     with engine:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 Count = Callable[[int, int], None]
 
-BUILD_STAGES = ("import", "config", "check", "export", "passes", "caches", "lower", "pack")
+BUILD_STAGES = ("import", "config", "check", "export", "passes", "caches", "lower", "kernels", "pack")
 LOAD_PHASES = ("import", "context", "bundle", "weights", "pools")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from precast.builder.capture.capture import Captured
@@ -12,6 +12,7 @@ from precast.ir.encoding import FORMAT
 from precast.ir.errors import BuildError, BundleError
 from precast.ir.graph.schema import Graph
 from precast.ir.manifest import ConfigFacts, Manifest, PassRecord
+from precast.ir.native import NativeLayer
 
 _OF_CONFIG = ("graph-invalid", "manifest-invalid", "json-invalid", "limit-exceeded")
 """What contradictions and numbers out of all proportion in a config become in the bundle that is made of it."""
@@ -20,6 +21,7 @@ _OF_CONFIG = ("graph-invalid", "manifest-invalid", "json-invalid", "limit-exceed
 def pack(
     out: Path, captured: Captured, graph: Graph, history: tuple[PassRecord, ...], *, files: Mapping[str, bytes],
     built_with: Mapping[str, str], checked: bool, config: ConfigFacts, provenance: Mapping[str, object],
+    native: Sequence[NativeLayer] = (),
 ) -> Bundle:  # fmt: skip
     """Publish the bundle at `out`, whole or not at all, and open it as any reader would.
 
@@ -45,7 +47,7 @@ def pack(
     try:
         return write_bundle(
             out, manifest_without_blobs=manifest, graph=graph, constants=constants, files=dict(files),
-            provenance=dict(provenance),
+            provenance=dict(provenance), native=native,
         )  # fmt: skip
     except BundleError as error:
         if error.code not in _OF_CONFIG:

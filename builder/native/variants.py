@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Apply, Graph, Node
 from precast.ir.memory.capture import MOST_TOKENS
-from precast.kernels.choices import cases
+from precast.kernels.choices import Case, cases
 from precast.kernels.launch_key import ALIGNED, MOST_INT32
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.step_launches import (
@@ -133,9 +133,11 @@ class _Seen:
 
 
 def nodes_without_launches(graph: Graph, target: Target) -> list[Node]:
-    """Those that a function of Triton's kernels computes in steps of some size: it compiles when it is called."""
-    return [
-        use.node
-        for use in uses_in(graph, target)
-        if any(case.choice.record.kind == "triton" and isinstance(case.choice.record.runs, str) for case in cases(use))
-    ]
+    """Those that a function of Triton's kernels computes in some steps of up to `MOST_STEP` tokens: it compiles when it
+    is called."""
+
+    def compiles(case: Case) -> bool:
+        record, (least, _) = case.choice.record, case.sizes.get("T", (0, None))
+        return record.kind == "triton" and isinstance(record.runs, str) and least <= MOST_STEP
+
+    return [use.node for use in uses_in(graph, target) if any(map(compiles, cases(use)))]

@@ -281,6 +281,7 @@ class Engine:
             graphs=self._runner.captures.num_captured,
             graphs_pending=self._runner.captures.num_pending,
             capture_seconds=self._runner.captures.seconds,
+            compilations=self._runner.native.compilations,
             **self._counts,
         )
 

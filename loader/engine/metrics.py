@@ -15,6 +15,7 @@ _METRICS = {
     "graphs": "Sizes of steps that are captured.",
     "graphs_pending": "Sizes of steps that are still to be captured.",
     "capture_seconds": "Seconds spent on capturing.",
+    "compilations": "Kernels compiled as they were first launched.",
     "prefill_budget": "Tokens of prompts that the next step computes at most beside sequences that decode.",
     "tokens_prefilled": "Tokens of prompts, and of preempted requests, computed.",
     "tokens_decoded": "Tokens of answers fed back.",

@@ -60,6 +60,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     host, and `eager_steps` ran op by op, for `eager_reasons`. `tokens_padded` were computed since a graph has a fixed
     size. `graphs` sizes are captured, which took `capture_seconds`, and `graphs_pending` are still to be.
 
+    `compilations` are kernels that no native layer had, compiled as they were first launched; libraries count none.
+
     `prefill_budget` is how many tokens of prompts a step takes at most, beside as many sequences as decode now.
 
     `pools` share `slabs` of memory.
@@ -74,6 +76,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     graphs: int = 0
     graphs_pending: int = 0
     capture_seconds: float = 0.0
+    compilations: int = 0
     prefill_budget: int = 0
     tokens_prefilled: int = 0
     tokens_decoded: int = 0

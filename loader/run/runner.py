@@ -22,9 +22,10 @@ from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Dtype, Graph
 from precast.kernels import registry
 from precast.kernels.embedding.drawn import known_ids_on
+from precast.kernels.native import Native
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.sample import greedy
-from precast.kernels.use import types_in
+from precast.kernels.use import Target, types_in
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
@@ -89,8 +90,11 @@ class Runner:
         limits: EngineLimits,
         *,
         captured_sizes: Sequence[int] = (),
+        target: Target | None = None,
     ) -> None:
         """`captured_sizes`: steps of so many tokens are captured, in this order, as `capture_next` is called.
+
+        `target` is what the device is, as `restore` was told.
 
         Raises what `BatchInputs` raises for the graph.
         """
@@ -101,8 +105,10 @@ class Runner:
         self._inputs = BatchInputs(graph)
         on = torch.device(device.name)
         dtypes: dict[str, Dtype] = {"logits": types_in(graph)[graph.outputs["logits"]].dtype}
-        self._known_ids = known_ids_on(on)
-        drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes)
+        target = target or registry.target_of(on)
+        self.native = target.native or Native()  # which counts compilations
+        self._known_ids = known_ids_on(on, target)
+        drawing = partial(registry.resolve_into, "precast.sample", SAMPLE_VERSION, on, dtypes=dtypes, target=target)
         self._sample, self._sample_captured = drawing(), drawing(control="static")
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
         num_rows = min(limits.max_num_seqs, limits.max_num_tokens)

@@ -20,6 +20,7 @@ from precast.ir import limits
 from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import Graph, Wire
 from precast.ir.manifest import Manifest
+from precast.ir.native import NativeLayer
 from precast.ir.ops import table as ops
 
 Bump = Literal["none", "op", "minor", "major"]
@@ -36,7 +37,7 @@ def snapshot() -> dict[str, Any]:
     """The schema and the op table as plain data: what `tests/ir/schema_v1.json` holds."""
     return {
         "format": list(FORMAT),
-        "structs": structs(Graph, Manifest),
+        "structs": structs(Graph, Manifest, NativeLayer),
         "ops": {f"{name}@{version}": ops.signature(name, version) for name, version in ops.names()},
         "limits": {name: value for name, value in sorted(vars(limits).items()) if name in _LIMITS},
     }

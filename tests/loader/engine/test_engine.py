@@ -873,7 +873,7 @@ def test_counters() -> None:
     engine = build(tokens=7, seqs=2)
     nothing = {
         "steps": 0, "captured_steps": 0, "piecewise_steps": 0, "eager_steps": 0, "eager_reasons": {},
-        "tokens_padded": 0, "graphs": 0, "graphs_pending": 0, "capture_seconds": 0.0,
+        "tokens_padded": 0, "graphs": 0, "graphs_pending": 0, "capture_seconds": 0.0, "compilations": 0,
         "prefill_budget": 6,
         "tokens_prefilled": 0, "tokens_decoded": 0, "tokens_sampled": 0,
         "requests_waiting": 0, "requests_running": 0, "requests_finished": 0, "requests_cancelled": 0,
