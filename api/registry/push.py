@@ -95,9 +95,11 @@ def _push_bundle(
     states = upload_all(repository, list(blobs.values()), mount_from, progress)
     image = found.descriptor
     repository.put_manifest(image.digest, found.image, oci.IMAGE_TYPE)
-    referrers.publish(repository, image, found.attached)
-    for digest, data in ((image.digest, found.image), *((x.digest, x.manifest) for x in found.attached)):
-        _confirm(repository, digest, data)
+    unlisted = referrers.put_all(repository, image, found.attached)
+    manifests = ((image.digest, found.image), *((extra.digest, extra.manifest) for extra in found.attached))
+    steps: list[Callable[[], None]] = [lambda: referrers.list_by_tag(repository, image.digest, unlisted)]
+    steps += [lambda digest=digest, data=data: _confirm(repository, digest, data) for digest, data in manifests]  # type: ignore[misc]
+    each(steps, lambda step: step(), repository.transport, WORKERS)
     return _finished(
         repository, image.digest, found.image, oci.IMAGE_TYPE, list(blobs.values()), states, found.attached
     )
@@ -155,7 +157,9 @@ def upload_all(
     def one(blob: Blob) -> str:
         return _upload(repository, blob, mount_from, count)
 
-    return each(blobs, one, repository.transport, WORKERS)
+    largest_first = sorted(range(len(blobs)), key=lambda index: -blobs[index].size)
+    states = each([blobs[index] for index in largest_first], one, repository.transport, WORKERS)
+    return [state for _, state in sorted(zip(largest_first, states, strict=True))]
 
 
 def _upload(repository: Repository, blob: Blob, mount_from: Sequence[str], count: Count) -> str:

@@ -74,18 +74,17 @@ def find(repository: Repository, image: Descriptor) -> tuple[list[Listed], list[
     return found, some(notes)
 
 
-def publish(repository: Repository, image: Descriptor, attached: tuple[Attached, ...]) -> None:
-    """Put attached manifests, whose blobs are there, and have the registry list them.
+def put_all(repository: Repository, image: Descriptor, attached: tuple[Attached, ...]) -> list[Attached]:
+    """Put attached manifests, whose blobs are there; those that the registry doesn't list by itself.
 
-    Raises RegistryError: `registry-changed` where the list can't be kept because others write it all the time.
+    Raises RegistryError.
     """
     unlisted = []
     for extra in attached:
         headers = repository.put_manifest(extra.digest, extra.manifest, oci.IMAGE_TYPE)
         if headers.get("OCI-Subject") != image.digest:  # by which a registry says that it lists what is attached
             unlisted.append(extra)
-    if unlisted:
-        _list_by_tag(repository, image.digest, unlisted)
+    return unlisted
 
 
 def _entries(repository: Repository, digest: str) -> list[_Entry]:
@@ -132,8 +131,13 @@ def _open(repository: Repository, entry: _Entry, image: Descriptor) -> Listed:
     return Listed(data, document)
 
 
-def _list_by_tag(repository: Repository, digest: str, unlisted: list[Attached]) -> None:
-    """Add to the index under the tag, read it back, and begin anew if somebody else wrote it between."""
+def list_by_tag(repository: Repository, digest: str, unlisted: list[Attached]) -> None:
+    """Add to the index under the tag, read it back, and begin anew if somebody else wrote it between.
+
+    Raises RegistryError: `registry-changed` where others write it all the time.
+    """
+    if not unlisted:
+        return
     tag = fallback_tag(digest)
     for _ in range(TRIES):
         found = repository.manifest_or_none(tag)

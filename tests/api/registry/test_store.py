@@ -1,0 +1,290 @@
+"""The store: what is listed is whole, whoever is killed; processes share it, and read it where they can't write it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_registry import FakeRegistry
+
+from examples import write_tiny
+from precast.ir.artifact import Bundle
+from precast.ir.errors import BundleError, PrecastError
+from precast.registry.pull import pull, write_out
+from precast.registry.push import push
+from precast.registry.store import Store, default_path
+
+SCRIPT = str(Path(__file__).with_name("transfers.py"))
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The script of transfers in a process of its own."""
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, **options)
+
+
+@pytest.fixture
+def reference(registry: FakeRegistry, tiny: Bundle) -> str:
+    """The tiny bundle, pushed."""
+    push(tiny.path, f"{registry.host}/org/tiny:v1")
+    return f"{registry.host}/org/tiny:v1"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HOME": "/h"}, "/h/.cache/precast/store"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "/c"}, "/c/precast/store"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "/c", "PRECAST_STORE": "/s"}, "/s"),
+    ],
+)
+def test_place(environment: dict[str, str], expected: str) -> None:
+    assert default_path(environment) == Path(expected)
+
+
+def test_listing(reference: str, registry: FakeRegistry, tiny: Bundle, store: Store) -> None:
+    other = write_tiny(tiny.path.with_name("other.bundle"), num_layers=1)
+    push(other.path, f"{registry.host}/org/tiny:other")
+    pull(f"{registry.host}/org/tiny:other", store=store)
+    pull(reference, store=store)
+    os.utime(store.path / "bundles" / f"{other.digest[7:]}.json", (0, 0))
+
+    first, second = store.listing()
+
+    assert (first.digest, first.reference) == (tiny.digest, reference)
+    assert (second.digest, second.used) == (other.digest, 0)
+    shared = {x.digest: len(x.data) for x in tiny.layers if x.digest in {y.digest for y in other.layers}}
+    empty = 2  # the config of what is attached
+    assert first.bytes - first.own_bytes == second.bytes - second.own_bytes == sum(shared.values()) + empty + _record()
+
+
+def _record() -> int:
+    return len(b'{"host":"example"}')
+
+
+def test_bundle_that_the_store_does_not_have(store: Store) -> None:
+    with pytest.raises(BundleError) as caught:
+        store.open("sha256:" + "0" * 64)
+
+    assert caught.value.code == "bundle-missing"
+    assert "precast pull" in str(caught.value)
+    assert store.listing() == []
+    assert store.collect().blobs == 0
+    assert not store.path.exists()
+
+
+def test_gc_keeps_what_bundles_have(reference: str, tiny: Bundle, store: Store) -> None:
+    pull(reference, store=store)
+    with store.writing():
+        unwanted = store.blob(store.put(b"nobody's"))
+        (store.path / "incoming" / ("0" * 64)).write_bytes(b"unfinished")
+
+    found = store.collect()
+
+    assert (found.bundles, found.blobs, found.bytes) == ((), 2, 18)
+    assert not unwanted.exists()
+    assert store.open(tiny.digest).attached == tiny.attached
+
+
+def test_gc_of_bundles_that_are_not_used(reference: str, registry: FakeRegistry, tiny: Bundle, store: Store) -> None:
+    other = write_tiny(tiny.path.with_name("other.bundle"), num_layers=1)
+    push(other.path, f"{registry.host}/org/tiny:other")
+    pull(f"{registry.host}/org/tiny:other", store=store)
+    pull(reference, store=store)
+    for digest in (tiny.digest, other.digest):
+        os.utime(store.path / "bundles" / f"{digest[7:]}.json", (0, 0))
+    store.open(tiny.digest)  # is a use
+
+    found = store.collect(unused_days=30)
+
+    assert found.bundles == (other.digest,)
+    assert store.open(tiny.digest).digest == tiny.digest
+    assert store.collect(unused_days=0).bundles == (tiny.digest,)
+    assert os.listdir(store.path / "blobs" / "sha256") == []
+
+
+def test_gc_waits_for_a_pull(reference: str, tiny: Bundle, store: Store, registry: FakeRegistry) -> None:
+    """A pull that has blobs and no list yet holds the lock; the gc that begins meanwhile removes none of them."""
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def hold(handler: Any) -> bool:
+        arrived.set()
+        go_on.wait(30)
+        return False
+
+    registry.misbehave("GET", tiny.layers[0].digest, hold, times=1)
+    pulling = threading.Thread(target=pull, args=(reference,), kwargs={"store": store})
+    pulling.start()
+    arrived.wait(30)
+    collecting = threading.Thread(target=store.collect)
+    collecting.start()
+    go_on.set()
+    pulling.join(60)
+    collecting.join(60)
+
+    assert store.open(tiny.digest).digest == tiny.digest
+
+
+def test_verify_finds_damage(reference: str, tiny: Bundle, store: Store) -> None:
+    pull(reference, store=store)
+    blob = store.blob(tiny.layers[0].digest)
+    blob.write_bytes(b"x" * blob.stat().st_size)
+
+    found = store.verify()
+
+    assert (found.bundles, found.blobs) == (1, 11)
+    assert [str(blob) in problem or tiny.digest in problem for problem in found.problems] == [True, True]
+    with pytest.raises(BundleError) as caught:
+        store.open(tiny.digest)
+    assert caught.value.code == "blob-digest"
+
+
+def test_list_that_is_damaged_is_no_bundle(reference: str, tiny: Bundle, store: Store) -> None:
+    pull(reference, store=store)
+    (store.path / "bundles" / f"{tiny.digest[7:]}.json").write_bytes(b"{")
+
+    with pytest.raises(BundleError):
+        store.open(tiny.digest)
+    again = pull(reference, store=store)
+
+    assert again.fetched_bytes == 0
+    assert store.open(tiny.digest).digest == tiny.digest
+
+
+def test_list_of_another_bundle_is_not_believed(reference: str, tiny: Bundle, store: Store) -> None:
+    pull(reference, store=store)
+    lists = store.path / "bundles"
+    shutil.copy(lists / f"{tiny.digest[7:]}.json", lists / f"{'0' * 64}.json")
+
+    with pytest.raises(BundleError, match="expected sha256:000"):
+        store.open("sha256:" + "0" * 64)
+
+
+def test_store_that_can_only_be_read(
+    reference: str, registry: FakeRegistry, tiny: Bundle, store: Store, tmp_path: Path
+) -> None:
+    """On a file system that is mounted read-only, which stops root as well."""
+    pull(reference, store=store)
+    probe = ["unshare", "--mount", "--map-root-user", "mount", "--bind", "-o", "ro", str(store.path), str(store.path)]
+    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode != 0:
+        pytest.skip("this system lets tests mount nothing")
+    code = (
+        "from precast.ir.artifact import Bundle; from precast.registry.store import Store; "
+        f"print(Bundle.open('oci://{registry.host}/org/tiny@{tiny.digest}').digest, len(Store().listing()), "
+        "Store().verify().problems)"
+    )
+    shell = f'mount --bind -o ro {store.path} {store.path} && exec {sys.executable} -c "{code}"'
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", shell],
+        capture_output=True, text=True, env={**os.environ, "PRECAST_STORE": str(store.path)},
+    )  # fmt: skip
+
+    assert done.stdout.split() == [tiny.digest, "1", "()"], done.stderr
+
+
+def test_store_that_can_t_be_made(reference: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(PrecastError) as caught:
+        pull(reference, store=Store(tmp_path / "file" / "store"))
+
+    assert caught.value.code == "write-failed"
+    assert "PRECAST_STORE" in str(caught.value)
+
+
+def test_full_disk(registry: FakeRegistry, tmp_path: Path) -> None:
+    bundle = write_tiny(tmp_path / "x.bundle", files={"tokenizer.json": os.urandom(300_000)})
+    push(bundle.path, f"{registry.host}/org/tiny:v1")
+    place = tmp_path / "place"
+    place.mkdir()
+    code = (
+        "import sys; from precast.registry import pull; pull._check_room = lambda *x: None; "
+        "from precast.cli.main import main; main(sys.argv[1:])"
+    )
+    shell = (
+        f"mount -t tmpfs -o size=128k none {place} && "
+        f'exec {sys.executable} -c "{code}" pull {registry.host}/org/tiny:v1'
+    )
+    probe = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "none", str(place)]
+    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode != 0:
+        pytest.skip("this system lets tests mount nothing")
+
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", shell],
+        capture_output=True, text=True, env={**os.environ, "PRECAST_STORE": str(place / "store")},
+    )  # fmt: skip
+
+    assert done.returncode == 1, done.stderr
+    assert "disk-full" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_file_that_is_written_out_is_not_the_stores(reference: str, tiny: Bundle, store: Store, tmp_path: Path) -> None:
+    pull(reference, tmp_path / "out.bundle", store=store)
+    for file in (tmp_path / "out.bundle").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"changed")
+
+    assert store.verify().problems == ()
+    assert write_out(store, tiny.digest, tmp_path / "again.bundle").digest == tiny.digest
+
+
+# --- together, killed, interrupted -----------------------------------------------------------------------------
+
+
+def test_pulls_at_once_fetch_each_blob_once(
+    registry: FakeRegistry, reference: str, tiny: Bundle, tmp_path: Path
+) -> None:
+    done = run("together", registry.host, str(tiny.path), str(tmp_path), "4")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0, 0, 0, 0] 1 ()"
+    assert registry.count("GET", tiny.layers[0].digest) == 1
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_pulls_killed_at_random_moments(count: int, registry: FakeRegistry, tiny: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+
+    done = run("pulls", registry.host, str(tiny.path), str(tmp_path / "place"), str(count))
+
+    assert done.returncode == 0, done.stderr
+    states, rest = done.stdout.split(" ", 1)
+    assert int(states) >= 2
+    assert rest == "['out.bundle', 'store'] ()"
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_pushes_killed_at_random_moments(count: int, registry: FakeRegistry, tiny: Bundle, tmp_path: Path) -> None:
+    done = run("pushes", registry.host, str(tiny.path), str(tmp_path), str(count))
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True"
+
+
+def test_ctrl_c_ends_a_pull(registry: FakeRegistry, reference: str, tiny: Bundle, tmp_path: Path) -> None:
+    """While a blob doesn't come: the user is not kept waiting for it, and a later pull ends well."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stall(handler: Any) -> bool:
+        reached.set()
+        go_on.wait(60)
+        return False
+
+    registry.misbehave("GET", tiny.layers[0].digest, stall, times=1)
+    command = [sys.executable, SCRIPT, "interrupted", registry.host, str(tiny.path), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as pulling:
+        assert reached.wait(60)
+        pulling.send_signal(signal.SIGINT)
+        _, said = pulling.communicate(timeout=60)
+    go_on.set()
+
+    assert (pulling.returncode, said.strip()) == (130, "interrupted")
+    assert not (tmp_path / "out.bundle").exists()
+    assert pull(reference, tmp_path / "out.bundle", store=Store(tmp_path / "store")).digest == tiny.digest

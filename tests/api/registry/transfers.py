@@ -1,0 +1,122 @@
+"""Pushes and pulls in processes of their own, for tests that kill them or have two at once.
+
+`python transfers.py VERB HOST BUNDLE PLACE [COUNT]`: PLACE is a directory for the store and for what is written out.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from precast.ir.artifact import Bundle
+from precast.ir.errors import PrecastError
+from precast.registry.pull import pull
+from precast.registry.push import push
+from precast.registry.store import Store
+
+
+def child(action: Callable[[], object]) -> int:
+    """The process id of a fork that runs `action` and ends, with 0 if nothing was raised."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def killed(action: Callable[[], object], seconds: float) -> bool:
+    """Run `action` in a fork and kill it after `seconds`; whether it was done before."""
+    pid = child(action)
+    select.select([], [], [], seconds)
+    os.kill(pid, signal.SIGKILL)
+    return not os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that `action` takes in a fork, which is what is killed."""
+    started = time.monotonic()
+    assert os.waitpid(child(action), 0)[1] == 0
+    return time.monotonic() - started
+
+
+def kill_pulls(host: str, bundle: Path, place: Path, count: int) -> None:
+    """Kill pulls into a store, and what writes out of it; whatever opens is whole, and a later pull ends well."""
+    digest = push(bundle, f"{host}/org/tiny:v1").digest
+    rng, store, out = random.Random(count), Store(place / "store"), place / "out.bundle"
+    states = set()
+
+    def action() -> None:
+        pull(f"{host}/org/tiny:v1", out, store=store)
+
+    longest = 1.2 * timed(action)
+    for index in range(count):
+        if index % 2 == 0:
+            shutil.rmtree(out, ignore_errors=True)
+            store.collect(unused_days=0)
+        killed(action, rng.uniform(0, longest))
+        listed = [stored.digest for stored in store.listing()]
+        assert listed in ([], [digest]), listed
+        assert store.verify().problems == (), store.verify()
+        assert not out.exists() or Bundle.open(out).digest == digest
+        states.add((bool(listed), out.exists()))
+    action()
+    assert store.open(digest).digest == Bundle.open(out).digest == digest
+    left = store.collect()
+    sys.stdout.write(f"{len(states)} {sorted(os.listdir(place))} {left.bundles}")
+
+
+def kill_pushes(host: str, bundle: Path, place: Path, count: int) -> None:
+    """Kill pushes; a tag that is there leads to a whole bundle, and a later push ends well."""
+    rng = random.Random(count)
+    longest = 1.2 * timed(lambda: push(bundle, f"{host}/org/first:v1"))
+    tags = 0
+    for index in range(count):
+        name = f"{host}/org/name{index}:v1"
+        killed(lambda name=name: push(bundle, name), rng.uniform(0, longest))
+        try:
+            pull(name, store=Store(place / f"store{index}"))
+            tags += 1
+        except PrecastError as error:
+            if error.code != "registry-missing":
+                raise
+            push(bundle, name)
+            pull(name, store=Store(place / f"store{index}"))
+        shutil.rmtree(place / f"store{index}")
+    sys.stdout.write(f"{tags < count}")
+
+
+def interrupted(host: str, bundle: Path, place: Path, count: int) -> None:
+    """Pull by the command line, in this process."""
+    from precast.cli.main import main
+
+    os.environ["PRECAST_STORE"] = str(place / "store")
+    main(["pull", f"{host}/org/tiny:v1", "-o", str(place / "out.bundle")])
+
+
+def together(host: str, bundle: Path, place: Path, count: int) -> None:
+    """Pull the same bundle into one store by `count` processes at once."""
+    reference = f"{host}/org/tiny:v1"
+    pids = [
+        child(lambda index=index: pull(reference, place / f"out{index}", store=Store(place / "store")))
+        for index in range(count)
+    ]
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    opened = {Bundle.open(place / f"out{index}").digest for index in range(count)}
+    sys.stdout.write(f"{codes} {len(opened)} {Store(place / 'store').verify().problems}")
+
+
+if __name__ == "__main__":
+    verb, host, bundle, place, *more = sys.argv[1:]
+    verbs = {"pulls": kill_pulls, "pushes": kill_pushes, "interrupted": interrupted, "together": together}
+    verbs[verb](host, Path(bundle), Path(place), int(more[0]) if more else 0)
