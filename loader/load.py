@@ -16,6 +16,7 @@ from precast.ir.errors import RequestError, shown_value
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches, liveness
 from precast.ir.memory.capture import capture_plan, cut
+from precast.ir.trust.loading import repository_of, rules_of
 from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
@@ -60,7 +61,7 @@ def load(
     choices: str | Path | None = None,
     capture: Capture | None = None,
     native: str | Sequence[str] = (),
-    trust: Trust | None = None,
+    trust: Trust | str | os.PathLike[str] | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
@@ -78,8 +79,9 @@ def load(
     sealed with on this machine, else the one that comes with Precast for the GPU, if there is one.
 
     `native`: digests, one or several, of native layers or of bundles whose native layers may be used: they are code.
-    Those that `trust` admits are used too; None: those that this user compiled on this machine. Where none is used,
-    kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md).
+    So may those that this user compiled on this machine, and those that a trust policy lets in: `trust` is the file of
+    one, or rules of your own in place of all that; None: the user's and the system's policy (docs/trust.md). Where none
+    is used, kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md).
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one.
@@ -108,6 +110,7 @@ def load(
     with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
         with timeline.phase("bundle") as phase, collector_held():
             opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+            rules = rules_of(opened, trust, repository_of(bundle))
             graph = bind_world(opened.graph, placement)
             graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
             limits = EngineLimits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
@@ -117,7 +120,7 @@ def load(
             if not allow_config_mismatch:
                 config_facts.check(opened.manifest.config, weights)
             table = _sealed(opened, target) if table is None else table
-            what, phase.note = _with_native(target_of(torch.device(target.name), table), opened, native, trust)
+            what, phase.note = _with_native(target_of(torch.device(target.name), table), opened, native, rules)
             program = restore(graph, device=torch.device(target.name), target=what)
             files = CheckpointFiles.open(weights)
         with timeline.phase("weights") as phase:
@@ -157,9 +160,7 @@ def _sealed(bundle: Bundle, device: Device) -> Table | None:
     return next((table for table in tables.values() if table.machine == machine), None)
 
 
-def _with_native(
-    target: Target, bundle: Bundle, allowed: str | Sequence[str], trust: Trust | None
-) -> tuple[Target, str]:
+def _with_native(target: Target, bundle: Bundle, allowed: str | Sequence[str], trust: Trust) -> tuple[Target, str]:
     """The target with the kernels that are compiled already, and a word on where they come from; none for CPUs."""
     if target.device == "cpu":
         return target, ""

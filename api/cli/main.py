@@ -51,6 +51,9 @@ KEY = click.option("--key", required=True, type=PATH, help="The private key: PKC
 CERTIFICATE = click.option(
     "--certificate", type=PATH, help="The key's certificate, in PEM, for those who trust its CA."
 )
+TRUST = click.option(
+    "--trust", type=PATH, metavar="FILE", help="The trust policy. Default: the user's and the system's."
+)
 NAME = click.option("--name", default="", metavar="TEXT", help="What the statement calls the bundle.")
 REFERENCE = click.argument("reference", metavar="HOST/NAME[:TAG][@DIGEST]")
 PLAIN_HTTP = click.option(
@@ -195,7 +198,7 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
     "--attestation", "attestations", multiple=True, metavar="TYPE",
     help="Look for this in place of a signature: provenance, sbom, or a predicate type's URI.",
 )  # fmt: skip
-@click.option("--trust", type=PATH, metavar="FILE", help="The trust policy. Default: the user's and the system's.")
+@TRUST
 @click.option(
     "--repository", metavar="NAME", help="Where the bundle came from, for rules that ask. Default: as in its address."
 )
@@ -210,13 +213,14 @@ def verify(
     from precast.cli import trust as trusting
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
+    from precast.ir.trust.loading import repository_of
 
     who = trusting.trusted(keys, cas, identities)
     if attestations and not who:
         raise click.UsageError("--attestation goes with --key or --ca")
     trusting.refresh(bundle, plain_http)
     opened = Bundle.open(bundle)
-    reports = [trusting.decided(opened, trust, repository or trusting.repository_of(bundle))]
+    reports = [trusting.decided(opened, trust, repository or repository_of(bundle))]
     if who:
         reports.insert(0, trusting.vouched(opened, who, attestations))
     fields: dict[str, Any] = {"digest": opened.digest}
@@ -471,13 +475,14 @@ def store_verify(as_json: bool) -> None:
     "--allow-native", "native", multiple=True, metavar="DIGEST",
     help="Use the native layer with this digest, or those of the bundle with it: code that others compiled.",
 )  # fmt: skip
+@TRUST
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
     as_json: bool, weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int,
     max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None,
-    native: tuple[str, ...], **sampling: Any,
+    native: tuple[str, ...], trust: Path | None, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -489,12 +494,14 @@ def run(
         timeline = AnnouncedTimeline(progress)
         with timeline.phase("import"):
             from precast.ir.artifact import Bundle
+            from precast.ir.trust.loading import repository_of, rules_of
             from precast.loader.engine.params import SamplingParams
             from precast.loader.engine.prompts import check_prompts
             from precast.loader.engine.tokenizer import Tokenizer
 
             params = SamplingParams(**sampling)
             opened = Bundle.open(bundle)  # what is wrong with a prompt is said before torch is imported
+            rules = rules_of(opened, trust, repository_of(bundle))
             tokenizer = Tokenizer.from_files(opened.files("tokenizer"))
             check_prompts(
                 all_prompts, params, opened.manifest.model, lambda: tokenizer, add_special_tokens=add_special_tokens
@@ -503,7 +510,7 @@ def run(
         engine = load(
             opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
             max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
-            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native,
+            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native, trust=rules,
             timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer

@@ -16,6 +16,7 @@ from precast.ir.artifact import Bundle, attach
 from precast.ir.bundle.attached import Attached
 from precast.ir.errors import BundleError, TrustError, shown
 from precast.ir.trust import certificates, keys, signatures, statements
+from precast.ir.trust.loading import FIX
 from precast.ir.trust.policy import Decision, Policy
 from precast.ir.trust.signatures import Trusted
 
@@ -112,24 +113,13 @@ def decided(bundle: Bundle, trust: Path | None, repository: str | None) -> Repor
     refused = {name: decision for name, decision in decisions.items() if not decision.admitted}
     if "portable" in refused or (refused and trust is not None):
         message = "; ".join(f"{_layers(name)}: {_word(decision)}" for name, decision in refused.items())
-        fix = "sign it with a key that a rule names, or add a rule: docs/trust.md"
-        raise BundleError("untrusted", message, where=str(bundle.path), fix=fix)
+        raise BundleError("untrusted", message, where=str(bundle.path), fix=FIX)
     fields = {"trust": {name: msgspec.to_builtins(decision) for name, decision in decisions.items()}}
     return Report(fields, "\n".join(f"{_layers(name)}: {_word(decision)}" for name, decision in decisions.items()))
 
 
 def _layers(name: str) -> str:
     return "portable layers" if name == "portable" else f"native layer {name}"
-
-
-def repository_of(path: Path | str) -> str | None:
-    """The repository that an address names; None for a directory, which could be from anywhere."""
-    if isinstance(path, Path):
-        return None
-    from precast.registry.reference import Reference
-
-    named = Reference.parse(path)
-    return f"{named.host}/{named.name}"
 
 
 def refresh(path: Path | str, plain_http: bool) -> None:

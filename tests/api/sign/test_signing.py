@@ -7,12 +7,14 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import signers
 from signers import NOW
 
 from precast.ir.artifact import Bundle, attach
 from precast.ir.errors import TrustError
+from precast.ir.native import NativeLayer
 from precast.ir.trust import keys, signatures, statements
 from precast.sign import predicates
 from precast.sign.private_keys import PrivateKey, private_key
@@ -130,6 +132,23 @@ def test_the_bill_lists_every_layer_and_tool(own: Bundle) -> None:
     refs = [each["bom-ref"] for each in found["components"]]
     assert len(set(refs)) == len(refs)
     assert found["dependencies"] == [{"ref": own.digest, "dependsOn": refs}]
+
+
+def test_both_say_what_native_layers_were_compiled_from(own: Bundle) -> None:
+    layer = NativeLayer("sm_90", 12000, {"triton": "3.7.1"}, {"precast.kernels.rms_norm.triton": "cd" * 32}, (), {})
+    compiled = msgspec.structs.replace(own, native={"sm_90": layer})
+
+    provenance, bill = predicates.provenance(compiled), predicates.bill_of_materials(compiled)
+
+    source, compiler = provenance["buildDefinition"]["resolvedDependencies"][-2:]
+    assert provenance["buildDefinition"]["internalParameters"]["targets"] == ["sm_90"]
+    assert source == {"name": "precast.kernels.rms_norm.triton", "digest": {"sha256": "cd" * 32}}
+    assert compiler == {"name": "triton", "annotations": {"version": "3.7.1"}}
+    parts = {each["bom-ref"]: each for each in bill["components"]}
+    (made,) = [each for each in bill["dependencies"] if each["ref"] == "native:sm_90"]
+    file, tool = (parts[ref] for ref in made["dependsOn"])
+    assert file["hashes"] == [{"alg": "SHA-256", "content": "cd" * 32}]
+    assert (tool["type"], tool["name"], tool["version"]) == ("application", "triton", "3.7.1")
 
 
 def test_attestations_are_no_signatures_and_may_have_a_key_of_their_own(own: Bundle) -> None:
