@@ -15,10 +15,11 @@ SOURCES := api ir kernels builder loader
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint format types gpu-test bench fuzz fuzz-random models clean
+.PHONY: help install demo registry-demo test check lint format types gpu-test bench fuzz fuzz-random models clean
 
 help:
 	@echo "make demo      build, load and run the example model"
+	@echo "make registry-demo  build twice, compare, push, sign, attest, read back, verify, tag: with a registry of its own"
 	@echo "make test      the tests that need no GPU"
 	@echo "make check     lint, format, types, tests: what must pass before a change lands"
 	@echo "make format    rewrite the sources in the format that check asks for"
@@ -45,6 +46,9 @@ $(PY):
 
 demo: $(STAMP)
 	$(PY) examples/recite/demo.py
+
+registry-demo: $(STAMP)
+	$(PY) examples/ci/demo.py
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 15 -m "not gpu"

@@ -23,4 +23,4 @@ def attach(repository: Repository, subject: Descriptor, made: Attached) -> None:
         if digest != made.digest
     ]
     upload_all(repository, blobs, ())
-    referrers.publish(repository, subject, (made,))
+    referrers.list_by_tag(repository, subject.digest, referrers.put_all(repository, subject, (made,)))

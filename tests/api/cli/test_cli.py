@@ -22,7 +22,7 @@ from precast.cli.main import main
 from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.errors import CODES
 
-VERBS = ("attest", "bench kernels", "build", "diff", "digest", "inspect", "run", "sign", "verify")
+VERBS = ("attest", "bench kernels", "build", "diff", "digest", "find", "inspect", "link", "run", "sign", "verify")
 TRUST = {
     "portable": {"admitted": True, "rule": None, "why": "portable layers are data, and taken from anyone"}
 }  # fmt: skip
