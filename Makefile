@@ -19,7 +19,7 @@ export PYTHONSAFEPATH := 1
 
 help:
 	@echo "make demo      build, load and run the example model"
-	@echo "make registry-demo  build twice, compare, push, sign, attest, read back, verify, tag: with a registry of its own"
+	@echo "make registry-demo  a bundle through a registry, and a release: build, push, pull, sign, attest, verify, recite"
 	@echo "make test      the tests that need no GPU"
 	@echo "make check     lint, format, types, tests: what must pass before a change lands"
 	@echo "make format    rewrite the sources in the format that check asks for"
@@ -48,6 +48,7 @@ demo: $(STAMP)
 	$(PY) examples/recite/demo.py
 
 registry-demo: $(STAMP)
+	$(PY) examples/registry/demo.py
 	$(PY) examples/ci/demo.py
 
 test: $(STAMP)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from precast.ir.errors import BuildError as BuildError
     from precast.ir.errors import BundleError as BundleError
     from precast.ir.errors import PrecastError as PrecastError
+    from precast.ir.errors import RegistryError as RegistryError
     from precast.ir.errors import RequestError as RequestError
     from precast.ir.errors import TargetError as TargetError
     from precast.ir.errors import WeightsError as WeightsError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ERRORS = ("PrecastError", "BuildError", "BundleError", "WeightsError", "RequestError", "TargetError")
+_ERRORS = ("PrecastError", "BuildError", "BundleError", "RegistryError", "WeightsError", "RequestError", "TargetError")
 _HOMES = {
     "build": "precast.builder.build",
     "load": "precast.loader.load",
@@ -39,7 +40,7 @@ _HOMES = {
 
 __all__ = [  # noqa: RUF022 - in the order in which they are met
     "build", "load", "Bundle", "Engine", "SamplingParams",
-    "PrecastError", "BuildError", "BundleError", "WeightsError", "RequestError", "TargetError",
+    "PrecastError", "BuildError", "BundleError", "RegistryError", "WeightsError", "RequestError", "TargetError",
     "__version__",
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -96,13 +97,11 @@ def _push_bundle(
     image = found.descriptor
     repository.put_manifest(image.digest, found.image, oci.IMAGE_TYPE)
     unlisted = referrers.put_all(repository, image, found.attached)
-    manifests = ((image.digest, found.image), *((extra.digest, extra.manifest) for extra in found.attached))
-    steps: list[Callable[[], None]] = [lambda: referrers.list_by_tag(repository, image.digest, unlisted)]
-    steps += [lambda digest=digest, data=data: _confirm(repository, digest, data) for digest, data in manifests]  # type: ignore[misc]
-    each(steps, lambda step: step(), repository.transport, WORKERS)
-    return _finished(
-        repository, image.digest, found.image, oci.IMAGE_TYPE, list(blobs.values()), states, found.attached
-    )
+    manifests = [found.image, *(extra.manifest for extra in found.attached)]
+    every = list(blobs.values())
+    sent = [blob for blob, state in zip(every, states, strict=True) if state != "present"]
+    _confirm_all(repository, sent, manifests, lambda: referrers.list_by_tag(repository, image.digest, unlisted))
+    return _finished(repository, image.digest, found.image, oci.IMAGE_TYPE, every, states, found.attached)
 
 
 def _push_image(repository: Repository, image: Image, mount_from: Sequence[str], progress: Progress | None) -> Pushed:
@@ -110,10 +109,9 @@ def _push_image(repository: Repository, image: Image, mount_from: Sequence[str],
     states = upload_all(repository, blobs, mount_from, progress)
     for data in image.manifests:
         repository.put_manifest(oci.digest_of(data), data, oci.IMAGE_TYPE)
-        _confirm(repository, oci.digest_of(data), data)
     digest = oci.digest_of(image.index)
     repository.put_manifest(digest, image.index, oci.INDEX_TYPE)
-    _confirm(repository, digest, image.index)
+    _confirm_all(repository, blobs, [*image.manifests, image.index], lambda: None)
     return _finished(repository, digest, image.index, oci.INDEX_TYPE, blobs, states, ())
 
 
@@ -145,7 +143,7 @@ def upload_all(
 ) -> list[str]:
     """Have each blob at the registry: `present`, `mounted` or `uploaded`, in the order of `blobs`.
 
-    Raises RegistryError (`registry-changed` where one that was sent is not there afterwards) and BundleError.
+    Raises RegistryError and BundleError.
     """
     total, done = sum(blob.size for blob in blobs), [0]
 
@@ -173,9 +171,6 @@ def _upload(repository: Repository, blob: Blob, mount_from: Sequence[str], count
     state = repository.upload(blob.digest, blob.size, content, mount_from)
     if state == "mounted":
         count(blob.size)
-    if not repository.has_blob(blob.digest, blob.size):
-        message = f"the registry took {blob.digest}, and does not have it"
-        raise RegistryError("registry-changed", message, where=str(repository.reference))
     return state
 
 
@@ -191,7 +186,25 @@ def _opener(path: Path, digest: str) -> Callable[[], BinaryIO]:
     return opened
 
 
-def _confirm(repository: Repository, digest: str, data: bytes) -> None:
-    if repository.manifest(digest).data != data:
-        message = f"what the registry gives back under {digest} is not what was pushed"
-        raise RegistryError("registry-changed", message, where=str(repository.reference))
+def _confirm_all(
+    repository: Repository, blobs: Sequence[Blob], manifests: Sequence[bytes], beside: Callable[[], None]
+) -> None:
+    """Ask for all that was sent, and meanwhile do what else is to be done.
+
+    Raises RegistryError (`registry-changed`) where the registry doesn't have it, or gives something else back.
+    """
+
+    def blob_is_there(blob: Blob) -> None:
+        if not repository.has_blob(blob.digest, blob.size):
+            message = f"the registry took {blob.digest}, and does not have it"
+            raise RegistryError("registry-changed", message, where=str(repository.reference))
+
+    def manifest_is_there(data: bytes) -> None:
+        if repository.manifest(oci.digest_of(data)).data != data:
+            message = f"what the registry gives back under {oci.digest_of(data)} is not what was pushed"
+            raise RegistryError("registry-changed", message, where=str(repository.reference))
+
+    steps: list[Callable[[], None]] = [beside]
+    steps += [partial(manifest_is_there, data) for data in manifests]
+    steps += [partial(blob_is_there, blob) for blob in blobs]
+    each(steps, lambda step: step(), repository.transport, WORKERS)

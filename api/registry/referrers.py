@@ -74,6 +74,20 @@ def find(repository: Repository, image: Descriptor) -> tuple[list[Listed], list[
     return found, some(notes)
 
 
+def publish(repository: Repository, image: Descriptor, attached: tuple[Attached, ...]) -> None:
+    """Put attached manifests, whose blobs were sent, have the registry list them, and ask for all of it again.
+
+    Raises RegistryError: `registry-changed` where a blob is not there, or the list can't be kept.
+    """
+    list_by_tag(repository, image.digest, put_all(repository, image, attached))
+    for extra in attached:
+        repository.manifest(extra.digest)
+        for digest, data in extra.blobs().items():
+            if digest != extra.digest and not repository.has_blob(digest, len(data)):
+                message = f"the registry took {digest}, and does not have it"
+                raise RegistryError("registry-changed", message, where=str(repository.reference))
+
+
 def put_all(repository: Repository, image: Descriptor, attached: tuple[Attached, ...]) -> list[Attached]:
     """Put attached manifests, whose blobs are there; those that the registry doesn't list by itself.
 
@@ -94,19 +108,20 @@ def _entries(repository: Repository, digest: str) -> list[_Entry]:
     for _ in range(MAX_PAGES):
         if data is None:
             break
-        found.update((entry.digest, entry) for entry in _decode_list(data))
+        found.update((entry.digest, entry) for entry in decode_list(data))
         if page is None:
             break
         data, page = repository.referrers(digest, page)
     if not found and (index := repository.manifest_or_none(fallback_tag(digest))) is not None:
-        found.update((entry.digest, entry) for entry in _decode_list(index.data))
+        found.update((entry.digest, entry) for entry in decode_list(index.data))
     if len(found) > MAX_LISTED:
         message = f"lists {len(found)} manifests attached to {digest}; at most {MAX_LISTED} are looked at"
         raise RegistryError("registry-answer", message, where=str(repository.reference))
     return sorted(found.values(), key=lambda entry: entry.digest)
 
 
-def _decode_list(data: bytes) -> tuple[_Entry, ...]:
+def decode_list(data: bytes) -> tuple[_Entry, ...]:
+    """The manifests that a list names. Raises RegistryError (`registry-answer`)."""
     try:
         return decode_foreign_json(data, _List, "list of attached manifests", MAX_MANIFEST_BYTES).manifests
     except BundleError as error:
@@ -141,7 +156,7 @@ def list_by_tag(repository: Repository, digest: str, unlisted: list[Attached]) -
     tag = fallback_tag(digest)
     for _ in range(TRIES):
         found = repository.manifest_or_none(tag)
-        document = _index_of(found.data if found else None)
+        document = index_of(found.data if found else None)
         known = {entry.get("digest") for entry in document["manifests"]}
         missing = [extra for extra in unlisted if extra.digest not in known]
         if not missing:
@@ -159,8 +174,8 @@ def list_by_tag(repository: Repository, digest: str, unlisted: list[Attached]) -
     raise RegistryError("registry-changed", message, where=str(repository.reference), fix=fix)
 
 
-def _index_of(data: bytes | None) -> dict[str, Any]:
-    """The index as plain data: what others put there stays as it is."""
+def index_of(data: bytes | None) -> dict[str, Any]:
+    """The index as plain data: what others put there stays as it is. Raises RegistryError (`registry-answer`)."""
     if data is None:
         return {"schemaVersion": 2, "mediaType": oci.INDEX_TYPE, "manifests": []}
     try:

@@ -18,7 +18,7 @@ HOMES = {
     "Engine": "precast.loader.engine.engine",
     "SamplingParams": "precast.loader.engine.params",
     **dict.fromkeys(
-        ("PrecastError", "BuildError", "BundleError", "WeightsError", "RequestError", "TargetError"),
+        ("PrecastError", "BuildError", "BundleError", "RegistryError", "WeightsError", "RequestError", "TargetError"),
         "precast.ir.errors",
     ),
 }

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import registry_readers
 import tokenizers_by_hand
 import zstandard
 from forge import Forgery, canonical
@@ -134,7 +135,21 @@ def _seeds(texts: Path) -> Seeds:
     yield "config", "multimodal", canonical(_MULTIMODAL)
     yield "config", "code", canonical(_CONFIG | {"auto_map": {"AutoModelForCausalLM": "own.Model"}})
     yield "generation-config", "sampling", canonical({"eos_token_id": [1, 2], "do_sample": False, "top_p": 0.5})
+    yield from _registries()
     yield from _tokenizers()
+
+
+def _registries() -> Seeds:
+    document = registry_readers.signature()
+    yield "registry-attached", "signature", json.dumps(document, indent=1).encode()
+    entry = {"mediaType": oci.IMAGE_TYPE, "digest": registry_readers.SUBJECT.digest, "size": 7, "artifactType": "x"}
+    yield "registry-list", "one", canonical({"schemaVersion": 2, "mediaType": oci.INDEX_TYPE, "manifests": [entry]})
+    yield "registry-reference", "whole", f"oci://ghcr.io:443/org/a_b:v1@{registry_readers.SUBJECT.digest}".encode()
+    scope = "repository:a:pull,push repository:b:pull"
+    yield "registry-challenge", "both", f'Basic realm="x", Bearer realm="http://localhost/t",scope="{scope}"'.encode()
+    auths = {"ghcr.io": {"auth": "YTpi"}, "https://index.docker.io/v1/": {"identitytoken": "x"}}
+    helpers = {"gcr.io": "gcloud"}
+    yield "registry-credentials", "docker", canonical({"auths": auths, "credHelpers": helpers, "credsStore": ""})
 
 
 def _bundle() -> Seeds:

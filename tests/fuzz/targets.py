@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import registry_readers
 from forge import Forgery, compressed
 from graph_text import parse_graph
 
@@ -318,6 +319,13 @@ TARGETS: dict[str, Target] = {
     "graph-load": Target(_load, "graph", "graph"),
     "recipes": Target(_recipes, "msgpack", "recipes"),
     "text": Target(_text, "text", "text"),
+    # registries, and the store of what came from them
+    "registry-attached": Target(registry_readers.read_signature, "json", "registry-attached"),
+    "registry-list": Target(registry_readers.read_list, "json", "registry-list"),
+    "registry-reference": Target(registry_readers.read_reference, "text", "registry-reference"),
+    "registry-challenge": Target(registry_readers.read_challenge, "text", "registry-challenge"),
+    "registry-credentials": Target(registry_readers.read_credentials, "json", "registry-credentials"),
+    "store-list": Target(registry_readers.read_store, "json", "bundle-index"),
     # a checkpoint
     "checkpoint-header": Target(_tensors, "safetensors", "checkpoint-header"),
     "checkpoint-index": Target(_index, "json", "checkpoint-index"),

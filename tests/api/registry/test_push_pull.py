@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from fake_registry import FakeRegistry, cut_after, digest_of, hang_up, status
 from examples import write_tiny
 from precast.ir.artifact import Bundle, attach, detach
 from precast.ir.bundle import oci
-from precast.ir.bundle.attached import compose
+from precast.ir.bundle.attached import Attached, compose
 from precast.ir.errors import BuildError, BundleError, RegistryError
+from precast.registry import referrers
 from precast.registry.client import Repository
 from precast.registry.pull import pull, resolve
-from precast.registry.push import push
+from precast.registry.push import Blob, push, upload_all
 from precast.registry.store import Store
 
 Client = Callable[..., Repository]
@@ -117,6 +119,26 @@ def test_list_that_changes_all_the_time_is_given_up(client: Client, registry: Fa
     assert caught.value.code == "registry-changed"
     assert registry.count("PUT", tag) == 5
     assert ("org/tiny", "v1") not in registry.manifests
+
+
+def test_manifests_are_published_one_by_one(client: Client, registry: FakeRegistry, tiny: Bundle) -> None:
+    bundle = detach(tiny.path, *(extra.digest for extra in tiny.attached))
+    push(bundle.path, f"{registry.host}/org/tiny:v1")
+    source, (_, extra) = client(), tiny.attached
+    upload_all(source, [Blob(digest, len(data), lambda data=data: BytesIO(data)) for digest, data in blobs(extra)], [])
+
+    referrers.publish(source, tiny.descriptor, (extra,))
+    del registry.blobs["org/tiny", extra.layers[0].digest]
+
+    assert [listed.data for listed in referrers.find(source, tiny.descriptor)[0]] == [extra.manifest]
+    registry.misbehave("PUT", "manifests", status(201))
+    with pytest.raises(RegistryError, match="does not have it"):
+        referrers.publish(source, tiny.descriptor, (extra,))
+
+
+def blobs(extra: Attached) -> list[tuple[str, bytes]]:
+    """What an attached manifest names."""
+    return [(digest, data) for digest, data in extra.blobs().items() if digest != extra.digest]
 
 
 def test_wrong_types_in_the_list_are_not_believed(registry: FakeRegistry, tiny: Bundle, store: Store) -> None:
@@ -230,12 +252,35 @@ def test_bundle_pushed_over_by_another_is_found(client: Client, registry: FakeRe
 
 def test_push_that_only_says_it_stored_is_found(client: Client, registry: FakeRegistry, tiny: Bundle) -> None:
     registry.misbehave("PUT", "blobs/uploads", status(201))
+    registry.misbehave("PUT", "manifests/sha256:", status(201))
+    registry.misbehave("GET", "manifests/sha256:", taken(tiny))
 
     with pytest.raises(RegistryError, match="does not have it") as caught:
         push(tiny.path, f"{registry.host}/org/tiny:v1", repository=client())
 
     assert caught.value.code == "registry-changed"
-    assert registry.count("PUT", "manifests") == 0
+    assert ("org/tiny", "v1") not in registry.manifests
+
+
+def taken(bundle: Bundle) -> Any:
+    """A manifest is given back as if it had been stored."""
+
+    def trick(handler: Any) -> bool:
+        data = (bundle.path / oci.blob_path(handler.path.rpartition("/")[2])).read_bytes()
+        handler.answer(200, data, Content_Type=oci.IMAGE_TYPE)
+        return True
+
+    return trick
+
+
+def test_manifest_that_is_not_given_back_is_found(client: Client, registry: FakeRegistry, tiny: Bundle) -> None:
+    registry.misbehave("PUT", "manifests/sha256:", status(201))
+
+    with pytest.raises(RegistryError) as caught:
+        push(tiny.path, f"{registry.host}/org/tiny:v1", repository=client())
+
+    assert caught.value.code == "registry-missing"
+    assert ("org/tiny", "v1") not in registry.manifests
 
 
 # --- pull and the store ----------------------------------------------------------------------------------------

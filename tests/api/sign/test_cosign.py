@@ -1,7 +1,7 @@
 """cosign verifies what Precast signed, without knowing Precast. Skipped where there is no cosign of version 3.
 
-Debian sid has it (the package `cosign`); unpacked anywhere, `COSIGN=PATH` names it. The other direction needs none:
-`test_signing.py` verifies what it once signed.
+It is looked for on the PATH and in `$PRECAST_TEST_TOOLS`. Without it `test_signing.py` still verifies what cosign once
+signed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from precast.sign import predicates
 from precast.sign.private_keys import private_key
 from precast.sign.signing import attest, sign
 
-COSIGN = os.environ.get("COSIGN") or shutil.which("cosign")
-pytestmark = pytest.mark.skipif(not COSIGN, reason="needs cosign 3; Debian sid has a package, COSIGN=PATH names it")
+PATH = os.pathsep.join(filter(None, (os.environ.get("PRECAST_TEST_TOOLS"), os.environ.get("PATH"))))
+COSIGN = shutil.which("cosign", path=PATH)
+pytestmark = pytest.mark.skipif(not COSIGN, reason="needs cosign 3, of which Debian sid has a package")
 
 KEYS = {"p256": signers.p256(), "ed25519": signers.ed()}
 
