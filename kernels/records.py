@@ -73,6 +73,14 @@ Launches = Callable[[Use], tuple[Launch, ...]]
 """The launches that compute a use; they may be of a record's own sizes only."""
 
 
+class Within(NamedTuple):
+    """The launches that a function makes between others' kernels, over symbols of its own; and what makes the function,
+    as `module:path`, which is called with them, a `precast.kernels.launch.Launched`."""
+
+    launches: Launches
+    makes: str
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One implementation of an op.
 
@@ -84,7 +92,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     `control`: "static" if it launches the same work whatever its metadata hold, so that a CUDA graph can replay it;
     "host" if it reads them on the host, which is a wait for the device. `dtypes` are element types by argument, where
     it takes fewer than the op; `sizes` are those of a step that it takes. `layout` names by argument the layout of a
-    weight that it wants.
+    weight that it wants. `within`: what a function launches by itself; it then has a form that is given its kernels.
     """
 
     name: str
@@ -103,6 +111,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     control: Literal["static", "host"] = "static"
     allocates: bool = True
     layout: Mapping[str, str] = {}
+    within: Within | None = None
 
 
 def nothing(use: Use) -> Expr:

@@ -91,6 +91,10 @@ def _implementation(sizes: Ranges, record: Record, function: Callable[..., Any])
 
 def function_for(record: Record, use: Use) -> Callable[..., Any]:
     """The function that a record names, or its launches for a use."""
+    if record.within is not None:
+        launched = Launched(record.within.launches(use), native=use.target.native)
+        made: Callable[..., Any] = named(record.within.makes)(launched)
+        return made
     return function_of(record) if isinstance(record.runs, str) else launched_of(record, use)
 
 

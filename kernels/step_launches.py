@@ -7,6 +7,7 @@ without torch launches it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -68,19 +69,21 @@ class LaunchAt(NamedTuple):
 
     def values(self) -> list[int]:
         """The arguments as numbers that conditions on kernels are asked of; memory begins at a multiple of 16."""
-        return [arg.offset if isinstance(arg, Address) else int(arg or 0) for arg in self.args]
+        return [arg.offset if isinstance(arg, Address) else arg if isinstance(arg, int) else 0 for arg in self.args]
 
 
 class NodeAt(NamedTuple):
     """A node as it runs: what computes it, its tensors by the names that launches give them, and its launches.
 
-    Without launches the record names a function, or the result is a view of an argument.
+    Without launches the record names a function, or the result is a view of an argument. `within` are launches that
+    such a function makes between others' kernels, of its first rows.
     """
 
     node: Node
     record: Record
     tensors: Mapping[str, Held]
     launches: tuple[LaunchAt, ...]
+    within: tuple[LaunchAt, ...] = ()
 
 
 def step_launches(graph: Graph, target: Target, sizes: Sizes) -> Iterator[NodeAt]:
@@ -192,7 +195,21 @@ class _Walk:
             memory = Memory("value", returned.get(value.name, value.name), "" if value.name in returned else function)
             frame[value.name] = tensors[f"out.{i}"] = self._result(node, value, frame, memory, record)
         made = tuple(_at(keyed, tensors, self._sizes) for keyed in chosen.launches.get(record.name, ()))
-        return NodeAt(node, record, tensors, made)
+        return NodeAt(node, record, tensors, made, self._within(record, chosen.use))
+
+    def _within(self, record: Record, use: Use) -> tuple[LaunchAt, ...]:
+        """What a function launches by itself over a part of a node's rows, as it lies in new memory."""
+        if record.within is None:
+            return ()
+        rows = math.prod(self._numbers(use.result.shape[:-1]))
+        (launch,) = record.within.launches(use)
+        width = self._numbers(use.result.shape[-1:])[0]
+        types = {
+            "x": TensorType(use.result.dtype, (rows, 2 * width)),
+            "out.0": TensorType(use.result.dtype, (rows, width)),
+        }
+        tensors = {name: _outside(name, kind, "value") for name, kind in types.items()}
+        return _outside_a_graph([launch], tensors, {"T": rows})
 
     def _of(self, node: Node, function: str) -> _Chosen:
         if id(node) not in self._chosen:

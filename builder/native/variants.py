@@ -70,7 +70,7 @@ def engine_launches(graph: Graph, target: Target, sizes: Sizes) -> Iterator[Laun
     """What an engine launches in a step: the graph's nodes, tokens put in their places, tokens drawn."""
     yield from known_ids_launches(target, sizes["T"])
     for node in step_launches(graph, target, sizes):
-        yield from node.launches
+        yield from (*node.launches, *node.within)
     logits = types_in(graph).get(graph.outputs.get("logits", ""))
     if logits is not None:
         for captured in (False, True):
@@ -138,6 +138,7 @@ def nodes_without_launches(graph: Graph, target: Target) -> list[Node]:
 
     def compiles(case: Case) -> bool:
         record, (least, _) = case.choice.record, case.sizes.get("T", (0, None))
-        return record.kind == "triton" and isinstance(record.runs, str) and least <= MOST_STEP
+        is_unknown = isinstance(record.runs, str) and record.within is None
+        return record.kind == "triton" and is_unknown and least <= MOST_STEP
 
     return [use.node for use in uses_in(graph, target) if any(map(compiles, cases(use)))]

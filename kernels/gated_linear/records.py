@@ -10,7 +10,7 @@ from precast.ir.memory.liveness import Operand
 from precast.kernels.gated_activation.launches import gated_activation
 from precast.kernels.gated_linear.limits import MAX_ROWS_AT_ONCE
 from precast.kernels.linear import records as linear
-from precast.kernels.records import Condition, Launch, Pointer, Record, Stride, reference
+from precast.kernels.records import Condition, Launch, Pointer, Record, Stride, Within, reference
 from precast.kernels.rows import COMPUTED
 from precast.kernels.use import Use, copied, size, wide, width
 
@@ -36,6 +36,16 @@ def _beside_cublaslt(use: Use) -> Expr:
 def product_and_gate(use: Use) -> tuple[Launch, ...]:
     """cuBLASLt's product into the workspace, and the launch that gates it."""
     return _part(use, 0, numel(use.shape("input")[:-1]))
+
+
+def gate(use: Use) -> tuple[Launch, ...]:
+    """The launch that gates products in row-major order, whose rows are T."""
+    outputs, dtype = use.number("weight", 0), use.dtype
+    assert outputs is not None
+    assert dtype is not None
+    product, result = (TensorType(dtype, ("T", width)) for width in (outputs, outputs // 2))
+    node = Node("precast.gated_activation", {"x": Ref("x"), "kind": Const(use.constant("kind"))}, (Value("y", result),))
+    return gated_activation(Use(node, {"x": Operand(product, is_contiguous=True)}, use.target))
 
 
 def in_two(use: Use) -> tuple[Launch, ...]:
@@ -88,6 +98,7 @@ RECORDS = (
         name="triton.gated_linear", op="precast.gated_linear", kind="triton", devices=("cuda",), min_capability=(8, 0),
         dtypes=dict.fromkeys(("input", "weight", "bias"), COMPUTED), takes=(_KNOWN,), allocates=False,
         workspace=_at_once, runs="precast.kernels.gated_linear.rows_at_once:gated_linear",
+        within=Within(gate, "precast.kernels.gated_linear.rows_at_once:gating_with"),
     ),
     reference("precast.gated_linear", "gated_linear.gated_linear", _reference),
 )  # fmt: skip

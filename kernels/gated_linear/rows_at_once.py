@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -27,6 +28,27 @@ def gated_linear(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out` [..., F], or new memory: the gated product of `input` [..., I] with `weight` [2F, I] and `bias` [2F]."""
+    capability = torch.cuda.get_device_capability(input.device) if input.is_cuda else (0, 0)
+    gate = _gate(kind, weight.shape[0], NAMES[input.dtype], Target("cuda", capability))
+    return _gated(gate, input, weight, bias, out)
+
+
+def gating_with(gate: Launched) -> Callable[..., torch.Tensor]:
+    """`gated_linear` for the one use whose gate this is."""
+
+    @implements("gated_linear")
+    def gated_linear(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See above."""
+        return _gated(gate, input, weight, bias, out)
+
+    return gated_linear
+
+
+def _gated(
+    gate: Launched, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
     outputs, inputs = weight.shape
     result = input.new_empty(*input.shape[:-1], outputs // 2) if out is None else out
     rows, gated = input.reshape(-1, inputs), result.view(-1, outputs // 2)
@@ -34,8 +56,6 @@ def gated_linear(
     num_parts = -(-len(rows) // MAX_ROWS_AT_ONCE)
     rows_at_once = -(-len(rows) // max(num_parts, 1))
     products = input.new_empty(rows_at_once, outputs)
-    capability = torch.cuda.get_device_capability(input.device) if input.is_cuda else (0, 0)
-    gate = _gate(kind, outputs, NAMES[input.dtype], Target("cuda", capability))
     for begin in range(0, len(rows), max(rows_at_once, 1)):
         part, into = rows[begin : begin + rows_at_once], gated[begin : begin + rows_at_once]
         product = products[: len(part)]
