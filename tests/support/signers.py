@@ -102,6 +102,7 @@ def certificate(
     path_length: int | None = None,
     usage: Any = ExtendedKeyUsageOID.CODE_SIGNING,
     signs: bool = True,
+    issues: bool = True,
     start: datetime.datetime = NOW - DAY,
     end: datetime.datetime = NOW + DAY,
 ) -> x509.Certificate:
@@ -119,7 +120,9 @@ def certificate(
         .add_extension(x509.BasicConstraints(ca, path_length), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key()), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.KeyUsage(signs and not ca, False, False, False, False, ca, ca, False, False), critical=True)
+        .add_extension(
+            x509.KeyUsage(signs and not ca, False, False, False, False, ca and issues, ca, False, False), critical=True
+        )
     )
     if not ca:
         made = made.add_extension(x509.SubjectAlternativeName([x509.RFC822Name(name)]), critical=False)

@@ -51,6 +51,19 @@ def test_an_authority_without_its_root_is_trusted_itself() -> None:
     assert certificates.signer(authority(BETWEEN), der(LEAF), NOW)[1] == "ci@acme.example"
 
 
+def test_of_several_without_a_root_the_last_is_it() -> None:
+    other = certificate("other", signers.p256(), ROOT, ROOT_KEY, ca=True)
+
+    assert certificates.signer(authority(other, BETWEEN), der(LEAF), NOW)
+    assert "doesn't lead to the authority" in refusal(authority(BETWEEN, other), LEAF)
+
+
+def test_an_issuer_whose_key_is_not_for_certificates() -> None:
+    between = certificate("between", BETWEEN_KEY, ROOT, ROOT_KEY, ca=True, issues=False)
+
+    assert "doesn't lead to the authority" in refusal(authority(ROOT, between), LEAF)
+
+
 def test_an_ed25519_signer() -> None:
     leaf = certificate("ed@acme.example", signers.ed(), ROOT, ROOT_KEY)
 
