@@ -64,18 +64,18 @@ def config_digest(bundle: Bundle) -> str | None:
 def bill_of_materials(bundle: Bundle) -> dict[str, Any]:
     """The predicate of an SBOM: the bundle's layers with their digests, and what they were made from and with."""
     manifest = bundle.manifest
-    itself = {
+    itself: dict[str, Any] = {
         "type": "machine-learning-model",
         "bom-ref": bundle.digest,
         "name": manifest.model.architecture,
         "version": bundle.digest,
         "hashes": [_hash(bundle.digest)],
     }
-    tools = [
+    tools: list[dict[str, Any]] = [
         {"type": "library", "bom-ref": _purl(*each), "name": each[0], "version": each[1], "purl": _purl(*each)}
         for each in sorted(manifest.built_with.items())
     ]
-    layers = [
+    layers: list[dict[str, Any]] = [
         {
             "type": "file",
             "bom-ref": f"{blob.role}:{blob.name}",

@@ -173,7 +173,7 @@ def _certificates(material: _Material) -> tuple[bytes, ...]:
     given = (material.public_key, material.certificate, material.x509_certificate_chain)
     if sum(item is not None for item in given) != 1:
         raise _invalid("verification material: expected one of publicKey, certificate, x509CertificateChain")
-    chain = (material.certificate,) if material.certificate else ()
+    chain: tuple[_Certificate, ...] = () if material.certificate is None else (material.certificate,)
     if material.x509_certificate_chain is not None:
         chain = material.x509_certificate_chain.certificates
         if not 1 <= len(chain) <= limits.MAX_CERTIFICATES:
