@@ -140,8 +140,21 @@ def kernels_page() -> str:
     return _table(kernel_figures.HEADS, rows)
 
 
+def native_page() -> str:
+    """The table of docs/native.md."""
+    ((_, figures),) = result("native").items()
+    rows = [
+        (f"`{target}`", str(found["kernels"]), f"{found['bytes']:,}", f"{found['image_bytes']:,}",
+         f"{found['seconds']:.0f} s", f"{found['processor_seconds']:.0f} s", f"{found['cuda'] / 1000:.1f}")
+        for target, found in figures.items()
+    ]  # fmt: skip
+    heads = ("target", "kernels", "bytes stored", "unpacked", "compiled in", "processors", "CUDA of the driver")
+    return _table(heads, rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme, "docs/caches.md": caches_page, "docs/kernel_speed.md": kernels_page,
+    "docs/native.md": native_page,
 }  # fmt: skip
 
 

@@ -13,7 +13,21 @@ from typing import NamedTuple
 
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import references
-from precast.ir.graph.schema import Arg, Call, Const, Dim, Dtype, Expr, Graph, Items, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import (
+    Arg,
+    Block,
+    Call,
+    Const,
+    Dim,
+    Dtype,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Ref,
+    TensorType,
+    Value,
+)
 from precast.ir.memory import addresses, caches, strides
 from precast.ir.memory.strides import Layout
 from precast.ir.memory.views import view_of
@@ -149,7 +163,7 @@ class _Walk:
     def __init__(self, graph: Graph, target: Target, sizes: Sizes) -> None:
         self._graph, self._target, self._sizes = graph, target, sizes
         self._blocks = {block.name: block for block in graph.blocks}
-        functions = {"": graph, **self._blocks}
+        functions: dict[str, Graph | Block] = {"": graph, **self._blocks}
         self._types = {name: types_in(function) for name, function in functions.items()}
         self._statics = {name: statics_in(function) for name, function in functions.items()}
         self._chosen: dict[int, _Chosen] = {}

@@ -39,6 +39,7 @@ class Timeline:
         self._clock = clock
         self.origin = clock() if origin is None else origin
         self.phases: list[Phase] = []
+        self.ranks: dict[int, dict[str, Any]] = {}  # what other ranks have spent their time on, by rank: `to_dict`
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -61,12 +62,18 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """`{"total_seconds": ..., "phases": [{"name", "start", "seconds", "bytes", "counters"}, ...]}`, with the `note`
-        of a phase that has one."""
+        of a phase that has one.
+
+        Where ranks share the model, `"ranks": {"1": ..., ...}` has the same of each other rank, from its own origin.
+        """
         phases = [msgspec.to_builtins(phase) for phase in self.phases]
         for phase in phases:
             if not phase["note"]:
                 del phase["note"]
-        return {"total_seconds": self.total_seconds(), "phases": phases}
+        found: dict[str, Any] = {"total_seconds": self.total_seconds(), "phases": phases}
+        if self.ranks:
+            found["ranks"] = {str(rank): timeline for rank, timeline in self.ranks.items()}
+        return found
 
     def to_json(self) -> str:
         """`to_dict` as JSON."""

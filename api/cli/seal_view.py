@@ -30,7 +30,7 @@ def seal(path: Path, choices: Path | None) -> Report:
 
 def report(digest: str, tables: dict[str, Table]) -> Report:
     """A row for each table."""
-    rows = [("GPU", "driver", "torch", "Triton", "cuBLASLt", "choices", "products", "manifest")]
+    rows: list[tuple[str, ...]] = [("GPU", "driver", "torch", "Triton", "cuBLASLt", "choices", "products", "manifest")]
     for name, each in tables.items():
         machine, counts = each.machine, (len(each.choices), len(each.products))
         versions = (machine.driver, machine.torch, machine.triton, str(machine.cublaslt))

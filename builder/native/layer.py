@@ -18,6 +18,7 @@ from precast.builder.native.variants import Variant, nodes_without_launches, var
 from precast.builder.native.worker import Job, Made
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Graph
+from precast.ir.graph.world import unsharded
 from precast.ir.native import SHARED_BYTES, NativeKernel, NativeLayer
 from precast.kernels.cuda_source import is_installed, nvrtc_version
 from precast.kernels.measured import Table, shipped_tables
@@ -36,12 +37,12 @@ def target_named(text: str) -> Target:
 
 
 def native_layer(graph: Graph, target: Target, tables: Sequence[Table] = ()) -> NativeLayer:
-    """The layer of a graph that is bound to its world.
+    """The layer of a bundle's graph, for a world of one rank.
 
     It has what is launched by the choices that come with Precast for GPUs of this target, and by those of `tables`.
     Raises BuildError (`dependency-missing`) where a compiler isn't installed.
     """
-    versions = compilers(target)
+    versions, graph = compilers(target), unsharded(graph)
     known = [table for table in (*shipped_tables(), *tables) if table.machine.capability == target.capability]
     wanted = variants(graph, [target, *(target._replace(table=table) for table in known)])
     with tempfile.TemporaryDirectory(prefix="precast-") as folder:
@@ -62,7 +63,7 @@ def native_layer(graph: Graph, target: Target, tables: Sequence[Table] = ()) -> 
 
 def what_is_left(graph: Graph, target: Target) -> tuple[str, ...]:
     """The ops that a layer can't hold the kernels of: they are compiled where they run."""
-    return tuple(sorted({node.op for node in nodes_without_launches(graph, target)}))
+    return tuple(sorted({node.op for node in nodes_without_launches(unsharded(graph), target)}))
 
 
 def compilers(target: Target) -> dict[str, str]:

@@ -22,7 +22,10 @@ from precast.cli.main import main
 from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.errors import CODES
 
-VERBS = ("attest", "bench kernels", "build", "diff", "digest", "find", "inspect", "link", "run", "sign", "verify")
+VERBS = (
+    *("attest", "bench kernels", "build", "diff", "digest", "find", "inspect", "link", "pull", "push", "run", "seal"),
+    *("sign", "store gc", "store ls", "store verify", "verify"),
+)
 TRUST = {
     "portable": {"admitted": True, "rule": None, "why": "portable layers are data, and taken from anyone"}
 }  # fmt: skip

@@ -20,6 +20,7 @@ from precast.ir.encoding import FORMAT
 from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Graph, Wire
 from precast.ir.manifest import Manifest
+from precast.ir.native import NativeLayer
 
 SNAPSHOT = Path(__file__).resolve().parents[1] / "schema_v1.json"
 HOW = "`python tests/support/schema_diff.py > tests/ir/schema_v1.json` takes the snapshot again; see docs/versioning.md"
@@ -41,7 +42,7 @@ def test_schema_is_the_one_of_its_version() -> None:
 def test_snapshot_holds_every_struct() -> None:
     reachable = schema_diff.snapshot()["structs"]
 
-    ours = (Graph.__module__, Manifest.__module__)
+    ours = (Graph.__module__, Manifest.__module__, NativeLayer.__module__)
 
     def subclasses(cls: type) -> set[str]:
         return {cls.__name__}.union(*(subclasses(sub) for sub in cls.__subclasses__() if sub.__module__ in ours))
