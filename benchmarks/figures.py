@@ -152,9 +152,61 @@ def native_page() -> str:
     return _table(heads, rows)
 
 
+def registry_page() -> str:
+    """The figures of docs/registry.md."""
+    found = result("registry")
+    moved, large, shared = found["transfers"], found["large_layer"], found["shared"]
+    seconds = moved["seconds"]
+
+    def milliseconds(name: str) -> str:
+        return f"{1000 * seconds[name]:.0f} ms" if name in seconds else "-"
+
+    rows = [
+        ("push", milliseconds("push"), milliseconds("push_plain"), f"{moved['push_over_plain']:.2f}",
+         milliseconds("oras_push")),
+        ("push again, where all is there", milliseconds("push_again"), "", "", ""),
+        ("pull into an empty store", milliseconds("pull"), milliseconds("pull_plain"),
+         f"{moved['pull_over_plain']:.2f}", milliseconds("oras_pull")),
+        ("pull of what the store has, by tag", milliseconds("pull_of_what_the_store_has_by_tag"), "", "", ""),
+    ]  # fmt: skip
+    text = (
+        f"The bundle of the Llama-3.1-8B shape with two more layers of 3 MB ({moved['bytes'] / 1e6:.1f} MB) to and "
+        f"from {found['registry']} on the same machine ({_machine('registry')}), within a running process; beside it "
+        "plain sockets over as many connections, which ask and check nothing, and `oras cp`, a process of its own. The "
+        f"best of {found['runs']} runs each. To open and verify the bundle, before a push and after a pull, takes "
+        f"{milliseconds('open_bundle')}.\n\n"
+    )
+    heads = ("what", "Precast", "plain sockets", "ratio", "oras")
+    peaks = ", ".join(f"{way} {large[way]['peak_mib']:.0f} MiB" for way in ("push", "pull"))
+    native, without = shared["with_native_layers"], shared["without"]
+    text += _table(heads, rows)
+    text += (
+        f"\nThe most memory that a process has while it moves a layer of {large['bytes'] / 1e9:.0f} GB, Python and "
+        f"all: {peaks}. {native['bundles']} such bundles that differ in the names of their checkpoint's tensors alone "
+        f"share {_short(100 * native['shared'])} % of their bytes in the store; without the two layers, which are most "
+        f"of the bytes, {_short(100 * without['shared'])} %: the names stand in the graph, and each has its own.\n"
+    )
+    return text
+
+
+def trust_page() -> str:
+    """The figures of docs/trust.md."""
+    found = result("trust")
+    rows = [
+        (what, f"{1000 * seconds['first']:.0f} ms", f"{1000 * seconds['again']:.1f} ms")
+        for what, seconds in sorted(found["checks_cpu_seconds"].items(), key=lambda row: row[1]["first"])
+    ]
+    whole = ", ".join(f"`{name}` {1000 * seconds:.0f} ms" for name, seconds in found["commands_cpu_seconds"].items())
+    text = _table(("signed by", "the first check", "the next"), rows)
+    machine = f"of one of {_read('trust')['machine']['cores']} cores"
+    return text + f"\nOf the processor, {machine}, in a process without torch. Whole commands:\n{whole}.\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme, "docs/caches.md": caches_page, "docs/kernel_speed.md": kernels_page,
     "docs/native.md": native_page,
+    "docs/registry.md": registry_page,
+    "docs/trust.md": trust_page,
 }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ class Repository:
         if response.status == 412:
             message = "somebody else changed it meanwhile"
             raise RegistryError("registry-changed", message, where=self._place(f"/manifests/{name}"))
-        return response.headers  # type: ignore[no-any-return]
+        return response.headers
 
     def referrers(self, digest: str, page: str | None = None) -> tuple[bytes | None, str | None]:
         """A page of the index of what is attached to a manifest, and the next page's address.
@@ -216,15 +216,15 @@ class Repository:
         return response
 
     def _authorized(self, method: str, url: str, headers: Mapping[str, str] | None, body: bytes | None) -> Response:
-        sent = self._authorization.header()
-        response = self.transport.send(method, url, headers=headers, authorization=sent, body=body)
-        if response.status != 401:
-            return response
-        challenges = _challenges(response)
-        response.close()
-        self._authorization.renew(challenges, sent)
-        header = self._authorization.header()
-        return self.transport.send(method, url, headers=headers, authorization=header, body=body)
+        for last in (False, False, True):  # a token may run out while it is on its way
+            sent = self._authorization.header()
+            response = self.transport.send(method, url, headers=headers, authorization=sent, body=body)
+            if response.status != 401 or last:
+                break
+            challenges = _challenges(response)
+            response.close()
+            self._authorization.renew(challenges, sent)
+        return response
 
     def _send(self, method: str, url: str, headers: Mapping[str, str], body: Any) -> Response:
         """One try of a request whose body can't be sent twice."""

@@ -27,11 +27,11 @@ _RECORD = tarfile.RECORDSIZE
 
 
 class Image(NamedTuple):
-    """The image's blobs as (digest, size, how it is opened), its manifests, and the index that names these."""
+    """The image's blobs as (digest, size, how it is opened), its manifests, and `top`, the index that names these."""
 
     blobs: list[tuple[str, int, Callable[[], BinaryIO]]]
     manifests: list[bytes]
-    index: bytes
+    top: bytes
 
 
 def image_of(path: Path, found: Survey) -> Image:

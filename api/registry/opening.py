@@ -18,14 +18,15 @@ def open_bundle(text: str) -> Bundle:
     store can't be written.
     """
     wanted, store = Reference.parse(text), Store()
-    digest = wanted.digest
-    if digest is None or store.index(digest) is None:
-        digest = pull(wanted, store=store).digest
-    try:
-        return store.open(digest)
-    except BundleError as error:
-        if error.code not in _DAMAGED:
-            raise
+    with store.using():
+        digest = wanted.digest
+        if digest is None or store.index(digest) is None:
+            digest = pull(wanted, store=store).digest
+        try:
+            return store.open(digest)
+        except BundleError as error:
+            if error.code not in _DAMAGED:
+                raise
         store.drop_damaged(digest)
         pull(wanted.at(digest), store=store)
         return store.open(digest)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.bundle import attached as attachments
 from precast.ir.bundle import oci
-from precast.ir.bundle.attached import Attached
+from precast.ir.bundle.attached import Attached, Part
 from precast.ir.bundle.codec import decode_json
 from precast.ir.bundle.layout import compose_index, decode_image, is_bundle
 from precast.ir.bundle.oci import Descriptor
@@ -68,14 +69,15 @@ def pull(
 
         check_place(Path(out), is_bundle)
     source = repository or Repository(wanted, plain_http=plain_http)
-    try:
-        pulled = _into_store(source, wanted, store, refresh, progress)
-    finally:
-        if repository is None:
-            source.transport.close()
-    if out is None:
-        return pulled
-    write_out(store, pulled.digest, Path(out))
+    with store.using():
+        try:
+            pulled = _into_store(source, wanted, store, refresh, progress)
+        finally:
+            if repository is None:
+                source.transport.close()
+        if out is None:
+            return pulled
+        write_out(store, pulled.digest, Path(out))
     return msgspec.structs.replace(pulled, path=str(out))
 
 
@@ -115,14 +117,12 @@ def _fetch(source: Repository, named: Reference, digest: str, store: Store, prog
     manifest = _image_manifest(source, digest)
     image = decode_image(manifest)
     descriptor = oci.describe(manifest, oci.IMAGE_TYPE)
-    listed, notes = referrers.find(source, descriptor)
-    parts = {part.digest: Descriptor(part.media_type, part.digest, part.size) for part in (image.config, *image.layers)}
-    for extra in listed:
-        for part in extra.document.parts:
-            parts.setdefault(part.digest, Descriptor(part.media_type, part.digest, part.size))
-    missing = [part for part in parts.values() if not store.has(part.digest, part.size)]
-    _check_room(store, sum(part.size for part in missing))
-    _fetch_all(source, store, missing, progress)
+    found: list[tuple[list[Listed], list[str]]] = []
+    fetching = _Fetching(source, store, progress)
+    # What is attached is looked for while the bundle's own blobs come.
+    fetching.fetch((image.config, *image.layers), beside=lambda: found.append(referrers.find(source, descriptor)))
+    ((listed, notes),) = found
+    fetching.fetch([part for extra in listed for part in extra.document.parts])
     store.put(manifest)
     attached = tuple(_keep(store, extra) for extra in listed)
     for extra in attached:
@@ -130,9 +130,7 @@ def _fetch(source: Repository, named: Reference, digest: str, store: Store, prog
             notes.append(f"passed over {extra.digest}: its provenance record is no object of canonical JSON")
             attached = tuple(other for other in attached if other is not extra)
     store.record(descriptor, attached, str(Reference(named.host, named.name, named.tag)))
-    fetched = sum(part.size for part in missing)
-    shared = sum(part.size for part in parts.values()) - fetched
-    return _pulled(named, fetched, shared, attached, notes)
+    return _pulled(named, fetching.fetched, fetching.shared, attached, notes)
 
 
 def _pulled(
@@ -154,18 +152,39 @@ def _image_manifest(source: Repository, digest: str) -> bytes:
     raise BundleError("artifact-type", message, where=str(source.reference), fix=fix)
 
 
-def _fetch_all(source: Repository, store: Store, missing: Sequence[Descriptor], progress: Progress | None) -> None:
-    total, done = sum(part.size for part in missing), [0]
+class _Fetching:
+    """Blobs on their way into a store, each once; and how many bytes of them came, or were there."""
 
-    def count(size: int) -> None:
-        done[0] += size
-        if progress is not None:
-            progress(done[0], total)
+    def __init__(self, source: Repository, store: Store, progress: Progress | None) -> None:
+        self._source = source
+        self._store = store
+        self._progress = progress
+        self._seen: set[str] = set()
+        self._done = 0
+        self.fetched = 0
+        self.shared = 0
 
-    def one(part: Descriptor) -> None:
-        fetch_blob(source, store, part, count)
+    def fetch(self, parts: Iterable[Descriptor | Part], beside: Callable[[], object] = lambda: None) -> None:
+        """Have all blobs in the store, the largest first, and do `beside` meanwhile."""
+        wanted = {part.digest: Descriptor(part.media_type, part.digest, part.size) for part in parts}
+        new = [part for digest, part in wanted.items() if digest not in self._seen]
+        missing = [part for part in new if not self._store.has(part.digest, part.size)]
+        self._seen.update(wanted)
+        size = sum(part.size for part in missing)
+        _check_room(self._store, size)
+        self.fetched += size
+        self.shared += sum(part.size for part in new) - size
+        steps: list[Callable[[], object]] = [beside]
+        steps += [partial(self._fetch, part) for part in sorted(missing, key=lambda part: -part.size)]
+        each(steps, lambda step: step(), self._source.transport, WORKERS)
 
-    each(sorted(missing, key=lambda part: -part.size), one, source.transport, WORKERS)
+    def _fetch(self, part: Descriptor) -> None:
+        fetch_blob(self._source, self._store, part, self._count)
+
+    def _count(self, size: int) -> None:
+        self._done += size
+        if self._progress is not None:
+            self._progress(self._done, self.fetched)
 
 
 def fetch_blob(source: Repository, store: Store, part: Descriptor, count: Count) -> bool:

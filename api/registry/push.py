@@ -52,7 +52,7 @@ class Pushed(msgspec.Struct, frozen=True):
 
 
 def push(
-    bundle: str | os.PathLike[str],
+    bundle: str | os.PathLike[str] | Bundle,
     reference: str | Reference,
     *,
     as_image: bool = False,
@@ -61,7 +61,7 @@ def push(
     progress: Progress | None = None,
     repository: Repository | None = None,
 ) -> Pushed:
-    """Push the bundle at a path, and what is attached to it, with the digest that it has.
+    """Push the bundle at a path, or one that is opened, and what is attached to it, with the digest that it has.
 
     `reference` may have a tag, which is written last, and a digest, which must be the bundle's. `as_image`: as an image
     with one layer, for runtimes that mount images only. `mount_from`: repositories of the same registry that have some
@@ -70,16 +70,21 @@ def push(
     Raises BundleError for a bundle that is refused, and RegistryError.
     """
     wanted = Reference.parse(reference) if isinstance(reference, str) else reference
-    opened = Bundle.open(bundle).digest
-    found = survey(Path(bundle))
-    if wanted.digest not in (None, opened) and not as_image:
-        message = f"the bundle is {opened}, the reference says {wanted.digest}"
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    path, digest = opened.path, opened.digest
+    del opened  # of which little is needed here, and much may be held
+    found = survey(path)
+    if found.descriptor.digest != digest:
+        message = f"expected {digest}, which was opened, found {found.descriptor.digest}"
+        raise BundleError("blob-digest", message, where=str(path), fix="the bundle was replaced: push the new one")
+    if wanted.digest not in (None, digest) and not as_image:
+        message = f"the bundle is {digest}, the reference says {wanted.digest}"
         raise RegistryError("reference-invalid", message, where=str(wanted))
     target = repository or Repository(wanted, writes=True, mounted=mount_from, plain_http=plain_http)
     try:
         if as_image:
-            return _push_image(target, image_of(Path(bundle), found), mount_from, progress)
-        return _push_bundle(target, Path(bundle), found, mount_from, progress)
+            return _push_image(target, image_of(path, found), mount_from, progress)
+        return _push_bundle(target, path, found, mount_from, progress)
     finally:
         if repository is None:
             target.transport.close()
@@ -109,10 +114,10 @@ def _push_image(repository: Repository, image: Image, mount_from: Sequence[str],
     states = upload_all(repository, blobs, mount_from, progress)
     for data in image.manifests:
         repository.put_manifest(oci.digest_of(data), data, oci.IMAGE_TYPE)
-    digest = oci.digest_of(image.index)
-    repository.put_manifest(digest, image.index, oci.INDEX_TYPE)
-    _confirm_all(repository, blobs, [*image.manifests, image.index], lambda: None)
-    return _finished(repository, digest, image.index, oci.INDEX_TYPE, blobs, states, ())
+    digest = oci.digest_of(image.top)
+    repository.put_manifest(digest, image.top, oci.INDEX_TYPE)
+    _confirm_all(repository, blobs, [*image.manifests, image.top], lambda: None)
+    return _finished(repository, digest, image.top, oci.INDEX_TYPE, blobs, states, ())
 
 
 def _finished(

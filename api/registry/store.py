@@ -275,11 +275,23 @@ class Store:
             os.close(fd)
 
     @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """While a bundle is fetched, if need be, and read: nobody removes it between. Also of a read-only store."""
+        with contextlib.suppress(OSError):
+            os.close(self._prepared())
+        with self.reading():
+            yield
+
+    def _prepared(self) -> int:
+        """The lock, opened, of a store that is made if it isn't there."""
+        for directory in (self._blobs, self._bundles, self._incoming):
+            directory.mkdir(parents=True, exist_ok=True)
+        return os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    @contextlib.contextmanager
     def _held(self, kind: int) -> Iterator[None]:
         try:
-            for directory in (self._blobs, self._bundles, self._incoming):
-                directory.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            fd = self._prepared()
             try:
                 _lock(fd, kind)
                 yield

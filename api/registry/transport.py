@@ -62,6 +62,7 @@ class Transport:
         pause: Callable[[float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        _check_installed()
         self.is_local = is_local(server)
         self.is_plain = plain_http or self.is_local
         self.origin = f"{'http' if self.is_plain else 'https'}://{server}"
@@ -231,7 +232,7 @@ class Transport:
             fix = "name a file of trusted certificates in SSL_CERT_FILE, if the registry has one of its own"
             message = f"no connection by TLS: {shown(str(error))}"
             raise RegistryError("registry-unreachable", message, where=place(url), fix=fix) from None
-        except (*http_errors(), OSError) as error:
+        except http_errors() as error:
             raise Temporary(self.broken(url, reason_of(error))) from None
 
     def _pool(self, url: str) -> Any:
@@ -250,7 +251,7 @@ class Transport:
     def _failure(self, response: Response, url: str) -> RegistryError:
         try:
             data = response.read(MAX_ERROR_BYTES, decode_content=False)
-        except (*http_errors(), OSError):
+        except http_errors():
             data = b""
         response.close()
         code, fix = _code_of(response.status), None
@@ -286,14 +287,14 @@ def _origin(parts: SplitResult) -> tuple[str, str, int]:
 
 def _addresses(host: str) -> Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     try:
-        return [ipaddress.ip_address(host)]
+        found = {str(ipaddress.ip_address(host))}
     except ValueError:
-        pass
-    try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError):  # the request itself will say so
-        return []
-    return [ipaddress.ip_address(str(address).partition("%")[0]) for address in found]
+        try:
+            found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
+        except (OSError, UnicodeError):  # the request itself will say so
+            return []
+    addresses = [ipaddress.ip_address(address) for address in found]
+    return [getattr(address, "ipv4_mapped", None) or address for address in addresses]
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
@@ -343,12 +344,17 @@ def _proxy(parts: SplitResult) -> str:
     return found.get(parts.scheme, found.get("all", ""))
 
 
-def _new_pool(proxy: str) -> Any:
+def _check_installed() -> None:
     try:
-        import urllib3
+        import urllib3  # noqa: F401 - to know at once
     except ModuleNotFoundError as error:
         message = "registries need urllib3, which is not installed"
         raise TargetError("dependency-missing", message, fix="pip install 'precast[registry]'") from error
+
+
+def _new_pool(proxy: str) -> Any:
+    import urllib3
+
     options: dict[str, Any] = {"num_pools": 8, "maxsize": 16, "block": False, "blocksize": BLOCK_BYTES}
     try:
         return urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)

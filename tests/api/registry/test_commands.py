@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,17 @@ def test_registry_that_refuses(registry: FakeRegistry, tiny: Bundle, command: Co
     assert "DENIED: not yours" in found.stderr
     assert "docker login" in found.stderr
     assert "code: registry-denied" in found.stderr
+
+
+def test_without_urllib3(tiny: Bundle) -> None:
+    absent = "import sys; sys.modules['urllib3'] = None; from precast.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", absent, "push", str(tiny.path), "ghcr.io/org/name:v1"]
+
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    assert done.returncode == 4
+    assert "pip install 'precast[registry]'" in done.stderr
+    assert "code: dependency-missing" in done.stderr
 
 
 def test_image_and_mounts(registry: FakeRegistry, tiny: Bundle, command: Command) -> None:

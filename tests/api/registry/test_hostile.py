@@ -411,6 +411,7 @@ def test_list_without_end_ends(
     [
         "file:///etc/passwd", "ftp://example.com/x", "http://169.254.169.254/latest/meta-data/", "http://[fe80::1]/x",
         "http://0.0.0.0/x", "http://user:pw@localhost/x", "//", "", "http://[", "gopher://x", "http://2852039166/x",
+        "http://[::ffff:169.254.169.254]/x", "http://[::ffff:a9fe:a9fe]/x",
     ],
 )  # fmt: skip
 def test_redirects_that_are_never_followed(

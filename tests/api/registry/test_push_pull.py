@@ -223,6 +223,18 @@ def test_push_checks_the_digest_in_the_reference(registry: FakeRegistry, tiny: B
     assert caught.value.code == "reference-invalid"
 
 
+def test_opened_bundle_that_was_replaced_is_not_pushed(registry: FakeRegistry, tiny: Bundle) -> None:
+    opened = Bundle.open(tiny.path)
+    push(opened, f"{registry.host}/org/tiny:v1")
+    registry.log.clear()
+    write_tiny(tiny.path, num_layers=1)
+
+    with pytest.raises(BundleError, match="was replaced"):
+        push(opened, f"{registry.host}/org/tiny:v1")
+
+    assert registry.log == []
+
+
 def test_damaged_bundle_is_not_pushed(registry: FakeRegistry, tiny: Bundle) -> None:
     blob = tiny.path / oci.blob_path(tiny.layers[0].digest)
     blob.write_bytes(blob.read_bytes()[:-1] + b"x")

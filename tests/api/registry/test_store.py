@@ -131,6 +131,28 @@ def test_gc_waits_for_a_pull(reference: str, tiny: Bundle, store: Store, registr
     assert store.open(tiny.digest).digest == tiny.digest
 
 
+def test_gc_of_all_waits_until_a_pulled_bundle_is_written_out(
+    reference: str, tiny: Bundle, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between fetching and writing out, somebody removes all that is not in use."""
+    pull(reference, store=store)
+    collecting = threading.Thread(target=store.collect, args=(0.0,))
+    survey = Store.survey
+
+    def begun_meanwhile(self: Store, digest: str) -> Any:
+        if not collecting.ident:
+            collecting.start()
+            collecting.join(0.2)
+        return survey(self, digest)
+
+    monkeypatch.setattr(Store, "survey", begun_meanwhile)
+    pull(reference, tmp_path / "out.bundle", store=store)
+    collecting.join(60)
+
+    assert Bundle.open(tmp_path / "out.bundle").digest == tiny.digest
+    assert store.listing() == []
+
+
 def test_verify_finds_damage(reference: str, tiny: Bundle, store: Store) -> None:
     pull(reference, store=store)
     blob = store.blob(tiny.layers[0].digest)
@@ -258,6 +280,13 @@ def test_pulls_killed_at_random_moments(count: int, registry: FakeRegistry, tiny
     states, rest = done.stdout.split(" ", 1)
     assert int(states) >= 2
     assert rest == "['out.bundle', 'store'] ()"
+
+
+def test_pull_killed_before_each_step(registry: FakeRegistry, tiny: Bundle, tmp_path: Path) -> None:
+    done = run("steps", registry.host, str(tiny.path), str(tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True True"
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])

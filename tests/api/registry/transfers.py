@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError
@@ -76,6 +77,42 @@ def kill_pulls(host: str, bundle: Path, place: Path, count: int) -> None:
     sys.stdout.write(f"{len(states)} {sorted(os.listdir(place))} {left.bundles}")
 
 
+def kill_at_step(wanted: int, action: Callable[[], object]) -> None:
+    """Run `action`, and be killed before the `wanted`-th file or directory that is made, renamed or removed."""
+    left = [wanted]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        if writes or event in ("os.mkdir", "os.rename", "os.remove"):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    action()
+
+
+def kill_pull_steps(host: str, bundle: Path, place: Path, count: int) -> None:
+    """Kill a pull into an empty store before each step; a bundle that is listed is whole."""
+    digest = push(bundle, f"{host}/org/tiny:v1").digest
+    found = []
+    for wanted in range(1, 1000):
+        store = Store(place / f"store{wanted}")
+        pid = child(
+            lambda wanted=wanted, store=store: kill_at_step(wanted, lambda: pull(f"{host}/org/tiny:v1", store=store))
+        )
+        _, status = os.waitpid(pid, 0)
+        listed = [stored.digest for stored in store.listing()]
+        assert listed in ([], [digest]), listed
+        assert store.verify().problems == (), (wanted, store.verify())
+        shutil.rmtree(store.path, ignore_errors=True)
+        found.append(bool(listed))
+        if not os.WIFSIGNALED(status):
+            assert status == 0
+            break
+    sys.stdout.write(f"{len(found) > 20} {found[-1]}")
+
+
 def kill_pushes(host: str, bundle: Path, place: Path, count: int) -> None:
     """Kill pushes; a tag that is there leads to a whole bundle, and a later push ends well."""
     rng = random.Random(count)
@@ -118,5 +155,11 @@ def together(host: str, bundle: Path, place: Path, count: int) -> None:
 
 if __name__ == "__main__":
     verb, host, bundle, place, *more = sys.argv[1:]
-    verbs = {"pulls": kill_pulls, "pushes": kill_pushes, "interrupted": interrupted, "together": together}
+    verbs = {
+        "pulls": kill_pulls,
+        "steps": kill_pull_steps,
+        "pushes": kill_pushes,
+        "interrupted": interrupted,
+        "together": together,
+    }
     verbs[verb](host, Path(bundle), Path(place), int(more[0]) if more else 0)

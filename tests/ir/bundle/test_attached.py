@@ -201,6 +201,19 @@ def test_refused(change: Callable[[dict[str, Any]], object], code: str, tmp_path
     assert str(bundle.path) in str(caught.value)
 
 
+def test_manifest_that_is_listed_twice(tmp_path: Path) -> None:
+    bundle = write_tiny(tmp_path / "x.bundle")
+    attach(bundle.path, signature(bundle))
+    index = json.loads((bundle.path / "index.json").read_bytes())
+    index["manifests"].append(index["manifests"][2])
+    (bundle.path / "index.json").write_text(json.dumps(index))
+
+    with pytest.raises(BundleError, match="listed twice") as caught:
+        Bundle.open(bundle.path)
+
+    assert caught.value.code == "index-invalid"
+
+
 def test_as_many_as_the_limit_open_and_one_more_is_refused(tmp_path: Path) -> None:
     bundle = write_tiny(tmp_path / "x.bundle")
     manifests = [signature(bundle, b"%d" % i) for i in range(limits.MAX_ATTACHED)]
