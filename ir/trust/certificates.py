@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from precast.ir import limits
-from precast.ir.errors import TrustError, shown
+from precast.ir.errors import TrustError, is_failure, shown
 from precast.ir.patterns import matches
 from precast.ir.trust import keys
 from precast.ir.trust.keys import PublicKey
@@ -56,21 +56,27 @@ def signer(
 
     `now` is aware of its time zone; default: the clock. Raises NotTrusted.
     """
-    from cryptography import x509
-
-    moment = now or datetime.datetime.now(datetime.UTC)
     try:
-        leaf, *others = [x509.load_der_x509_certificate(data) for data in certificates]
-        names = _names(leaf)
-        key = keys.of(leaf.public_key())
+        return _signer(trusted, certificates, now or datetime.datetime.now(datetime.UTC))
+    except NotTrusted:
+        raise
     except TrustError as error:
         raise NotTrusted(f"the certificate's key: {error.message}") from None
-    except (ValueError, x509.DuplicateExtension) as error:
+    except BaseException as error:
+        if not is_failure(error):  # of the library, whose errors for odd certificates have no class in common
+            raise
         raise NotTrusted(f"the certificate can't be read: {shown(str(error))}") from None
+
+
+def _signer(trusted: Authority, certificates: tuple[bytes, ...], now: datetime.datetime) -> tuple[PublicKey, str]:
+    from cryptography import x509
+
+    leaf, *others = [x509.load_der_x509_certificate(data) for data in certificates]
+    names = _names(leaf)
+    key = keys.of(leaf.public_key())
     who = " ".join(map(shown, names)) or shown(leaf.subject.rfc4514_string())
-    _check_dates(leaf, who, moment)
-    moment = max(moment, leaf.not_valid_before_utc)
-    _check_path(trusted, leaf, others, who, moment)
+    _check_dates(leaf, who, now)
+    _check_path(trusted, leaf, others, who, max(now, leaf.not_valid_before_utc))
     if trusted.identities and not any(matches(each, name) for each in trusted.identities for name in names):
         raise NotTrusted(f"the certificate is of {who}, which is none of {', '.join(trusted.identities)}")
     return key, who
@@ -86,7 +92,9 @@ def _load(pem: bytes) -> list[Any]:
         raise TrustError("key-invalid", message)
     try:
         return x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise TrustError("key-invalid", f"a certificate can't be read: {shown(str(error))}") from None
 
 

@@ -9,6 +9,7 @@ import json
 import pytest
 import signers
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from signers import DAY, DIGEST, NOW, certificate, certificates_pem, document
 
@@ -139,6 +140,19 @@ def test_identities_are_patterns_of_the_signers_name() -> None:
 
     assert certificates.signer(right, der(LEAF), NOW)
     assert refusal(wrong, LEAF) == "the certificate is of ci@acme.example, which is none of *@other.example"
+
+
+def test_a_certificate_of_a_version_that_there_is_not() -> None:
+    odd = der(LEAF)[0].replace(bytes.fromhex("a003020102"), bytes.fromhex("a003020106"), 1)
+
+    with pytest.raises(NotTrusted, match="can't be read"):
+        certificates.signer(authority(ROOT, BETWEEN), (odd,), NOW)
+
+
+def test_a_certificate_whose_key_is_of_another_kind() -> None:
+    leaf = certificate("ci@acme.example", ec.generate_private_key(ec.SECP384R1()), BETWEEN, BETWEEN_KEY)
+
+    assert "secp384r1" in refusal(authority(ROOT, BETWEEN), leaf)
 
 
 def test_a_certificate_that_is_none() -> None:
