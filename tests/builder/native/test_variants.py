@@ -15,6 +15,7 @@ from precast.bench.steps import sizes_of
 from precast.builder.build import build
 from precast.builder.native.variants import engine_launches, variants
 from precast.ir.graph.schema import Graph, Value
+from precast.ir.graph.world import unsharded
 from precast.ir.memory import caches
 from precast.ir.native import takes
 from precast.kernels.choices import cases, records_of
@@ -38,7 +39,7 @@ STEPS = ([(1, 1)], [(1, 5), (1, 33)], [(16, 16), (1, 2), (1, 40)], [(17, 17)], [
 @pytest.fixture(scope="module", params=FAMILIES)
 def graph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Graph:
     path = tmp_path_factory.mktemp("built") / "bundle"
-    return build(families.make_config(request.param), path, dtype="bfloat16").graph
+    return unsharded(build(families.make_config(request.param), path, dtype="bfloat16").graph)
 
 
 def random_sizes(graph: Graph, draw: random.Random) -> dict[str, int]:
