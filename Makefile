@@ -22,7 +22,7 @@ export PYTHONSAFEPATH := 1
 
 help:
 	@echo "make demo      build, load and run the example model"
-	@echo "make registry-demo  a bundle through a registry: build, push, pull, verify, recite"
+	@echo "make registry-demo  a bundle through a registry, and a release: build, push, pull, sign, attest, verify, recite"
 	@echo "make test      the tests that need no GPU"
 	@echo "make check     lint, format, types, tests: what must pass before a change lands"
 	@echo "make format    rewrite the sources in the format that check asks for"
@@ -39,7 +39,7 @@ install: $(STAMP)
 $(STAMP): | $(PY)
 	rm -f $(VENV)/.installed-*
 	$(PY) -m pip install -c constraints.txt torch==2.13.0
-	$(PY) -m pip install -c constraints.txt -e '.[build,dev]'
+	$(PY) -m pip install -c constraints.txt -e '.[build,sign,dev]'
 	touch $@
 
 $(PY):
@@ -47,11 +47,12 @@ $(PY):
 		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-registry-demo: $(STAMP)
-	$(PY) examples/registry/demo.py
-
 demo: $(STAMP)
 	$(PY) examples/recite/demo.py
+
+registry-demo: $(STAMP)
+	$(PY) examples/registry/demo.py
+	$(PY) examples/ci/demo.py
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 15 -m "not gpu"

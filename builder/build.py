@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import logging
 import platform
@@ -130,7 +131,8 @@ def build(
     packed = pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
         config=facts, native=native,
-        provenance=_provenance(opened, started, from_snapshot=is_restored) | notes | _beside_theirs(opened, graph),
+        provenance=_provenance(opened, options, disabled_passes, started, is_restored)
+        | notes | _beside_theirs(opened, graph),
     )  # fmt: skip
     _record_layers(packed)
     return packed
@@ -235,11 +237,14 @@ def _beside_theirs(source: Source, graph: Graph) -> dict[str, object]:
     return {"tp_plan": msgspec.to_builtins(compared(graph, theirs))} if theirs and graph.shards.rows else {}
 
 
-def _provenance(source: Source, started: float, *, from_snapshot: bool) -> dict[str, object]:
+def _provenance(
+    source: Source, options: Options, disabled_passes: Collection[str], started: float, from_snapshot: bool
+) -> dict[str, object]:
     """Facts about this build that are no part of the bundle's identity."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "source": source.name,
+        "options": dataclasses.asdict(options) | {"disabled_passes": sorted(disabled_passes)},
         "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.monotonic() - started, 3),
         "peak_memory_bytes": peak * (1 if sys.platform == "darwin" else 1024),

@@ -53,6 +53,17 @@ CODES: dict[str, str] = {
     "native-not-canonical": "a native layer differs from its own canonical encoding",
     "native-nesting": "a native layer is nested deeper than the format allows",
     "native-invalid": "a native layer contradicts itself, its target or the launches that there are",
+    # --- trust ------------------------------------------------------------------------------------------------
+    "statement-invalid": "what is attached to the bundle is not one statement under one signature",
+    "signature-missing": "nothing of the wanted kind is attached to the bundle",
+    "signature-invalid": "no signature or attestation of the bundle is good under the keys that were given",
+    "untrusted": "no rule of the trust policy lets the bundle, or its native layer, in",
+    "trust-invalid": "a trust policy that can't be read, or contradicts itself",
+    "key-invalid": "a file is no key or certificate of a kind that can be used",
+    "key-passphrase": "a private key is encrypted, and no passphrase or a wrong one was given",
+    "link-missing": "nothing links the weights to a bundle for the target",
+    "lock-invalid": "a precast.lock that can't be read",
+    "lock-mismatch": "the bundle or the checkpoint's config is not the one that precast.lock names",
     # --- build ------------------------------------------------------------------------------------------------
     "build-in-progress": "another build is writing to the same path",
     "disk-full": "the file system has no room for the bundle, or a quota or size limit is reached",
@@ -243,6 +254,10 @@ class WeightsError(PrecastError):
 
 class RequestError(PrecastError, ValueError):
     """A prompt, sampling parameters or engine options that are not allowed."""
+
+
+class TrustError(PrecastError):
+    """A key, a certificate, a trust policy or a lock file can't be used."""
 
 
 class RegistryError(PrecastError):

@@ -218,6 +218,23 @@ MAX_CONFIG_BYTES = 4 * MIB
 MAX_CONFIG_ENTRIES = 1 << 17
 """Entries of a checkpoint's config, by all of their names. Models have up to 1,000."""
 
+# --- trust -------------------------------------------------------------------------------------------------------
+
+MAX_STATEMENT_BYTES = MIB
+"""A sigstore bundle with the statement in it. A signature takes 700 bytes, an SBOM of a hundred sources 40 kB."""
+
+MAX_SUBJECTS = 1024
+"""Subjects of one statement. A signature has one."""
+
+MAX_CERTIFICATES = 8
+"""Certificates of a chain. Authorities have one or two between their root and who signs."""
+
+MAX_TRUST_BYTES = MIB
+"""A trust.json, a file of keys or certificates, a precast.lock. A rule takes some hundred bytes."""
+
+MAX_RULES = 1 << 10
+"""Rules of a trust.json."""
+
 # --- messages ----------------------------------------------------------------------------------------------------
 
 MAX_LISTED = 20

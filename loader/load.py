@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, get_args
 from precast.ir.artifact import Bundle
 from precast.ir.bundle.trust import Trust
 from precast.ir.errors import RequestError, TargetError, shown_value
+from precast.ir.trust.loading import repository_of
 from precast.kernels.measured import read_table
 from precast.loader.options import Backend, Capture, LoadOptions
 from precast.loader.timeline import Timeline
@@ -44,7 +45,7 @@ def load(
     capture: Capture | None = None,
     backend: Backend | None = None,
     native: str | Sequence[str] = (),
-    trust: Trust | None = None,
+    trust: Trust | str | os.PathLike[str] | None = None,
     world_port: int | None = None,
     timeouts: Mapping[str, float] | None = None,
     processes: Processes | None = None,
@@ -69,9 +70,10 @@ def load(
     sealed with on this machine, else the one that comes with Precast for the GPU, if there is one.
 
     `native`: digests, one or several, of native layers or of bundles whose native layers may be used: they are code.
-    Those that `trust` admits are used too; None: those that this user compiled on this machine. Where none is used,
-    kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md). Layers are
-    for one rank alone; of several, most kernels are compiled.
+    So may those that this user compiled on this machine, and those that a trust policy lets in: `trust` is the file of
+    one, or rules of your own in place of all that; None: the user's and the system's policy (docs/trust.md). Where none
+    is used, kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md).
+    Layers are for one rank alone; of several, most kernels are compiled.
 
     `tp`: so many ranks share each layer, each a process with a GPU of its own, and `ep`, which divides `tp`, says over
     how many groups of them experts are split. `pp`: the layers are divided over so many stages of `tp` ranks each, for
@@ -107,7 +109,7 @@ def load(
     table = None if choices is None else read_table(Path(choices))
     options = LoadOptions(
         bundle, weights, device, max_num_seqs, max_num_tokens, max_prefill_tokens, cache_bytes, reuse_prefixes,
-        allow_config_mismatch, table, capture, [native] if isinstance(native, str) else native, trust,
+        allow_config_mismatch, table, capture, [native] if isinstance(native, str) else native, trust, repository_of(bundle),
     )  # fmt: skip
     timeline = Timeline() if timeline is None else timeline
     if (tp, ep, pp) != (None, 1, 1) or timeouts or "WORLD_SIZE" in os.environ:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -22,7 +23,8 @@ Backend = Literal["driver", "torch"]
 
 
 class LoadOptions(NamedTuple):
-    """The arguments of `precast.load`; `table` has the choices of `choices`, if any are given, `native` is a list."""
+    """The arguments of `precast.load`; `table` has the choices of `choices`, if any are given, `native` is a list, and
+    `repository` is the one that the bundle's address names."""
 
     bundle: str | Path | Bundle
     weights: str | Path
@@ -36,10 +38,17 @@ class LoadOptions(NamedTuple):
     table: Table | None
     capture: Capture | None
     native: Sequence[str] = ()
-    trust: Trust | None = None
+    trust: Trust | str | os.PathLike[str] | None = None
+    repository: str | None = None
 
     def limits(self, max_seq_len: int) -> EngineLimits:
         """The engine's limits, for a model of so many tokens a sequence."""
         from precast.loader.sizing import EngineLimits
 
         return EngineLimits(self.max_num_seqs, self.max_num_tokens, max_seq_len, self.cache_bytes)
+
+    def rules(self, bundle: Bundle) -> Trust:
+        """What lets the opened bundle's native layers in. Raises what `precast.ir.trust.loading.rules_of` raises."""
+        from precast.ir.trust.loading import rules_of
+
+        return rules_of(bundle, self.trust, self.repository)

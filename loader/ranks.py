@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from precast.ir.artifact import Bundle
+from precast.ir.bundle.trust import MadeHere, folder_of_layers
 from precast.ir.errors import PrecastError, RequestError, TargetError
 from precast.kernels.measured import read_table
 from precast.loader.engine.engine import Engine
@@ -58,11 +59,11 @@ class _Given(NamedTuple):
         return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if name not in _OWN)
 
     def options(self, bundle: str | Bundle, device: str | torch.device | None) -> LoadOptions:
-        """The same for a load."""
+        """The same for a load. Rank 0 has asked the trust policy for all, which have the same bundle."""
         table = None if self.choices is None else read_table(Path(self.choices))
         return LoadOptions(
             bundle, self.weights, device, self.max_num_seqs, self.max_num_tokens, None, self.cache_bytes, True,
-            self.allow_config_mismatch, table, self.capture, self.native,
+            self.allow_config_mismatch, table, self.capture, self.native, MadeHere(folder_of_layers()),
         )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def load_with_ranks(
     ranks = ranks._replace(tp=tp)
     opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
     check_world(tp, ranks.ep, opened.graph, pp=ranks.pp)
-    options = options._replace(bundle=opened)
+    options = options._replace(bundle=opened, trust=options.rules(opened))
     given = _Given(
         str(options.weights), options.max_num_seqs, options.max_num_tokens, options.cache_bytes,
         options.allow_config_mismatch, None if choices is None else str(choices), options.capture,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
 
 from precast.ir.artifact import Bundle
+from precast.ir.bundle.trust import Trust
 from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
@@ -94,6 +95,7 @@ def load_rank(
     with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
         with timeline.phase("bundle") as phase, collector_held():
             opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
+            rules = options.rules(opened)
             graph = bind_world(opened.graph, placement)
             graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
             limits = options.limits(opened.manifest.model.max_seq_len)
@@ -103,7 +105,9 @@ def load_rank(
             if not options.allow_config_mismatch:
                 config_facts.check(opened.manifest.config, options.weights)
             table = _sealed(opened, target) if options.table is None else options.table
-            what, phase.note = _with_native(target_of(on, table)._replace(tp=placement.tp), opened, options)
+            what, phase.note = _with_native(
+                target_of(on, table)._replace(tp=placement.tp), opened, options.native, rules
+            )
             files = CheckpointFiles.open(options.weights)
             groups: dict[str, Group] = {}
             part = sampler = None
@@ -188,11 +192,11 @@ def _sealed(bundle: Bundle, device: Device) -> Table | None:
     return next((table for table in tables.values() if table.machine == machine), None)
 
 
-def _with_native(target: Target, bundle: Bundle, options: LoadOptions) -> tuple[Target, str]:
+def _with_native(target: Target, bundle: Bundle, allowed: Sequence[str], trust: Trust) -> tuple[Target, str]:
     """The target with the kernels that are compiled already, and a word on where they come from; none for CPUs."""
     if target.device == "cpu":
         return target, ""
-    chosen = choose(bundle, target.text, allowed=options.native, trust=options.trust)
+    chosen = choose(bundle, target.text, allowed=allowed, trust=trust)
     return target._replace(native=Native(chosen.layer)), chosen.note
 
 

@@ -15,6 +15,7 @@ from hypothesis import settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # whoever runs the tests may have a trust policy of their own
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores; more threads than cores only wait for each other. Subprocesses inherit this.
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -48,6 +48,14 @@ CHOICES = click.option(
     "--choices", type=PATH, metavar="FILE",
     help="Measured choices of kernels, of `precast bench kernels`. Default: those that come with Precast for the GPU.",
 )  # fmt: skip
+KEY = click.option("--key", required=True, type=PATH, help="The private key: PKCS #8 in PEM, or cosign's.")
+CERTIFICATE = click.option(
+    "--certificate", type=PATH, help="The key's certificate, in PEM, for those who trust its CA."
+)
+TRUST = click.option(
+    "--trust", type=PATH, metavar="FILE", help="The trust policy. Default: the user's and the system's."
+)
+NAME = click.option("--name", default="", metavar="TEXT", help="What the statement calls the bundle.")
 REFERENCE = click.argument("reference", metavar="HOST/NAME[:TAG][@DIGEST]")
 PLAIN_HTTP = click.option(
     "--plain-http", is_flag=True, help="Speak HTTP without TLS, which otherwise only this machine's own registry gets."
@@ -205,23 +213,51 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 @click.option(
     "--pp", type=int, metavar="P", help="Divide the layers over P stages, of --shards ranks each.  [default: 1]"
 )
+@click.option(
+    "--key", "keys", type=PATH, multiple=True, help="A public key that must have signed; several: any of them."
+)
+@click.option("--ca", "cas", type=PATH, multiple=True, help="Certificates of an authority, one of whose signers must.")
+@click.option("--identity", "identities", multiple=True, metavar="PATTERN", help="Of --ca: the signer's name, with *.")
+@click.option(
+    "--attestation", "attestations", multiple=True, metavar="TYPE",
+    help="Look for this in place of a signature: provenance, sbom, or a predicate type's URI.",
+)  # fmt: skip
+@TRUST
+@click.option(
+    "--repository", metavar="NAME", help="Where the bundle came from, for rules that ask. Default: as in its address."
+)
+@PLAIN_HTTP
 @AS_JSON
 def verify(
-    bundle: Path, weights: Path | None, shards: int | None, ep: int | None, pp: int | None, as_json: bool
-) -> None:
-    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint.
+    bundle: Path | str, weights: Path | None, shards: int | None, ep: int | None, pp: int | None,
+    keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...], attestations: tuple[str, ...],
+    trust: Path | None, repository: str | None, plain_http: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Check BUNDLE byte by byte, its graph rule by rule, who signed it, and --weights against its recipes.
 
     With --shards or --pp, all ranks compute the logits of a few tokens with random weights, in float32, and are
     compared with one rank: all layers of a small model, one of each kind of a large one.
     """
     if ep is not None and shards is None:
         raise click.UsageError("--ep goes with --shards")
+    from precast.cli import trust as trusting
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
+    from precast.ir.trust.loading import repository_of
 
+    who = trusting.trusted(keys, cas, identities)
+    if attestations and not who:
+        raise click.UsageError("--attestation goes with --key or --ca")
+    trusting.refresh(bundle, plain_http)
     opened = Bundle.open(bundle)
+    reports = [trusting.decided(opened, trust, repository or repository_of(bundle))]
+    if who:
+        reports.insert(0, trusting.vouched(opened, who, attestations))
     fields: dict[str, Any] = {"digest": opened.digest}
     lines = [opened.digest, "bundle: whole, canonical, and valid by every rule"]
+    for report in reports:
+        fields |= report.fields
+        lines.append(report.text)
     if weights is not None:
         from precast.ir.weights import config_facts, recipes
         from precast.ir.weights.checkpoint import CheckpointFiles
@@ -242,6 +278,43 @@ def verify(
     _report(Report(fields, "\n".join(lines)), as_json)
     if not is_split:
         click.get_current_context().exit(3)
+
+
+@main.command()
+@BUNDLE
+@KEY
+@CERTIFICATE
+@NAME
+@PLAIN_HTTP
+@AS_JSON
+def sign(bundle: Path | str, key: Path, certificate: Path | None, name: str, plain_http: bool, as_json: bool) -> None:
+    """Sign BUNDLE's digest, in the form that cosign verifies, and attach the signature. The digest stays."""
+    from precast.cli.trust import signed
+
+    _report(signed(bundle, key, certificate, name, plain_http), as_json)
+
+
+@main.command()
+@BUNDLE
+@KEY
+@CERTIFICATE
+@NAME
+@click.option("--type", "types", multiple=True, type=click.Choice(("provenance", "sbom")), help="Default: one of each.")
+@click.option(
+    "--builder-id", default="https://precast.dev/builder/local", metavar="URI", show_default=True,
+    help="Of the provenance: what ran the build, as a CI workflow.",
+)  # fmt: skip
+@click.option("--run-id", default="", metavar="TEXT", help="Of the provenance: which of the builder's runs it was.")
+@PLAIN_HTTP
+@AS_JSON
+def attest(
+    bundle: Path | str, key: Path, certificate: Path | None, name: str, types: tuple[str, ...], builder_id: str,
+    run_id: str, plain_http: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Attach signed statements of how BUNDLE was built (SLSA provenance) and of what (CycloneDX)."""
+    from precast.cli.trust import attested
+
+    _report(attested(bundle, key, certificate, name, types, builder_id, run_id, plain_http), as_json)
 
 
 @main.command()
@@ -333,6 +406,30 @@ def pull(reference: str, out: Path | None, as_json: bool, **options: Any) -> Non
     with transferred("pulling") as progress:
         found = pulled(reference, out, progress=progress, **options)
     _report(registry_view.pulled(found), as_json)
+
+
+@main.command()
+@BUNDLE
+@click.argument("weights", type=BundlePath(path_type=Path, readable=False))
+@PLAIN_HTTP
+@AS_JSON
+def link(bundle: Path | str, weights: Path | str, plain_http: bool, as_json: bool) -> None:
+    """Note with WEIGHTS that BUNDLE was made for them: in their registry (oci://...), or beside a checkpoint."""
+    from precast.cli.links import linked
+
+    _report(linked(bundle, weights, plain_http), as_json)
+
+
+@main.command()
+@click.argument("weights", type=BundlePath(path_type=Path, readable=False))
+@click.option("--target", metavar="NAME", help="Only bundles that run there, such as sm_90.")
+@PLAIN_HTTP
+@AS_JSON
+def find(weights: Path | str, target: str | None, plain_http: bool, as_json: bool) -> None:
+    """Print the bundles that were made for WEIGHTS: a repository (oci://...), or a checkpoint with a precast.lock."""
+    from precast.cli.links import found
+
+    _report(found(weights, target, plain_http), as_json)
 
 
 @main.group(cls=_Verbs)
@@ -437,6 +534,7 @@ def store_verify(as_json: bool) -> None:
     "--backend", type=click.Choice(["driver", "torch"]),
     help="The CUDA driver alone, without torch, or torch. Default: the driver where it runs the model.",
 )  # fmt: skip
+@TRUST
 @click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
 @AS_JSON
 def run(
@@ -444,7 +542,7 @@ def run(
     as_json: bool, weights: Path, device: str | None, tp: int | None, ep: int, pp: int, world_port: int | None,
     timeouts: dict[str, float], max_num_seqs: int, max_num_tokens: int, max_prefill_tokens: int | None,
     cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None, native: tuple[str, ...],
-    backend: Any, **sampling: Any,
+    backend: Any, trust: Path | None, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -455,12 +553,14 @@ def run(
     with stages(LOAD_PHASES, "loading") as progress:
         timeline = AnnouncedTimeline(progress)
         from precast.ir.artifact import Bundle
+        from precast.ir.trust.loading import repository_of, rules_of
         from precast.loader.engine.params import SamplingParams
         from precast.loader.engine.prompts import check_prompts
         from precast.loader.engine.tokenizer import Tokenizer
 
         params = SamplingParams(**sampling)
         opened = Bundle.open(bundle)  # what is wrong with a prompt is said before torch is imported
+        rules = rules_of(opened, trust, repository_of(bundle))
         tokenizer = Tokenizer.from_files(opened.files("tokenizer"))
         check_prompts(
             all_prompts, params, opened.manifest.model, lambda: tokenizer, add_special_tokens=add_special_tokens
@@ -471,7 +571,7 @@ def run(
         engine = load(
             opened, weights=weights, device=device, tp=tp, ep=ep, pp=pp, max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
-            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native, backend=backend,
+            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native, backend=backend, trust=rules,
             world_port=world_port, timeouts=timeouts, processes=processes, timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer

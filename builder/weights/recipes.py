@@ -23,8 +23,8 @@ from precast.builder.weights.quantisation import Weight, scheme_of
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Read, Recipe, Tie
 from precast.ir.manifest import Checkpoint
+from precast.ir.patterns import matches
 from precast.ir.weights import recipes as ir_recipes
-from precast.ir.weights.recipes import matches
 
 _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
 _PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")

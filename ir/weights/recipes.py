@@ -17,6 +17,7 @@ from precast.ir.errors import RecipeError, WeightsError, some
 from precast.ir.files import open_file
 from precast.ir.graph import schema, symbols
 from precast.ir.manifest import Checkpoint
+from precast.ir.patterns import matches
 from precast.ir.weights import quantised
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.ir.weights.quantised import expect
@@ -394,26 +395,6 @@ def require(
     names = {read.tensor for param in graph.params for read in each_leaf(param.recipe)}
     found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
     return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether the pattern describes the name: `*` stands for any run of characters, all else for itself.
-
-    One pass over the name, unlike a regular expression, whatever the pattern is: patterns come from bundles.
-    """
-    first, *rest = pattern.split("*")
-    if not rest:
-        return name == pattern
-    *middle, last = rest
-    if not name.startswith(first) or len(name) < len(first) + len(last) or not name.endswith(last):
-        return False
-    position, end = len(first), len(name) - len(last)
-    for part in middle:
-        found = name.find(part, position, end)
-        if found < 0:
-            return False
-        position = found + len(part)
-    return True
 
 
 def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:

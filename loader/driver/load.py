@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
 from precast.ir.artifact import Bundle
+from precast.ir.bundle.trust import Trust
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
@@ -52,6 +53,7 @@ def load_with_driver(
     """
     with timeline.phase("bundle") as phase, collector_held():
         opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
+        rules = options.rules(opened)
         limits = options.limits(opened.manifest.model.max_seq_len)
         if layer is None and not opened.native:
             raise UnfitError("the bundle has no native layer", opened)
@@ -67,7 +69,7 @@ def load_with_driver(
         BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
         try:
             if layer is None:
-                layer, phase.note = _native_layer(opened, target, options)
+                layer, phase.note = _native_layer(opened, target, options.native, rules)
             ring = Ring(device)
             program, addresses = covered(graph, target, limits)
             if lacking := missing(program.launches(), layer):
@@ -108,9 +110,9 @@ def _table(opened: Bundle, device: DriverDevice) -> Table | None:
     return next((table for table in tables.values() if table.machine == machine), None)
 
 
-def _native_layer(opened: Bundle, target: Target, options: LoadOptions) -> tuple[NativeLayer, str]:
+def _native_layer(opened: Bundle, target: Target, allowed: Sequence[str], rules: Trust) -> tuple[NativeLayer, str]:
     """The layer that is admitted, and by which rule. Raises UnfitError where none is."""
-    chosen = choose(opened, target.text, allowed=options.native, trust=options.trust)
+    chosen = choose(opened, target.text, allowed=allowed, trust=rules)
     if chosen.layer is None:
         raise UnfitError(chosen.note, opened)
     return chosen.layer, chosen.note

@@ -5,6 +5,8 @@ The graphs in text form, in `corpus/text`, are kept by hand; the encoded ones ar
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import msgspec
 import registry_readers
 import tokenizers_by_hand
+import trust_readers
 import zstandard
 from forge import Forgery, canonical
 from graph_text import parse_graph
@@ -137,6 +140,7 @@ def _seeds(texts: Path) -> Seeds:
     yield "config", "code", canonical(_CONFIG | {"auto_map": {"AutoModelForCausalLM": "own.Model"}})
     yield "generation-config", "sampling", canonical({"eos_token_id": [1, 2], "do_sample": False, "top_p": 0.5})
     yield from _registries()
+    yield from _trust()
     yield from _tokenizers()
 
 
@@ -151,6 +155,30 @@ def _registries() -> Seeds:
     auths = {"ghcr.io": {"auth": "YTpi"}, "https://index.docker.io/v1/": {"identitytoken": "x"}}
     helpers = {"gcr.io": "gcloud"}
     yield "registry-credentials", "docker", canonical({"auths": auths, "credHelpers": helpers, "credsStore": ""})
+
+
+def _trust() -> Seeds:
+    for name in ("signature", "attestation"):
+        yield "trust-statement", name, (trust_readers.SIGNED / f"{name}.json").read_bytes()
+    signed = json.loads((trust_readers.SIGNED / "signature.json").read_bytes())
+    leaf = {"rawBytes": base64.b64encode(trust_readers.LEAF).decode()}
+    yield "trust-statement", "certificate", canonical(signed | {"verificationMaterial": {"certificate": leaf}})
+    chain = {"x509CertificateChain": {"certificates": [leaf, leaf]}, "tlogEntries": [{"logIndex": "1"}]}
+    yield "trust-statement", "chain", canonical(signed | {"verificationMaterial": chain})
+    yield "trust-certificate", "leaf", trust_readers.LEAF
+    key = (trust_readers.SIGNED / "cosign.pub").read_bytes()
+    yield "trust-key", "p256", key
+    authority = trust_readers.pem(trust_readers.ROOT)
+    yield "trust-authority", "two", authority + trust_readers.pem(trust_readers.LEAF)
+    rules = [
+        {"name": "a", "scope": "any", "key": key.decode(), "repositories": ["ghcr.io/acme/*"]},
+        {"name": "b", "scope": "native", "ca": authority.decode(), "identities": ["*@acme.example"]},
+        {"name": "c", "scope": "portable", "digests": [trust_readers.DIGEST]},
+    ]
+    yield "trust-policy", "three", canonical({"version": 1, "rules": rules, "portable": "vouched"})
+    bundle = {"digest": trust_readers.DIGEST, "reference": "oci://ghcr.io/acme/llama", "targets": ["sm_90"]}
+    config = f"sha256:{hashlib.sha256(b'{}').hexdigest()}"
+    yield "lock", "one", canonical({"version": 1, "config": config, "bundles": [bundle]})
 
 
 def _bundle() -> Seeds:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import registry_readers
+import trust_readers
 from forge import Forgery, compressed
 from graph_text import parse_graph
 
@@ -335,6 +336,13 @@ TARGETS: dict[str, Target] = {
     "registry-challenge": Target(registry_readers.read_challenge, "text", "registry-challenge"),
     "registry-credentials": Target(registry_readers.read_credentials, "json", "registry-credentials"),
     "store-list": Target(registry_readers.read_store, "json", "bundle-index"),
+    # who vouches for a bundle
+    "trust-statement": Target(trust_readers.read_statement, "json", "trust-statement"),
+    "trust-certificate": Target(trust_readers.read_certificate, "bytes", "trust-certificate"),
+    "trust-key": Target(trust_readers.read_key, "text", "trust-key"),
+    "trust-authority": Target(trust_readers.read_authority, "text", "trust-authority"),
+    "trust-policy": Target(trust_readers.read_policy, "json", "trust-policy"),
+    "lock": Target(trust_readers.read_lock, "json", "lock"),
     # a checkpoint
     "checkpoint-header": Target(_tensors, "safetensors", "checkpoint-header"),
     "checkpoint-index": Target(_index, "json", "checkpoint-index"),

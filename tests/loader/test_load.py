@@ -231,6 +231,24 @@ def test_a_checkpoint_with_another_config_is_served_on_request_alone(tmp_path: P
     assert output.token_ids == reference_answer(WEIGHTS, [5], 3)
 
 
+def test_a_policy_that_keeps_the_bundle_out_is_obeyed_before_a_tensor_is_read(
+    bundle: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tmp_path / "precast" / "trust.json"
+    policy.parent.mkdir()
+    policy.write_text('{"version": 1, "portable": "vouched"}')
+    timeline = Timeline()
+
+    with pytest.raises(BundleError) as by_option:
+        load(bundle, weights=checkpoint, device="cpu", trust=policy, timeline=timeline)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(BundleError) as by_default:
+        load(bundle, weights=checkpoint, device="cpu")
+
+    assert (by_option.value.code, by_default.value.code) == ("untrusted", "untrusted")
+    assert "weights" not in [phase.name for phase in timeline.phases]
+
+
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_the_collector_is_as_it_was(was_enabled: bool, bundle: Path) -> None:
     (gc.enable if was_enabled else gc.disable)()

@@ -16,6 +16,7 @@ import json
 import re
 import socket
 import threading
+import uuid
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class FakeRegistry:
         etags: bool = True,
     ) -> None:
         self.blobs: dict[tuple[str, str], bytes] = {}
+        self.unfinished: dict[str, bytes] = {}
         self.manifests: dict[tuple[str, str], tuple[bytes, str]] = {}
         self.log: list[Seen] = []
         self.referrers_api, self.user, self.password, self.tokens, self.etags = (
@@ -139,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._serve()
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_GET
 
     def _serve(self) -> None:
         with self.registry.lock:
@@ -158,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
         ):
             if match := re.fullmatch(pattern, urlsplit(self.path).path):
                 return answer(**match.groupdict())
-        return self.answer(404, b"{}")
+        return self.answer(200 if self.path == "/v2/" else 404, b"{}")
 
     # --- answers -------------------------------------------------------------------------------------------------
 
@@ -265,8 +267,11 @@ class Handler(BaseHTTPRequestHandler):
             if (source, mount) in registry.blobs:
                 registry.blobs[name, mount] = registry.blobs[source, mount]
                 return self.answer(201, b"", Location=f"/v2/{name}/blobs/{mount}")
-            return self.answer(202, b"", Location=f"/v2/{name}/blobs/uploads/session?state=x")
-        data, digest = self.drain(), query.get("digest", [""])[0]
+            return self.answer(202, b"", Location=f"/v2/{name}/blobs/uploads/{uuid.uuid4()}?state=x")
+        data, digest = registry.unfinished.pop(session, b"") + self.drain(), query.get("digest", [""])[0]
+        if self.command == "PATCH":  # cosign's way: all of it here, and an empty PUT afterwards
+            registry.unfinished[session] = data
+            return self.answer(202, b"", Location=self.path, Range=f"0-{len(data) - 1}")
         if digest_of(data) != digest:
             return self.answer(400, b'{"errors":[{"code":"DIGEST_INVALID"}]}')
         registry.blobs[name, digest] = data

@@ -23,9 +23,12 @@ from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.errors import CODES
 
 VERBS = (
-    "bench kernels", "build", "diff", "digest", "inspect", "pull", "push", "run", "seal", "store gc", "store ls",
-    "store verify", "verify",
-)  # fmt: skip
+    *("attest", "bench kernels", "build", "diff", "digest", "find", "inspect", "link", "pull", "push", "run", "seal"),
+    *("sign", "store gc", "store ls", "store verify", "verify"),
+)
+TRUST = {
+    "portable": {"admitted": True, "rule": None, "why": "portable layers are data, and taken from anyone"}
+}  # fmt: skip
 VIEWS = ("--graph", "--passes", "--weights", "--cache", "--kernels", "--capture")
 DOCUMENTED = (RECITE.parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 
@@ -173,14 +176,15 @@ def test_verify_a_bundle(bundle: Path, command: Command) -> None:
     digest = Bundle.open(bundle).digest
 
     assert command("verify", bundle).stdout.splitlines()[0] == digest
-    assert json.loads(command("verify", bundle, "--json").stdout) == {"digest": digest}
+    assert json.loads(command("verify", bundle, "--json").stdout) == {"digest": digest, "trust": TRUST}
 
 
 def test_verify_against_a_checkpoint(bundle: Path, command: Command) -> None:
     result = command("verify", bundle, "--weights", MODEL, "--json")
 
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"digest": Bundle.open(bundle).digest, "params": 26, "tensors": 38}
+    digest = Bundle.open(bundle).digest
+    assert json.loads(result.stdout) == {"digest": digest, "trust": TRUST, "params": 26, "tensors": 38}
     assert "all 26 params" in command("verify", bundle, "--weights", MODEL).stdout
 
 

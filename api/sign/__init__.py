@@ -1,0 +1,1 @@
+"""Vouching for bundles: private keys, signatures, attestations, and links from weights to bundles."""
