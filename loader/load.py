@@ -109,7 +109,8 @@ def load(
     table = None if choices is None else read_table(Path(choices))
     options = LoadOptions(
         bundle, weights, device, max_num_seqs, max_num_tokens, max_prefill_tokens, cache_bytes, reuse_prefixes,
-        allow_config_mismatch, table, capture, [native] if isinstance(native, str) else native, trust, repository_of(bundle),
+        allow_config_mismatch, table, capture, [native] if isinstance(native, str) else native, trust,
+        repository_of(bundle),
     )  # fmt: skip
     timeline = Timeline() if timeline is None else timeline
     if (tp, ep, pp) != (None, 1, 1) or timeouts or "WORLD_SIZE" in os.environ:
