@@ -105,7 +105,7 @@ class Peers:
         ways: tuple[Way, ...] = (),
         limit: float = 600.0,
     ) -> None:
-        """All ranks call it. `ways` for tensors of all sizes; none: those that were measured.
+        """All ranks call it. `ways` for tensors of all sizes; none: those of `ways_for`.
 
         A launch fails when another rank lets it wait for `limit` seconds. Raises RuntimeError, on all ranks, if one
         can't open another's memory.

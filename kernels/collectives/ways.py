@@ -1,4 +1,4 @@
-"""How ranks of one host add up tensors of which sizes: what `benchmarks/bench_gpu_collectives.py` measured, as data.
+"""How ranks of one host add up tensors of which sizes, as data: `benchmarks/bench_gpu_collectives.py` measures it.
 
 No torch: a record of a choice, not what makes it.
 """

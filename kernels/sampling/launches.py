@@ -49,7 +49,7 @@ class _Rows(NamedTuple):
         return Launch(
             kernel=f"{_KERNELS}:scan_kernel",
             grid=(self.num_rows, own.splits),
-            args=(*_line(logits), held.tops, held.least, held.places, held.maxima),
+            args=(*_line(logits), held.tops, held.least, held.places, held.maxima, own.first_split),
             constants={**self._sizes, **own.tokens, "OWN_GROUPS": limits.OWN_GROUPS, "BLOCK": limits.BLOCK},
             num_warps=limits.NUM_WARPS,
             pdl=self.pdl,
@@ -72,7 +72,7 @@ class _Rows(NamedTuple):
         return Launch(
             kernel=f"{_KERNELS}:pass_kernel",
             grid=(self.num_rows, own.splits),
-            args=(*_line(logits), *self._passed, self.splits),
+            args=(*_line(logits), *self._passed, self.splits, own.first_split),
             constants={
                 **self._sizes,
                 **own.tokens,
@@ -117,7 +117,7 @@ class _Own(NamedTuple):
     @property
     def tokens(self) -> dict[str, int | float | bool | str]:
         """The constants that say so."""
-        return {"FIRST": self.first, "LAST": self.last, "FIRST_SPLIT": self.first_split}
+        return {"FIRST": self.first, "LAST": self.last}
 
 
 _KERNELS = "precast.kernels.sampling.triton"

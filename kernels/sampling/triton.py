@@ -108,10 +108,10 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     least_ptr,
     places_ptr,
     maxima_ptr,
+    first_split,
     SIZE: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    FIRST_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     OWN_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -120,7 +120,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     """Of a part of a row: the largest logit and its first index, the maxima of groups, and the least magnitude.
 
     That is infinite if nothing is finite, and noted as -1 if there is a NaN. `logits_ptr` has the tokens from FIRST
-    to LAST; the programs, of all that there are of the row, begin with number FIRST_SPLIT.
+    to LAST; the programs, of all that there are of the row, begin with number `first_split`.
     """
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -137,7 +137,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
         least = tl.minimum(least, tl.abs(logits), propagate_nan=tl.PropagateNan.ALL)
         place = tl.where(logits > top, start + lane, place)
         top = tl.where(logits > top, logits, top)
-    own = row * SPLITS + FIRST_SPLIT + tl.program_id(1)
+    own = row * SPLITS + first_split + tl.program_id(1)
     largest, token = _best_of(top, place, SIZE)
     tl.store(tops_ptr + own, largest)
     tl.store(places_ptr + own, token)
@@ -322,10 +322,10 @@ def pass_kernel(  # type: ignore[no-untyped-def]
     limits_ptr,
     keys_ptr,
     num_splits,
+    first_split,
     SIZE: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    FIRST_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     CAPACITY: tl.constexpr,
     KEYS: tl.constexpr,
@@ -389,7 +389,7 @@ def pass_kernel(  # type: ignore[no-untyped-def]
                 hopes = tl.where(may_win, _hopes(logits, index, line), _NOTHING)
                 best, token = _improved(best, token, hopes, index, line, floor, cut, end_of_cut, SIZE)
     if kind != _LISTED:
-        own = (row * PASSES + PASS) * SPLITS + FIRST_SPLIT + tl.program_id(1)
+        own = (row * PASSES + PASS) * SPLITS + first_split + tl.program_id(1)
         tl.store(sums_ptr + own, tl.sum(total, 0))
         tl.store(scores_ptr + own, best)
         tl.store(drawn_ptr + own, token)

@@ -241,7 +241,7 @@ def lists_together(helds: list[torch.Tensor], row: int, count: int) -> bool:
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, 301), (4, 130)])
 def test_ranks_draw_the_definitions_tokens(ranks: int, size: int) -> None:
-    for seed, (name, logits) in enumerate(logits_of(7, size, torch.float32)):
+    for seed, (name, logits) in list(enumerate(logits_of(7, size, torch.float32)))[ranks // 4 :: 3]:
         first = 7 * (seed + ranks)
         given = arguments(logits, [FILTERS[(first + row) % len(FILTERS)] for row in range(7)], seed=seed)
 
