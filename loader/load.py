@@ -32,6 +32,8 @@ from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.runner import Runner
 from precast.loader.sizing import EngineLimits
+from precast.loader.sources.open import folder_of
+from precast.loader.sources.remote import Waits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size, tensor_of
 from precast.loader.weights.stream import load_weights
@@ -54,9 +56,11 @@ def load(
     allow_config_mismatch: bool = False,
     choices: str | Path | None = None,
     capture: Capture | None = None,
+    weights_timeout: float = 30.0,
     timeline: Timeline | None = None,
 ) -> Engine:
-    """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
+    """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, one safetensors file, or the
+    address of either on a server (`https://`, `http://`, `s3://`, `gs://`).
 
     `device`: "cpu", "cuda", "cuda:1"; None: the GPU if there is one. At most `max_num_seqs` sequences run at once, and
     a step computes at most `max_num_tokens` tokens. Where sequences decode in it, at most `max_prefill_tokens` of them
@@ -71,7 +75,8 @@ def load(
     for the GPU, if there is one.
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
-    carried on, if the caller has begun one.
+    carried on, if the caller has begun one. `weights_timeout`: the seconds that are waited for a server, for an answer
+    and for each next part of it.
 
     On a GPU torch's allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
 
@@ -89,6 +94,7 @@ def load(
     if choices is not None and not isinstance(choices, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"choices is {choices!r}, expected the path of a table")
     table = None if choices is None else read_table(Path(choices))
+    folder = folder_of(weights, Waits(weights_timeout))
     timeline = Timeline() if timeline is None else timeline
     with timeline.phase("context"):
         placement = place(device)
@@ -104,10 +110,10 @@ def load(
             BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
             check_tokenizer(opened.files("tokenizer"))
             if not allow_config_mismatch:
-                config_facts.check(opened.manifest.config, weights)
+                config_facts.check(opened.manifest.config, folder)
             what = target_of(torch.device(target.name), table)
             program = restore(graph, device=torch.device(target.name), target=what)
-            files = CheckpointFiles.open(weights)
+            files = CheckpointFiles.open(folder)
         with timeline.phase("weights") as phase:
             loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
             program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 # What can't be read is an error of Precast's own, with a code, not one of usage.
 PATH = click.Path(path_type=Path, readable=False)
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
+CHECKPOINT = "Checkpoint: a directory with safetensors files, one file, or the address of either (https, s3, gs)."
+TIMEOUT = click.option(
+    "--weights-timeout", type=float, default=30.0, show_default=True,
+    help="Seconds to wait for a server of weights, for an answer and for each next part of it.",
+)  # fmt: skip
 BUNDLE = click.argument("bundle", type=PATH)
 CHOICES = click.option(
     "--choices", type=PATH, metavar="FILE",
@@ -152,9 +157,10 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 
 @main.command()
 @BUNDLE
-@click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files, or one file.")
+@click.option("--weights", help=CHECKPOINT)
+@TIMEOUT
 @AS_JSON
-def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
+def verify(bundle: Path, weights: str | None, weights_timeout: float, as_json: bool) -> None:
     """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint."""
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
@@ -165,12 +171,15 @@ def verify(bundle: Path, weights: Path | None, as_json: bool) -> None:
     if weights is not None:
         from precast.ir.weights import config_facts, recipes
         from precast.ir.weights.checkpoint import CheckpointFiles
+        from precast.loader.sources.open import folder_of
+        from precast.loader.sources.remote import Waits
 
-        files = CheckpointFiles.open(weights)
-        config_facts.check(opened.manifest.config, weights)
+        folder = folder_of(weights, Waits(weights_timeout))
+        files = CheckpointFiles.open(folder)
+        config_facts.check(opened.manifest.config, folder)
         recipes.check(opened.graph, opened.manifest.checkpoint, files, most=None)
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
-        lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
+        lines.append(f"weights: all {len(opened.graph.params)} params can be made from {folder.name}")
     _report(Report(fields, "\n".join(lines)), as_json)
 
 
@@ -218,7 +227,8 @@ def digest(bundle: Path, as_json: bool) -> None:
 
 @main.command()
 @BUNDLE
-@click.option("--weights", required=True, type=PATH, help="Checkpoint directory with safetensors files, or one file.")
+@click.option("--weights", required=True, help=CHECKPOINT)
+@TIMEOUT
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to go on from; may be repeated.")
 @click.option("--token-ids", multiple=True, metavar="IDS", help="Token ids in place of text: 1,15,27.")
 @click.option(
@@ -253,18 +263,24 @@ def digest(bundle: Path, as_json: bool) -> None:
     "--allow-config-mismatch", is_flag=True, help="Go on if the checkpoint's config says other numbers than the bundle."
 )
 @CHOICES
-@click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
+@click.option(
+    "--timeline", "timeline_to", is_flag=False, flag_value="-", metavar="[FILE]",
+    help="Show on standard error how long each phase took, or write it to FILE: a page (.html), or .json.",
+)  # fmt: skip
 @AS_JSON
 def run(
-    bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
-    as_json: bool, weights: Path, device: str | None, max_num_seqs: int, max_num_tokens: int,
-    max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None,
-    **sampling: Any,
+    bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool,
+    timeline_to: str | None, as_json: bool, weights: str, weights_timeout: float, device: str | None,
+    max_num_seqs: int, max_num_tokens: int, max_prefill_tokens: int | None, cache_bytes: int | None,
+    allow_config_mismatch: bool, choices: Path | None, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
     if not all_prompts:
         raise click.UsageError("give --prompt TEXT or --token-ids IDS at least once")
+    from precast.cli.timeline_file import check_file, write_timeline
+
+    check_file(timeline_to)
     from precast.cli.progress import LOAD_PHASES, AnnouncedTimeline, stages
 
     with stages(LOAD_PHASES, "loading") as progress:
@@ -283,8 +299,8 @@ def run(
             )
             from precast.loader.load import load
         engine = load(
-            opened, weights=weights, device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
-            max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
+            opened, weights=weights, weights_timeout=weights_timeout, device=device, max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
             allow_config_mismatch=allow_config_mismatch, choices=choices, timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer
@@ -305,8 +321,10 @@ def run(
                 _echo(f"{prompt!r} -> {answer!r}")
             for i, output in enumerate(outputs):
                 _check_finished(output, f"prompt {i}")
-        if with_timeline:
+        if timeline_to == "-":
             click.echo(timeline.text(), err=True)
+        elif timeline_to is not None:
+            write_timeline(Path(timeline_to), timeline, f"Load of {bundle.name}", engine.stats.to_dict())
 
 
 def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:
