@@ -65,6 +65,7 @@ CODES: dict[str, str] = {
     "check-failed": "what was built of the model does not compute what transformers computes",
     "option-invalid": "a build option has a value that is not allowed",
     "tokenizer-invalid": "a tokenizer file cannot be used",
+    "command-failed": "a command that was to be measured gave no output",
     "dependency-missing": "an optional dependency is not installed",
     # --- weights ----------------------------------------------------------------------------------------------
     "checkpoint-missing": "there is no checkpoint at the path",

@@ -76,7 +76,7 @@ def main() -> None:
     """Cast a language model once, offline, into a bundle; set it up on the target in seconds.
 
     Exit codes: 0 fine, 1 the input can't be used, 2 usage, as a wrong option, 3 the bundle is refused, 4 the machine
-    lacks something, 130 interrupted.
+    lacks something, 130 interrupted, 143 ended by SIGTERM.
     """
 
 
@@ -213,6 +213,44 @@ def bench_kernels(bundle: Path, out: Path | None, as_json: bool) -> None:
     _report(measured(bundle, out), as_json)
 
 
+@bench.command("startup")
+@BUNDLE
+@click.option("--weights", required=True, type=PATH, help="Checkpoint directory with safetensors files, or one file.")
+@click.option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
+@click.option("--runs", type=int, default=5, show_default=True, help="Starts of each, in turn.")
+@click.option(
+    "--cache", type=click.Choice(["warm", "cold", "both"]), default="both", show_default=True,
+    help="Whether the checkpoint and installed packages are in the page cache.",
+)  # fmt: skip
+@click.option("--vs", "versus", multiple=True, metavar="COMMAND", help="Another server's command; may be repeated.")
+@click.option("--until", metavar="REGEX", help="The line that ends the time of --vs.  [default: the first output]")
+@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds that a start may take.")
+@click.option("-o", "--out", type=PATH, help="File for the report: a page (.html), or .json.")
+@AS_JSON
+def bench_startup(bundle: Path, weights: Path, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Time starts of BUNDLE from a new process to its first token, beside a floor, torch alone, and other servers."""
+    from precast.cli.startup_bench import bench as measured
+    from precast.cli.timeline_file import check_file
+
+    check_file(None if out is None else str(out), "--out")
+    _report(measured(bundle, weights, out, **options), as_json)
+
+
+@main.command()
+@click.option("--device", help="cpu, or a GPU that must be there: cuda, cuda:1. Default: the GPU if there is one.")
+@click.option(
+    "--weights", type=PATH, help="A checkpoint here, whose disk is measured. Default: that of temporary files."
+)
+@AS_JSON
+def doctor(device: str | None, weights: Path | None, as_json: bool) -> None:
+    """Say what this machine allows, what would be slow and why, and what to do. Needs no GPU, and no torch."""
+    from precast.cli.doctor_view import view
+
+    report, exit_code = view(device, weights)
+    _report(report, as_json)
+    click.get_current_context().exit(exit_code)
+
+
 @main.command()
 @BUNDLE
 @AS_JSON
@@ -278,9 +316,11 @@ def run(
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
     if not all_prompts:
         raise click.UsageError("give --prompt TEXT or --token-ids IDS at least once")
+    from precast.cli.stopping import ends_at_once
     from precast.cli.timeline_file import check_file, write_timeline
 
     check_file(timeline_to)
+    click.get_current_context().with_resource(ends_at_once())
     from precast.cli.progress import LOAD_PHASES, AnnouncedTimeline, stages
 
     with stages(LOAD_PHASES, "loading") as progress:

@@ -1,4 +1,4 @@
-"""`--timeline FILE`: which files it takes, and how they are written."""
+"""Files of a timeline, and of other reports that can be a page: which names they have, and how they are written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 KINDS = (".html", ".json")
 
 
-def check_file(name: str | None) -> None:
-    """Refuse a name that says no kind of file, before a load that would be in vain. `-` is standard error.
+def check_file(name: str | None, option: str = "--timeline") -> None:
+    """Refuse a name that says no kind of file, before work that would be in vain. `-` is standard error.
 
     Raises UsageError, and PrecastError (`write-failed`) where the folder isn't there.
     """
@@ -26,7 +26,8 @@ def check_file(name: str | None) -> None:
     path = Path(name)
     if path.suffix not in KINDS:
         message = f"{name!r} is the name of no file that ends in {' or '.join(KINDS)}"
-        raise click.BadParameter(f"{message}; without a file, --timeline stands last", param_hint="--timeline")
+        rest = "; without a file, --timeline stands last" if option == "--timeline" else ""
+        raise click.BadParameter(f"{message}{rest}", param_hint=option)
     if not path.parent.is_dir():
         raise PrecastError("write-failed", "the folder isn't there", where=str(path.parent))
 
@@ -39,6 +40,11 @@ def write_timeline(path: Path, timeline: Timeline, title: str, stats: Mapping[st
         content = page(title, timeline.to_dict(), stats)
     else:
         content = timeline.to_json() + "\n"
+    write(path, content)
+
+
+def write(path: Path, content: str) -> None:
+    """Write a report to its file. Raises PrecastError (`write-failed`)."""
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:

@@ -47,18 +47,7 @@ def page(title: str, timeline: Mapping[str, Any], stats: Mapping[str, Any] | Non
     first = min((phase["start"] for phase in phases), default=0.0)
     rows = "\n".join(_row(phase, first, total) for phase in phases)
     counted = "" if stats is None else _counted(stats)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-<p>{_summary(phases, total)}</p>
+    body = f"""<p>{_summary(phases, total)}</p>
 <div class="wide" role="region" aria-label="Phases" tabindex="0">
 <table id="phases">
 <caption hidden>Phases of the load, in the order in which they began</caption>
@@ -71,7 +60,24 @@ def page(title: str, timeline: Mapping[str, Any], stats: Mapping[str, Any] | Non
 </tbody>
 </table>
 </div>
-{counted}</body>
+{counted}"""
+    return document(title, body)
+
+
+def document(title: str, body: str) -> str:
+    """A whole page around `body`, which is HTML; `title` is text."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+{body}</body>
 </html>
 """
 

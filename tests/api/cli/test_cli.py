@@ -22,7 +22,7 @@ from precast.cli.main import main
 from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.errors import CODES
 
-VERBS = ("bench kernels", "build", "diff", "digest", "inspect", "run", "verify")
+VERBS = ("bench kernels", "bench startup", "build", "diff", "digest", "doctor", "inspect", "run", "verify")
 VIEWS = ("--graph", "--passes", "--weights", "--cache", "--kernels", "--capture")
 DOCUMENTED = (RECITE.parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 
