@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+# Of `make gpu-test`, each with a context on the GPU; what measures the whole GPU's memory runs alone afterwards.
+GPU_WORKERS ?= 8
+WHOLE_GPU := tests/loader/run/test_capture_memory.py
 # What `make fuzz` takes in all, and how many bundles `make fuzz-random` corrupts.
 SECONDS ?= 3600
 COUNT ?= 1000000
@@ -71,7 +74,8 @@ types: $(STAMP)
 	find -L build/types -name '*.py' | $(PY) -m pyright --pythonpath $(PY) -
 
 gpu-test: $(STAMP)
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal --deselect $(WHOLE_GPU)
+	$(PY) -m pytest -m gpu $(WHOLE_GPU)
 
 bench: $(STAMP)
 	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=benchmarks $(PY) "$$file"; done

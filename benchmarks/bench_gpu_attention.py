@@ -86,10 +86,6 @@ CONTEXT_TILES = {
     256: [Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)],
 }
 HOPPER_TILES = {
-    64: [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2)],
-    128: [Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2)],
-}
-ROLES_TILES = {
     64: [Tile(128, 128, 4, 3), Tile(128, 64, 4, 4)],
     128: [Tile(128, 128, 4, 3), Tile(128, 64, 4, 5), Tile(128, 64, 4, 3)],
     256: [Tile(128, 64, 4, 2)],
@@ -163,7 +159,6 @@ class Choice(NamedTuple):
     pdl: bool = True
     hopper: Tile | None = None
     ahead: int | None = None
-    roles: Tile | None = None
     early: bool = True
 
 
@@ -185,11 +180,7 @@ def launches_of(use: Use, case: Case, choice: Choice) -> tuple[Launch, ...]:
         if choice.context:
             large = attention.context_launch(use, choice.context, programs=choice.programs)
         elif choice.hopper:
-            # Tiles of eight warps have a multiprocessor for themselves.
-            programs = choice.programs or attention.PROGRAMS * 4 // choice.hopper.num_warps
-            large = attention.hopper_launch(use, choice.hopper, programs=programs)
-        elif choice.roles:
-            large = attention.roles_launch(use, choice.roles, programs=choice.programs)
+            large = attention.hopper_launch(use, choice.hopper, programs=choice.programs)
         else:
             large = chosen_launches(use, case)[0]
         found = small if is_small else (large, *small)
@@ -224,7 +215,6 @@ def choices_of(model: Model, case: Case) -> Iterator[Choice]:
     yield Choice()
     yield PLAIN
     if case.queries > 1:
-        yield from (Choice(roles=tile) for tile in ROLES_TILES.get(model.size, ()))
         yield from (Choice(hopper=tile) for tile in HOPPER_TILES.get(model.size, ()))
         yield from (Choice(context=tile) for tile in CONTEXT_TILES[model.size])
     else:
@@ -427,7 +417,7 @@ def print_prompts(model: Model, name: str, case: Case) -> None:
             row["nan"] = int(given[0].out.isnan().sum())
             if choice == PLAIN:
                 plain = given[0].out.clone()
-            elif choice.roles or choice.hopper:
+            elif choice.hopper:
                 row["from_plain"] = float((given[0].out - plain).abs().max())
         except Exception as error:  # noqa: BLE001 - one case doesn't end the others
             us, row = float("nan"), {"failed": str(error)[:200]}

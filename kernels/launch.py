@@ -94,7 +94,7 @@ def as_function(record: Record) -> Callable[..., Any]:
         out = arguments.pop("out", None)
         key = tuple((name, _key(value)) for name, value in arguments.items())
         if key not in known:
-            use = _use_of(record, arguments)
+            use = use_of_tensors(record.op, record.op_versions[0], arguments)
             known[key] = use.node.outputs, launched_of(record, use)
         outputs, launched = known[key]
         if out is None:
@@ -103,7 +103,7 @@ def as_function(record: Record) -> Callable[..., Any]:
         launched(sizes=[symbols.evaluate(expr, {}) for expr in launched.expressions], out=out, **arguments)
         return out if outputs else None
 
-    definition = _definition(record)
+    definition = _definition(record.op, record.op_versions[0])
     return with_signature(definition, run, like=_with_results if definition.num_outputs else _without_results)
 
 
@@ -115,23 +115,23 @@ def _without_results() -> None:
     """Launched."""
 
 
-def _definition(record: Record) -> OpDef:
-    definition = ops.lookup(record.op, record.op_versions[0])
-    assert definition is not None, f"{record.op} is not in the op table"
+def _definition(op: str, version: int) -> OpDef:
+    definition = ops.lookup(op, version)
+    assert definition is not None, f"{op}@{version} is not in the op table"
     return definition
 
 
-def _use_of(record: Record, arguments: Mapping[str, Any]) -> Use:
-    """The use that these arguments are, all sizes of which are known."""
+def use_of_tensors(op: str, version: int, arguments: Mapping[str, Any]) -> Use:
+    """The use of an op that these arguments are, all sizes of which are known."""
     args = {name: _arg(name, value) for name, value in arguments.items() if value is not None}
     tensors = dict(_by_name(arguments))
     types = {name: TensorType(NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
-    results = apply_shape_rule(_definition(record), args, types)
+    results = apply_shape_rule(_definition(op, version), args, types)
     outputs = tuple(Value(f"out.{i}", kind) for i, kind in enumerate(results))
     operands = {name: Operand(kind, tensors[name].is_contiguous()) for name, kind in types.items() if name in args}
     on = next(iter(tensors.values())).device
     capability = torch.cuda.get_device_capability(on) if on.type == "cuda" else (9, 0)
-    return Use(Node(record.op, args, outputs, record.op_versions[0]), operands, Target("cuda", capability))
+    return Use(Node(op, args, outputs, version), operands, Target("cuda", capability))
 
 
 def _key(value: Any) -> Any:

@@ -76,17 +76,7 @@ def context_tile(use: Use, keys: str = "k_cache", values: str = "v_cache") -> Ti
 
 
 def hopper_tile(use: Use) -> Tile:
-    """Of sequences with many queries, where products run beside exponentials.
-
-    Two of these tiles share a multiprocessor, as registers allow, and one computes where the other waits. On an H200,
-    1024 queries of 8192 keys with heads of 128 elements take 290 us, in tiles of 128 rows and keys 350 us.
-    """
-    # Heads of 128 elements leave shared memory for two stages, heads of 64 for three.
-    return Tile(64, 64, 4, 2 if _number(use, "k_cache", 3) > 64 else 3)
-
-
-def roles_tile(use: Use) -> Tile:
-    """`hopper_tile`, for warps with roles: as many stages as shared memory has room for."""
+    """Of sequences with many queries, for warps with roles: as many stages as shared memory has room for."""
     return Tile(128, 64, 4, 5 if _number(use, "k_cache", 3) > 64 else 4)
 
 
@@ -152,7 +142,7 @@ def paged(use: Use, *, is_small: bool, slots: range | None = None) -> tuple[Laun
 
 def hopper(use: Use) -> tuple[Launch, ...]:
     """`precast.paged_attention` for steps of many tokens, on Hopper."""
-    return (roles_launch(use, roles_tile(use)), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
+    return (hopper_launch(use, hopper_tile(use)), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
 
 
 def partial_bytes(use: Use, *, is_small: bool) -> Expr:
@@ -194,28 +184,20 @@ def context_launch(
 
 
 def hopper_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launch:
-    """`context_launch` of a cache, by the kernel whose products run beside exponentials."""
-    plain = context_launch(use, tile, programs=programs)
+    """`context_launch` of a cache, by the kernel whose warps have roles: a program has a multiprocessor for itself."""
+    plain = context_launch(use, tile, programs=programs or PROGRAMS // 2)
     needless = ("SIZE", "VALUE_SIZE", "BLOCK_V", "PRECISION")
     constants = {name: value for name, value in plain.constants.items() if name not in needless}
     result, _, *args = plain.args  # sums of exponentials are wanted of the plain kernel alone
-    return plain._replace(
-        kernel="precast.kernels.attention.hopper:context_kernel",
-        args=(result, *args),
-        constants=constants | {"STAGES": tile.num_stages},
-    )
-
-
-def roles_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launch:
-    """`hopper_launch`, by the kernel whose warps have roles: a program has a multiprocessor for itself."""
-    plain = hopper_launch(use, tile, programs=programs or PROGRAMS // 2)
     # Shared memory of a block is 227 KiB, of which barriers take a little.
     size, width = _number(use, "k_cache", 3), use.width("q")
     left = 226 * 1024 - 2 * tile.num_stages * tile.n * size * width
-    more = {"Q_STAGES": min(2, left // (tile.m * size * width)), "REGISTERS": 224 if size > 128 else 216}
+    more = {"STAGES": tile.num_stages, "Q_STAGES": min(2, left // (tile.m * size * width)),
+            "REGISTERS": 224 if size > 128 else 216}  # fmt: skip
     return plain._replace(
-        kernel="precast.kernels.attention.hopper_roles:context_kernel",
-        constants={**plain.constants, **more},
+        kernel="precast.kernels.attention.hopper:context_kernel",
+        args=(result, *args),
+        constants=constants | more,
         num_warps=4,
         num_stages=1,
     )

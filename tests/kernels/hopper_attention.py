@@ -28,57 +28,16 @@ DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 RECORDS = {each.name: each for each in records_of("precast.paged_attention", 1)}
 if IS_INTERPRETED:
     hopper: Any = gluon_on_cpu.module("precast.kernels.attention.hopper")
-    roles: Any = gluon_on_cpu.module("precast.kernels.attention.hopper_roles")
     SEQUENCES = [(5, 5), (1, 33), (0, 4), (19, 91), (1, 1), (40, 40)]
-    ROLES = [(128, Tile(32, 16, 4, 3))]
+    TILES = [(128, Tile(32, 16, 4, 3))]
 else:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0", allow_module_level=True)
     SEQUENCES = [(5, 5), (1, 333), (0, 4), (190, 910), (1, 1), (400, 400), (129, 257)]
-    ROLES = [
+    TILES = [
         (64, Tile(128, 64, 4, 4)), (64, Tile(128, 128, 4, 3)), (128, Tile(128, 64, 4, 5)), (128, Tile(128, 128, 4, 3)),
         (256, Tile(128, 64, 4, 2)),
     ]  # fmt: skip
-
-
-@pytest.fixture
-def stages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """In the interpreter programs take turns: there are few, some with several tiles, and tiles of several steps."""
-    if IS_INTERPRETED:
-        monkeypatch.setattr(launches, "PROGRAMS", 3)
-        monkeypatch.setattr(launches, "hopper_tile", lambda use: Tile(32, 16, 4, request.param))
-        monkeypatch.setattr(hopper, "SEQUENCES", tl.constexpr(4))
-        monkeypatch.setattr(roles, "SEQUENCES", tl.constexpr(4))
-
-
-@pytest.mark.parametrize(
-    ("more", "stages"),
-    [
-        ({}, 2),
-        ({"window": 20}, 3),
-        ({"window": 70, "cut": True}, 2),
-        ({"chunk": 24, "soft_cap": 5.0}, 2),
-        ({"sinks": 6, "slopes": 6}, 3),
-    ],
-    ids=str,
-    indirect=["stages"],
-)
-@pytest.mark.parametrize("size", [64] if IS_INTERPRETED else [64, 128])
-@pytest.mark.usefixtures("stages")
-def test_prompts(more: dict[str, Any], size: int, same: Callable[..., None]) -> None:
-    draw = Draw(torch.float16, DEVICE)
-    given = {
-        name: draw.uniform(x, dtype=torch.float32) if name in ("sinks", "slopes") else x for name, x in more.items()
-    }
-    sample = paged_sample(draw, SEQUENCES, heads=6, kv_heads=2, size=size, page_size=8, padding=3, **given)
-
-    record = structs.replace(
-        RECORDS["triton.paged_attention.hopper"],
-        runs=lambda use: (launches.hopper_launch(use, launches.hopper_tile(use)), *launches.hopper(use)[1:]),
-    )
-    found = as_function(record)(**sample)
-
-    same(PAGED_ATTENTION, found, paged_attention(**sample))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +51,8 @@ def test_prompts(more: dict[str, Any], size: int, same: Callable[..., None]) -> 
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("size", "tile"), ROLES)
-def test_prompts_by_warps_with_roles(
+@pytest.mark.parametrize(("size", "tile"), TILES)
+def test_prompts(
     more: dict[str, Any], size: int, tile: Tile, same: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = Draw(torch.float16, DEVICE)
@@ -103,10 +62,10 @@ def test_prompts_by_warps_with_roles(
     sample = paged_sample(draw, SEQUENCES, heads=6, kv_heads=2, size=size, page_size=8, padding=3, **given)
     if IS_INTERPRETED:
         monkeypatch.setattr(launches, "PROGRAMS", 6)
-        monkeypatch.setattr(roles, "SEQUENCES", tl.constexpr(4))
+        monkeypatch.setattr(hopper, "SEQUENCES", tl.constexpr(4))
     record = structs.replace(
         RECORDS["triton.paged_attention.hopper"],
-        runs=lambda use: (launches.roles_launch(use, tile), *launches.hopper(use)[1:]),
+        runs=lambda use: (launches.hopper_launch(use, tile), *launches.hopper(use)[1:]),
     )
 
     found = as_function(record)(**sample)

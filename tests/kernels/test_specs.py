@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from op_samples.draw import Draw, Sample
-from op_samples.table import SAMPLES, records_of_any_size, samples_of
+from op_samples.table import SAMPLES, samples_of, taking
 
 from precast.ir.graph.schema import TensorType
 from precast.ir.ops import table as ops
@@ -59,11 +59,9 @@ def types_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def implementations_on(spec: OpSpec, device: torch.device) -> list[Callable[..., Any]]:
-    """All that computes the op on a device, but for the reference where there is more."""
-    records = records_of_any_size(spec, device)
-    others = [record for record in records if not record.name.startswith("reference.")]
-    return [registry.function_of(record) for record in others or records]
+def implementations_of(spec: OpSpec, sample: Sample, device: torch.device) -> list[Callable[..., Any]]:
+    """All that computes the op over these tensors on a device."""
+    return [registry.function_of(record) for record in taking(spec, sample, device)]
 
 
 def keyword_only_of(spec: OpSpec) -> set[str]:
@@ -140,12 +138,11 @@ def test_samples_have_the_axes_and_dtypes_of_the_spec(
 def test_real_fake_and_shape_rule_agree(
     spec: OpSpec, dtype: torch.dtype, device: torch.device, results: Callable[[Any], tuple[torch.Tensor, ...]]
 ) -> None:
-    implementations = implementations_on(spec, device)
     for sample in samples_of(spec, Draw(dtype, device)):
         meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
         expected = spec.definition.shape_rule(types_of(sample))
         fake = results(fake_of(spec.definition)(**meta))
-        real = [results(implementation(**sample)) for implementation in implementations]
+        real = [results(implementation(**sample)) for implementation in implementations_of(spec, sample, device)]
 
         for found in (fake, *real):
             assert [(dtypes.NAMES[x.dtype], tuple(x.shape)) for x in found] == [(t.dtype, t.shape) for t in expected]
@@ -161,12 +158,11 @@ def test_implementation_agrees_with_the_reference(
     same: Callable[..., None],
     copied: Callable[[Sample], Sample],
 ) -> None:
-    implementations = implementations_on(spec, device)
     for sample in samples_of(spec, Draw(dtype, device)):
         # The reference on the host: what a GPU computes is compared with something that doesn't run on it.
         at_home = {name: x.cpu().clone() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
         expected = spec.reference(**at_home)
-        for implementation in implementations:
+        for implementation in implementations_of(spec, sample, device):
             given = copied(sample)
             found = implementation(**given)
 
@@ -187,8 +183,8 @@ def _to_cpu(result: Any) -> Any:
 def test_only_declared_arguments_are_written(
     spec: OpSpec, dtype: torch.dtype, device: torch.device, copied: Callable[[Sample], Sample]
 ) -> None:
-    for function in (spec.reference, *implementations_on(spec, device)):
-        for sample in samples_of(spec, Draw(dtype, device)):
+    for sample in samples_of(spec, Draw(dtype, device)):
+        for function in (spec.reference, *implementations_of(spec, sample, device)):
             before = copied(sample)
             function(**sample)
 
@@ -215,15 +211,16 @@ def test_results_are_new_memory(
 def test_cuda_implementation_does_not_wait_for_the_device(
     spec: OpSpec, dtype: torch.dtype, no_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    records = records_of_any_size(spec, torch.device("cuda"))
-    static = [registry.function_of(record) for record in records if record.control == "static"]
-    if not static:
+    device, found = torch.device("cuda"), 0
+    for sample in samples_of(spec, Draw(dtype, device)):
+        for record in taking(spec, sample, device):
+            if record.control == "static":
+                implementation, found = registry.function_of(record), found + 1
+                implementation(**sample)  # compiles
+                with no_waiting():
+                    implementation(**sample)
+    if not found:
         pytest.skip("reads metadata on the host")
-    for sample in samples_of(spec, Draw(dtype, torch.device("cuda"))):
-        for implementation in static:
-            implementation(**sample)  # compiles
-            with no_waiting():
-                implementation(**sample)
 
 
 @each_op

@@ -14,6 +14,7 @@ import torch
 from op_samples.attention import paged_sample
 from op_samples.draw import Draw
 from op_samples.latent_attention import paged_latent_sample
+from op_samples.table import chosen
 
 from precast.kernels import registry
 from precast.kernels.attention.attention import attention
@@ -159,7 +160,7 @@ def test_each_value_of_a_float8_is_read_exactly(device: torch.device, which: str
     values = all_values().view(2, 127)
     draw = Draw(torch.float32, device)
     spec = next(spec for spec in registry.specs() if spec.name == "precast.paged_attention")
-    op = spec.reference if which == "reference" else registry.resolve(spec.name, 1, device)
+    op = spec.reference if which == "reference" else chosen(spec, device)
     metadata = {name: draw.of(value, torch.int32) for name, value in PAGES.items()}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found = op(
@@ -208,7 +209,7 @@ def test_odd_sizes_over_pages_of_8_bits(
         for place in (torch.device("cpu"), device)
     )
 
-    found = registry.resolve("precast.paged_attention", 1, device)(**sample)
+    found = chosen(PAGED_ATTENTION, device)(**sample)
 
     same(PAGED_ATTENTION, found.cpu(), PAGED_ATTENTION.reference(**at_home))
 
@@ -229,7 +230,7 @@ def test_odd_sizes_over_latents_of_8_bits(
         for place in (torch.device("cpu"), device)
     )
 
-    found = registry.resolve("precast.paged_latent_attention", 1, device)(**sample)
+    found = chosen(PAGED_LATENT_ATTENTION, device)(**sample)
 
     same(PAGED_LATENT_ATTENTION, found.cpu(), PAGED_LATENT_ATTENTION.reference(**at_home))
 

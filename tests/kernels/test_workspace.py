@@ -16,12 +16,13 @@ import pytest
 import torch
 from allocations import peak_bytes
 from op_samples.sequences import without_states
+from op_samples.table import step_of
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Const, DtypeArg, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
 from precast.kernels import registry
-from precast.kernels.choices import CPU_COPIES, CPU_COPIES_OF_OTHERS, cases, runnable, workspace
+from precast.kernels.choices import CPU_COPIES, CPU_COPIES_OF_OTHERS, cases, fitting, runnable, workspace
 from precast.kernels.dtypes import NAMES
 from precast.kernels.sampling import sample as sampling
 from precast.kernels.sampling.records import greedy_workspace
@@ -322,8 +323,11 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
 }
 
 
+SPECS = {spec.name: spec for spec in registry.specs() if spec.version == 1}
+
+
 def measured_and_predicted(op: str, sample: Sample) -> dict[str, tuple[int, int]]:
-    """Bytes of the op's results and workspace on the GPU, by each record that computes it in steps of some sizes."""
+    """Bytes of the op's results and workspace on the GPU, by each record that computes it in steps of this size."""
     name = f"precast.{op}"
     sample = {key: value.to(CUDA) if isinstance(value, torch.Tensor) else value for key, value in sample.items()}
 
@@ -342,8 +346,10 @@ def measured_and_predicted(op: str, sample: Sample) -> dict[str, tuple[int, int]
     longest = max(sample["kv_lens"].tolist()) if "kv_lens" in sample else 0
     del made, results
     use = Use(node, operands, registry.target_of(CUDA))
-    found = {}
+    found, fits = {}, fitting(use, step_of(SPECS[name], sample))
     for record in {case.choice.record.name: case.choice.record for case in cases(use)}.values():
+        if record not in fits:
+            continue
         function = registry.function_of(record)
         run(function)  # compiles
         said = symbols.evaluate(record.workspace(use), {LONGEST: longest})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from op_samples import attention, experts, latent_attention, norms, rotary, rows, sampling, states
 from op_samples.draw import Draw, Sample
 from precast.kernels import registry
-from precast.kernels.choices import runnable
+from precast.kernels.choices import fitting
+from precast.kernels.launch import use_of_tensors
 from precast.kernels.records import Record
 from precast.kernels.spec import OpSpec
 
@@ -30,10 +32,36 @@ def samples_of(spec: OpSpec, draw: Draw) -> Iterator[Sample]:
     return SAMPLES[spec.name, spec.version](draw)
 
 
-def records_of_any_size(spec: OpSpec, device: torch.device) -> list[Record]:
-    """What computes an op on a device, the fastest first, but for the weight stream: `test_linear.py` is about that.
+def taking(spec: OpSpec, sample: Sample, device: torch.device) -> list[Record]:
+    """What computes the op over these tensors on a device, the fastest first; the reference only if nothing else does.
 
-    It takes few rows, widths and dtypes, and reads beyond others.
+    The weight stream and the attention of single steps are left out: `test_linear.py` and `test_decode_attention.py`
+    are about those.
     """
-    records = runnable(spec.name, spec.version, registry.target_of(device))
-    return [record for record in records if record.kind != "cuda"]
+    use = use_of_tensors(spec.name, spec.version, sample)._replace(target=registry.target_of(device))
+    records = [record for record in fitting(use, step_of(spec, sample)) if record.kind != "cuda"]
+    others = [record for record in records if not record.name.startswith("reference.")]
+    return others or records
+
+
+def chosen(spec: OpSpec, device: torch.device) -> Callable[..., Any]:
+    """The op as a function that computes each call with the fastest of those that take it."""
+
+    def call(**sample: Any) -> Any:
+        return registry.function_of(taking(spec, sample, device)[0])(**sample)
+
+    return call
+
+
+def step_of(spec: OpSpec, sample: Sample) -> dict[str, int]:
+    """The sizes of the step that has these tensors: its tokens, and its sequences."""
+    found = {"T": 0}
+    for name, axes in spec.axes.items():
+        x = sample.get(name)
+        if not isinstance(x, torch.Tensor):
+            continue
+        names = axes.split()
+        if names[0] == "..." and len(names) > 1:  # rows of all leading axes
+            found["T"] = max(found["T"], x.shape[: 1 - len(names)].numel())
+        found |= {name: size for name, size in zip(names, x.shape, strict=False) if name in ("T", "B")}
+    return found
