@@ -42,7 +42,7 @@ def bench(
 
 def text(found: startup.Report) -> str:
     """A row for each participant and state of the page cache, and one for each of its phases."""
-    rows = [("page cache", "what", "seconds", "floor x", "lowest", "highest", "phases")]
+    rows: list[tuple[str, ...]] = [("page cache", "what", "seconds", "floor x", "lowest", "highest", "phases")]
     for each in found.results:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in each.phases.items())
         times = (each.seconds, each.times_the_floor, min(each.times), max(each.times))

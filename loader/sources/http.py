@@ -155,7 +155,7 @@ class HttpServer:
             default = 443 if parts.scheme == "https" else 80
             origin = _Origin(parts.scheme, parts.hostname or "", parts.port or default)
         except ValueError:
-            origin = _Origin("?", "?", 0)
+            target, origin = "", _Origin("?", "?", 0)
         if origin == self._origin:
             return target
         to = f"{shown(origin.scheme, 20)}://{shown(origin.host, 100)}"

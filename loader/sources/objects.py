@@ -36,7 +36,7 @@ class ObjectServer:
             message = f"{address.partition(':')[0]}:// needs obstore, which is not installed"
             raise TargetError("dependency-missing", message, fix="pip install 'precast[remote]'") from None
         self.name = address.rstrip("/")
-        self._get = obstore.get
+        self._get: Any = obstore.get
         self._errors: Any = exceptions
         self._stopped = Event()
         seconds = f"{max(1, round(timeout * 1000))}ms"
