@@ -28,6 +28,7 @@ from shapes import SHAPES
 from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr, Graph
+from precast.ir.graph.world import unsharded
 from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
 from precast.kernels import registry, step_memory
@@ -144,7 +145,7 @@ class _Family:
 
     def __init__(self, name: str, opened: Bundle, device: torch.device) -> None:
         self._name = name
-        self._graph, self._model, self._device = opened.graph, opened.manifest.model, device
+        self._graph, self._model, self._device = unsharded(opened.graph), opened.manifest.model, device
         plan = caches.with_slabs(self._graph.caches)
         self._memory = CacheMemory(plan, caches.slabs_for(plan, MAX_SEQS, 2048, MAX_TOKENS), open_device(device))
         self._tensors = {**random_checkpoints.tensors(self._graph, device), **self._memory.tensors}

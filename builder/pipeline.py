@@ -44,6 +44,7 @@ from precast.builder.passes.normalise.views import normalise_views, remove_noops
 from precast.builder.passes.normalise.writes import assemble_copies, remove_self_copies, remove_writes
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
+from precast.builder.passes.shard.shard import SHARD
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Call, Graph, Node
 from precast.ir.graph.text import format_graph
@@ -65,7 +66,7 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 """THE ordered list."""
 
-LOWERED_PASSES: tuple[LoweredPass, ...] = (fuse_gated_linear, spell_out_gates, fuse_pointwise)
+LOWERED_PASSES: tuple[LoweredPass, ...] = (SHARD, fuse_gated_linear, spell_out_gates, fuse_pointwise)
 """Those after them, over the graph that the bundle holds."""
 
 _NEEDED = (insert_states, insert_caches, plan_pages, gather_logits)

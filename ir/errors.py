@@ -103,6 +103,14 @@ CODES: dict[str, str] = {
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
     "implementation-missing": "no implementation computes a node on this target",
+    "group-missing": "a collective in the graph is about ranks that this one is not connected with",
+    # --- ranks ------------------------------------------------------------------------------------------------
+    "rank-missing": "a rank did not come to the others in time",
+    "rank-late": "a rank did not do its part in time",
+    "rank-lost": "a rank has ended, and the others with it",
+    "rank-failed": "a rank has failed with an error of another kind",
+    "ranks-differ": "the ranks are not of one kind: bundles, options, releases or devices differ",
+    "port-taken": "the port that ranks were to meet at is taken",
 }
 
 FIXES: dict[str, str] = {

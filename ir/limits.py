@@ -116,6 +116,10 @@ MAX_READS = 1 << 20
 """Tensors that all recipes read, those of an `each` for each number. 896 experts in 93 layers, of three matrices with
 their scales, are 500,000."""
 
+MAX_WORLDS = 256
+"""Numbers of ranks that a graph can be split over, each with numbers of parts of the experts; all sizes are computed
+for each. Models with many experts have some 30 up to 64 ranks."""
+
 MAX_REPEATED_READS = 1 << 15
 """Reads of tensors that were read before: they cost a load 20 us each, and a checkpoint nothing. Each tensor of a known
 model is read once; ten reads of one tensor in each of 126 layers would be 1,260."""

@@ -34,12 +34,12 @@ def function_of(named: str, constants: Constants, device: int) -> driver.CUfunct
                                       _of_device(device, "COMPUTE_CAPABILITY_MINOR")))  # fmt: skip
     attributes = driver.CUfunction_attribute
     with relaxed_capture():
-        function = _checked(driver.cuModuleGetFunction(_checked(driver.cuModuleLoadData(code)), name.encode()))
-        fixed = _checked(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+        function = checked(driver.cuModuleGetFunction(checked(driver.cuModuleLoadData(code)), name.encode()))
+        fixed = checked(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
         most = _of_device(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - fixed
-        _checked(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most))
+        checked(driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most))
         carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        _checked(driver.cuFuncSetAttribute(function, carveout, 100))
+        checked(driver.cuFuncSetAttribute(function, carveout, 100))
     return function
 
 
@@ -47,11 +47,11 @@ def function_of(named: str, constants: Constants, device: int) -> driver.CUfunct
 def relaxed_capture() -> Iterator[None]:
     """Lets this thread load a module while it captures a stream."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = _checked(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    before = checked(driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:
         yield
     finally:
-        _checked(driver.cuThreadExchangeStreamCaptureMode(before))
+        checked(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
 class At(NamedTuple):
@@ -142,11 +142,11 @@ def _pdl() -> driver.CUlaunchAttribute:
 
 def _of_device(device: int, attribute: str) -> int:
     named = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
-    found: int = _checked(driver.cuDeviceGetAttribute(named, _checked(driver.cuDeviceGet(device))))
+    found: int = checked(driver.cuDeviceGetAttribute(named, checked(driver.cuDeviceGet(device))))
     return found
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
     """What a call of the driver returns behind its status. Raises RuntimeError with the driver's name for a failure."""
     if result[0] != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"the CUDA driver refuses: {driver.CUresult(result[0]).name}")

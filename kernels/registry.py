@@ -49,7 +49,8 @@ def register() -> torch.library.Library:
     library = torch.library.Library(_NAMESPACE, "DEF")
     for spec in specs():
         name, signature = spec.torch_name, ops.signature(spec.name, spec.version)
-        library.define(name + signature[signature.index("(") :].replace("Dtype ", "ScalarType "))
+        schema = signature[signature.index("(") :].replace("Dtype ", "ScalarType ").replace("Group ", "str ")
+        library.define(name + schema)
         library.impl(name, spec.reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{name}", fake_of(spec.definition), lib=library)
     return library

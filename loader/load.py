@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
 
 from precast.ir.artifact import Bundle
-from precast.ir.errors import RequestError, shown_value
+from precast.ir.errors import PrecastError, RequestError, shown_value
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches, liveness
 from precast.ir.memory.capture import capture_plan, cut
@@ -27,17 +28,24 @@ from precast.loader.collector import collector_held
 from precast.loader.device import Device
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.tokenizer import check_tokenizer
-from precast.loader.placement import bind_world, place
+from precast.loader.placement import Placement, bind_world, check_world, place
 from precast.loader.program.restore import restore
 from precast.loader.run.batch import BatchInputs
 from precast.loader.run.runner import Runner
-from precast.loader.sizing import EngineLimits
+from precast.loader.sizing import ArenaSize, EngineLimits
 from precast.loader.sources.open import folder_of
 from precast.loader.sources.remote import Waits
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size, tensor_of
-from precast.loader.weights.stream import load_weights
+from precast.loader.weights.stream import load_weights, params_bytes
 from precast.loader.weights.workers import PinnedBuffers
+from precast.loader.world.agree import Loaded
+from precast.loader.world.follower import Ended, Follower
+from precast.loader.world.lead import Lead
+from precast.loader.world.meet import meet, size_of_all
+from precast.loader.world.processes import Processes
+from precast.loader.world.start import Launched, World, join_ranks, launched, start_ranks
+from precast.loader.world.timeouts import Timeouts, timeouts_of
 
 Capture = Literal["background", "before", "off"]
 """When steps are captured as CUDA graphs."""
@@ -48,6 +56,8 @@ def load(
     *,
     weights: str | Path,
     device: str | torch.device | None = None,
+    tp: int | None = None,
+    ep: int = 1,
     max_num_seqs: int = 256,
     max_num_tokens: int = 8192,
     max_prefill_tokens: int | None = None,
@@ -57,6 +67,9 @@ def load(
     choices: str | Path | None = None,
     capture: Capture | None = None,
     weights_timeout: float = 30.0,
+    world_port: int | None = None,
+    timeouts: Mapping[str, float] | None = None,
+    processes: Processes | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
     """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, one safetensors file, or the
@@ -74,6 +87,14 @@ def load(
     `choices`: a table of measured choices, as `precast bench kernels` writes it; None: the one that comes with Precast
     for the GPU, if there is one.
 
+    `tp`: so many ranks share each layer, each a process with a GPU of its own, and `ep`, which divides `tp`, says over
+    how many groups of them experts are split. This process is rank 0, and starts the others on this host; they end
+    with the engine. Where a launcher such as `torchrun` has started all processes, each is its rank: on rank 0 this
+    function returns the engine, on the others it raises SystemExit once that is closed. None: as many as the launcher
+    has started, or 1. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`: seconds, by
+    the names of `precast.loader.world.timeouts.Timeouts`. `processes` for the other ranks, if the caller has started
+    them beforehand.
+
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one. `weights_timeout`: the seconds that are waited for a server, for an answer
     and for each next part of it.
@@ -81,63 +102,219 @@ def load(
     On a GPU torch's allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
 
     Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError
-    for a device that is missing or too small, RequestError for options outside their range; all but what the device
-    has no room for before a tensor is read.
+    for a device that is missing or too small and for ranks that are lost or differ, RequestError for options outside
+    their range; all but what the device has no room for before a tensor is read.
     """
     if capture is not None and capture not in get_args(Capture):
         found = f"capture is {capture!r}, expected one of {', '.join(get_args(Capture))}"
         raise RequestError("engine-option-invalid", found)
     _check_options(
         bundle, weights, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens,
-        max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
+        max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes, world_port=world_port,
     )  # fmt: skip
     if choices is not None and not isinstance(choices, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"choices is {choices!r}, expected the path of a table")
-    table = None if choices is None else read_table(Path(choices))
-    folder = folder_of(weights, Waits(weights_timeout))
+    folder_of(weights, Waits(weights_timeout))  # refuses what is none, before anything is started
+    waits = timeouts_of(timeouts)
     timeline = Timeline() if timeline is None else timeline
+    options = _Options(
+        str(weights), max_num_seqs, max_num_tokens, cache_bytes, allow_config_mismatch,
+        None if choices is None else str(choices), capture, weights_timeout,
+    )  # fmt: skip
+    found_launcher = launched()
+    tp = (1 if found_launcher is None else found_launcher.num_ranks) if tp is None else tp
+    check_world(tp, ep)
+    world: World | None = None
+    if tp == 1:
+        loaded = _load_rank(bundle, options, lambda: place(device), None, timeline)
+    else:
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        check_world(tp, ep, opened.graph)
+        with timeline.phase("ranks"):
+            world = _join(opened, options, found_launcher, tp, ep, device, waits, world_port, processes)
+        local_rank = 0 if found_launcher is None else found_launcher.local_rank
+        if isinstance(world.side, Follower):
+            follow(world, bundle=opened, device=device, ep=ep, local_rank=local_rank, **options._asdict())
+            raise SystemExit(0)
+        loaded = _load_lead(opened, options, world, world.side, device, ep, local_rank, timeline)
+    model, tokenizer = loaded.bundle.manifest.model, loaded.bundle.files("tokenizer")
+    engine = Engine(
+        loaded.runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes,
+        max_prefill_tokens=max_prefill_tokens,
+    )  # fmt: skip
+    if world is not None:
+        weakref.finalize(engine, world.side.close)  # also at the end of the process
+    return engine
+
+
+class _Options(NamedTuple):
+    """What a rank must know to load: options of `load`, as numbers and text."""
+
+    weights: str
+    max_num_seqs: int
+    max_num_tokens: int
+    cache_bytes: int | None
+    allow_config_mismatch: bool
+    choices: str | None
+    capture: Capture | None
+    weights_timeout: float
+
+    @property
+    def common(self) -> str:
+        """Those that must be equal on all ranks; paths may be others on each host."""
+        return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if name not in _OWN)
+
+
+_OWN = ("weights", "choices", "weights_timeout")
+"""Options of which each rank may have its own."""
+
+
+class _Loaded(NamedTuple):
+    """What a rank runs."""
+
+    bundle: Bundle
+    runner: Runner
+
+
+def _join(
+    bundle: Bundle,
+    options: _Options,
+    found: Launched | None,
+    tp: int,
+    ep: int,
+    device: str | torch.device | None,
+    timeouts: Timeouts,
+    port: int | None,
+    processes: Processes | None,
+) -> World:
+    """Start the other ranks, or join those that a launcher has started."""
+    if found is None:
+        kind = None if device is None else str(device)
+        given = options._asdict() | {"bundle": str(bundle.path)}
+        return start_ranks(processes or Processes(tp), ep, timeouts, port, kind, given)
+    if found.num_ranks != tp:
+        message = f"tp is {tp}, and the launcher has started {found.num_ranks} processes"
+        raise RequestError("engine-option-invalid", message, fix=f"give tp={found.num_ranks}, or none")
+    return join_ranks(found, timeouts, port)
+
+
+def _load_lead(
+    bundle: Bundle, options: _Options, world: World, lead: Lead, device: str | torch.device | None, ep: int,
+    local_rank: int, timeline: Timeline,
+) -> _Loaded:  # fmt: skip
+    """Rank 0 of several. If it fails, all of them end."""
+    try:
+        loaded = _load_rank(
+            bundle, options, lambda: place(device, tp=lead.num_ranks, ep=ep, local_rank=local_rank), world, timeline
+        )
+        timelines = lead.gather("loaded", Loaded(timeline.to_json().encode()))
+        timeline.ranks = {rank: msgspec.json.decode(each.timeline) for rank, each in enumerate(timelines) if rank}
+        loaded.runner.at_close(lead.close)
+        if options.capture == "before":
+            _capture_before(loaded.runner, timeline)
+    except BaseException as error:
+        lead.fail(error)
+        lead.close()
+        raise
+    return loaded
+
+
+def follow(
+    world: World, *, bundle: str | Bundle, device: str | torch.device | None, ep: int, local_rank: int, **options: Any
+) -> None:
+    """Be a follower: load as rank 0 does, and do what it orders until it ends the world.
+
+    Raises the failure that has ended it, of this rank or of another, as all ranks do.
+    """
+    side, timeline = world.side, Timeline()
+    assert isinstance(side, Follower)
+    try:
+        loaded = _load_rank(
+            bundle, _Options(**options),
+            lambda: place(device, rank=side.rank, tp=side.num_ranks, ep=ep, local_rank=local_rank), world, timeline,
+        )  # fmt: skip
+        side.gather("loaded", Loaded(timeline.to_json().encode()))
+        runner = loaded.runner
+        for raw in side.orders(spins=runner.device.kind == "cuda"):
+            runner.obey(*runner.orders.decode(raw))
+    except Ended:
+        pass
+    except Exception as error:
+        if not isinstance(error, PrecastError):  # what ends a rank also ends the others' collectives: who was first?
+            side.wait_for_reason()
+        side.fail(error)
+        side.check()
+        raise
+    finally:
+        side.close()
+
+
+def _load_rank(
+    bundle: str | Path | Bundle, options: _Options, placed: Callable[[], Placement], world: World | None,
+    timeline: Timeline,
+) -> _Loaded:  # fmt: skip
+    """Everything up to the first step, of one rank; None: of the only one."""
+    table = None if options.choices is None else read_table(Path(options.choices))
+    folder = folder_of(options.weights, Waits(options.weights_timeout))
     with timeline.phase("context"):
-        placement = place(device)
+        placement = placed()
     target = placement.device
-    capture = capture or ("background" if target.kind == "cuda" else "off")
+    on = torch.device(target.name)
+    if world is not None and target.kind == "cuda":
+        torch.cuda.set_device(on)  # nothing of this process may make a context on another rank's GPU
+    capture = options.capture or ("background" if target.kind == "cuda" else "off")
     with target.use(), PinnedBuffers(target) as buffers:  # they are pinned while the bundle is read
         with timeline.phase("bundle"), collector_held():
             opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
             graph = bind_world(opened.graph, placement)
             graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-            limits = EngineLimits(max_num_seqs, max_num_tokens, opened.manifest.model.max_seq_len, cache_bytes)
+            limits = EngineLimits(
+                options.max_num_seqs, options.max_num_tokens, opened.manifest.model.max_seq_len, options.cache_bytes
+            )
             sizing.check_limits(graph, limits)
             BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
             check_tokenizer(opened.files("tokenizer"))
-            if not allow_config_mismatch:
+            if not options.allow_config_mismatch:
                 config_facts.check(opened.manifest.config, folder)
-            what = target_of(torch.device(target.name), table)
-            program = restore(graph, device=torch.device(target.name), target=what)
+            what = target_of(on, table)._replace(tp=placement.tp)
             files = CheckpointFiles.open(folder)
+            groups = {}
+            if world is not None:
+                groups["tp"] = meet(world, opened.digest, options.common, target, what, params_bytes(graph))
+            program = restore(graph, device=on, target=what, groups=groups)
         with timeline.phase("weights") as phase:
-            loaded = load_weights(graph, opened.manifest.checkpoint, files, device=target, buffers=buffers)
+            loaded = load_weights(
+                graph, opened.manifest.checkpoint, files, device=target, buffers=buffers, whole=opened.graph
+            )
             program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))
             phase.bytes = loaded.bytes_read
             phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
         with timeline.phase("pools") as phase:
             sizes = () if capture == "off" else captured_sizes(graph, limits)
-            free = target.free_bytes()
-            size = sizing.size_arena(graph, limits, target, free=free, captured_sizes=sizes, target=what)
+
+            def sized(limits: EngineLimits) -> ArenaSize:
+                free = target.free_bytes()
+                return sizing.size_arena(graph, limits, target, free=free, captured_sizes=sizes, target=what)
+
+            size = sized(limits) if world is None else size_of_all(world.side, sized, limits)
             memory = CacheMemory(graph.caches, size.num_slabs, target)
             program.bind(memory.tensors)
-            cut_blocks_to_size(torch.device(target.name))
+            cut_blocks_to_size(on)
             program.place(size.addresses, tensor_of(target.alloc(size.addresses.num_bytes)))
-            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes)
+            side = world and world.side
+            runner = Runner(program, graph, memory, target, limits, captured_sizes=sizes, world=side)
+            if side is not None:
+                side.share_orders(runner.orders.max_bytes)
             phase.bytes, phase.counters = size.num_bytes, size.counters()
-        if capture == "before":
-            with timeline.phase("captured") as phase:
-                runner.capture_all()
-                phase.counters = {"graphs": runner.captures.num_captured}
-    model, tokenizer = opened.manifest.model, opened.files("tokenizer")
-    return Engine(
-        runner, model, tokenizer_files=tokenizer, timeline=timeline, reuses_prefixes=reuse_prefixes,
-        max_prefill_tokens=max_prefill_tokens,
-    )  # fmt: skip
+        if capture == "before" and world is None:
+            _capture_before(runner, timeline)
+    return _Loaded(opened, runner)
+
+
+def _capture_before(runner: Runner, timeline: Timeline) -> None:
+    with timeline.phase("captured") as phase:
+        runner.capture_all()
+        phase.counters = {"graphs": runner.captures.num_captured}
 
 
 @liveness.computed()
@@ -164,7 +341,7 @@ def _check_options(bundle: object, weights: object, **numbers: object) -> None:
     if not isinstance(weights, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"weights is {weights!r}, expected the path of a checkpoint")
     for name, value in numbers.items():
-        if name in ("cache_bytes", "max_prefill_tokens") and value is None:
+        if name in ("cache_bytes", "max_prefill_tokens", "world_port") and value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
             expected = "an integer of at least 1, of 64 bits at most"

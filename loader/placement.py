@@ -5,21 +5,19 @@ Made once, first; all that follows is told. Nothing else knows the symbols of th
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
-from precast.ir.errors import RequestError
-from precast.ir.graph import symbols
-from precast.ir.graph.schema import Expr, Graph
+from precast.ir.errors import RequestError, shown_value
+from precast.ir.graph.schema import Graph
+from precast.ir.graph.world import bound, refusal
 from precast.ir.verify import verifier
 from precast.loader.device import Device
 
 if TYPE_CHECKING:
     import torch
+
+MAX_RANKS = 1024
+"""Ranks that share each layer: far more than any machine connects closely enough for that."""
 
 
 class Placement(NamedTuple):
@@ -36,58 +34,64 @@ class Placement(NamedTuple):
         return {"rank": self.rank, "tp": self.tp, "ep": self.ep}
 
 
-def place(device: str | torch.device | None, *, rank: int = 0, tp: int = 1, ep: int = 1) -> Placement:
-    """The placement on a device that is opened for it; None: a GPU if there is one.
+def check_world(tp: object, ep: object, graph: Graph | None = None) -> None:
+    """Raise RequestError for numbers of ranks that are none, or that the graph doesn't take: with those that fit."""
+    for name, count in (("tp", tp), ("ep", ep)):
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_RANKS:
+            found = f"{name} is {shown_value(count)}, expected an integer of 1 to {MAX_RANKS}"
+            raise RequestError("engine-option-invalid", found)
+    assert isinstance(tp, int)  # both are: the loop has looked
+    assert isinstance(ep, int)
+    if graph is not None:
+        _check_plan(graph, tp, ep)
+    if tp % ep:
+        found = f"ep is {ep}, and tp is {tp}: experts are split over the ranks that share a layer"
+        raise RequestError("engine-option-invalid", found, fix="give an ep that divides tp")
 
-    Raises what `torch_device.open_device` raises, and RequestError for more ranks than one.
+
+def _check_plan(graph: Graph, tp: int, ep: int) -> None:
+    why = refusal(graph.shards, tp, ep)
+    if why is not None:
+        raise RequestError("engine-option-invalid", why, fix="start as many ranks as the bundle can be split over")
+
+
+def place(
+    device: str | torch.device | None, *, rank: int = 0, tp: int = 1, ep: int = 1, local_rank: int | None = None
+) -> Placement:
+    """The placement of a rank on a device that is opened for it; None: a GPU if there is one.
+
+    Where ranks share the model, each takes the GPU of its number on its host, `local_rank`; None: `rank`.
+
+    Raises what `torch_device.open_device` raises, and RequestError for a rank or numbers of ranks that are none.
     """
-    if (rank, tp, ep) != (0, 1, 1):
-        found = (
-            f"rank is {rank}, tp is {tp}, ep is {ep}, and this release runs a model on one device: rank 0, tp 1, ep 1"
-        )
-        raise RequestError("engine-option-invalid", found)
-    from precast.loader.torch_device import open_device  # the backend is chosen before it is imported
+    check_world(tp, ep)
+    if not isinstance(rank, int) or not 0 <= rank < tp:
+        raise RequestError("engine-option-invalid", f"rank is {shown_value(rank)}, expected 0 to {tp - 1}")
+    from precast.loader.torch_device import open_device, open_gpu  # the backend is chosen before it is imported
 
-    return Placement(rank, tp, ep, open_device(device))
+    if tp == 1:
+        return Placement(rank, tp, ep, open_device(device))
+    return Placement(rank, tp, ep, open_gpu(device, rank if local_rank is None else local_rank))
 
 
 def bind_world(graph: Graph, placement: Placement) -> Graph:
     """The graph of this rank: the symbols of the world have their values, in normal form, and are gone.
 
-    A graph without such symbols is returned as it is. Raises RequestError for a world outside the symbols' ranges, and
-    BundleError (graph-invalid) for a graph that makes no sense with these values.
+    Where no ranks share a layer, its collectives are gone too. A graph without such symbols is returned as it is.
+
+    Raises RequestError for a world that the graph's plan doesn't have, and BundleError (graph-invalid) for a graph that
+    makes no sense with these values.
     """
     world = {each.name: placement.world[each.name] for each in graph.symbols if each.name in placement.world}
     if not world:
         return graph
+    _check_plan(graph, placement.tp, placement.ep)
     for symbol in graph.symbols:
         size = world.get(symbol.name)
         if size is not None and (size < symbol.min or (symbol.max is not None and size > symbol.max)):
             allowed = f"{symbol.min} to {'any' if symbol.max is None else symbol.max}"
             found = f"{symbol.name} is {size}, and the bundle allows {allowed}"
             raise RequestError("engine-option-invalid", found)
-    others = tuple(each for each in graph.symbols if each.name not in world)
-    bound: Graph = msgspec.structs.replace(_bound(graph, Graph, world), symbols=others)
-    verifier.check(bound)
-    return bound
-
-
-def _bound(value: Any, kind: Any, world: Mapping[str, int]) -> Any:
-    """`value`, of the type `kind` of the schema, with the world's values in each of its expressions."""
-    if kind == Expr:
-        return symbols.substitute(value, world)  # a division by zero stays: the verifier says where it stands
-    if isinstance(value, msgspec.Struct):
-        kinds = _field_types(type(value))
-        changes = {name: _bound(getattr(value, name), each, world) for name, each in kinds.items()}
-        return msgspec.structs.replace(value, **changes)
-    if isinstance(value, tuple):
-        items = typing.get_args(kind)
-        return tuple(_bound(item, items[0], world) for item in value)
-    if isinstance(value, dict):
-        return {key: _bound(item, typing.get_args(kind)[1], world) for key, item in value.items()}
-    return value
-
-
-@cache
-def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    return typing.get_type_hints(struct)
+    made = bound(graph, placement.world)
+    verifier.check(made)
+    return made

@@ -38,6 +38,7 @@ class Timeline:
         self._clock = clock
         self.origin = clock() if origin is None else origin
         self.phases: list[Phase] = []
+        self.ranks: dict[int, dict[str, Any]] = {}  # what other ranks have spent their time on, by rank: `to_dict`
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -59,9 +60,15 @@ class Timeline:
         return max((phase.start + (phase.seconds or 0.0) for phase in self.phases), default=0.0) - first
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"total_seconds": ..., "phases": [{"name", "start", "seconds", "bytes", "counters"}, ...]}`."""
+        """`{"total_seconds": ..., "phases": [{"name", "start", "seconds", "bytes", "counters"}, ...]}`.
+
+        Where ranks share the model, `"ranks": {"1": ..., ...}` has the same of each other rank, from its own origin.
+        """
         phases = [msgspec.to_builtins(phase) for phase in self.phases]
-        return {"total_seconds": self.total_seconds(), "phases": phases}
+        found: dict[str, Any] = {"total_seconds": self.total_seconds(), "phases": phases}
+        if self.ranks:
+            found["ranks"] = {str(rank): timeline for rank, timeline in self.ranks.items()}
+        return found
 
     def to_json(self) -> str:
         """`to_dict` as JSON."""

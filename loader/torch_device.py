@@ -51,6 +51,19 @@ def open_device(device: str | torch.device | None) -> Device:
     return opened
 
 
+def open_gpu(device: str | torch.device | None, index: int) -> Device:
+    """The device of one of several ranks on a host: the GPU of this index, or the CPU, where that is asked for.
+
+    Raises what `open_device` raises, and RequestError for a certain GPU: all ranks can't have it.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if str(device) not in ("cpu", "cuda"):
+        found = f"device is {str(device)!r}, and each rank takes a GPU of its own"
+        raise RequestError("engine-option-invalid", found, fix="give 'cuda' or 'cpu'; CUDA_VISIBLE_DEVICES says which")
+    return open_device(f"cuda:{index}" if str(device) == "cuda" else "cpu")
+
+
 def cut_blocks_to_size(device: torch.device) -> bool:
     """Let torch give each tensor on a GPU a block of its own size, rounded up to 512 bytes; whether that was set.
 

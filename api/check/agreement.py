@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from precast.ir.artifact import Bundle
+from precast.ir.graph.world import unsharded
 from precast.ir.memory import caches
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.loader.cache.arena import Arena
@@ -89,7 +90,7 @@ def run_packed(bundle: Bundle, weights: Path, prompts: Sequence[Sequence[int]]) 
 
     The caches begin as NaN: what a sequence didn't write must not matter.
     """
-    graph, device = bundle.graph, open_device("cpu")
+    graph, device = unsharded(bundle.graph), open_device("cpu")
     program = restore(graph, device=torch.device("cpu"))
     program.bind(load_weights(graph, bundle.manifest.checkpoint, CheckpointFiles.open(weights), device=device).tensors)
     program.bind(constant_tensors(graph, bundle.constants, device))

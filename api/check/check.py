@@ -23,9 +23,14 @@ from precast.builder.build import build
 from precast.builder.source.model_class import own_code
 from precast.builder.source.shrink import random_model, shrink
 from precast.check.agreement import PROMPTS, TOLERANCE, agreement, relative_error, run_packed
+from precast.check.shards import TOLERANCE as SHARDS_TOLERANCE
+from precast.check.shards import proofs
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Call, Graph, Value
+
+MAX_RANKS = 4
+"""Over which the tiny model is split; more would divide hardly anything that it has."""
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 """The outermost numbered module of a path."""
@@ -34,7 +39,8 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 def compare(config: PreTrainedConfig) -> None:
     """Compare what is built of `config`, made tiny, with transformers, in float32 on the CPU: logits and tokens.
 
-    Raises BuildError: `check-failed` names the first layer that differs; else what building the tiny model raises.
+    Then its ranks are compared with it, in all worlds of 2 and 4 that it can be split over. Raises BuildError:
+    `check-failed` names the first layer that differs, or the world; else what building the tiny model raises.
     """
     with _quiet_transformers(), tempfile.TemporaryDirectory() as folder:
         model = random_model(shrink(config))
@@ -46,8 +52,16 @@ def compare(config: PreTrainedConfig) -> None:
         if not found.logits_equal:
             where = _first_difference(bundle, weights, model)
             raise _failed(config, f"its logits differ by {found.logits_error:.1e} (relative)", where)
+        wrong = next((proof for proof in proofs(bundle, weights, most=MAX_RANKS) if not proof.holds), None)
     if not found.tokens_equal:
         raise _failed(config, "its logits are equal, but the tokens generated from its caches are not", "the caches")
+    if wrong is not None:
+        raise BuildError(
+            "check-failed",
+            f"made tiny and split over {wrong.text}, this {config.model_type} model doesn't compute what it does on "
+            f"one: its logits differ by {wrong.error:.1e} (relative), expected less than {SHARDS_TOLERANCE:.0e}",
+            fix="report it with the config.json; a build without the check packs the bundle all the same",
+        )
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Call, Graph, Node
+from precast.ir.graph.world import unsharded
 from precast.ir.memory.capture import LEAST_TOKENS, MOST_TOKENS, capture_plan, step_cost
 from precast.ir.memory.liveness import computed
 from precast.kernels.choices import cases
@@ -34,7 +35,7 @@ def view(target: Target) -> Callable[[Bundle], Report]:
 
 def capture(bundle: Bundle, target: Target) -> Report:
     """The sizes in their order, the figures that they follow from, and of each size the pieces and what cuts them."""
-    graph = bundle.graph
+    graph = unsharded(bundle.graph)
     with computed():
         cost, sizes = step_cost(graph), graph.capture.sizes or capture_plan(graph).sizes
         figures = {

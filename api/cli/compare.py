@@ -78,6 +78,8 @@ def _parts(graph: Graph) -> dict[str, list[str]]:
         "constants": list(map(format_value, graph.constants)),
         "pools": [msgspec.json.encode(pool).decode() for pool in graph.caches.pools],
         "capture": [", ".join(map(str, graph.capture.sizes)) or "no sizes"],
+        "worlds": [f"tp {world.tp}, ep {', '.join(map(str, world.ep))}" for world in graph.shards.worlds],
+        "shards": [msgspec.json.encode(row).decode() for row in graph.shards.rows],
         "main": list(map(format_step, graph.main)),
         "outputs": [f"{name}={value}" for name, value in sorted(graph.outputs.items())],
     }

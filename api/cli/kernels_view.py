@@ -11,6 +11,7 @@ from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Graph, Node, Steps
+from precast.ir.graph.world import unsharded
 from precast.kernels.choices import Case, cases
 from precast.kernels.measured import NOTHING
 from precast.kernels.use import Target, Use, uses_in
@@ -23,7 +24,8 @@ def view(target: Target) -> Callable[[Bundle], Report]:
 
 def kernels(bundle: Bundle, target: Target) -> Report:
     """A row for each op, element type and choice, with how many of the graph's nodes it stands for."""
-    rows = Counter(row for use in uses_in(bundle.graph, target) for row in _rows(use))
+    graph = unsharded(bundle.graph)
+    rows = Counter(row for use in uses_in(graph, target) for row in _rows(use))
     names = ("op", "dtype", "implementation", "sizes", "control", "reason")
     found = [dict(zip(names, row, strict=True)) | {"nodes": rows[row]} for row in sorted(rows)]
     has_classes = any(row["sizes"] != "all" for row in found)
@@ -31,7 +33,7 @@ def kernels(bundle: Bundle, target: Target) -> Report:
     lines = [tuple(str(row[name]) for name in header) for row in found]
     gpu = "" if target.table is NOTHING else f"; choices measured on {target.table.machine.gpu}"
     text = f"target {target.text}{gpu}; nodes of a block count once\n\n{table([header, *lines])}"
-    fused = _fused(bundle.graph)
+    fused = _fused(graph)
     if fused:
         shown = [
             (*(str(row[name]) for name in ("operands", "results", "nodes")), ", ".join(row["steps"])) for row in fused

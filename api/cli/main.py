@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from precast.loader.engine.engine import Engine
     from precast.loader.engine.params import SamplingParams
     from precast.loader.engine.results import Event, Output
+    from precast.loader.world.processes import Processes
 
 # What can't be read is an error of Precast's own, with a code, not one of usage.
 PATH = click.Path(path_type=Path, readable=False)
@@ -43,6 +44,20 @@ CHOICES = click.option(
     help="Measured choices of kernels, of `precast bench kernels`. Default: those that come with Precast for the GPU.",
 )  # fmt: skip
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+def _timeouts(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, float]:
+    """`PHASE=SECONDS` as a mapping; what the loader says of names and ranges, it says."""
+    found = {}
+    for text in given:
+        name, equals, seconds = text.partition("=")
+        try:
+            found[name] = float(seconds)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise click.BadParameter(f"{text!r} is no PHASE=SECONDS such as join=30", param_hint="--timeout")
+    return found
 
 
 class _Verb(click.Command):
@@ -128,12 +143,13 @@ def build(source: str, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--cache", is_flag=True, help="Cache groups, pools, and what sequences cost.")
 @click.option("--kernels", is_flag=True, help="What computes each op on a target, and why.")
 @click.option("--capture", is_flag=True, help="Which steps are captured as CUDA graphs, and where a target cuts them.")
+@click.option("--shards", is_flag=True, help="Over how many ranks the model can be split, and how each layer is.")
 @click.option("--target", help="Of --kernels and --capture: cpu, or a GPU's compute capability.  [default: sm_90]")
 @CHOICES
 @AS_JSON
 def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: bool, **parts: bool) -> None:
     """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
-    from precast.cli import capture_view, kernels_view, show, targets
+    from precast.cli import capture_view, kernels_view, shards_view, show, targets
     from precast.ir.artifact import Bundle
     from precast.kernels.use import Target
 
@@ -149,7 +165,7 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
     opened = Bundle.open(bundle)
     views: dict[str, Callable[[Bundle], Report]] = {
         "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
-        "capture": capture,
+        "capture": capture, "shards": shards_view.shards,
     }  # fmt: skip
     reports = [view(opened) for name, view in views.items() if parts[name]]
     _report(show.together(reports or [show.summary(opened)]), as_json)
@@ -159,9 +175,19 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 @BUNDLE
 @click.option("--weights", help=CHECKPOINT)
 @TIMEOUT
+@click.option("--shards", type=int, metavar="N", help="Run N ranks on this CPU, and compare them with one.")
+@click.option("--ep", type=int, metavar="M", help="Of --shards: the parts into which experts are split.  [default: 1]")
 @AS_JSON
-def verify(bundle: Path, weights: str | None, weights_timeout: float, as_json: bool) -> None:
-    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint."""
+def verify(
+    bundle: Path, weights: str | None, weights_timeout: float, shards: int | None, ep: int | None, as_json: bool
+) -> None:
+    """Check BUNDLE byte by byte, its graph rule by rule, and with --weights config and recipes against a checkpoint.
+
+    With --shards, N ranks compute the logits of a few tokens with random weights, in float32, and are compared with one
+    rank: all layers of a small model, one of each kind of a large one.
+    """
+    if ep is not None and shards is None:
+        raise click.UsageError("--ep goes with --shards")
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
 
@@ -180,7 +206,17 @@ def verify(bundle: Path, weights: str | None, weights_timeout: float, as_json: b
         recipes.check(opened.graph, opened.manifest.checkpoint, files, most=None)
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
         lines.append(f"weights: all {len(opened.graph.params)} params can be made from {folder.name}")
+    is_split = True
+    if shards is not None:
+        from precast.cli.shards_proof import proof_of
+
+        found = proof_of(opened, shards, ep or 1)
+        fields |= found.fields
+        lines.append(found.text)
+        is_split = found.fields["shards"]["holds"]
     _report(Report(fields, "\n".join(lines)), as_json)
+    if not is_split:
+        click.get_current_context().exit(3)
 
 
 @main.command()
@@ -274,6 +310,20 @@ def digest(bundle: Path, as_json: bool) -> None:
     help="Put no special token around --prompt, as for the text of a chat template that has them.",
 )  # fmt: skip
 @click.option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
+@click.option(
+    "--tp", type=int, metavar="N",
+    help="Ranks that share each layer, each a process with its own GPU. Default: 1, or what a launcher has started.",
+)  # fmt: skip
+@click.option(
+    "--ep", type=int, default=1, metavar="M", help="Groups of ranks that experts are split over; divides --tp."
+)
+@click.option(
+    "--world-port", type=int, metavar="PORT", help="Rank 0 listens there for the others. Default: a free one."
+)
+@click.option(
+    "--timeout", "timeouts", multiple=True, metavar="PHASE=SECONDS", callback=_timeouts,
+    help="How long ranks wait for one another to join, agree, load, capture, step or end; may be repeated.",
+)  # fmt: skip
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="The longest answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-k", type=int, metavar="K", help="Draw from the K likeliest tokens, with a temperature above 0.")
@@ -308,9 +358,10 @@ def digest(bundle: Path, as_json: bool) -> None:
 @AS_JSON
 def run(
     bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool,
-    timeline_to: str | None, as_json: bool, weights: str, weights_timeout: float, device: str | None,
-    max_num_seqs: int, max_num_tokens: int, max_prefill_tokens: int | None, cache_bytes: int | None,
-    allow_config_mismatch: bool, choices: Path | None, **sampling: Any,
+    timeline_to: str | None, as_json: bool, weights: str, weights_timeout: float, device: str | None, tp: int | None,
+    ep: int, world_port: int | None, timeouts: dict[str, float], max_num_seqs: int, max_num_tokens: int,
+    max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None,
+    **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -318,9 +369,10 @@ def run(
         raise click.UsageError("give --prompt TEXT or --token-ids IDS at least once")
     from precast.cli.stopping import ends_at_once
     from precast.cli.timeline_file import check_file, write_timeline
+    from precast.loader.world.start import launched
 
     check_file(timeline_to)
-    click.get_current_context().with_resource(ends_at_once())
+    click.get_current_context().with_resource(ends_at_once(alone=tp in (None, 1) and launched() is None))
     from precast.cli.progress import LOAD_PHASES, AnnouncedTimeline, stages
 
     with stages(LOAD_PHASES, "loading") as progress:
@@ -337,11 +389,14 @@ def run(
             check_prompts(
                 all_prompts, params, opened.manifest.model, lambda: tokenizer, add_special_tokens=add_special_tokens
             )
+            processes = _early_ranks(tp)
             from precast.loader.load import load
         engine = load(
-            opened, weights=weights, weights_timeout=weights_timeout, device=device, max_num_seqs=max_num_seqs,
-            max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
-            allow_config_mismatch=allow_config_mismatch, choices=choices, timeline=timeline,
+            opened, weights=weights, weights_timeout=weights_timeout, device=device, tp=tp, ep=ep,
+            max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens,
+            cache_bytes=cache_bytes, allow_config_mismatch=allow_config_mismatch, choices=choices,
+            world_port=world_port, timeouts=timeouts,
+            processes=processes, timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer
     with engine:
@@ -365,6 +420,18 @@ def run(
             click.echo(timeline.text(), err=True)
         elif timeline_to is not None:
             write_timeline(Path(timeline_to), timeline, f"Load of {bundle.name}", engine.stats.to_dict())
+
+
+def _early_ranks(tp: int | None) -> Processes | None:
+    """Processes for the ranks that `load` will start, which import torch while this one does."""
+    from precast.loader.placement import check_world
+    from precast.loader.world.processes import Processes
+    from precast.loader.world.start import launched
+
+    if tp is None or tp == 1 or launched() is not None:
+        return None
+    check_world(tp, 1)
+    return Processes(tp)
 
 
 def _build(source: str, out: Path, *, check: bool, **options: Any) -> Bundle:

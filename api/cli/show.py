@@ -14,6 +14,7 @@ from precast.ir.errors import shown, some
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Expr, Graph, LatentSpec, Node, PagedSpec, StateSpec
 from precast.ir.graph.text import format_graph, format_recipe, format_type
+from precast.ir.graph.world import unsharded
 from precast.ir.memory import caches
 from precast.ir.memory.liveness import computed
 from precast.ir.ops.flops import precast_share
@@ -43,7 +44,7 @@ def together(reports: Sequence[Report]) -> Report:
 
 def summary(bundle: Bundle) -> Report:
     """The model, the graph's size, the caches, the bundle's bytes and what built it."""
-    manifest, graph = bundle.manifest, bundle.graph
+    manifest, graph = bundle.manifest, unsharded(bundle.graph)
     model = manifest.model
     calls = sum(isinstance(step, Call) for step in graph.main)
     nodes = sum(isinstance(step, Node) for step in graph.main) + sum(len(block.nodes) for block in graph.blocks)
@@ -167,7 +168,7 @@ def cache(bundle: Bundle) -> Report:
 
     For a bundle without slabs they are those that the loader chooses.
     """
-    plan = caches.with_slabs(bundle.graph.caches)
+    plan = caches.with_slabs(unsharded(bundle.graph).caches)
     groups = caches.groups(plan)
     limit = bundle.manifest.model.max_seq_len
     lengths = [*(length for length in LENGTHS if length < limit), limit]

@@ -21,15 +21,18 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextmanager
-def ends_at_once() -> Iterator[None]:
-    """While open, SIGINT and SIGTERM end the process, with 130 and 143; one that was ignored (`nohup`) stays so."""
+def ends_at_once(*, alone: bool = True) -> Iterator[None]:
+    """While open, SIGINT and SIGTERM end the process, with 130 and 143; one that was ignored (`nohup`) stays so.
+
+    A process that isn't `alone`, but has ranks beside it, tells them first: it unwinds.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in _WORDS}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
-            signal.signal(number, _end)
+            signal.signal(number, _end if alone else _unwind)
     try:
         yield
     finally:
@@ -43,6 +46,12 @@ def _end(number: int, frame: FrameType | None) -> None:
         os.write(2, f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}\n{word}\n".encode())
     _end_children()
     os._exit(128 + number)
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
 
 
 def _end_children() -> None:

@@ -97,6 +97,7 @@ _FITS: dict[Kind, Callable[[Arg], bool]] = {
     "Dtype": lambda arg: isinstance(arg, DtypeArg),
     "Scalar": _is_number,
     "Steps": lambda arg: isinstance(arg, Steps),
+    "Group": _literal(str),
 }
 
 

@@ -364,6 +364,43 @@ class CapturePlan(Wire, frozen=True):
     sizes: tuple[int, ...] = ()
 
 
+# --- worlds of several ranks -----------------------------------------------------------------------------------
+
+
+class World(Wire, frozen=True):
+    """A number of ranks that can share each layer; and into how many parts they can split the experts."""
+
+    tp: int
+    ep: tuple[int, ...] = (1,)
+
+
+class ShardRow(Wire, frozen=True):
+    """How a layer, or a part of one, is split over the ranks of a world.
+
+    `kind` is the layer's: `attention`, `experts`. `block` is where it stands, empty for `main`, and `params` are its
+    params there. `column`: each rank makes some of the results; `row`: each sums over some of the inputs, and `nodes`
+    are the results that `collective` puts together over `group`; `vocab`: each has some of the tokens' rows; `expert`:
+    some of the experts; `replicated`: all have all, for the `reason`. `units` can't be split further.
+    """
+
+    kind: str
+    block: str
+    mode: Literal["column", "row", "vocab", "expert", "replicated"]
+    params: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    units: int = 0
+    collective: Literal["", "all_reduce", "all_gather"] = ""
+    group: str = ""
+    reason: str = ""
+
+
+class ShardPlan(Wire, frozen=True):
+    """Over how many ranks the graph can be split, and how. No worlds: the graph is that of one rank."""
+
+    worlds: tuple[World, ...] = ()
+    rows: tuple[ShardRow, ...] = ()
+
+
 # --- graph -----------------------------------------------------------------------------------------------------
 
 
@@ -379,3 +416,4 @@ class Graph(Wire, frozen=True):
     outputs: dict[str, str]
     caches: CachePlan = CachePlan()
     capture: CapturePlan = CapturePlan()
+    shards: ShardPlan = ShardPlan()

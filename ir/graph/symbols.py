@@ -211,6 +211,11 @@ def _apply(op: str, *args: Expr) -> Expr:
         if all(coefficient % args[1] == 0 for coefficient in poly.values()):
             quotient = {monomial: coefficient // args[1] for monomial, coefficient in poly.items()}
             return 0 if op == "mod" else _from_polynomial(quotient)
+        whole = {monomial: coefficient for monomial, coefficient in poly.items() if coefficient % args[1] == 0}
+        if whole and op in _BINARY:  # (b q + r) / b is q + r / b, rounded either way, and its rest that of r
+            rest = _apply(op, _from_polynomial({m: c for m, c in poly.items() if m not in whole}), args[1])
+            quotient = {monomial: coefficient // args[1] for monomial, coefficient in whole.items()}
+            return rest if op == "mod" else add(_from_polynomial(quotient), rest)
     return Apply(op, args)  # type: ignore[arg-type]
 
 

@@ -130,6 +130,7 @@ def _graph(graph: schema.Graph) -> Iterator[str]:
         yield from _section(_states(states), map(_slot, states.slots), always=True)
     if graph.capture.sizes:
         yield f"capture(sizes={list(graph.capture.sizes)})"
+    yield from _section("shards", (*map(_world, graph.shards.worlds), *map(_row, graph.shards.rows)))
     for block in graph.blocks:
         yield from _section(f"block {_name(block.name)}", _block(block), always=True)
     yield from _section("main", _main(graph), always=True)
@@ -173,6 +174,17 @@ def _spec(spec: schema.PagedSpec | schema.LatentSpec) -> str:
     sizes = f"num_kv_heads={symbols.text(spec.num_kv_heads)}, head_size={spec.head_size}, value_size={spec.value_size}"
     chunk = "" if spec.chunk is None else f", chunk={spec.chunk}"
     return f"paged({sizes}, {pages}{chunk})"
+
+
+def _world(world: schema.World) -> str:
+    return f"world(tp={world.tp}, ep={list(world.ep)})"
+
+
+def _row(row: schema.ShardRow) -> str:
+    params, nodes = (f"[{', '.join(map(_ref, names))}]" for names in (row.params, row.nodes))
+    what = f"kind={json.dumps(row.kind)}, block={json.dumps(row.block)}, mode={json.dumps(row.mode)}"
+    how = f"units={row.units}, collective={json.dumps(row.collective)}, group={json.dumps(row.group)}"
+    return f"row({what}, params={params}, nodes={nodes}, {how}, reason={json.dumps(row.reason)})"
 
 
 def _block(block: schema.Block) -> Iterator[str]:

@@ -178,6 +178,12 @@ def with_slabs(plan: CachePlan) -> CachePlan:
     return msgspec.structs.replace(plan, pools=pools, slab_bytes=slab_bytes)
 
 
+def without_slabs(plan: CachePlan) -> CachePlan:
+    """The plan without slabs: those of one rank's pages don't fit the pages of a rank among several."""
+    pools = tuple(msgspec.structs.replace(pool, pages_per_slab=1) for pool in plan.pools)
+    return msgspec.structs.replace(plan, pools=pools, slab_bytes=0)
+
+
 def slabs_for(plan: CachePlan, num_seqs: int, seq_len: int, step: int) -> int:
     """Slabs of the plan for `num_seqs` sequences that grow to `seq_len` tokens, up to `step` of them at a time."""
     pages = dict.fromkeys((pool.name for pool in plan.pools), 0)

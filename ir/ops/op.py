@@ -2,7 +2,8 @@
 
 A signature is written in the schema language of `torch.library`, of which this is the part in use: the tensors first,
 then `*`, then keyword arguments. `aten` ops keep torch's own argument names, so that the loader can call them by name.
-A `Tensor|Scalar` takes either. A tensor that the op writes is `Tensor(a!)`. `Steps`, the body of a fused op, is ours.
+A `Tensor|Scalar` takes either. A tensor that the op writes is `Tensor(a!)`. `Steps`, the body of a fused op, and
+`Group`, the name of a group of ranks, are ours.
 
 A *shape rule* gives the result types of an op from the types of its arguments, over symbolic sizes. It takes the
 arguments by name (tensors as `TensorType`, lists of tensors as tuples of it, integers as expressions, element types as
@@ -27,7 +28,7 @@ ShapeRule = Callable[[Args], tuple[TensorType, ...]]
 
 Kind = Literal[
     "Tensor", "Tensor?", "Tensor[]", "Tensor|Scalar", "int", "int?", "int[]", "float", "float?", "bool", "str",
-    "Dtype", "Scalar", "Steps",
+    "Dtype", "Scalar", "Steps", "Group",
 ]  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def row(
 
 
 _PARAM = re.compile(
-    r"(?P<kind>Tensor\(\w!\)|Tensor\[\]|Tensor\|Scalar|Tensor\??|int\[\]|int\??|float\??|bool|str|Dtype|Scalar|Steps)"
+    r"(?P<kind>Tensor\(\w!\)|Tensor\[\]|Tensor\|Scalar|Tensor\??|int\[\]|int\??|float\??|bool|str|Dtype|Scalar|Steps|Group)"
     r" (?P<name>\w+)(?:=(?P<default>.+))?"
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from precast.ir.graph import symbols
 from precast.ir.graph.schema import TensorType
 from precast.ir.ops import work
 from precast.ir.ops.checks import (
@@ -77,9 +78,10 @@ def experts(args: Args) -> tuple[TensorType, ...]:
     expect_shape("up's last dimension", up.shape[2:], x.shape[1:])
     inner = up.shape[1]
     if args["gated"]:
-        expect(isinstance(inner, int) and inner % 2 == 0, f"up: expected gate and up in one, found {inner} rows")
-        assert isinstance(inner, int)
-        inner //= 2
+        half = symbols.floordiv(inner, 2)
+        even = symbols.equal(symbols.mul(half, 2), inner)
+        expect(even, f"up: expected gate and up in one, found {symbols.text(inner)} rows")
+        inner = half
     expect_shape("down", down.shape, (up.shape[0], x.shape[1], inner))
     for name, shape in (("up_bias", up.shape[:2]), ("down_bias", down.shape[:2])):
         if args.get(name) is not None:

@@ -63,6 +63,11 @@ def embedding(args: Args) -> tuple[TensorType, ...]:
     return (TensorType(weight.dtype, (*ids.shape, weight.shape[1])),)
 
 
+def sharded_embedding(args: Args) -> tuple[TensorType, ...]:
+    expect_known("start", args["start"])
+    return embedding(args)
+
+
 def rms_norm(args: Args) -> tuple[TensorType, ...]:
     return (_norm(args, "weight"),)
 
@@ -188,6 +193,13 @@ ROWS = (
         Tokens("table", "weight"),
         nothing,
         integers={"ids": Integers("index", "weight")},
+    ),
+    row(
+        "precast.sharded_embedding(Tensor ids, Tensor weight, *, int start, float scale=1.0) -> Tensor",
+        sharded_embedding,
+        Tokens("table", "weight"),
+        nothing,
+        integers={"ids": Integers("any", "weight")},
     ),
     row(
         "precast.rms_norm(Tensor x, Tensor? weight, *, float eps, float offset=0.0, bool cast_before_scale) -> Tensor",

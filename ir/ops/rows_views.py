@@ -7,7 +7,7 @@ from typing import Any
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr, TensorType
-from precast.ir.ops.checks import axis_of, broadcast, expect, expect_dtype, expect_rank, expect_shape, shape_text
+from precast.ir.ops.checks import WORLD, axis_of, broadcast, expect, expect_dtype, expect_rank, expect_shape, shape_text
 from precast.ir.ops.op import EACH, OVER_DIM, Args, Tokens, row
 from precast.ir.ops.work import nothing
 
@@ -56,7 +56,10 @@ def expand(args: Args) -> tuple[TensorType, ...]:
 
 
 def slice_(args: Args) -> tuple[TensorType, ...]:
-    """torch clamps bounds and counts negative ones from the end; here they are written out and must fit."""
+    """torch clamps bounds and counts negative ones from the end; here they are written out and must fit.
+
+    Bounds that depend on the world alone are checked when it is known: a load asks again.
+    """
     x = args["self"]
     dim = axis_of(args["dim"], len(x.shape))
     start, end, step = args["start"], args["end"], args.get("step", 1)
@@ -66,11 +69,15 @@ def slice_(args: Args) -> tuple[TensorType, ...]:
     ok = not any(isinstance(value, int) and value < 0 for value in (start, end, length))
     where = f"dimension {dim} of {shape_text(x.shape)}"
     expect(
-        ok and symbols.never_negative(rest),
+        ok and (symbols.never_negative(rest) or _is_of_world(rest)),
         f"start, end: {symbols.text(start)}:{symbols.text(end)} isn't known to lie in {where}",
     )
     count = symbols.floordiv(symbols.add(length, step - 1), step)
     return (TensorType(x.dtype, (*x.shape[:dim], count, *x.shape[dim + 1 :])),)
+
+
+def _is_of_world(expr: Expr) -> bool:
+    return not isinstance(expr, int) and symbols.free_symbols(expr) <= WORLD
 
 
 def select(args: Args) -> tuple[TensorType, ...]:

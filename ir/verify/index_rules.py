@@ -11,7 +11,7 @@ from precast.ir.graph.schema import Arg, Const, Dim, Expr, Node, Ref, TensorType
 from precast.ir.graph.text import format_type
 from precast.ir.memory.step_inputs import LOGIT_ROWS, STEP_INPUTS, TOKENS, given_names
 from precast.ir.ops import table as ops
-from precast.ir.ops.checks import COMPUTED
+from precast.ir.ops.checks import COMPUTED, WORLD
 from precast.ir.ops.op import Integers, OpDef
 from precast.ir.verify.facts import Facts, Fault, Rule, Scope, same_type
 from precast.ir.verify.ranges import Range, Ranges, follow, joined
@@ -118,7 +118,9 @@ def _sizes(facts: Facts) -> Iterator[Fault]:
     least = {symbol.name: symbols.add(symbol.name, symbol.min) for symbol in facts.graph.symbols if symbol.min}
 
     def bad(size: Expr) -> bool:
-        return not isinstance(size, int) and not symbols.never_negative(symbols.substitute(size, least))
+        if isinstance(size, int) or symbols.free_symbols(size) <= WORLD:
+            return False  # one of the world is checked once that is known
+        return not symbols.never_negative(symbols.substitute(size, least))
 
     for kind, where in facts.types.items():
         for size in filter(bad, kind.shape):

@@ -23,7 +23,16 @@ def _recipes(facts: Facts) -> Iterator[Fault]:
 
 
 def _worlds(facts: Facts) -> list[dict[str, int]]:
-    """The least and the largest world that the symbols allow, by its first and last rank; none for other ranges."""
+    """The worlds to try: those of the plan, but for large ones, by their first and last rank; without a plan the least
+    and the largest that the symbols allow; none for other ranges."""
+    planned = {world.tp: world for world in facts.graph.shards.worlds if 1 <= world.tp <= _MOST_RANKS and world.ep}
+    if planned:
+        return [
+            {"tp": world.tp, "rank": rank, "ep": ep}
+            for world in planned.values()
+            for ep in sorted({world.ep[0], world.ep[-1]})
+            for rank in sorted({0, world.tp - 1})
+        ]
     ranges = {symbol.name: symbol for symbol in facts.graph.symbols if symbol.name in WORLD}
 
     def allowed(world: dict[str, int]) -> bool:

@@ -18,11 +18,12 @@ from precast.ir.verify.capture_rules import CAPTURE_RULES
 from precast.ir.verify.facts import Facts
 from precast.ir.verify.index_rules import INDEX_RULES, INPUT_RULES
 from precast.ir.verify.param_rules import PARAM_RULES
+from precast.ir.verify.shard_rules import SHARD_RULES
 from precast.ir.verify.step_rules import STEP_RULES
 from precast.ir.verify.value_rules import FORM_RULES, VALUE_RULES
 
 _MEANING = (*VALUE_RULES, *STEP_RULES, *PARAM_RULES, *CACHE_RULES, *INPUT_RULES)
-RULES = (*FORM_RULES, *_MEANING, *INDEX_RULES, *CAPTURE_RULES)
+RULES = (*FORM_RULES, *_MEANING, *INDEX_RULES, *CAPTURE_RULES, *SHARD_RULES)
 """All rules, in the order in which they are checked. An id keeps its meaning for good."""
 
 
@@ -40,7 +41,11 @@ def verify(graph: Graph, model: ModelInfo | None = None) -> tuple[Violation, ...
     With `model`, the graph is held against its numbers too: it is whole, and what an engine runs.
     """
     facts = Facts(graph, model)
-    for rules in (FORM_RULES, _MEANING, (*INDEX_RULES, *CAPTURE_RULES)):  # each take for granted that those before hold
+    for rules in (
+        FORM_RULES,
+        _MEANING,
+        (*INDEX_RULES, *CAPTURE_RULES, *SHARD_RULES),
+    ):  # each take for granted that those before hold
         found = tuple(
             Violation(rule.id, where, message) for rule in rules for where, message in islice(rule.check(facts), 100)
         )

@@ -22,7 +22,8 @@ _FROM_FILE = {
     "BOOL": "bool", "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64",
     "F8_E4M3": "float8_e4m3fn", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
 }  # fmt: skip
-_TO_FILE = {dtype: name for name, dtype in _FROM_FILE.items()}
+FILE_DTYPES = {dtype: name for name, dtype in _FROM_FILE.items()}
+"""The file's names of the element types of the schema."""
 
 # Bits of an element. Types that only checkpoints have keep the file's name.
 _BITS = {
@@ -97,7 +98,7 @@ def encode(tensors: Mapping[str, Tensor]) -> bytes:
         expected = math.prod(shape) * element_bytes(dtype)
         if len(view) != expected:
             raise TensorFileError(f"{shown(name)}: {dtype} {list(shape)} takes {expected} bytes, found {len(view)}")
-        entries[name] = {"dtype": _TO_FILE[dtype], "shape": shape, "data_offsets": (position, position + expected)}
+        entries[name] = {"dtype": FILE_DTYPES[dtype], "shape": shape, "data_offsets": (position, position + expected)}
         contents.append(view)
         position += expected
     header = msgspec.json.encode(entries)
@@ -115,8 +116,8 @@ def decode(data: bytes) -> dict[str, tuple[str, tuple[int, ...], memoryview]]:
         name: (entry.dtype, entry.shape, view[entry.start : entry.end]) for name, entry in read_header(data).items()
     }
     for name, (dtype, _, _) in tensors.items():
-        if dtype not in _TO_FILE:
-            raise TensorFileError(f"{shown(name)}: dtype {dtype} is none of {', '.join(_TO_FILE)}")
+        if dtype not in FILE_DTYPES:
+            raise TensorFileError(f"{shown(name)}: dtype {dtype} is none of {', '.join(FILE_DTYPES)}")
     if encode(tensors) != data:
         raise TensorFileError("the file differs from its canonical encoding")
     return tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
-from precast.ir.graph.symbols import add
+from precast.ir.graph.symbols import add, mul, numel
 from precast.kernels.gather_rows import launches
 from precast.kernels.records import Condition, reference
 from precast.kernels.rows import in_triton
@@ -20,10 +20,17 @@ def _has_one_row_of_ids(use: Use) -> bool:
     return bool(shape) and all(size == 1 for size in shape[:-1]) and bool(use.number("weight", -1))
 
 
+def _sharded_embedding(use: Use) -> Expr:
+    """Ids counted from the part on, once clamped, and two comparisons; the rows, scaled or not."""
+    places = mul(2 * use.width("ids") + 3, numel(use.shape("ids")))
+    return add(places, type_bytes(use.result), _embedding(use), 512)
+
+
 RECORDS = (
     in_triton(
         "precast.embedding", launches.embedding, ("weight",),
         Condition("one row of ids, and a weight of known width", _has_one_row_of_ids),
     ),
     reference("precast.embedding", "embedding.embedding", _embedding),
+    reference("precast.sharded_embedding", "embedding.sharded_embedding", _sharded_embedding),
 )  # fmt: skip

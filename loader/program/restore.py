@@ -16,16 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from precast.ir.errors import BundleError, RequestError
+from precast.ir.errors import BundleError, RequestError, TargetError
 from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols as exprs
 from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses, spans_of
+from precast.ir.ops import table as ops
 from precast.kernels import dtypes
+from precast.kernels.collectives.group import Group
 from precast.kernels.registry import Implementation, implementations, target_of
 from precast.kernels.use import Target, Use, statics_in, types_in, use_of
 from precast.loader.program import instructions
@@ -33,27 +36,41 @@ from precast.loader.program.binding import Binding, Sizes
 from precast.loader.program.instructions import Action, Frame, HostCall, Instructions, Out, Registers
 
 Choose = Callable[[Use], Sequence[Implementation]]
+Groups = Mapping[str, Group]
+"""What connects this rank with others, by the names that collectives have for it."""
 
 
 def restore(
-    graph: ir.Graph, *, device: torch.device, choose: Choose = implementations, target: Target | None = None
+    graph: ir.Graph,
+    *,
+    device: torch.device,
+    choose: Choose = implementations,
+    target: Target | None = None,
+    groups: Groups = MappingProxyType({}),
 ) -> Program:
     """The program of a verified graph on `device`; its params, constants and cache tensors are bound afterwards.
 
     `choose` gives the implementations of each node; another one can watch what it runs. `target` is what the device is;
-    None: with the choices that come with Precast for it.
+    None: with the choices that come with Precast for it. `groups` connect this rank with the others, by the names that
+    collectives in the graph have for them; a graph that is bound to one rank has none.
 
     Raises BundleError (op-unknown) for an op that this release does not have, and (symbol-unbound) for a symbol to
-    which no tensor's shape gives a value; TargetError (implementation-missing) for a node that nothing computes there.
+    which no tensor's shape gives a value; TargetError (implementation-missing) for a node that nothing computes there,
+    and (group-missing) for a collective whose group is not among `groups`.
     """
-    return Program(graph, device, choose, target)
+    return Program(graph, device, choose, target, groups)
 
 
 class Program:
     """A graph that runs: bound to tensors once, called with the inputs of each step."""
 
     def __init__(
-        self, graph: ir.Graph, device: torch.device, choose: Choose = implementations, target: Target | None = None
+        self,
+        graph: ir.Graph,
+        device: torch.device,
+        choose: Choose = implementations,
+        target: Target | None = None,
+        groups: Groups = MappingProxyType({}),
     ) -> None:
         # With its index: "cuda" is not equal to the "cuda:0" that tensors say they are on.
         self.device = device = torch.empty(0, device=device).device
@@ -66,7 +83,7 @@ class Program:
         self.num_binds = 0  # whoever has captured the program asks whether its tensors are still the same
         self._static_sizes: Sizes = {}
         self._inputs = Binding(graph.inputs, graph.symbols, device)
-        self._main = _Main(graph, tuple(self._statics), _Nodes(device, choose, target or target_of(device)))
+        self._main = _Main(graph, tuple(self._statics), _Nodes(device, choose, target or target_of(device), groups))
         self._check_symbols()
 
     def place(self, addresses: Addresses, memory: torch.Tensor) -> None:
@@ -323,10 +340,11 @@ class _Main:
 class _Nodes:
     """Makes actions of nodes: chooses what computes each, and says where it runs."""
 
-    def __init__(self, device: torch.device, choose: Choose, target: Target) -> None:
+    def __init__(self, device: torch.device, choose: Choose, target: Target, groups: Groups) -> None:
         self._device = device
         self._target = target
         self._choose = choose
+        self._groups = groups
 
     def actions(
         self, node: ir.Node, types: Mapping[str, ir.TensorType], statics: frozenset[str], layout: _Layout
@@ -346,6 +364,7 @@ class _Nodes:
                 reads.append((name, layout.integer(arg)))
             else:
                 constants[name] = _constant(arg)
+        constants |= self._connected(node)
         chosen = self._choose(use_of(node, types, self._target, statics))
         is_placed = any(not each.allocates for each in chosen)
         fills = is_placed or any(each.reads_host for each in chosen)
@@ -372,6 +391,23 @@ class _Nodes:
             for each in chosen
         ]
         return [*actions, instructions.case_action(label, ranges, made)]
+
+    def _connected(self, node: ir.Node) -> dict[str, Group]:
+        """The groups that a node names, by argument."""
+        definition = ops.lookup(node.op, node.version)
+        found = {}
+        for arg in definition.args if definition is not None else ():
+            name = node.args.get(arg.name)
+            if arg.kind == "Group" and isinstance(name, ir.Const):
+                if name.value not in self._groups:
+                    raise TargetError(
+                        "group-missing",
+                        f"{node.op} makes {_names(node.outputs)} of what all ranks of the group {name.value!r} have, "
+                        f"and this rank is connected with {', '.join(map(repr, self._groups)) or 'no others'}",
+                        fix="load the bundle with as many ranks as the graph is bound to",
+                    )
+                found[arg.name] = self._groups[str(name.value)]
+        return found
 
     def _out(self, node: ir.Node, layout: _Layout, *, is_placed: bool) -> tuple[Out, ...]:
         """How the tensors are found or made that the node's results are written into."""

@@ -150,6 +150,17 @@ class Captures:
         self._pending.clear()
         logging.getLogger("precast").warning("warning: %s: %s", reason, found)
 
+    def keep(self, count: int, failure: str) -> None:
+        """Keep the first `count` sizes that were captured. `failure`: why no more are, "" if more are."""
+        for size in list(self._steps)[count:]:
+            del self._steps[size]
+        self._size_for.clear()
+        if failure:
+            if not self.failure:
+                logging.getLogger("precast").warning("warning: no more steps are captured: %s", failure)
+            self.failure = failure
+            self._pending.clear()
+
     def drop(self) -> None:
         """Give up all captured steps, and capture no more."""
         self._steps.clear()

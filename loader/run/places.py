@@ -26,6 +26,7 @@ from precast.ir.graph.schema import Dtype
 from precast.loader.device import Buffer, Device, Event, aligned, host_bytes
 from precast.loader.run.batch import Array, Arrays, Padding
 from precast.loader.torch_device import cut_out, tensor_of
+from precast.loader.world.orders import Part
 
 ALIGNMENT = 16
 """Bytes to which each place is aligned: the widest load that a kernel issues."""
@@ -118,15 +119,43 @@ class Places:
         `until` afterwards: the host's memory is not filled again before that is passed.
         """
         layout = layout or self.widest
+        self.copy(self.write(arrays, layout), until, layout)
+
+    def write(self, arrays: Arrays, layout: Layout) -> dict[str, int]:
+        """Put the arrays in the host's memory, as `fill` does; how much of each `copy` has to copy."""
+        return self._next_host().write(arrays, layout)
+
+    def copy(self, lengths: dict[str, int], until: Event, layout: Layout) -> None:
+        """Copy what was written last to the device, as `fill` does."""
+        host = self._hosts[0]
+        if host.source is not self._target:
+            self._copy(host, layout.ranges(lengths), until)
+
+    def written(self, lengths: dict[str, int], layout: Layout) -> list[Part]:
+        """What `copy` copies: it has to reach the places of all ranks."""
+        memory = self._hosts[0].memory
+        return [Part(start, memory[start:end]) for start, end in layout.ranges(lengths)]
+
+    def receive(self, parts: Iterable[Part], until: Event) -> None:
+        """Put what another rank has written in the places of this one; `until` as in `fill`."""
+        host = self._next_host()
+        host.forget()
+        ranges = [(part.start, part.start + len(part.data)) for part in parts]
+        for (start, end), part in zip(ranges, parts, strict=True):
+            host.memory[start:end] = part.data
+        if host.source is not self._target:
+            self._copy(host, ranges, until)
+
+    def _next_host(self) -> _Host:
         self._hosts.rotate()
         host = self._hosts[0]
         if host.until is not None:
             host.until.synchronize()  # copies of the step before the last may still read it
-        lengths = host.write(arrays, layout)
-        if host.source is self._target:
-            return
+        return host
+
+    def _copy(self, host: _Host, ranges: list[tuple[int, int]], until: Event) -> None:
         host.until = until
-        for into, values in host.copies(layout.ranges(lengths), self._target):
+        for into, values in host.copies(ranges, self._target):
             self._device.copy(into, values)
 
     def passed(self, event: Event) -> None:
@@ -135,9 +164,9 @@ class Places:
             if host.until is event:
                 host.until = None
 
-    def filled(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """The arrays that fill the widest layout, as tensors `[len]` on the device, by name, until the next step."""
-        return {name: self.widest.tensors[name][: len(values)] for name, values in arrays.items()}
+    def filled(self, lengths: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """The arrays of these lengths that fill the widest layout, as tensors on the device, until the next step."""
+        return {name: self.widest.tensors[name][:length] for name, length in lengths.items()}
 
 
 class _Host:
@@ -146,6 +175,7 @@ class _Host:
     def __init__(self, index: int, source: Buffer) -> None:
         self.index = index
         self.source = source
+        self.memory = host_bytes(source)
         self.until: Event | None = None
         self._written: dict[str, Array] = {}
         self._layout: Layout | None = None
@@ -172,6 +202,10 @@ class _Host:
             if count < length:
                 place[count:length] = values[-1] if fill is None else fill
         return lengths
+
+    def forget(self) -> None:
+        """What was written is written over by others."""
+        self._written, self._layout = {}, None
 
     def copies(self, ranges: list[tuple[int, int]], target: Buffer) -> list[tuple[Buffer, Buffer]]:
         """For each range of bytes: where on the target it is copied to, and from where. `target` is always the same."""

@@ -21,6 +21,7 @@ from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols
 from precast.ir.weights import recipes
 from precast.loader.weights import views
+from precast.loader.weights.narrow import narrowed
 from precast.loader.weights.views import Shape, View
 
 Region = tuple[tuple[int, int], ...]
@@ -181,7 +182,12 @@ class Assembly:
             begin = end
 
     def _compute(self, recipe: ir.Dequantise, source: View, target: int, destination: View, casts: Casts) -> None:
-        """Compute the elements that `source` views, one after the other in the first of three dimensions or more."""
+        """Compute the elements that `source` views, and few others, one after the other in the first of three
+        dimensions or more.
+        """
+        inputs = {name: getattr(recipe, name) for name in ("of", "scales", "zeros", "groups")}
+        shapes = {name: _shape(part) for name, part in inputs.items() if part is not None}
+        recipe, source = narrowed(recipe, _shape(recipe), shapes, source)
         shape = _shape(recipe)
         parts = views.split(source, destination, math.prod(shape[1:])) if len(shape) > 2 else None
         if parts is None:

@@ -34,12 +34,13 @@ class Granularity(msgspec.Struct, frozen=True):
 
     `job`: what one job reads at most, and so what a staging buffer must hold. `direct`: rows at least this long are
     read into place one by one; a shorter row costs more as a read of its own than as part of a copy. `gap`: unneeded
-    bytes that are read along where they lie between needed ones; skipping them would cost another system call.
+    bytes that are read along where they lie between needed ones: with less than a page between them, the system reads
+    them anyway, and skipping them would cost another system call.
     """
 
     job: int = 8 << 20
     direct: int = 64 << 10
-    gap: int = 1 << 10
+    gap: int = 4 << 10
 
 
 class Ranges(msgspec.Struct, frozen=True):
@@ -62,6 +63,11 @@ class Ranges(msgspec.Struct, frozen=True):
     def each(self) -> Iterator[tuple[int, int, int]]:
         """(first byte in the file, length, byte in the target or buffer) of each range, in the order of the file."""
         offset = self.offset
+        if len(self.repeat) == 1:  # rows of a matrix, a hundred thousand of them in a model
+            ((count, distance),) = self.repeat
+            for i in range(count):
+                yield self.start + i * distance, self.length, offset + i * self.length
+            return
         for steps in itertools.product(*(range(0, count * distance, distance) for count, distance in self.repeat)):
             yield self.start + sum(steps), self.length, offset
             offset += self.length

@@ -49,10 +49,17 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 def load_weights(
-    graph: Graph, rules: Checkpoint, files: CheckpointFiles, *, device: Device, buffers: PinnedBuffers | None = None
+    graph: Graph,
+    rules: Checkpoint,
+    files: CheckpointFiles,
+    *,
+    device: Device,
+    buffers: PinnedBuffers | None = None,
+    whole: Graph | None = None,
 ) -> Weights:
     """All params of a verified graph that is bound to its rank, made from a checkpoint.
 
+    `whole` is the graph before it was bound, where it may read tensors that this rank has no part of.
     `buffers` that were made beforehand save the time that pinning takes. Recipes and headers are compared before
     memory is taken or a tensor read. Raises WeightsError (weights-mismatch) with everything that does not fit,
     (checkpoint-read) for a file that can't be read to its end, (checkpoint-changed) for one
@@ -60,8 +67,8 @@ def load_weights(
     GPU.
     """
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
-        stored = recipes.require(graph, rules, files)
-        _check_room(sum(_param_bytes(param) for param in graph.params), device)  # what is planned grows with it
+        stored = recipes.require(graph, rules, files, whole=whole)
+        _check_room(params_bytes(graph), device)  # what is planned grows with it
         assembly = param_parts(graph.params, lambda name: stored[name].dtype)
         sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
         plan = plan_reads(assembly, stored.__getitem__, sizes)
@@ -74,6 +81,11 @@ def load_weights(
     recipe_of = {param.name: param.recipe for param in graph.params}
     made = {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
     return Weights(made, bytes_read, bytes_needed)
+
+
+def params_bytes(graph: Graph) -> int:
+    """The bytes of all params of a graph that is bound to its rank."""
+    return sum(map(_param_bytes, graph.params))
 
 
 def _round(

@@ -9,6 +9,7 @@ import pytest
 
 from precast.builder.build import build
 from precast.ir.graph.schema import Block, Graph, Node
+from precast.ir.graph.world import unsharded
 from precast.kernels.choices import resolve
 from precast.kernels.use import GPU, statics_in, types_in, use_of
 
@@ -48,6 +49,7 @@ def test_a_dense_layer_is_seven_launches_and_attention(variant: str, tmp_path: P
     config.hidden_size = 64  # of which the weight stream takes all
     bundle = build(config, tmp_path / "bundle", dtype="bfloat16")
 
-    assert bundle.graph.blocks
-    for block in bundle.graph.blocks:
+    graph = unsharded(bundle.graph)
+    assert graph.blocks
+    for block in graph.blocks:
         assert {tokens: launches(block, tokens) for tokens in LAYERS} == LAYERS

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from model_sweep import Row
-from models_page import PAGE, green_types, line, main, page
+from model_sweep import Row, worlds_text
+from models_page import PAGE, green_types, line, main, page, with_ranks
+
+from precast.check.shards import Proof
 
 ROWS = (
     Row("b", "BForCausalLM", "red", builds=True, share=0.5, reason="logits differ by 1e-02 | <far>"),
@@ -21,9 +23,9 @@ def test_page_has_a_row_for_each_type_by_name() -> None:
     found = page(ROWS)
 
     assert found.splitlines()[-3:] == [
-        "| `a` | AForCausalLM | green | yes | yes | yes | 98.8 % |  |",
-        "| `b` | BForCausalLM | red | yes | no | no | 50.0 % | logits differ by 1e-02 \\| &lt;far> |",
-        "| `c` | CModel | out of scope |  |  |  |  | an encoder |",
+        "| `a` | AForCausalLM | green | yes | yes | yes | 98.8 % |  |  |  |",
+        "| `b` | BForCausalLM | red | yes | no | no | 50.0 % |  |  | logits differ by 1e-02 \\| &lt;far> |",
+        "| `c` | CModel | out of scope |  |  |  |  |  |  | an encoder |",
     ]
     assert "has 3 model types" in found
     assert "**1 are green**, 1 are not, 1 are out of scope" in found
@@ -36,6 +38,27 @@ def test_green_types_are_read_back() -> None:
 def test_line_of_a_row() -> None:
     assert line(ROWS[1]).split() == ["a", "green", "98.8", "%"]
     assert line(ROWS[2]).endswith("out of scope           an encoder")
+
+
+def test_columns_about_ranks_are_filled_and_nothing_else_changes() -> None:
+    before = page(ROWS)
+
+    found = with_ranks(before, [Row("a", "", "green", ranks="2, 4; experts 2", whole="attention, other")])
+
+    changed = "| `a` | AForCausalLM | green | yes | yes | yes | 98.8 % | 2, 4; experts 2 | attention, other |  |"
+    assert found.splitlines()[-3] == changed
+    assert with_ranks(found, [Row("a", "", "green")]) == before
+
+
+def test_worlds_in_words() -> None:
+    held = [Proof(2, 1, 1e-6, (), 1), Proof(4, 1, 1e-6, (), 1), Proof(4, 2, 1e-6, (), 1)]
+
+    assert worlds_text(held) == "2, 4; experts 2"
+    assert worlds_text(held[:2]) == "2, 4"
+    assert worlds_text([]) == "1"
+    assert worlds_text([*held, Proof(8, 2, 0.25, (), 1)]) == (
+        "no: 8 ranks, and the experts into 2 parts, logits differ by 2e-01"
+    )
 
 
 def test_text_of_the_page_is_what_is_written_today() -> None:

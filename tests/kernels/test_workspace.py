@@ -262,6 +262,11 @@ def _gathered(sequences: Sequences, dtype: torch.dtype) -> Sample:
     return {"x": _normal(dtype, 1, _tokens(sequences), 512), "rows": torch.arange(_tokens(sequences))}
 
 
+def _reduced(sequences: Sequences, dtype: torch.dtype, **how: Any) -> Sample:
+    return {"x": _normal(dtype, 1, _tokens(sequences), 512), "group": "tp", **how}
+
+
+ALONG_ROWS = {"dim": -1, "size": 1}
 FLOAT8 = {"kv": torch.float8_e4m3fn}
 
 
@@ -316,9 +321,13 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "gated activation": ("gated_activation", _gated, {}, 1.05),
     "gated linear": ("gated_linear", _gated_product, {}, 1.05),
     "embedding": ("embedding", _embedded, {}, 1.05),
+    "sharded embedding": ("sharded_embedding", _embedded, {"start": 20}, 1.25),
     "rotary tables": ("rotary_tables", _tables, {}, 1.25),
     "rope frequencies": ("rope_frequencies", _frequencies, {}, 2.5),
     "gather rows": ("gather_rows", _gathered, {}, 1.05),
+    "all reduce": ("all_reduce", _reduced, {}, 1.05),
+    "all gather": ("all_gather", _reduced, ALONG_ROWS, 1.05),
+    "reduce scatter": ("reduce_scatter", _reduced, ALONG_ROWS, 2.0),
     "write kv, half of it": ("write_kv", _write_kv, {"kv": torch.float16}, 1.25),
 }
 

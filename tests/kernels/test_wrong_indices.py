@@ -31,7 +31,11 @@ def guarded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_ops_that_pass_over_wrong_integers_are_known() -> None:
     found = sorted((spec.name, name) for spec, name in PASSED_OVER)
-    assert found == [("precast.experts", "expert_ids"), ("precast.grouped_linear", "expert_ids")]
+    assert found == [
+        ("precast.experts", "expert_ids"),
+        ("precast.grouped_linear", "expert_ids"),
+        ("precast.sharded_embedding", "ids"),
+    ]
 
 
 @pytest.mark.parametrize(("spec", "name"), PASSED_OVER, ids=lambda value: getattr(value, "name", value))
@@ -47,11 +51,12 @@ def test_an_index_of_nothing_adds_nothing(
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 given[key], memory = guarded(x)
                 memories.append(memory)
-        first_of_none = next(sample[key].shape[0] for key in ("up", "weight") if key in sample)
+        first = sample.get("start", 0)
+        first_of_none = first + next(sample[key].shape[0] for key in ("up", "weight") if key in sample)
         ids = sample[name].flatten().clone()
         ids[::2] = torch.tensor((first_of_none, *WRONG), device=device).repeat(len(ids))[: len(ids[::2])]
         given[name] = ids.view(sample[name].shape)
-        nothing = torch.where((given[name] < 0) | (given[name] >= first_of_none), -1, given[name])
+        nothing = torch.where((given[name] < first) | (given[name] >= first_of_none), -1, given[name])
 
         found = op(**given)
 

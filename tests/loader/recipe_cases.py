@@ -23,12 +23,14 @@ from precast.ir.graph.schema import (
     Read,
     Recipe,
     Reshape,
+    ShardPlan,
     Slice,
     Stack,
     Symbol,
     TensorType,
     Tie,
     Transpose,
+    World,
 )
 from precast.ir.weights import recipes as ir_recipes
 from precast.kernels import dtypes
@@ -88,9 +90,11 @@ def params_graph(recipes: Mapping[str, Recipe], tensors: Tensors, symbols: Mappi
         return TensorType(dtypes.NAMES[made.dtype], tuple(made.shape))
 
     params = tuple(Param(name, type_of(recipe), recipe) for name, recipe in recipes.items())
+    ranks = (symbols or {}).get("tp", 1)
     return Graph(
-        tuple(Symbol(name) for name in symbols or {}), (), params, (), (), (), {name: name for name in recipes}
-    )
+        tuple(Symbol(name) for name in symbols or {}), (), params, (), (), (), {name: name for name in recipes},
+        shards=ShardPlan(tuple(World(tp) for tp in sorted({1, ranks}))),
+    )  # fmt: skip
 
 
 # --- random recipes ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 
 import msgspec
@@ -13,7 +14,7 @@ from precast.ir.graph import schema
 from precast.ir.graph.schema import Apply, Expr, Graph
 from precast.ir.graph.text import format_graph
 from precast.ir.verify import verifier
-from precast.loader.placement import Placement, bind_world, place
+from precast.loader.placement import Placement, bind_world, check_world, place
 from precast.loader.torch_device import CpuDevice
 
 SHARDED = """\
@@ -38,7 +39,7 @@ pool kv(pages=P, pages_per_slab=1)
 group full(pool=kv, spec=paged(num_kv_heads={heads}, head_size=8, value_size=8, dtype=float32, page_size=4, window=none), page_indices=%a, page_indptr=%b, page_start=%c, slot_mapping=%d) {{
   slot l0(%k: float32[P, 4, {heads}, 8], %v: float32[P, 4, {heads}, 8])
 }}
-block layer {{
+{plan}block layer {{
   inputs {{
     %x: float32[1, T, 16]
   }}
@@ -55,7 +56,8 @@ main {{
 }}
 """  # noqa: E501
 WORLD = {
-    "world": "\n  tp: 1..4\n  rank: 0..3",
+    "world": "\n  ep: 1..1\n  rank: 0..3\n  tp: 1..4",
+    "plan": "shards {\n  world(tp=1, ep=[1])\n  world(tp=2, ep=[1])\n}\n",
     "rows": "(4 * floordiv(6, tp))",
     "first": "(4 * floordiv(6, tp) * rank)",
     "heads": "ceildiv(4, tp)",
@@ -63,7 +65,7 @@ WORLD = {
     "column_arg": "floordiv(6, tp)",
 }
 SECOND_OF_TWO = {
-    "world": "", "rows": "12", "first": "12", "heads": "2", "columns": "3", "column_arg": "dim(3)",
+    "world": "", "plan": "", "rows": "12", "first": "12", "heads": "2", "columns": "3", "column_arg": "3",
 }  # fmt: skip
 
 
@@ -89,7 +91,8 @@ def test_a_graph_without_a_world_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "message"), [(at(0, 8), "tp is 8, and the bundle allows 1 to 4"), (at(4, 4), "rank is 4, .* 0 to 3")]
+    ("placement", "message"),
+    [(at(0, 4), "tp is 4, and the bundle can be split over 1, 2 ranks"), (at(4, 2), "rank is 4, .* 0 to 3")],
 )
 def test_worlds_that_a_bundle_excludes(placement: Placement, message: str) -> None:
     with pytest.raises(RequestError, match=message) as error:
@@ -118,9 +121,59 @@ def _parts(kind: typing.Any) -> set[typing.Any]:
     return {kind}.union(*(_parts(part) for part in typing.get_args(kind)))
 
 
-def test_one_device_is_the_world_for_now() -> None:
+def test_a_rank_has_its_place() -> None:
     assert place("cpu").world == {"rank": 0, "tp": 1, "ep": 1}
-    for world in ({"tp": 2}, {"rank": 1, "tp": 2}, {"ep": 8}):
-        with pytest.raises(RequestError, match="this release runs a model on one device") as error:
-            place("cpu", **world)
+    assert place("cpu", rank=3, tp=4, ep=2).world == {"rank": 3, "tp": 4, "ep": 2}
+
+
+@pytest.mark.parametrize(
+    ("world", "message"),
+    [
+        ({"rank": 1}, "rank is 1, expected 0 to 0"),
+        ({"rank": -1, "tp": 2}, "rank is -1, expected 0 to 1"),
+        ({"tp": 0}, "tp is 0, expected an integer of 1 to 1024"),
+        ({"tp": 2048}, "tp is 2048, expected"),
+        ({"ep": True}, "ep is True, expected"),
+        ({"tp": 6, "ep": 4}, "ep is 4, and tp is 6: .*\n  fix: give an ep that divides tp\n"),
+    ],
+)
+def test_worlds_that_are_none(world: dict[str, typing.Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        place("cpu", **world)
+    assert error.value.code == "engine-option-invalid"
+
+
+def test_ranks_share_no_gpu() -> None:
+    with pytest.raises(RequestError, match="device is 'cuda:1', and each rank takes a GPU of its own") as error:
+        place("cuda:1", tp=2)
+    assert error.value.code == "engine-option-invalid"
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "message"), [(3, 1, "split over 1, 2, 4 ranks"), (4, 4, "into 1, 2 parts"), (4, 3, "into 1, 2 parts")]
+)
+def test_worlds_that_a_bundle_is_not_split_for(tp: int, ep: int, message: str) -> None:
+    plan = schema.ShardPlan((schema.World(1), schema.World(2, (1, 2)), schema.World(4, (1, 2))))
+    graph = msgspec.structs.replace(graph_of(**WORLD), shards=plan)
+    for refuse in (check_world, lambda tp, ep, graph: bind_world(graph, at(0, tp, ep))):
+        with pytest.raises(RequestError, match=message) as error:
+            refuse(tp, ep, graph)
         assert error.value.code == "engine-option-invalid"
+    check_world(4, 2, graph)
+
+
+def test_what_is_printed_as_valid_can_be_loaded() -> None:
+    """And nothing else: the ranks that a refusal names, and the parts that one names for each of these."""
+    graph = parse_graph(SHARDED.format(**WORLD))
+    with pytest.raises(RequestError) as error:
+        bind_world(graph, at(0, 64))
+    named = [int(count) for count in re.findall(r"\d+", error.value.message.partition("split over")[2])]
+
+    assert named == [1, 2]
+    for tp in range(1, 9):
+        for ep in range(1, tp + 1):
+            if tp in named and ep == 1:
+                verifier.check(bind_world(graph, at(tp - 1, tp, ep)))
+            else:
+                with pytest.raises(RequestError):
+                    bind_world(graph, at(tp - 1, tp, ep))

@@ -1,15 +1,17 @@
 """A decoder in miniature for tests of the engine: float32, random weights, windowed and full layers, no bundle.
 
-With `state` a recurrence stands before the layers. `reference_logits` is the same model in plain torch, without pages,
-chunks or batches: the two share their weights only.
+With `state` a recurrence stands before the layers, with `tp` heads are split over ranks. `reference_logits` is the same
+model in plain torch, without pages, chunks or batches: the two share their weights only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
     Apply,
     Arg,
@@ -31,13 +33,17 @@ from precast.ir.graph.schema import (
     Param,
     Pool,
     Read,
+    Recipe,
     Ref,
+    ShardPlan,
+    Slice,
     Slot,
     StateGroup,
     StateSpec,
     Symbol,
     TensorType,
     Value,
+    World,
 )
 from precast.ir.manifest import ModelInfo
 
@@ -53,6 +59,18 @@ GROUPS: Groups = {"near": (6, 4, "small"), "far": (None, 8, "large")}
 LAYERS = ("near", "far", "near")
 """The group of each layer."""
 BOUNDS: Expr = Apply("add", (1, "B"))
+
+
+class Heads(NamedTuple):
+    """Of queries, and of keys and values, on one rank."""
+
+    query: Expr
+    kv: Expr
+
+
+WHOLE = Heads(HEADS, KV_HEADS)
+SPLIT = Heads(symbols.floordiv(HEADS, "tp"), symbols.ceildiv(KV_HEADS, "tp"))
+"""Over 1, 2 or 4 ranks; each of 4 has a head of keys and values that another one has too."""
 
 
 def tiny_model(max_seq_len: int = 64, eos: tuple[int, ...] = ()) -> ModelInfo:
@@ -140,8 +158,14 @@ def reference_answer(
 # --- the graph -------------------------------------------------------------------------------------------------
 
 
-def tiny_graph(groups: Groups | None = None, layers: Sequence[str] = LAYERS, *, state: bool = False) -> Graph:
-    """The graph of the layers, by default over `near` (window 6) and `far` (full), each with a pool of its own."""
+def tiny_graph(
+    groups: Groups | None = None, layers: Sequence[str] = LAYERS, *, state: bool = False, tp: bool = False
+) -> Graph:
+    """The graph of the layers, by default over `near` (window 6) and `far` (full), each with a pool of its own.
+
+    With `tp` its symbols `tp`, `ep` and `rank` are those of up to 4 ranks.
+    """
+    heads = SPLIT if tp else WHOLE
     groups = GROUPS if groups is None else groups
     pools = sorted({pool for _, _, pool in groups.values()} | ({"states"} if state else set()))
     inputs = [_value("input_ids", 1, "T", dtype="int64"), _value("positions", 1, "T", dtype="int64"), *_metadata()]
@@ -154,22 +178,35 @@ def tiny_graph(groups: Groups | None = None, layers: Sequence[str] = LAYERS, *, 
             *(Symbol(name, 1) for name in ("T", "B", "R")),
             *(Symbol(f"N_{name}") for name in groups),
             *(Symbol(f"P_{pool}") for pool in pools),
+            *((Symbol("tp", 1, 4), Symbol("ep", 1, 4), Symbol("rank", 0, 3)) if tp else ()),
         ),
         inputs=(*inputs, _value("logit_rows", "R", dtype="int64")),
-        params=tuple(
-            Param(name, TensorType("float32", tuple(tensor.shape)), Cast(Read(name, tuple(tensor.shape)), "float32"))
-            for name, tensor in params.items()
-        ),
+        params=tuple(_param(name, tuple(tensor.shape), heads) for name, tensor in params.items()),
         constants=(_value("inv_freq", HEAD // 2),),
-        blocks=tuple(_block(name, groups) for name in groups),
+        blocks=tuple(_block(name, groups, heads) for name in groups),
         main=_main(groups, layers, state),
         outputs={"logits": "logits"},
         caches=CachePlan(
             pools=tuple(Pool(pool, f"P_{pool}") for pool in pools),
-            groups=tuple(_group(name, groups, layers) for name in groups),
+            groups=tuple(_group(name, groups, layers, heads) for name in groups),
             states=(_state_group(),) if state else (),
         ),
+        shards=ShardPlan((World(1), World(2, (1, 2)), World(4, (1, 2, 4)))) if tp else ShardPlan(),
     )
+
+
+def _param(name: str, shape: tuple[int, ...], heads: Heads) -> Param:
+    """A param, whole or this rank's part of it."""
+    recipe: Recipe = Read(name, shape)
+    part, sizes = name.rpartition(".")[2], list[Expr](shape)
+    of_rank = {"q": (0, heads.query, HEADS), "k": (0, heads.kv, KV_HEADS), "v": (0, heads.kv, KV_HEADS),
+               "o": (1, heads.query, HEADS)}  # fmt: skip
+    if heads != WHOLE and part in of_rank:
+        dim, count, total = of_rank[part]
+        sizes[dim] = symbols.mul(HEAD, count)
+        first = symbols.floordiv(symbols.mul("rank", total), "tp")
+        recipe = Slice(recipe, dim, symbols.mul(HEAD, first), sizes[dim])
+    return Param(name, TensorType("float32", tuple(sizes)), Cast(recipe, "float32"))
 
 
 def _value(name: str, *shape: Expr, dtype: Dtype = "float32") -> Value:
@@ -204,42 +241,45 @@ def _state_group() -> StateGroup:
     )
 
 
-def _cache_values(slot: str, name: str, groups: Groups) -> tuple[Value, ...]:
+def _cache_values(slot: str, name: str, groups: Groups, heads: Heads) -> tuple[Value, ...]:
     _, page_size, pool = groups[name]
-    return tuple(_value(f"{slot}.{part}", f"P_{pool}", page_size, KV_HEADS, HEAD) for part in "kv")
+    return tuple(_value(f"{slot}.{part}", f"P_{pool}", page_size, heads.kv, HEAD) for part in "kv")
 
 
-def _group(name: str, groups: Groups, layers: Sequence[str]) -> Group:
+def _group(name: str, groups: Groups, layers: Sequence[str], heads: Heads) -> Group:
     _, page_size, pool = groups[name]
     slots = [f"layers.{i}.cache" for i, group in enumerate(layers) if group == name]
     return Group(
         name=name,
         pool=pool,
-        spec=PagedSpec(KV_HEADS, HEAD, HEAD, "float32", page_size, *rule_of(name, groups)),
+        spec=PagedSpec(heads.kv, HEAD, HEAD, "float32", page_size, *rule_of(name, groups)),
         inputs=PagedInputs(*(value.name for value in _group_values(name))),
-        slots=tuple(Slot(slot, _cache_values(slot, name, groups)) for slot in slots),
+        slots=tuple(Slot(slot, _cache_values(slot, name, groups, heads)) for slot in slots),
     )
 
 
-def _projected(source: str, weight: str, name: str, size: int) -> Node:
+def _projected(source: str, weight: str, name: str, size: Expr) -> Node:
     return _node("aten.linear.default", _value(name, 1, "T", size), input=Ref(source), weight=Ref(weight))
 
 
-def _heads(source: str, name: str, heads: int) -> Node:
+def _heads(source: str, name: str, heads: Expr) -> Node:
     shape = (1, "T", heads, HEAD)
     return _node("aten.reshape.default", _value(name, *shape), self=Ref(source), shape=_ints(*shape))
 
 
-def _rotated(source: str, name: str, heads: int) -> Node:
+def _rotated(source: str, name: str, heads: Expr) -> Node:
     result = _value(name, 1, "T", heads, HEAD)
     return _node("precast.rotary", result, x=Ref(source), cos=Ref("cos"), sin=Ref("sin"), interleaved=Const(False))
 
 
-def _block(name: str, groups: Groups) -> Block:
+def _block(name: str, groups: Groups, heads: Heads) -> Block:
     """One layer over the cache of group `name`: x [1, T, 16] -> y [1, T, 16]."""
     tables = (_value("cos", 1, "T", HEAD // 2), _value("sin", 1, "T", HEAD // 2))
-    shapes = (("norm", (HIDDEN,)), ("q", (QUERY, HIDDEN)), ("k", (KEY, HIDDEN)), ("v", (KEY, HIDDEN)),
-              ("o", (HIDDEN, QUERY)))  # fmt: skip
+    query, key = symbols.mul(HEAD, heads.query), symbols.mul(HEAD, heads.kv)
+    shapes: tuple[tuple[str, tuple[Expr, ...]], ...] = (
+        ("norm", (HIDDEN,)), ("q", (query, HIDDEN)), ("k", (key, HIDDEN)), ("v", (key, HIDDEN)), ("o", (HIDDEN, query)),
+    )  # fmt: skip
+    summed = _node("precast.all_reduce", _value("all", 1, "T", HIDDEN), x=Ref("out"), group=Const("tp"))
     pages = {part: Ref(f"{part}_{name}") for part in ("page_indices", "page_indptr", "page_start")}
     window, chunk = rule_of(name, groups)
     rule = {"window": Const(window)} if chunk is None else {"window": Const(None), "chunk": Const(chunk)}
@@ -248,25 +288,28 @@ def _block(name: str, groups: Groups) -> Block:
         name=name,
         inputs=(_value("x", 1, "T", HIDDEN), *tables, *_metadata(), *_group_values(name)),
         params=tuple(_value(f"w.{part}", *shape) for part, shape in shapes),
-        caches=_cache_values("cache", name, groups),
+        caches=_cache_values("cache", name, groups, heads),
         nodes=(
             _node("precast.rms_norm", _value("h", 1, "T", HIDDEN), x=Ref("x"), weight=Ref("w.norm"), **norm),
-            _projected("h", "w.q", "q_flat", QUERY),
-            _projected("h", "w.k", "k_flat", KEY),
-            _projected("h", "w.v", "v_flat", KEY),
-            _heads("q_flat", "q_plain", HEADS),
-            _heads("k_flat", "k_plain", KV_HEADS),
-            _heads("v_flat", "v", KV_HEADS),
-            _rotated("q_plain", "q", HEADS),
-            _rotated("k_plain", "k", KV_HEADS),
+            _projected("h", "w.q", "q_flat", query),
+            _projected("h", "w.k", "k_flat", key),
+            _projected("h", "w.v", "v_flat", key),
+            _heads("q_flat", "q_plain", heads.query),
+            _heads("k_flat", "k_plain", heads.kv),
+            _heads("v_flat", "v", heads.kv),
+            _rotated("q_plain", "q", heads.query),
+            _rotated("k_plain", "k", heads.kv),
             _node("precast.write_kv", k=Ref("k"), v=Ref("v"), k_cache=Ref("cache.k"), v_cache=Ref("cache.v"),
                   slot_mapping=Ref(f"slot_mapping_{name}")),
-            _node("precast.paged_attention", _value("seen", 1, "T", HEADS, HEAD), q=Ref("q"), k_cache=Ref("cache.k"),
-                  v_cache=Ref("cache.v"), sinks=Const(None), cu_seqlens=Ref("cu_seqlens"), kv_lens=Ref("kv_lens"),
+            _node("precast.paged_attention", _value("seen", 1, "T", heads.query, HEAD), q=Ref("q"),
+                  k_cache=Ref("cache.k"), v_cache=Ref("cache.v"), sinks=Const(None), cu_seqlens=Ref("cu_seqlens"),
+                  kv_lens=Ref("kv_lens"),
                   scale=Const(0.5), **rule, **pages),
-            _node("aten.reshape.default", _value("flat", 1, "T", QUERY), self=Ref("seen"), shape=_ints(1, "T", QUERY)),
+            _node("aten.reshape.default", _value("flat", 1, "T", query), self=Ref("seen"), shape=_ints(1, "T", query)),
             _projected("flat", "w.o", "out", HIDDEN),
-            _node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("x"), other=Ref("out")),
+            *(() if heads == WHOLE else (summed,)),
+            _node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("x"),
+                  other=Ref("out" if heads == WHOLE else "all")),
         ),
         outputs=("y",),
     )  # fmt: skip

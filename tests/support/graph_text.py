@@ -7,7 +7,7 @@ type: the op's shape rule gives it, or the block that is called, which must stan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import get_args
+from typing import Any, get_args
 
 from graph_lexer import Cursor, Item, Word
 
@@ -42,6 +42,8 @@ from precast.ir.graph.schema import (
     Recipe,
     Ref,
     Reshape,
+    ShardPlan,
+    ShardRow,
     Slice,
     Slot,
     Stack,
@@ -54,6 +56,7 @@ from precast.ir.graph.schema import (
     Tie,
     Transpose,
     Value,
+    World,
 )
 from precast.ir.graph.text import RESERVED
 from precast.ir.ops import table as ops
@@ -93,6 +96,8 @@ class _GraphParser:
         self._states: list[StateGroup] = []
         self._cached: list[Value] = []
         self._sizes: tuple[int, ...] = ()
+        self._worlds: list[World] = []
+        self._rows: list[ShardRow] = []
         self._blocks: list[Block] = []
         self._main: tuple[Node | Call, ...] = ()
         self._outputs: dict[str, str] = {}
@@ -107,6 +112,7 @@ class _GraphParser:
             "pool": self._read_pool,
             "group": self._read_group,
             "capture": self._read_capture,
+            "shards": self._read_shards,
             "block": self._read_block,
             "main": self._read_main,
         }
@@ -129,6 +135,7 @@ class _GraphParser:
             outputs=self._outputs,
             caches=CachePlan(tuple(self._pools), tuple(self._groups), tuple(self._states), self._slab_bytes),
             capture=CapturePlan(self._sizes),
+            shards=ShardPlan(tuple(self._worlds), tuple(self._rows)),
         )
 
     def _read_symbols(self) -> None:
@@ -202,6 +209,21 @@ class _GraphParser:
         self._in.key("sizes", first=True)
         self._sizes = self._in.list("[", self._in.int, "]")
         self._in.expect(")")
+
+    def _read_shards(self) -> None:
+        self._in.many(self._world_or_row)
+
+    def _world_or_row(self) -> None:
+        if self._in.expect("world", "row").text == "world":
+            self._in.expect("(")
+            self._in.key("tp", first=True)
+            tp = self._in.int()
+            self._in.key("ep")
+            self._worlds.append(World(tp, self._in.list("[", self._in.int, "]")))
+            self._in.expect(")")
+            return
+        fields = self._in.inside("(", lambda: _named(self._in, lambda: _arg(self._in), ")"), ")")
+        self._rows.append(ShardRow(**{name: _plain_value(arg) for name, arg in fields.items()}))
 
     def _slot(self) -> Slot:
         self._in.expect("slot")
@@ -374,6 +396,14 @@ def _arg(cursor: Cursor) -> Arg:
     if any(map(cursor.at, _DTYPES)):
         return DtypeArg(_dtype(cursor))
     return _item(cursor)
+
+
+def _plain_value(arg: Arg) -> Any:
+    """A literal, or the names in a list."""
+    if isinstance(arg, Items):
+        return tuple(item.name for item in arg.items if isinstance(item, Ref))
+    assert isinstance(arg, Const), "a row has names, numbers and strings"
+    return arg.value
 
 
 def _steps(cursor: Cursor) -> Steps:

@@ -26,13 +26,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from precast.builder.build import build
 from precast.builder.source.shrink import random_model, shrink
 from precast.check.agreement import PROMPTS, TOLERANCE, agreement, hf_logits, relative_error
+from precast.check.shards import Proof, proofs
 from precast.ir.errors import PrecastError
 from precast.ir.ops.flops import precast_share
 
 Status = Literal["green", "red", "out of scope"]
 
-SECONDS = 120.0
+SECONDS = 300.0
 """A type that takes longer than this is stopped, and red."""
+
+MAX_RANKS = 8
+"""Over which a small model is split."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _INDEXER = {
@@ -70,7 +74,11 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What was found of one model type. `reason` says why it isn't green; `share` is of floating-point work, 0 to 1."""
+    """What was found of one model type. `reason` says why it isn't green; `share` is of floating-point work, 0 to 1.
+
+    `ranks` are the worlds in which ranks give the unsharded logits, in words, or what went wrong; `whole` are the kinds
+    of layers that each rank has whole. Both are empty where nobody has looked.
+    """
 
     model_type: str
     architecture: str
@@ -79,6 +87,8 @@ class Row(msgspec.Struct, frozen=True):
     logits: bool = False
     tokens: bool = False
     share: float | None = None
+    ranks: str = ""
+    whole: str = ""
     reason: str = ""
 
 
@@ -91,7 +101,7 @@ def cover(model_type: str) -> Row:
     """Cover one model type in this process. Raises whatever the model's own code raises."""
     row = Row(model_type, _architecture(model_type), "red")
     try:
-        config = CONFIG_MAPPING[model_type](**COMPLETIONS.get(model_type, {}))
+        config = _config(model_type)
     except (StrictDataclassError, ValueError, TypeError) as error:
         return _red(row, f"transformers refuses its own default config: {_sentence(str(error))}")
     outside = _outside(config)
@@ -110,6 +120,33 @@ def cover(model_type: str) -> Row:
         return msgspec.structs.replace(row, status="out of scope", reason="an encoder: sees later tokens")
     with tempfile.TemporaryDirectory() as folder:
         return _compared(row, model, Path(folder))
+
+
+def split(model_type: str) -> Row:
+    """A row of how the type is split over ranks, and nothing else; as `cover`, for a type that is green."""
+    row = Row(model_type, _architecture(model_type), "green")
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "checkpoint"
+        random_model(shrink(_config(model_type))).save_pretrained(weights)
+        bundle = build(weights, Path(folder) / "bundle", dtype="float32")
+        found = list(proofs(bundle, weights, most=MAX_RANKS))
+    rows = bundle.graph.shards.rows
+    whole = sorted({each.kind for each in rows if each.mode == "replicated"})
+    return msgspec.structs.replace(row, ranks=worlds_text(found), whole=", ".join(whole))
+
+
+def worlds_text(found: Sequence[Proof]) -> str:
+    """`2, 4; experts 2, 4`, or the first world that doesn't hold."""
+    wrong = next((proof for proof in found if not proof.holds), None)
+    if wrong is not None:
+        return f"no: {wrong.text}, logits differ by {wrong.error:.0e}"
+    over = ", ".join(map(str, dict.fromkeys(proof.tp for proof in found)))
+    parts = ", ".join(map(str, sorted({proof.ep for proof in found} - {1})))
+    return (over or "1") + (f"; experts {parts}" if parts else "")
+
+
+def _config(model_type: str) -> Any:
+    return CONFIG_MAPPING[model_type](**COMPLETIONS.get(model_type, {}))
 
 
 def _outside(config: Any) -> str | None:
@@ -148,10 +185,12 @@ def _compared(row: Row, model: Any, folder: Path) -> Row:
     return msgspec.structs.replace(row, status="green")
 
 
-def sweep(wanted: Sequence[str], *, workers: int = 1, done: Callable[[Row], None] | None = None) -> list[Row]:
+def sweep(
+    wanted: Sequence[str], *, workers: int = 1, done: Callable[[Row], None] | None = None, splits: bool = False
+) -> list[Row]:
     """Cover these model types, `workers` at a time, each in a process of its own; rows in the order given.
 
-    `done` is called with each row as it is there.
+    `done` is called with each row as it is there. `splits`: ask how they are split over ranks, instead.
     """
     _import_all()
     context = multiprocessing.get_context("fork")
@@ -161,7 +200,7 @@ def sweep(wanted: Sequence[str], *, workers: int = 1, done: Callable[[Row], None
         while waiting and len(running) < workers:
             name = waiting.pop(0)
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(theirs, name), daemon=True)
+            process = context.Process(target=_child, args=(theirs, name, splits), daemon=True)
             process.start()
             theirs.close()
             running[ours] = (name, process, time.monotonic() + SECONDS)
@@ -200,13 +239,13 @@ def _finished(running: dict[Connection, tuple[str, BaseProcess, float]]) -> Iter
         yield row
 
 
-def _child(pipe: Connection, model_type: str) -> None:
+def _child(pipe: Connection, model_type: str, splits: bool) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the exporter prints the whole graph of what it can't trace
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        row = cover(model_type)
+        row = (split if splits else cover)(model_type)
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises is this type's row
         reason = f"{type(error).__name__}: {_sentence(str(error))}"
         row = Row(model_type, _architecture(model_type), "red", reason=reason)

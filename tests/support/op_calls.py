@@ -11,6 +11,8 @@ from precast.ir.graph.schema import Apply, Dtype, Expr, TensorType
 T1 = Apply("add", ("T", 1))
 HEADS, PAIRS = Apply("floordiv", (16, "tp")), Apply("floordiv", (8, "tp"))
 Args = dict[str, Any]
+GATHERED = Apply("mul", (HEADS, "tp"))
+ALONG: Args = {"dim": 1, "group": "tp", "size": "tp"}
 
 
 def t(dtype: Dtype, *shape: Expr) -> TensorType:
@@ -108,6 +110,7 @@ TWO_NORMS: Args = {**STREAM, "inner_weight": f32(8)}
 
 OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8)}, (f32(1, "T", 8),)),
+    ("sharded_embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8), "start": 99}, (f32(1, "T", 8),)),
     ("rms_norm", NORM, (f32(1, "T", 8),)),
     ("rms_norm", {**NORM, "weight": None}, (f32(1, "T", 8),)),
     ("residual_rms_norm", STREAM, (f32(1, "T", 8), f32(1, "T", 8))),
@@ -161,4 +164,9 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("paged_latent_attention", LATENT_PAGES, (f32(1, "T", 4, 8),)),
     ("gather_rows", {"x": f32(1, "T", 8), "rows": t("int64", "R")}, (f32(1, "R", 8),)),
     ("sample", SAMPLE, (t("int64", "B"),)),
+    ("all_reduce", {"x": f32(1, "T", 8), "group": "tp"}, (f32(1, "T", 8),)),
+    ("all_gather", {"x": f32(1, "T", HEADS), **ALONG, "dim": -1}, (f32(1, "T", GATHERED),)),
+    ("all_gather", {"x": f32(1, 3, 8), **ALONG, "size": 2}, (f32(1, 6, 8),)),
+    ("reduce_scatter", {"x": f32(1, "T", 16), **ALONG, "dim": 2}, (f32(1, "T", HEADS),)),
+    ("reduce_scatter", {"x": f32(1, 6, 8), **ALONG, "size": 3}, (f32(1, 2, 8),)),
 ]

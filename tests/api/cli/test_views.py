@@ -143,8 +143,14 @@ def test_weights_have_their_recipes(bundle: Path, command: Command) -> None:
     assert len(params) == 26
     assert params["model.embed_tokens.weight"] == {
         "name": "model.embed_tokens.weight",
-        "type": "float32[512, 128]",
-        "recipe": 'cast(read("model.embed_tokens.weight", [512, 128]), float32)',
+        "type": "float32[ceildiv(512, tp), 128]",
+        "recipe": 'cast(slice(read("model.embed_tokens.weight", [512, 128]), dim=0, start=(ceildiv(512, tp) * rank),'
+        " length=ceildiv(512, tp)), float32)",
+    }
+    assert params["model.norm.weight"] == {
+        "name": "model.norm.weight",
+        "type": "float32[128]",
+        "recipe": 'cast(read("model.norm.weight", [128]), float32)',
     }
     fused = params["model.layers.3.mlp.gate_proj_up_proj.weight"]["recipe"]
     assert fused.startswith("concat([")

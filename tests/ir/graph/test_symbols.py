@@ -160,6 +160,13 @@ def test_what_is_never_negative_is_never_negative(expr: Expr, bound: dict[str, i
         (apply("mul", apply("add", "T", 1), apply("add", "T", -1)), apply("add", apply("mul", "T", "T"), -1)),
         (apply("add", "T", apply("mul", -1, "T")), 0),
         (apply("floordiv", apply("mul", "T", 6), 3), apply("mul", 2, "T")),
+        (
+            apply("floordiv", apply("add", apply("mul", "T", 6), "B", 7), 3),
+            apply("add", apply("mul", 2, "T"), apply("floordiv", apply("add", "B", 7), 3)),
+        ),
+        (apply("floordiv", apply("add", apply("mul", "T", 2), 1), 2), "T"),
+        (apply("ceildiv", apply("add", apply("mul", "T", 2), 1), 2), apply("add", "T", 1)),
+        (apply("mod", apply("add", apply("mul", "T", 6), "B"), 3), apply("mod", "B", 3)),
         (apply("mod", apply("mul", "T", 6), 3), 0),
         (apply("max", "T", "T"), "T"),
         (apply("mul", "T", 0), 0),

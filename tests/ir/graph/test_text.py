@@ -40,6 +40,8 @@ from precast.ir.graph.schema import (
     Read,
     Ref,
     Reshape,
+    ShardPlan,
+    ShardRow,
     Slice,
     Slot,
     Stack,
@@ -50,6 +52,7 @@ from precast.ir.graph.schema import (
     Tie,
     Transpose,
     Value,
+    World,
 )
 from precast.ir.ops import table as ops
 
@@ -114,8 +117,9 @@ def test_empty_sections_are_left_out() -> None:
 
 def encoded(graph: Graph) -> bytes:
     """Equality that tells 1, 1.0 and True apart."""
-    # A plan of no sizes is written like any other: msgspec leaves out the very default, and no equal one.
-    graph = msgspec.structs.replace(graph, capture=CapturePlan(graph.capture.sizes))
+    # Empty plans are written like any others: msgspec leaves out the very default, and no equal one.
+    capture, shards = CapturePlan(graph.capture.sizes), ShardPlan(graph.shards.worlds, graph.shards.rows)
+    graph = msgspec.structs.replace(graph, capture=capture, shards=shards)
     return msgspec.msgpack.encode(graph, order="sorted")
 
 
@@ -272,6 +276,18 @@ STATES = st.builds(
     NAMES,
     tuples(st.builds(Slot, NAMES, VALUES)),
 )
+ROWS = st.builds(
+    ShardRow,
+    NAMES,
+    NAMES,
+    st.sampled_from(["column", "row", "vocab", "expert", "replicated"]),
+    tuples(NAMES),
+    tuples(NAMES),
+    INTS,
+    st.sampled_from(["", "all_reduce", "all_gather"]),
+    NAMES,
+    NAMES,
+)
 GRAPHS = st.builds(
     Graph,
     symbols=tuples(st.builds(Symbol, NAMES, INTS, st.one_of(st.none(), INTS))),
@@ -283,6 +299,7 @@ GRAPHS = st.builds(
     outputs=st.dictionaries(NAMES, NAMES, max_size=2),
     caches=st.builds(CachePlan, tuples(st.builds(Pool, NAMES, NAMES)), tuples(GROUPS), tuples(STATES)),
     capture=st.builds(CapturePlan, tuples(INTS, 4)),
+    shards=st.builds(ShardPlan, tuples(st.builds(World, INTS, tuples(INTS))), tuples(ROWS)),
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from op_calls import (
+    ALONG,
     B1,
     EXPERTS,
     FUSED,
@@ -340,6 +341,11 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("aten.cat.default", {"tensors": (f32(3), t("int64", 3))}, "expected dtype float32, found int64"),
     ("precast.embedding", {"ids": f32("T"), "weight": f32(9, 8)}, "ids: expected dtype"),
     ("precast.embedding", {"ids": t("int64", "T"), "weight": f32(8)}, "weight: expected 2"),
+    (
+        "precast.sharded_embedding",
+        {"ids": t("int64", "T"), "weight": f32(9, 8), "start": "T"},
+        "start: expected a size",
+    ),
     ("precast.rms_norm", {**NORM, "weight": f32(7)}, "weight: expected shape"),
     ("precast.rms_norm", {**NORM, "x": t("int64", 8)}, "x: expected dtype"),
     ("precast.rms_norm", {"x": f32(), "weight": f32()}, "at least one dimension"),
@@ -448,6 +454,14 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.sample", {**SAMPLE, "logits": f32(1, "B", 99)}, "logits: expected 2"),
     ("precast.sample", {**SAMPLE, "top_k": t("int64", "B")}, "top_k: expected dtype int32"),
     ("precast.sample", {**SAMPLE, "top_p": f32()}, "top_p: expected shape"),
+    ("precast.all_reduce", {"x": f32(1, "T", 8), "group": "dp"}, "group: expected one of tp, found 'dp'"),
+    ("precast.all_reduce", {"x": t("int64", 1, "T", 8), "group": "tp"}, "x: expected dtype"),
+    ("precast.all_gather", {"x": f32(1, 8), **ALONG, "dim": 2}, "dim: 2 is outside of 2 dimensions"),
+    ("precast.all_gather", {"x": f32(1, 8), **ALONG, "size": 0}, "size: expected at least 1, found 0"),
+    ("precast.all_gather", {"x": f32(1, 8), **ALONG, "size": "T"}, "size: expected a size that is the same in every"),
+    ("precast.all_gather", {"x": f32(1, 8), **ALONG, "group": ""}, "group: expected one of tp"),
+    ("precast.reduce_scatter", {"x": f32(1, 8), **ALONG, "size": 3}, r"x's dimension 1, 3 parts of it: expected"),
+    ("precast.reduce_scatter", {"x": f32(1, 8), **ALONG, "dim": -3}, "dim: -3 is outside of 2 dimensions"),
     ("precast.fused", {**FUSED, "x1": f32(7)}, r"step s2, aten.mul.Tensor: shapes \[1, T, 8\], \[7\] don't broadcast"),
 ]
 
@@ -463,13 +477,17 @@ PRODUCTS = [
 ]
 STRICT = [*((f"precast.{op}", args) for op, args, _ in OURS), *PRODUCTS]
 # (op, argument): where an op takes an argument of any dtype or rank, or a cache in float8, on purpose.
-ANY_DTYPE = {("precast.gather_rows", "x")}
+ANY_DTYPE = {("precast.gather_rows", "x"), ("precast.all_gather", "x")}
 MAY_BE_FLOAT8 = {
     *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "rotary_write_kv", "paged_attention") for name in "kv"),
     *((f"precast.{op}", "cache") for op in ("write_latent", "paged_latent_attention")),
 }
 ANY_RANK = {
+    ("precast.all_reduce", "x"),
+    ("precast.all_gather", "x"),
+    ("precast.reduce_scatter", "x"),
     ("precast.embedding", "ids"),
+    ("precast.sharded_embedding", "ids"),
     ("precast.rms_norm", "x"),
     ("precast.layer_norm", "x"),
     ("precast.gated_activation", "x"),

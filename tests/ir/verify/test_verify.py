@@ -147,6 +147,41 @@ def param(source: str) -> tuple[str, str]:
     return "params {\n  %embed", f"params {{\n  {source}\n  %embed"
 
 
+def shards(source: str) -> tuple[str, str]:
+    """The edit that gives the graph a shard plan."""
+    return "block layer {", f"shards {{ {source} }}\nblock layer {{"
+
+
+def row(**changes: str) -> tuple[str, str]:
+    """A shard plan of one row, which is in order but for the changes."""
+    fields = {
+        "kind": '"attention"', "block": '"layer"', "mode": '"row"', "params": "[%qkv]", "nodes": "[%fused]",
+        "units": "4", "collective": '"all_reduce"', "group": '"tp"', "reason": '""',
+    } | changes  # fmt: skip
+    return shards(f"row({', '.join(f'{name}={value}' for name, value in fields.items())})")
+
+
+def part(local: str) -> tuple[str, str]:
+    """A param of which a rank has so many of 16 columns."""
+    return param(
+        f"%part: float32[16, {local}] = "
+        f'slice(read("part", [16, 16], float32), dim=1, start=floordiv((rank * 16), tp), length={local})'
+    )
+
+
+def vocabulary(local: str, units: int) -> tuple[tuple[str, str], ...]:
+    """A table of so many tokens' rows, of which a rank has `local`, in a plan for up to 4 ranks."""
+    recipe = f'slice(read("table", [128, 16], float32), dim=0, start=0, length={local})'
+    plan = "world(tp=1, ep=[1]) world(tp=2, ep=[1]) world(tp=4, ep=[1])"
+    fields = f'kind="embedding", block="", mode="vocab", params=[%table], nodes=[], units={units}'
+    none = 'collective="", group="", reason=""'
+    return WORLD, shards(f"{plan} row({fields}, {none})"), param(f"%table: float32[{local}, 16] = {recipe}")
+
+
+WORLD = ("tp: 1..8 }", "tp: 1..8 rank: 0..7 ep: 1..4 }")
+WORLDS = shards("world(tp=1, ep=[1]) world(tp=2, ep=[1, 2]) world(tp=4, ep=[2])")
+MINE = "start=floordiv((rank * 16), tp), end=(floordiv((rank * 16), tp) + ceildiv(16, tp))"
+PRODUCT = f"%mine = aten.slice.Tensor(self=%h1, dim=2, {MINE}) %sum = aten.linear.default(input=%mine, weight=%part)"
 NEGATE = block("negate { inputs { %x: float32[1, T, 16] } %y = aten.neg.default(self=%x) return %y }")
 ONE_POOL = (
     ("pool=large", "pool=small"),
@@ -287,6 +322,24 @@ ACCEPTED = [
     ok("IR058", sizes(limits.MAX_CAPTURED_TOKENS)),
     ok("IR058", ("T: 1..", "T: 2..8"), sizes(8, 2)),
     ok("IR058", sizes(*range(1, limits.MAX_CAPTURED_SIZES + 1))),
+    ok("IR060", WORLD, WORLDS),
+    ok("IR060", shards("world(tp=1, ep=[1])")),
+    ok("IR061", WORLD, WORLDS, part("ceildiv(16, tp)")),
+    ok("IR061", *vocabulary("ceildiv(101, tp)", 101)),
+    ok("IR062", row()),
+    ok("IR062", row(mode='"replicated"', collective='""', group='""', reason='"it is small"', nodes="[]")),
+    ok("IR062", row(block='""', params="[%embed]", nodes="[%last]")),
+    ok("IR063", WORLD, part("ceildiv(16, tp)"), step(f'{PRODUCT} %all = precast.all_reduce(x=%sum, group="tp")')),
+    ok(
+        "IR063",
+        WORLD,
+        part("ceildiv(16, tp)"),
+        step(
+            f"{PRODUCT} %flat = aten.reshape.default(self=%sum, shape=[T, 16])"
+            " %twice = aten.add.Tensor(self=%flat, other=%flat) %half = aten.mul.Tensor(self=%twice, other=0.5)"
+            ' %all = precast.all_reduce(x=%half, group="tp")'
+        ),
+    ),
 ]
 
 NOT_A_NAME = "expected letters, digits, _ and ., at most 256, no digit first"
@@ -902,6 +955,45 @@ REJECTED = [
     bad("IR058", "expected steps of 2 to 8 tokens, found 1", ("T: 1..", "T: 2..8"), sizes(2, 1, 8)),
     bad("IR058", "expected steps of 2 to 8 tokens, found 9", ("T: 1..", "T: 2..8"), sizes(9)),
     bad("IR058", "129 sizes; at most 128 are allowed", sizes(*range(1, limits.MAX_CAPTURED_SIZES + 2))),
+    bad("IR060", "expected the world of one rank first", WORLD, shards("world(tp=2, ep=[1])")),
+    bad("IR060", "world 2: is declared twice", WORLD, shards("world(tp=1, ep=[1]) " + 2 * "world(tp=2, ep=[1]) ")),
+    bad("IR060", "divide the ranks, found 1, 3", WORLD, shards("world(tp=1, ep=[1]) world(tp=4, ep=[1, 3])")),
+    bad("IR060", "divide the ranks, found none", WORLD, shards("world(tp=1, ep=[1]) world(tp=4, ep=[])")),
+    bad("IR060", "the symbol rank is not declared", shards("world(tp=1, ep=[1]) world(tp=4, ep=[1])")),
+    bad("IR060", "tp is 16, outside of", WORLD, shards("world(tp=1, ep=[1]) world(tp=16, ep=[1])")),
+    bad("IR060", "257 worlds; at most 256", WORLD, shards(257 * "world(tp=1, ep=[1]) ")),
+    bad("IR061", r"floordiv\(2, tp\) is no size where tp is 4", WORLD, WORLDS, part("floordiv(2, tp)")),
+    bad("IR061", "101 tokens, expected more than 75 and at most 100", *vocabulary("floordiv(101, tp)", 101)),
+    bad("IR061", "6 tokens, expected more than 6 and at most 6", *vocabulary("ceildiv(6, tp)", 6)),
+    bad("IR062", "there is no block lost", row(block='"lost"')),
+    bad("IR062", "%x is no param", row(params="[%x]")),
+    bad("IR062", "%lost is nothing that block layer makes", row(nodes="[%lost]")),
+    bad("IR062", "expected a reason", row(mode='"replicated"')),
+    bad("IR062", "expected a reason", row(reason='"why not"')),
+    bad("IR062", "a group where there is a collective", row(group='""')),
+    bad("IR063", "%sum, a part of a sum, is never summed", WORLD, part("ceildiv(16, tp)"), step(PRODUCT)),
+    bad(
+        "IR063",
+        "takes %sum, a part of a sum, before it is summed",
+        WORLD,
+        part("ceildiv(16, tp)"),
+        step(f"{PRODUCT} %n = aten.silu.default(self=%sum)"),
+        also=(),
+    ),
+    bad(
+        "IR063",
+        "takes %sum, a part of a sum, before it is summed",
+        WORLD,
+        part("ceildiv(16, tp)"),
+        step(f'{PRODUCT} %n = aten.add.Tensor(self=%sum, other=%h1) %all = precast.all_reduce(x=%n, group="tp")'),
+    ),
+    bad(
+        "IR063",
+        "%all is no part of a sum",
+        WORLD,
+        part("ceildiv(16, tp)"),
+        step(f'{PRODUCT} %all = precast.all_reduce(x=%sum, group="tp") %two = precast.all_reduce(x=%all, group="tp")'),
+    ),
 ]
 
 

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from precast.ir.errors import BundleError, RequestError, TargetError
 from precast.ir.graph.schema import Graph, Node, Ref, TensorType, Value
+from precast.kernels.collectives.group import Group
+from precast.kernels.collectives.together import run_ranks
 from precast.kernels.registry import Implementation
 from precast.kernels.use import Use
 from precast.loader.program.restore import Program, restore
@@ -575,3 +577,45 @@ def test_a_program_runs_on_a_gpu() -> None:
     assert restored.device == torch.device("cuda", torch.cuda.current_device())
     torch.testing.assert_close(restored(x=x.cuda())["y"].cpu(), layer(layer(x, w0), w1), rtol=1e-3, atol=1e-3)
     assert f"x: expected on {restored.device}, found on cpu" in refused(lambda: restored(x=x))
+
+
+# --- groups of ranks ---------------------------------------------------------------------------------------------
+
+SUMMED = """
+symbols { T: 1.. }
+inputs { %x: float32[1, T, 4] }
+params { %w: float32[3, 4] = read("w", [3, 4]) }
+block layer {
+  inputs { %h: float32[1, T, 4] }
+  params { %w: float32[3, 4] }
+  %part = aten.linear.default(input=%h, weight=%w)
+  %sum = precast.all_reduce(x=%part, group="tp")
+  return %sum
+}
+main {
+  %sum = call layer(h=%x, w=%w)
+  %both = precast.all_gather(x=%sum, dim=1, group="tp", size=2)
+  return y=%both
+}
+"""
+
+
+def test_collectives_go_through_the_group_that_the_program_is_given() -> None:
+    x, weights = torch.randn(1, 5, 4), torch.randn(2, 3, 4)
+
+    def run(group: Group) -> torch.Tensor:
+        made = restore(parse_graph(SUMMED), device=CPU, groups={"tp": group})
+        made.bind({"w": weights[group.rank]})
+        return made(x=x)["y"]
+
+    expected = (x @ weights.sum(0).T).repeat(1, 2, 1)
+    for found in run_ranks(2, run):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_collective_without_its_group_is_refused() -> None:
+    with pytest.raises(
+        TargetError, match=r"makes sum of what all ranks of the group 'tp' have, .* with no others"
+    ) as error:
+        restore(parse_graph(SUMMED), device=CPU)
+    assert error.value.code == "group-missing"

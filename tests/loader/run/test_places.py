@@ -97,7 +97,7 @@ def test_each_step_finds_its_arrays_at_the_same_addresses(places: Places) -> Non
     for count in (1, 5, 0, 3):
         arrays = step(count)
         fill(places, arrays)
-        tensors = places.filled(arrays)
+        tensors = places.filled({name: len(values) for name, values in arrays.items()})
         assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
             name: values.tolist() for name, values in arrays.items()
         }
@@ -119,7 +119,7 @@ def test_short_inputs_take_one_copy_and_of_lists_what_is_used() -> None:
 
     # a, b, c and the beginning of `long` would be one range but for `list` between them, of which nothing is used.
     assert device.copied == [96, 4096, 4096]
-    assert {name: tensor.tolist() for name, tensor in places.filled(used).items()} == {
+    assert {name: tensor.tolist() for name, tensor in places.filled({"long": 50, "longer": 7}).items()} == {
         name: values.tolist() for name, values in used.items()
     }
 

@@ -35,6 +35,7 @@ from precast.ir.graph.schema import (
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes as ir_recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
+from precast.ir.weights.sources import LocalFolder
 from precast.kernels import dtypes
 from precast.loader.placement import Placement, bind_world
 from precast.loader.torch_device import CpuDevice, open_device
@@ -334,6 +335,7 @@ import os, resource, sys
 from pathlib import Path
 import msgspec, torch
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
+from precast.ir.weights.sources import LocalFolder
 from precast.ir.graph.schema import Graph
 from precast.ir.manifest import Checkpoint
 from precast.loader.torch_device import CpuDevice
@@ -415,10 +417,10 @@ def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
 
 def test_params_beyond_all_memory_are_refused_before_their_reads_are_planned(tmp_path: Path) -> None:
     shape = (2**50,)
-    stored = StoredTensor(tmp_path / "sparse", "bfloat16", shape, 0, 2**51)
+    stored = StoredTensor("sparse", "bfloat16", shape, 0, 2**51)
     param = Param("p", TensorType("bfloat16", shape), Cast(Read("w", shape), "bfloat16"))
     graph = params_graph({}, {})
-    files = CheckpointFiles(tmp_path, {"w": stored})
+    files = CheckpointFiles(LocalFolder(tmp_path), {"w": stored})
 
     with pytest.raises(TargetError) as caught:
         load_weights(msgspec.structs.replace(graph, params=(param,)), Checkpoint(), files, device=CpuDevice())

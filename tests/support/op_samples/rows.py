@@ -16,6 +16,13 @@ def embedding(draw: Draw) -> Iterator[Sample]:
     yield {"ids": draw.integers(0, 5, 1, 0), "weight": draw.normal(5, 8), "scale": 2.5}
 
 
+def sharded_embedding(draw: Draw) -> Iterator[Sample]:
+    yield {"ids": draw.integers(0, 33, 1, 9), "weight": draw.normal(11, 33), "start": 11, "scale": 33**0.5}
+    yield {"ids": draw.integers(0, 5, 1, 4, dtype=torch.int32), "weight": draw.normal(5, 8), "start": 0}
+    yield {"ids": draw.integers(0, 5, 1, 3), "weight": draw.normal(2, 8), "start": 40}
+    yield {"ids": draw.integers(0, 5, 1, 0), "weight": draw.normal(5, 8), "start": 2, "scale": 2.5}
+
+
 def gather_rows(draw: Draw) -> Iterator[Sample]:
     yield {"x": draw.normal(1, 7, 33), "rows": draw.of([6, 0, 3, 3], torch.int64)}
     yield {"x": draw.normal(1, 1, 8), "rows": draw.of([0], torch.int64)}
@@ -43,6 +50,7 @@ def gated_linear(draw: Draw) -> Iterator[Sample]:
 
 SAMPLES = {
     ("precast.embedding", 1): embedding,
+    ("precast.sharded_embedding", 1): sharded_embedding,
     ("precast.gather_rows", 1): gather_rows,
     ("precast.gated_activation", 1): gated_activation,
     ("precast.gated_linear", 1): gated_linear,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from op_samples import attention, experts, latent_attention, norms, rotary, rows, sampling, states
+from op_samples import attention, collectives, experts, latent_attention, norms, rotary, rows, sampling, states
 from op_samples.draw import Draw, Sample
 from precast.kernels import registry
 from precast.kernels.choices import fitting
@@ -17,6 +17,7 @@ from precast.kernels.spec import OpSpec
 
 SAMPLES = {
     **attention.SAMPLES,
+    **collectives.SAMPLES,
     **experts.SAMPLES,
     **latent_attention.SAMPLES,
     **norms.SAMPLES,

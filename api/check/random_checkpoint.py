@@ -1,0 +1,104 @@
+"""A checkpoint of random numbers for a graph: every tensor that its recipes read, in one safetensors file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from precast.ir.graph.schema import Dequantise, Dtype, Each, Graph, Read, Recipe
+from precast.ir.weights import recipes
+from precast.ir.weights.tensorfile import FILE_DTYPES, element_bytes
+from precast.kernels.dtypes import BY_NAME
+
+_ANY_FLOAT: Dtype = "bfloat16"
+"""What is stored where any floating type is taken: the smallest of them that every number here fits."""
+
+
+class _Stored(NamedTuple):
+    """A tensor of the file, what it is for, and, for the groups of inputs, how many there are."""
+
+    read: Read
+    role: str = "weight"
+    num_groups: int = 0
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.read.dtype or _ANY_FLOAT
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.read.shape) * element_bytes(self.dtype)
+
+
+def random_checkpoint(graph: Graph, folder: Path, seed: int = 0) -> Path:
+    """Write the tensors that a graph of one rank reads into `folder`; what they stand for is small, and none is 0."""
+    tensors = {each.read.tensor: each for param in graph.params for each in _stored(param.recipe)}
+    header, end = {}, 0
+    for name, each in tensors.items():
+        header[name] = {
+            "dtype": FILE_DTYPES[each.dtype],
+            "shape": each.read.shape,
+            "data_offsets": (end, end + each.nbytes),
+        }
+        end += each.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path, drawn = folder / "model.safetensors", torch.Generator().manual_seed(seed)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for each in tensors.values():
+            file.write(_content(each, drawn).contiguous().view(-1).view(torch.uint8).numpy().data)
+    return path
+
+
+def checkpoint_numbers(graph: Graph) -> int:
+    """How many numbers the params of a graph of one rank have."""
+    sizes = (math.prod(size for size in param.type.shape if isinstance(size, int)) for param in graph.params)
+    return sum(sizes)
+
+
+def _stored(recipe: Recipe, role: str = "weight", num_groups: int = 0) -> Iterator[_Stored]:
+    if isinstance(recipe, Read):
+        yield _Stored(recipe, role, num_groups)
+    elif isinstance(recipe, Each):
+        for index in range(recipe.count):
+            yield from _stored(recipes.nth(recipe, index), role, num_groups)
+    elif isinstance(recipe, Dequantise):
+        groups = recipes.shape(recipe.scales)[0]
+        yield from _stored(recipe.of, "bits")
+        yield from _stored(recipe.scales, f"scales of {recipe.format}")
+        if recipe.zeros is not None:
+            yield from _stored(recipe.zeros, "bits")
+        if recipe.groups is not None:
+            yield from _stored(recipe.groups, "groups", groups if isinstance(groups, int) else 1)
+    else:
+        for part in recipes.parts(recipe):
+            yield from _stored(part, role, num_groups)
+
+
+def _content(stored: _Stored, drawn: torch.Generator) -> torch.Tensor:
+    """What the tensor holds, by its role; weights are small enough that sums over their inputs are about 1."""
+    shape, dtype = stored.read.shape, BY_NAME[stored.dtype]
+    if stored.role == "groups":
+        return (torch.arange(shape[0]) * stored.num_groups // shape[0]).to(dtype)
+    if stored.role.startswith("scales"):
+        if dtype == torch.uint8:  # powers of two, counted from 127
+            return torch.randint(118, 124, shape, generator=drawn).to(dtype)
+        few_bits = stored.role.endswith(("awq", "gptq"))
+        return ((torch.rand(shape, generator=drawn) + 0.5) * (0.005 if few_bits else 0.02)).to(dtype)
+    if stored.role == "bits" and not dtype.is_floating_point:
+        ends = torch.iinfo(dtype)
+        return torch.randint(ends.min, ends.max + 1, shape, generator=drawn, dtype=torch.int64).to(dtype)
+    numbers = torch.randn(shape, generator=drawn)
+    if stored.role == "bits":
+        return numbers.to(dtype)
+    if len(shape) == 1:
+        name = stored.read.tensor
+        centre = -1.0 if name.endswith("A_log") else 1.0 if name.endswith("weight") else 0.0
+        return (centre + 0.3 * numbers).to(dtype)
+    return (min(0.15, 1.5 / math.sqrt(max(1, shape[-1] if shape else 1))) * numbers).to(dtype)

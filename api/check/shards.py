@@ -1,0 +1,204 @@
+"""The proof of a shard plan: all ranks' graphs, run together in one process, give the unsharded model's logits.
+
+Each rank is bound, reads its slices of one checkpoint by its own recipes, and has its own caches, as on its own device;
+threads and simulated collectives take the place of devices and their connection (`precast.kernels.collectives`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from precast.check.agreement import relative_error
+from precast.check.excerpt import in_float32, one_of_each_layer
+from precast.check.random_checkpoint import checkpoint_numbers, random_checkpoint
+from precast.ir.artifact import Bundle
+from precast.ir.errors import TargetError
+from precast.ir.graph.schema import Call
+from precast.ir.graph.world import unsharded as of_one_rank
+from precast.ir.memory import caches
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.kernels.collectives.group import Group
+from precast.kernels.collectives.together import run_ranks
+from precast.loader.cache.arena import Arena
+from precast.loader.cache.memory import CacheMemory
+from precast.loader.cache.tables import PageTables
+from precast.loader.load import constant_tensors
+from precast.loader.placement import Placement, bind_world, check_world
+from precast.loader.program.restore import restore
+from precast.loader.run.runner import Runner
+from precast.loader.schedule.requests import Chunk, Request, Step
+from precast.loader.sizing import EngineLimits
+from precast.loader.torch_device import open_device
+from precast.loader.weights.stream import load_weights
+
+PROMPTS = (
+    (5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20),
+    (17, 2, 45, 9),
+    (99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90),
+)
+"""Token ids of three sequences; below 121, as those of `precast.check.agreement`."""
+
+STEPS = ((6, 1, 10), (4, 1, 0), (1, 1, 1), (1, 1, 1))
+"""Tokens of each sequence that a step computes: prompts packed, a chunk beside a decoded token, decoding alone."""
+
+MOST_NUMBERS = 1 << 26
+"""In the params of a model that is run as it is; of a larger one, one layer of each kind."""
+
+TOLERANCE = 1e-4
+"""Of logits in float32, relative: the norm of the difference over the norm of the unsharded model's."""
+
+
+class Proof(NamedTuple):
+    """How far the ranks' logits are from the unsharded model's: the largest relative error of a step.
+
+    `rank_bytes` are the bytes of the checkpoint that each rank needs, `model_bytes` those of the whole model.
+    """
+
+    tp: int
+    ep: int
+    error: float
+    rank_bytes: tuple[int, ...]
+    model_bytes: int
+
+    @property
+    def text(self) -> str:
+        """The world in words."""
+        return f"{self.tp} ranks" + (f", and the experts into {self.ep} parts" if self.ep > 1 else "")
+
+    @property
+    def holds(self) -> bool:
+        """Whether all logits are within the tolerance."""
+        return self.error < TOLERANCE
+
+
+class _Model(NamedTuple):
+    """What all ranks have in common."""
+
+    bundle: Bundle
+    files: CheckpointFiles
+
+
+class _Found(NamedTuple):
+    """The logits of each step, `[R, V]` or this rank's columns of it, and the bytes that were needed for them."""
+
+    logits: list[torch.Tensor]
+    num_bytes: int
+
+
+def unsharded(bundle: Bundle, weights: Path) -> _Found:
+    """What one rank alone computes: it can be compared with several worlds."""
+    return _compute(_Model(bundle, CheckpointFiles.open(weights)), _placement(0, 1, 1), {})
+
+
+def prove(bundle: Bundle, weights: Path, *, tp: int, ep: int = 1, alone: _Found | None = None) -> Proof:
+    """Compare `tp` ranks, `ep` of which share the experts, with one, on the CPU; `weights` are those of the bundle.
+
+    The graph should be one of float32: the error is that of sums in another order. `alone` is `unsharded`, if that is
+    known. Raises RequestError for a world that the bundle excludes, what loading raises, and RuntimeError where the
+    ranks don't call the same collectives.
+    """
+    model = _Model(bundle, CheckpointFiles.open(weights))
+    expected = _compute(model, _placement(0, 1, 1), {}) if alone is None else alone
+    found = run_ranks(tp, lambda group: _compute(model, _placement(group.rank, tp, ep), {"tp": group}))
+    errors = [
+        relative_error(_whole(parts, wanted), wanted)
+        for parts, wanted in zip(zip(*(each.logits for each in found), strict=True), expected.logits, strict=True)
+    ]
+    return Proof(tp, ep, max(errors), tuple(each.num_bytes for each in found), expected.num_bytes)
+
+
+def proofs(bundle: Bundle, weights: Path, *, most: int) -> Iterator[Proof]:
+    """All worlds of 2 ranks to `most` that the bundle can be split over, one by one."""
+    alone: _Found | None = None
+    for world in bundle.graph.shards.worlds:
+        for ep in world.ep if 1 < world.tp <= most else ():
+            alone = alone or unsharded(bundle, weights)
+            yield prove(bundle, weights, tp=world.tp, ep=ep, alone=alone)
+
+
+class Excerpt(NamedTuple):
+    """What was proven of a bundle with random weights: `layers` of its `all_layers`, those of other kinds alike."""
+
+    proof: Proof
+    layers: int
+    all_layers: int
+
+
+def prove_with_random_weights(bundle: Bundle, *, tp: int, ep: int = 1) -> Excerpt:
+    """Compare ranks with one in float32, for whoever has no checkpoint. Of a large model one layer of each kind is
+    kept, with all its sizes.
+
+    Raises what `prove` raises, and TargetError (device-memory) where not even that fits this machine's memory.
+    """
+    check_world(tp, ep, bundle.graph)
+    kept = in_float32(bundle)
+    if checkpoint_numbers(of_one_rank(kept.graph)) > MOST_NUMBERS:
+        kept = one_of_each_layer(kept)
+    plain = of_one_rank(kept.graph)
+    _check_room(checkpoint_numbers(plain))
+    with tempfile.TemporaryDirectory() as folder:
+        weights = random_checkpoint(plain, Path(folder))
+        proof = prove(kept, weights, tp=tp, ep=ep)
+    return Excerpt(proof, *(sum(isinstance(step, Call) for step in each.graph.main) for each in (kept, bundle)))
+
+
+def _check_room(num_numbers: int) -> None:
+    """The float32 params of all ranks together, the bfloat16 file, which may lie in memory, and a rest."""
+    wanted, free = 4 * num_numbers * 3 // 2 + (1 << 30), open_device("cpu").free_bytes()
+    if wanted > free:
+        raise TargetError(
+            "device-memory",
+            f"one layer of each kind has {num_numbers / 1e9:.1f} billion numbers; to compare ranks takes "
+            f"{wanted / (1 << 30):.1f} GiB of memory, and {free / (1 << 30):.1f} GiB are free",
+            fix="use a machine with more memory; `precast build --check` proves the plan on the model made tiny",
+        )
+
+
+def _placement(rank: int, tp: int, ep: int) -> Placement:
+    return Placement(rank, tp, ep, open_device("cpu"))
+
+
+def _whole(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+    """The logits of all ranks, [R, V]: each rank's columns side by side, or of ranks that have all the worst."""
+    if parts[0].shape == wanted.shape:
+        return max(parts, key=lambda part: relative_error(part, wanted))
+    return torch.cat(list(parts), 1)[:, : wanted.shape[1]]
+
+
+def _compute(model: _Model, placement: Placement, groups: Mapping[str, Group]) -> _Found:
+    """Load one rank, and run all steps. Its caches begin as NaN: what a sequence didn't write must not matter."""
+    graph, device = bind_world(model.bundle.graph, placement), placement.device
+    rules, whole = model.bundle.manifest.checkpoint, model.bundle.graph
+    weights = load_weights(graph, rules, model.files, device=device, whole=whole)
+    program = restore(graph, device=torch.device("cpu"), groups=groups)
+    program.bind(weights.tensors)
+    program.bind(constant_tensors(graph, model.bundle.constants, device))
+    longest = max(map(len, PROMPTS))
+    num_slabs = caches.slabs_for(caches.with_slabs(graph.caches), len(PROMPTS), longest, longest)
+    memory = CacheMemory(graph.caches, num_slabs, device)
+    memory.arena.fill_(0xFF)  # NaN in every floating type
+    program.bind(memory.tensors)
+    tables = PageTables(memory.plan, Arena(num_slabs))
+    requests = [Request(i, array("q", ids), len(ids) + 1) for i, ids in enumerate(PROMPTS)]
+    for request in requests:
+        request.table = tables.new_table()
+        tables.grow(request.table, len(request.token_ids))
+    limits = EngineLimits(len(PROMPTS), sum(map(len, PROMPTS)), longest)
+    runner = Runner(program, graph, memory, device, limits)
+    return _Found([_logits_of_step(runner, requests, lengths) for lengths in STEPS], weights.bytes_needed)
+
+
+def _logits_of_step(runner: Runner, requests: Sequence[Request], lengths: Sequence[int]) -> torch.Tensor:
+    """Compute the next tokens of each request; the logits of all of them."""
+    chunks = [Chunk(request, length, "all") for request, length in zip(requests, lengths, strict=True) if length]
+    ticket = runner.launch(Step([], chunks))
+    for chunk in chunks:
+        chunk.request.num_computed = chunk.end
+    assert ticket.logits is not None, "a step that draws nothing gives its logits"
+    return ticket.logits.float().clone()

@@ -1,0 +1,1 @@
+"""What combines the tensors of the ranks that share a layer, and the groups of ranks that do it."""

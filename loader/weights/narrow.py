@@ -1,0 +1,136 @@
+"""A dequantised tensor of which a part is wanted, as one of fewer values: a rank reads no others.
+
+Values that share a scale, or a word, are kept together, so what is computed may be a little more than what is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+from precast.ir.graph import schema as ir
+from precast.loader.weights.views import Shape, View, contiguous
+
+_PACKED = 8
+"""Four-bit values in an int32."""
+
+
+class _Extent(NamedTuple):
+    """Elements `start .. end` of a dimension."""
+
+    start: int
+    end: int
+
+    def whole(self, unit: int) -> _Extent:
+        """The same in whole units."""
+        return _Extent(self.start // unit * unit, -(-self.end // unit) * unit)
+
+    def within(self, most: int) -> _Extent:
+        return _Extent(self.start, min(self.end, most))
+
+    def over(self, unit: int) -> _Extent:
+        """The units that have these elements."""
+        return _Extent(self.start // unit, -(-self.end // unit))
+
+
+def narrowed(recipe: ir.Dequantise, shape: Shape, shapes: dict[str, Shape], view: View) -> tuple[ir.Dequantise, View]:
+    """The recipe for the rows and columns that `view` looks at, of the result `shape`, and the view of its result.
+
+    `shapes` are those of the recipe's parts by name. What is no part of a matrix, or all of it, is returned as it is.
+    """
+    found = _box(view, shape)
+    if found is None or len(shape) < 2:
+        return recipe, view
+    extents, axes = found
+    rows, columns = extents[-2:]
+    cut = {"fp8": _fp8, "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq}[recipe.format]
+    made, rows, columns = cut(recipe, shapes, rows, columns)
+    size = (*shape[:-2], rows.end - rows.start, columns.end - columns.start)
+    if size == shape:
+        return recipe, view
+    steps = contiguous(size).strides
+    starts = [extent.start for extent in extents[:-2]]
+    starts += [extents[-2].start - rows.start, extents[-1].start - columns.start]
+    offset = sum(start * step for start, step in zip(starts, steps, strict=True))
+    return made, View(offset, view.shape, tuple(multiple * steps[axis] for axis, multiple in axes))
+
+
+def _box(view: View, shape: Shape) -> tuple[list[_Extent], list[tuple[int, int]]] | None:
+    """The least box of a contiguous tensor that has all that the view looks at, and along which of its dimensions each
+    of the view's goes, in which steps. None where one goes along no dimension, or past its end.
+    """
+    steps = contiguous(shape).strides
+    starts = [view.offset // step % size for size, step in zip(shape, steps, strict=True)]
+    ends = [start + 1 for start in starts]
+    axes = []
+    for count, stride in zip(view.shape, view.strides, strict=True):
+        axis = next((i for i, step in enumerate(steps) if shape[i] > 1 and step <= stride and stride % step == 0), None)
+        if count > 1 and (axis is None or not stride):
+            return None
+        multiple = 0 if count == 1 or axis is None else stride // steps[axis]
+        axes.append((axis or 0, multiple))
+        ends[axis or 0] += multiple * (count - 1)
+    if any(end > size for end, size in zip(ends, shape, strict=True)):
+        return None
+    return [_Extent(start, end) for start, end in zip(starts, ends, strict=True)], axes
+
+
+_Cut = tuple[ir.Dequantise, _Extent, _Extent]
+
+
+def _fp8(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
+    assert recipe.block is not None
+    wanted = []
+    for extent, unit in zip((rows, columns), recipe.block, strict=True):
+        blocks = extent.over(unit)
+        # Blocks are counted from the first element; of one block any part has one scale.
+        wanted.append(extent if blocks.end - blocks.start == 1 else _Extent(blocks.start * unit, extent.end))
+    of, scales = recipe.of, recipe.scales
+    for dim, extent, unit in zip((-2, -1), wanted, recipe.block, strict=True):
+        of = _sliced(of, shapes["of"], dim, extent)
+        scales = _sliced(scales, shapes["scales"], dim, extent.over(unit))
+    return msgspec.structs.replace(recipe, of=of, scales=scales), wanted[0], wanted[1]
+
+
+def _mxfp4(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
+    unit = 2 * shapes["of"][-1]
+    columns = columns.whole(unit)
+    of = _sliced(_sliced(recipe.of, shapes["of"], -3, rows), shapes["of"], -2, columns.over(unit))
+    scales = _sliced(_sliced(recipe.scales, shapes["scales"], -2, rows), shapes["scales"], -1, columns.over(unit))
+    return msgspec.structs.replace(recipe, of=of, scales=scales), rows, columns
+
+
+def _awq(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
+    unit = math.ceil(shapes["of"][0] / shapes["scales"][0])
+    rows, columns = rows.whole(unit).within(shapes["of"][0]), columns.whole(_PACKED)
+    of = _sliced(_sliced(recipe.of, shapes["of"], 0, rows), shapes["of"], 1, columns.over(_PACKED))
+    scales = _sliced(_sliced(recipe.scales, shapes["scales"], 0, rows.over(unit)), shapes["scales"], 1, columns)
+    assert recipe.zeros is not None
+    zeros = _sliced(
+        _sliced(recipe.zeros, shapes["zeros"], 0, rows.over(unit)), shapes["zeros"], 1, columns.over(_PACKED)
+    )
+    return msgspec.structs.replace(recipe, of=of, scales=scales, zeros=zeros), rows, columns
+
+
+def _gptq(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
+    """Any row may have any scale: those of all rows are kept."""
+    rows, columns = rows.whole(_PACKED), columns.whole(_PACKED)
+    of = _sliced(_sliced(recipe.of, shapes["of"], 0, rows.over(_PACKED)), shapes["of"], 1, columns)
+    assert recipe.zeros is not None
+    assert recipe.groups is not None
+    changes = {
+        "of": of,
+        "scales": _sliced(recipe.scales, shapes["scales"], 1, columns),
+        "zeros": _sliced(recipe.zeros, shapes["zeros"], 1, columns.over(_PACKED)),
+        "groups": _sliced(recipe.groups, shapes["groups"], 0, rows),
+    }
+    return msgspec.structs.replace(recipe, **changes), rows, columns
+
+
+def _sliced(recipe: ir.Recipe, shape: Shape, dim: int, extent: _Extent) -> ir.Recipe:
+    """The recipe, or these elements of its dimension `dim`, which has `shape[dim]`."""
+    if (extent.start, extent.end) == (0, shape[dim]):
+        return recipe
+    return ir.Slice(recipe, dim % len(shape), extent.start, extent.end - extent.start)

@@ -1,0 +1,92 @@
+"""The steps of a load at which ranks meet: what they compare, how they connect, how large the cache of all becomes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.metadata import version
+
+import msgspec
+import torch
+
+from precast.ir.errors import PrecastError, TargetError
+from precast.kernels.collectives.group import Connected
+from precast.kernels.collectives.processes import connect
+from precast.kernels.use import Target
+from precast.loader.device import Device
+from precast.loader.sizing import ArenaSize, EngineLimits
+from precast.loader.world.agree import Facts, Sized, check_facts, machine, slabs_of_all
+from precast.loader.world.follower import Follower
+from precast.loader.world.lead import Lead
+from precast.loader.world.messages import Failed
+from precast.loader.world.start import World
+
+NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch would end the process where a rank is lost; here rank 0 sees it first, says which, and ends the others."""
+
+
+def _facts(digest: str, options: str, device: Device, target: Target, weights_bytes: int) -> Facts:
+    is_gpu = device.kind == "cuda"
+    gpu = torch.cuda.get_device_properties(torch.device(device.name)) if is_gpu else None
+    table = hashlib.sha256(msgspec.json.encode(target.table) + ",".join(sorted(target.kinds)).encode())
+    return Facts(
+        bundle=digest,
+        precast=version("precast"),
+        torch=str(torch.__version__),
+        device=device.kind,
+        gpu="" if gpu is None else gpu.name,
+        capability=target.text if is_gpu else "",
+        choices=table.hexdigest()[:16],
+        options=options,
+        machine=machine(),
+        host=socket.gethostname(),
+        gpu_id="" if gpu is None else str(getattr(gpu, "uuid", device.name)),
+        weights_bytes=weights_bytes,
+        free_bytes=device.free_bytes(),
+    )
+
+
+def meet(world: World, digest: str, options: str, device: Device, target: Target, weights_bytes: int) -> Connected:
+    """Compare what all ranks are, and connect them.
+
+    This one loads the bundle of this digest with these options, and `target` chooses its kernels.
+
+    Raises what `check_facts` raises, and TargetError (rank-late) for ranks that don't come to connect.
+    """
+    side = world.side
+    check_facts(side.gather("facts", _facts(digest, options, device, target, weights_bytes)))
+    timeout = timedelta(seconds=side.timeouts.step)
+    if device.kind == "cuda":
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+    try:
+        group = connect(
+            world.meeting.store(side.num_ranks), side.rank, side.num_ranks, torch.device(device.name), timeout
+        )
+    except RuntimeError as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        message = f"rank {side.rank} can't connect with the others: {first_line}"
+        raise TargetError("rank-late", message, fix="docs/sharding.md says what ranks need of a network") from error
+    side.at_failure(group.abort)
+    side.at_leave(group.leave)
+    side.at_left(group.close)
+    return group
+
+
+def size_of_all(side: Lead | Follower, sized: Callable[[EngineLimits], ArenaSize], limits: EngineLimits) -> ArenaSize:
+    """The cache that all ranks have room for; `sized` says how large this one's can be.
+
+    Raises, on all ranks, the error of one that has too little, with the arithmetic of each.
+    """
+    size: ArenaSize | None = None
+    try:
+        size = sized(limits)
+        mine = Sized(size.num_slabs, size.counters())
+    except PrecastError as error:
+        mine = Sized(0, {}, Failed.of(error, side.rank))
+    num_slabs = slabs_of_all(side.gather("pools", mine, timeout="load"))
+    assert size is not None, "a rank that has failed raises its error"
+    return sized(limits._replace(cache_bytes=num_slabs * size.slab_bytes))

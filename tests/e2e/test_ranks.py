@@ -1,0 +1,46 @@
+"""One bundle on one process and on several: the same logits and tokens, for a model of each kind of layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+from reference import relative_error
+
+import precast
+from precast.check.agreement import NUM_TOKENS, PROMPTS, arrive_one_after_another
+
+CASES = [
+    pytest.param("llama", 2, 1, id="dense"),
+    pytest.param("qwen3_moe", 2, 2, id="experts"),
+    pytest.param("deepseek_v3", 2, 1, id="latent"),
+    pytest.param("nemotron_h", 2, 1, id="hybrid"),
+    pytest.param("gpt_oss", 2, 1, id="windows"),
+    pytest.param("gemma4-three-share", 2, 1, id="shared kv"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that runs tests has few cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.parametrize(("variant", "tp", "ep"), CASES)
+def test_ranks_give_the_tokens_of_one_process(variant: str, tp: int, ep: int, tmp_path: Path) -> None:
+    """Prompts arrive at different times, and are computed in chunks."""
+    families.make_model(variant).save_pretrained(tmp_path / "ckpt")
+    precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32")
+    options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 3, "max_num_tokens": 7, "cache_bytes": 1 << 22}
+
+    found = []
+    for world in ({}, {"tp": tp, "ep": ep}):
+        with precast.load(tmp_path / "b", weights=tmp_path / "ckpt", **options, **world) as engine:
+            logits = [engine.logits(list(prompt)) for prompt in PROMPTS]
+            found.append((logits, arrive_one_after_another(engine, PROMPTS, NUM_TOKENS)))
+
+    (alone, answers), (shared, shared_answers) = found
+    assert all(relative_error(a, b) < 1e-4 for a, b in zip(shared, alone, strict=True))
+    assert shared_answers == answers

@@ -1,0 +1,84 @@
+"""All-reduce over GPUs that write each other's memory: its source on a CPU, compiled for a GPU, and on two GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_ranks import CASES, TURNS, add_up, given, wait_in_vain
+from torch import multiprocessing
+
+from precast.kernels import cuda_source
+
+FILE = "collectives/peers.cu"
+HERE = Path(__file__).parent
+PTX, PLAIN = "// --- what PTX has and C++ has not", "// --- words"
+"""Between these lines of the source are the functions that `peers_on_cpu.cpp` has too."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has the source without PTX, as the harness includes it."""
+    made = tmp_path_factory.mktemp("peers")
+    source = (HERE.parents[1] / "kernels" / FILE).read_text(encoding="utf-8")
+    plain = source[: source.index(PTX)] + source[source.index(PLAIN) :]
+    plain = re.sub(r"^(typedef|struct __align__\(16\) Vector|constexpr) .*\n", "", plain, flags=re.MULTILINE)
+    (made / "peers.inc").write_text(plain.replace('extern "C"', ""), encoding="utf-8")
+    return made
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_of_any_pace_add_up_on_a_cpu(folder: Path, ranks: int) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to compile the kernels' source for this CPU")
+    program = folder / f"peers{ranks}"
+    flags = ["-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas", f"-I{folder}", f"-DRANKS={ranks}"]
+    subprocess.run([compiler, *flags, HERE / "peers_on_cpu.cpp", "-o", program], check=True)
+
+    done = subprocess.run([program, "1"], capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stdout
+    assert int(done.stdout) == 100
+
+
+@pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(
+    "dtype", [{}, {"FLOAT16": True}, {"FLOAT32": True}], ids=lambda each: " ".join(each) or "plain"
+)
+def test_it_compiles(ranks: int, dtype: dict[str, Any]) -> None:
+    given = (("RANK", ranks - 1), ("RANKS", ranks), *dtype.items())
+
+    assert cuda_source.compiled(FILE, given, (9, 0)).startswith(b"\x7fELF")
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@needs_two
+def test_gpus_add_up_eagerly_and_in_replays(tmp_path: Path) -> None:
+    multiprocessing.spawn(add_up, (2, tmp_path), 2)
+
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for turn in range(TURNS):
+        for i, (shape, dtype) in enumerate(CASES):
+            parts = [given(rank, turn, shape, dtype).double() for rank in range(2)]
+            expected = (parts[0] + parts[1]).to(dtype)
+            for rank in range(2):
+                assert torch.equal(found[rank][turn][i], expected), f"turn {turn}, {shape}, {dtype}, rank {rank}"
+
+
+@pytest.mark.gpu
+@needs_two
+def test_a_rank_that_waits_in_vain_can_be_told_to_stop(tmp_path: Path) -> None:
+    with contextlib.suppress(multiprocessing.ProcessExitedException):  # NCCL may find the context broken
+        multiprocessing.spawn(wait_in_vain, (2, tmp_path), 2)
+    assert (tmp_path / "said").exists()

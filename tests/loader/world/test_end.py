@@ -1,0 +1,66 @@
+"""A world that is closed: nobody frees what others may still have open."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from precast.loader.world.channel import Channel
+from precast.loader.world.follower import Follower
+from precast.loader.world.lead import Lead
+from precast.loader.world.timeouts import Timeouts
+
+WAITS = Timeouts()._replace(end=60.0)
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
+    made = [socket.socketpair() for _ in range(2)]
+    yield made
+    for pair in made:
+        for each in pair:
+            each.close()
+
+
+def follow(side: Follower) -> None:
+    for _ in side.orders(spins=False):
+        pass
+    side.close()
+
+
+def test_all_ranks_leave_before_one_frees_what_they_had(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    lead = Lead({rank: Channel(ours) for rank, (ours, _) in enumerate(pairs, 1)}, WAITS)
+    followers = [Follower(rank, 3, Channel(theirs), WAITS) for rank, (_, theirs) in enumerate(pairs, 1)]
+    said: list[tuple[str, int]] = []
+    slow = threading.Event()
+    for side in (lead, *followers):
+        if side.rank == 2:  # it leaves when rank 0 has: not by the time that it takes, but by the order
+            side.at_leave(lambda: slow.wait(60))
+        side.at_leave(lambda rank=side.rank: said.append(("left", rank)))
+        side.at_left(lambda rank=side.rank: said.append(("freed", rank)))
+    lead.at_leave(slow.set)
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(follow, side) for side in followers]
+        lead.close()
+        for end in ends:
+            end.result(60)
+
+    assert sorted(said[:3]) == [("left", 0), ("left", 1), ("left", 2)]
+    assert sorted(said[3:]) == [("freed", 0), ("freed", 1), ("freed", 2)]
+
+
+def test_nothing_is_freed_in_a_world_that_has_failed(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    lead = Lead({rank: Channel(ours) for rank, (ours, _) in enumerate(pairs, 1)}, WAITS)
+    said: list[str] = []
+    lead.at_left(lambda: said.append("freed"))
+    lead.at_close(lambda: said.append("closed"))
+
+    lead.fail(ValueError("out of paper"))
+    lead.close()
+
+    assert said == ["closed"]

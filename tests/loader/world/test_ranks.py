@@ -1,0 +1,323 @@
+"""Worlds of processes on a CPU: the tokens of one process, and a clean end whatever happens to one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import reference_answer, tiny_graph
+from tiny_world import WEIGHTS, write, write_checkpoint
+
+from precast.ir.errors import RequestError, TargetError
+from precast.loader.engine.engine import Engine
+from precast.loader.engine.params import SamplingParams
+from precast.loader.load import load
+from precast.loader.world import ring as rings
+
+PROMPTS = [[5], [9] * 17, [3, 1, 4, 1, 5, 9, 2, 6], [7, 7, 7], [40, 2] * 6]
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+DRAWN = [SamplingParams(max_tokens=10, temperature=1.5, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+LIMIT = 120
+"""Seconds after which a test gives up on a process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_a_rank() -> Iterator[None]:
+    """The machine that runs tests has few cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("world")
+    write(path / "split.bundle")
+    write(path / "state.bundle", tiny_graph(state=True, tp=True))
+    write(path / "whole.bundle", tiny_graph())
+    write_checkpoint(path / "ckpt")
+    return path
+
+
+def loaded(folder: Path, bundle: str = "split.bundle", *, device: str = "cpu", **options: Any) -> Engine:
+    return load(folder / bundle, weights=folder / "ckpt", device=device, **options)
+
+
+def tokens(engine: Engine, params: Any = GREEDY, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
+    return [output.token_ids for output in engine.generate(list(prompts), params)]
+
+
+def expected(*, state: bool = False) -> list[list[int]]:
+    return [reference_answer(WEIGHTS, prompt, 12, state=state) for prompt in PROMPTS]
+
+
+def pid_of(engine: Engine, rank: int) -> int:
+    lead = engine._runner._lead
+    assert lead is not None
+    assert lead._processes is not None
+    return lead._processes[rank]
+
+
+@pytest.mark.parametrize(("tp", "bundle", "slabs"), [(2, "state.bundle", 10), (4, "split.bundle", 14)])
+def test_ranks_give_the_tokens_of_one_process(tp: int, bundle: str, slabs: int, folder: Path) -> None:
+    """With a cache that is too small for all prompts at once: pages are taken away, reused, and states are copied."""
+    options: dict[str, Any] = {"max_num_tokens": 7, "max_num_seqs": 4, "cache_bytes": 1024 * slabs}
+    with loaded(folder, bundle, **options) as alone:
+        drawn, logits = tokens(alone, DRAWN), alone.logits(PROMPTS[1])
+    with loaded(folder, bundle, tp=tp, **options) as engine:
+        wanted = expected(state=bundle == "state.bundle")
+        assert tokens(engine) == wanted
+        assert tokens(engine, DRAWN) == drawn
+        assert engine.stats.preemptions > 0
+        for _ in range(2):
+            assert tokens(engine, prompts=PROMPTS[1:2]) == wanted[1:2]
+        assert engine.stats.tokens_reused > 0
+        torch.testing.assert_close(engine.logits(PROMPTS[1]), logits)
+        assert sorted(engine.timeline.to_dict()["ranks"]) == [str(rank) for rank in range(1, tp)]
+        processes = [pid_of(engine, rank) for rank in range(1, tp)]
+    for pid in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_captured_steps_run_on_all_ranks(folder: Path) -> None:
+    with loaded(folder, tp=2, max_num_tokens=16, capture="before") as engine:
+        assert tokens(engine) == expected()
+        stats = engine.stats
+        assert (stats.graphs, stats.graphs_pending, stats.eager_steps) == (6, 0, 0)
+
+
+def test_ranks_on_other_hosts_get_orders_by_their_channel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rings, "create", lambda _: None)
+    with loaded(folder, tp=2, max_num_tokens=7) as engine:
+        assert tokens(engine) == expected()
+
+
+def needs_gpus(device: str = "cuda") -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", ["before", "background", "off"])
+def test_two_gpus_give_the_tokens_of_one(capture: str, folder: Path) -> None:
+    needs_gpus()
+    with loaded(folder, device="cuda", max_num_seqs=4, max_num_tokens=16) as alone:
+        drawn = tokens(alone, DRAWN)
+    options: dict[str, Any] = {"tp": 2, "max_num_seqs": 4, "max_num_tokens": 16, "capture": capture}
+    with loaded(folder, "state.bundle", device="cuda", **options) as engine:
+        assert tokens(engine) == expected(state=True)
+    with loaded(folder, device="cuda", **options) as engine:
+        assert tokens(engine) == expected()
+        assert tokens(engine, DRAWN) == drawn
+        assert (engine.stats.captured_steps > 0) == (capture != "off")
+        assert (engine.stats.eager_steps > 0) == (capture != "before")
+
+
+@pytest.mark.gpu
+def test_worlds_that_end_give_their_memory_back(folder: Path) -> None:
+    """What all of the device has free after the second world is what it had after the first, but for a little."""
+    needs_gpus()
+    free = []
+    for _ in range(3):
+        with loaded(folder, device="cuda", tp=2, max_num_seqs=4, max_num_tokens=16) as engine:
+            assert tokens(engine) == expected()
+        free.append(torch.cuda.mem_get_info(0)[0])
+    assert min(free[1:]) > free[0] - (32 << 20)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_ends_the_world(how: signal.Signals, device: str, folder: Path) -> None:
+    needs_gpus(device)
+    with loaded(folder, device=device, tp=2, max_num_tokens=7) as engine:
+        lead, pid = engine._runner._lead, pid_of(engine, 1)
+        assert lead is not None
+        found = {signal.SIGKILL: ("rank-lost", rf"rank 1 \(process {pid}\) was ended by SIGKILL"),
+                 signal.SIGSTOP: ("rank-late", "rank 0 waited 1 s for rank 1")}  # fmt: skip
+        code, message = found[how]
+        stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
+        next(stream)
+        lead.timeouts = lead.timeouts._replace(step=1, end=1)
+        os.kill(pid, how)
+
+        with pytest.raises(TargetError, match=message) as error:
+            for _ in stream:
+                pass
+
+        assert error.value.code == code
+        with pytest.raises(TargetError, match=message):
+            engine.generate([PROMPTS[0]])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_port_that_is_taken(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RequestError, match=f"can't listen on port {port}") as error:
+            loaded(folder, tp=2, world_port=port)
+    assert error.value.code == "port-taken"
+
+
+@pytest.mark.parametrize(
+    ("bundle", "options", "message"),
+    [
+        ("split.bundle", {"tp": 3}, "tp is 3, and the bundle can be split over 1, 2, 4 ranks"),
+        ("whole.bundle", {"tp": 2}, "tp is 2, and the bundle can be split over 1 ranks"),
+        ("split.bundle", {"tp": 4, "ep": 3}, "ep is 3, and tp is 4: .*\n  fix: give an ep that divides tp"),
+        ("split.bundle", {"tp": 0}, "tp is 0, expected an integer of 1 to 1024"),
+        ("split.bundle", {"tp": 2, "timeouts": {"joining": 3}}, "timeouts has 'joining', expected join, agree"),
+        ("split.bundle", {"tp": 2, "world_port": 0}, "world_port is 0"),
+    ],
+)
+def test_worlds_that_make_no_sense(bundle: str, options: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        loaded(folder, bundle, **options)
+    assert error.value.code == "engine-option-invalid"
+
+
+# --- processes that a launcher has started ---------------------------------------------------------------------------
+
+RUN = "from precast.cli.main import main; main(prog_name='precast')"
+LITTLE_MEMORY = f"""
+from precast.loader.torch_device import CpuDevice
+CpuDevice.free_bytes = lambda self: {{free}}
+{RUN}"""
+
+
+class Launcher:
+    """Starts ranks as `torchrun` does, each with options of its own."""
+
+    def __init__(self, num_ranks: int, port: int | None = None) -> None:
+        if port is None:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+        self._world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def start(self, rank: int, *arguments: str | Path, code: str = RUN) -> None:
+        command = [sys.executable, "-P", "-c", code, "run", *map(str, arguments), "--device", "cpu"]
+        self._processes.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **self._world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+        )
+
+    def ended(self) -> list[tuple[int, str, str]]:
+        """Code, output and errors of each."""
+        made = []
+        for process in self._processes:
+            out, err = process.communicate(timeout=LIMIT)
+            made.append((process.returncode, out, err))
+        return made
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    made = Launcher(2)
+    yield made
+    made.kill()
+
+
+def asked(folder: Path, bundle: str = "split.bundle") -> list[str | Path]:
+    return [folder / bundle, "--weights", folder / "ckpt", "--token-ids", "5", "--max-tokens", "12", "--ignore-eos"]
+
+
+def test_ranks_that_a_launcher_has_started(folder: Path, launcher: Launcher) -> None:
+    for rank in (0, 1):
+        launcher.start(rank, *asked(folder), "--json")
+
+    (code, out, err), follower = launcher.ended()
+
+    assert (code, err, follower) == (0, "", (0, "", ""))
+    answer = json.loads(out)
+    assert answer["outputs"][0]["token_ids"] == expected()[0]
+    assert list(answer["timeline"]["ranks"]) == ["1"]
+
+
+def test_ranks_that_differ(folder: Path, launcher: Launcher) -> None:
+    """All that differs is told at once, by every rank."""
+    launcher.start(0, *asked(folder))
+    launcher.start(1, *asked(folder, "state.bundle"), "--max-num-seqs", "3")
+    for code, out, err in launcher.ended():
+        assert (code, out) == (4, "")
+        assert re.search("ranks differ in bundle: rank 0 sha256:.*, rank 1 sha256:.*; options: rank 0 .*, rank 1 ", err)
+        assert "code: ranks-differ" in err
+
+
+@pytest.mark.parametrize("free", [2048, 90_000])
+def test_one_rank_with_less_memory(free: int, folder: Path, launcher: Launcher) -> None:
+    """All take what it has room for; where that is too little, all refuse."""
+    launcher.start(0, *asked(folder), "--json")
+    launcher.start(1, *asked(folder), "--json", code=LITTLE_MEMORY.format(free=free))
+    ended = launcher.ended()
+    if free > 3000:
+        assert [(code, err) for code, _, err in ended] == [(0, ""), (0, "")]
+        assert json.loads(ended[0][1])["stats"]["slabs"] == free // 2 // 1024
+        return
+    for code, _, err in ended:
+        assert code == 1
+        assert "rank 1: the cache has 1 slabs" in err
+        assert "; rank 0 bytes_free " in err
+        assert "code: cache-too-small" in err
+
+
+def test_a_rank_that_never_comes(folder: Path, launcher: Launcher) -> None:
+    launcher.start(0, *asked(folder), "--timeout", "join=1")
+    ((code, _, err),) = launcher.ended()
+    assert code == 4
+    assert "code: rank-missing" in err
+
+
+def test_a_rendezvous_whose_port_is_taken(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        launcher = Launcher(2, port)
+        launcher.start(0, *asked(folder))
+        ((code, _, err),) = launcher.ended()
+    assert code == 1
+    assert f"127.0.0.1, port {port}: the port is taken" in err
+    assert "code: port-taken" in err
+
+
+GENERATE = """
+import sys
+import precast
+with precast.load(sys.argv[1], weights=sys.argv[2], device="cpu", tp=2, max_num_tokens=7) as engine:
+    for event in engine.stream([5], precast.SamplingParams(max_tokens=60, ignore_eos=True)):
+        print("token", flush=True)
+        sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_is_left_when_rank_0_ends(how: signal.Signals, folder: Path) -> None:
+    """Standard error is closed once all that have it are gone."""
+    command = [sys.executable, "-P", "-c", GENERATE, str(folder / "split.bundle"), str(folder / "ckpt")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"token\n"
+        process.send_signal(how)
+        process.communicate(timeout=LIMIT)
+        assert process.returncode == -how
