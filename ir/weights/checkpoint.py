@@ -187,8 +187,8 @@ def _at_once(folder: Folder, look: Callable[[str], T], names: list[str]) -> Iter
         yield from map(look, names)
         return
     with ThreadPoolExecutor(folder.readers, thread_name_prefix="precast-headers") as pool:
-        futures = [pool.submit(look, name) for name in names]
         try:
+            futures = [pool.submit(look, name) for name in names]
             yield from (future.result() for future in futures)
         except BaseException:
             folder.stop()

@@ -65,6 +65,7 @@ class HttpServer:
         self._timeout = timeout
         self._idle: deque[HTTPConnection] = deque()
         self._open: set[HTTPConnection] = set()
+        self._stopped = False
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         weakref.finalize(self, _close_all, self._idle)
 
@@ -94,7 +95,8 @@ class HttpServer:
         return found
 
     def stop(self) -> None:
-        """Cut all connections: who reads from one gets an error."""
+        """Cut all connections: who reads from one gets an error. One that is being made ends when it is."""
+        self._stopped = True
         for connection in tuple(self._open):
             sock = connection.sock
             if sock is not None:
@@ -135,6 +137,10 @@ class HttpServer:
             parts = urlsplit(url)
             target = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
             through_proxy = self._tls is None and (connection.host, connection.port) != (host, port)
+            if connection.sock is None:
+                connection.connect()
+            if self._stopped:  # looked at when there is a socket: from here on `stop` can cut it
+                raise Transient("the read was stopped")
             connection.request("GET", url if through_proxy else target, headers=headers)
             response = connection.getresponse()
             if response.status not in _MOVED:

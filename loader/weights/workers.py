@@ -95,8 +95,8 @@ def _share(
 
         threads = min(max_threads, len(jobs))
         with ThreadPoolExecutor(threads, thread_name_prefix="precast-weights") as pool:
-            futures = [pool.submit(work) for _ in range(threads)]
             try:
+                futures = [pool.submit(work) for _ in range(threads)]
                 ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 return sum(future.result() for future in ended)
             except BaseException:  # an interrupt too, which must not wait for a server that says nothing

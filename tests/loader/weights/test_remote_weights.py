@@ -177,22 +177,25 @@ def test_an_error_ends_the_requests_that_hang(checkpoint: Path) -> None:
     assert caught.value.code == "checkpoint-denied"
 
 
-def test_an_interrupt_ends_a_load_from_a_server_that_hangs(checkpoint: Path) -> None:
-    def interrupting(request: Request) -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+def interrupting_once() -> Callable[[Request], None]:
+    """The first request interrupts the main thread; none is answered."""
+    turns = iter([lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)])
+
+    def answer(request: Request) -> None:
+        next(turns, lambda: None)()
         silent(request)
 
+    return answer
+
+
+def test_an_interrupt_ends_a_load_from_a_server_that_hangs(checkpoint: Path) -> None:
     with serving(contents(checkpoint)) as server:
         files = CheckpointFiles.open(folder_of(f"{server.address}/ckpt", Waits(timeout=3600.0)))
-        server.behave = interrupting
+        server.behave = interrupting_once()
         with pytest.raises(KeyboardInterrupt):
             load_weights(graph(), RULES, files, device=open_device("cpu"))
 
 
 def test_an_interrupt_ends_the_reading_of_headers(checkpoint: Path) -> None:
-    def interrupting(request: Request) -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        silent(request)
-
-    with serving(contents(checkpoint), interrupting) as server, pytest.raises(KeyboardInterrupt):
+    with serving(contents(checkpoint), interrupting_once()) as server, pytest.raises(KeyboardInterrupt):
         CheckpointFiles.open(folder_of(f"{server.address}/ckpt", Waits(timeout=3600.0)))
