@@ -83,6 +83,7 @@ CODES: dict[str, str] = {
     "shard-plan-invalid": "a file that says how the model is to be split contradicts itself, or the model",
     "tokenizer-invalid": "a tokenizer file cannot be used",
     "compile-failed": "a kernel doesn't compile for a target",
+    "command-failed": "a command that was to be measured gave no output",
     "dependency-missing": "an optional dependency is not installed",
     # --- weights ----------------------------------------------------------------------------------------------
     "checkpoint-missing": "there is no checkpoint at the path",
@@ -93,6 +94,10 @@ CODES: dict[str, str] = {
     "checkpoint-duplicate": "a tensor is in two files of the checkpoint",
     "checkpoint-config": "the checkpoint's config.json cannot be read",
     "checkpoint-read": "a checkpoint file could not be read",
+    "checkpoint-changed": "a checkpoint file changed while it was read",
+    "checkpoint-address": "an address of a checkpoint that is none, or of a kind that is not read",
+    "checkpoint-unreachable": "a server of a checkpoint does not answer, or not as it should",
+    "checkpoint-denied": "a server does not give out a checkpoint file to whoever asks",
     "config-mismatch": "the checkpoint's config says other numbers than the one that the bundle was built from",
     "weights-mismatch": "tensors are missing, unexpected, or of another shape or dtype than the recipes read",
     # --- requests and engine options --------------------------------------------------------------------------

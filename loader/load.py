@@ -46,12 +46,14 @@ def load(
     backend: Backend | None = None,
     native: str | Sequence[str] = (),
     trust: Trust | str | os.PathLike[str] | None = None,
+    weights_timeout: float = 30.0,
     world_port: int | None = None,
     timeouts: Mapping[str, float] | None = None,
     processes: Processes | None = None,
     timeline: Timeline | None = None,
 ) -> Engine:
-    """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, or one safetensors file.
+    """The engine of a bundle on `device`, with the weights of a checkpoint: a directory, one safetensors file, or the
+    address of either on a server (`https://`, `http://`, `s3://`, `gs://`).
 
     `device`: "cpu", "cuda", "cuda:1"; None: the GPU if there is one. At most `max_num_seqs` sequences run at once, and
     a step computes at most `max_num_tokens` tokens. Where sequences decode in it, at most `max_prefill_tokens` of them
@@ -85,7 +87,8 @@ def load(
     has started them beforehand. Ranks have torch.
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
-    carried on, if the caller has begun one.
+    carried on, if the caller has begun one. `weights_timeout`: the seconds that are waited for a server, for an answer
+    and for each next part of it.
 
     With torch on a GPU, its allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
 
@@ -110,8 +113,9 @@ def load(
     options = LoadOptions(
         bundle, weights, device, max_num_seqs, max_num_tokens, max_prefill_tokens, cache_bytes, reuse_prefixes,
         allow_config_mismatch, table, capture, [native] if isinstance(native, str) else native, trust,
-        repository_of(bundle),
+        repository_of(bundle), weights_timeout,
     )  # fmt: skip
+    options.folder()  # refuses what is no address of a checkpoint, before anything is started
     timeline = Timeline() if timeline is None else timeline
     if (tp, ep, pp) != (None, 1, 1) or timeouts or "WORLD_SIZE" in os.environ:
         from precast.loader.ranks import RankOptions, load_with_ranks

@@ -14,6 +14,7 @@ from precast.kernels.measured import Table
 if TYPE_CHECKING:
     import torch
 
+    from precast.ir.weights.sources import Folder
     from precast.loader.sizing import EngineLimits
 
 Capture = Literal["background", "before", "off"]
@@ -40,6 +41,14 @@ class LoadOptions(NamedTuple):
     native: Sequence[str] = ()
     trust: Trust | str | os.PathLike[str] | None = None
     repository: str | None = None
+    weights_timeout: float = 30.0
+
+    def folder(self) -> Folder:
+        """Where the weights are; no server is asked yet. Raises what `precast.loader.sources.open.folder_of` raises."""
+        from precast.loader.sources.open import folder_of
+        from precast.loader.sources.remote import Waits
+
+        return folder_of(self.weights, Waits(self.weights_timeout))
 
     def limits(self, max_seq_len: int) -> EngineLimits:
         """The engine's limits, for a model of so many tokens a sequence."""

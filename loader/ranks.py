@@ -52,10 +52,11 @@ class _Given(NamedTuple):
     capture: Capture | None
     native: list[str]
     pp: int
+    weights_timeout: float
 
     @property
     def common(self) -> str:
-        """Those that must be equal on all ranks; paths, and what is trusted, may be others on each host."""
+        """Those that must be equal on all ranks; paths, waits, and what is trusted, may be others on each host."""
         return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if name not in _OWN)
 
     def options(self, bundle: str | Bundle, device: str | torch.device | None) -> LoadOptions:
@@ -64,10 +65,11 @@ class _Given(NamedTuple):
         return LoadOptions(
             bundle, self.weights, device, self.max_num_seqs, self.max_num_tokens, None, self.cache_bytes, True,
             self.allow_config_mismatch, table, self.capture, self.native, MadeHere(folder_of_layers()),
+            weights_timeout=self.weights_timeout,
         )  # fmt: skip
 
 
-_OWN = ("weights", "choices", "native")
+_OWN = ("weights", "choices", "native", "weights_timeout")
 
 
 def load_with_ranks(
@@ -96,7 +98,7 @@ def load_with_ranks(
     given = _Given(
         str(options.weights), options.max_num_seqs, options.max_num_tokens, options.cache_bytes,
         options.allow_config_mismatch, None if choices is None else str(choices), options.capture,
-        list(options.native), ranks.pp,
+        list(options.native), ranks.pp, options.weights_timeout,
     )  # fmt: skip
     with timeline.phase("ranks"):
         world = _join(opened, given, found, ranks, options.device, waits)

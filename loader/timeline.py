@@ -95,15 +95,16 @@ def _line(phase: Phase, width: int, origin: float, scale: float) -> str:
     length = min(max(1, round(seconds * scale)), BAR_WIDTH - left)
     bar = " " * left + "#" * length + " " * (BAR_WIDTH - left - length)
     took = "unfinished" if phase.seconds is None else f"{seconds:8.3f} s"
-    notes = [] if phase.bytes is None else [_amount(phase.bytes)]
+    notes = [] if phase.bytes is None else [amount(phase.bytes)]
     if phase.bytes is not None and seconds > 0:
-        notes.append(f"{_amount(phase.bytes / seconds)}/s")
+        notes.append(f"{amount(phase.bytes / seconds)}/s")
     notes += [f"{counter}={number}" for counter, number in sorted(phase.counters.items())]
     notes += [phase.note] if phase.note else []
     return f"{phase.name:<{width}} {phase.start:8.3f} s {took:>10} |{bar}| {'  '.join(notes)}".rstrip()
 
 
-def _amount(count: float) -> str:
+def amount(count: float) -> str:
+    """A number of bytes in the unit that suits it: `1.50 GB`."""
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
         count /= 1000

@@ -86,6 +86,7 @@ def load_rank(
     options: LoadOptions, placed: Callable[[], Placement], timeline: Timeline, ranks: Ranks | None = None
 ) -> Loaded:
     """Everything up to the first step, of one rank; None: of the only one."""
+    folder = options.folder()
     with timeline.phase("context"):
         placement = placed()
     target = placement.device
@@ -103,12 +104,12 @@ def load_rank(
             BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
             check_tokenizer(opened.files("tokenizer"))
             if not options.allow_config_mismatch:
-                config_facts.check(opened.manifest.config, options.weights)
+                config_facts.check(opened.manifest.config, folder)
             table = _sealed(opened, target) if options.table is None else options.table
             what, phase.note = _with_native(
                 target_of(on, table)._replace(tp=placement.tp), opened, options.native, rules
             )
-            files = CheckpointFiles.open(options.weights)
+            files = CheckpointFiles.open(folder)
             groups: dict[str, Group] = {}
             part = sampler = None
             if ranks is not None:

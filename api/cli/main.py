@@ -43,6 +43,11 @@ class BundlePath(click.Path):
 # What can't be read is an error of Precast's own, with a code, not one of usage.
 PATH = click.Path(path_type=Path, readable=False)
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
+CHECKPOINT = "Checkpoint: a directory with safetensors files, one file, or the address of either (https, s3, gs)."
+TIMEOUT = click.option(
+    "--weights-timeout", type=float, default=30.0, show_default=True,
+    help="Seconds to wait for a server of weights, for an answer and for each next part of it.",
+)  # fmt: skip
 BUNDLE = click.argument("bundle", type=BundlePath(path_type=Path, readable=False))
 CHOICES = click.option(
     "--choices", type=PATH, metavar="FILE",
@@ -108,7 +113,7 @@ def main() -> None:
     """Cast a language model once, offline, into a bundle; set it up on the target in seconds.
 
     Exit codes: 0 fine, 1 the input can't be used, 2 usage, as a wrong option, 3 the bundle is refused, 4 the machine
-    lacks something, 130 interrupted.
+    lacks something, 130 interrupted, 143 ended by SIGTERM.
     """
 
 
@@ -207,7 +212,8 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 
 @main.command()
 @BUNDLE
-@click.option("--weights", type=PATH, help="Checkpoint directory with safetensors files, or one file.")
+@click.option("--weights", help=CHECKPOINT)
+@TIMEOUT
 @click.option("--shards", type=int, metavar="N", help="Run N ranks on this CPU, and compare them with one.")
 @click.option("--ep", type=int, metavar="M", help="Of --shards: the parts into which experts are split.  [default: 1]")
 @click.option(
@@ -229,11 +235,11 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 @PLAIN_HTTP
 @AS_JSON
 def verify(
-    bundle: Path | str, weights: Path | None, shards: int | None, ep: int | None, pp: int | None,
-    keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...], attestations: tuple[str, ...],
-    trust: Path | None, repository: str | None, plain_http: bool, as_json: bool,
+    bundle: Path | str, weights: str | None, weights_timeout: float, shards: int | None, ep: int | None,
+    pp: int | None, keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...],
+    attestations: tuple[str, ...], trust: Path | None, repository: str | None, plain_http: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Check BUNDLE byte by byte, its graph rule by rule, who signed it, and --weights against its recipes.
+    """Check BUNDLE byte by byte, its graph rule by rule, who signed it, and --weights, config and recipes.
 
     With --shards or --pp, all ranks compute the logits of a few tokens with random weights, in float32, and are
     compared with one rank: all layers of a small model, one of each kind of a large one.
@@ -261,12 +267,15 @@ def verify(
     if weights is not None:
         from precast.ir.weights import config_facts, recipes
         from precast.ir.weights.checkpoint import CheckpointFiles
+        from precast.loader.sources.open import folder_of
+        from precast.loader.sources.remote import Waits
 
-        files = CheckpointFiles.open(weights)
-        config_facts.check(opened.manifest.config, weights)
+        folder = folder_of(weights, Waits(weights_timeout))
+        files = CheckpointFiles.open(folder)
+        config_facts.check(opened.manifest.config, folder)
         recipes.check(opened.graph, opened.manifest.checkpoint, files, most=None)
         fields |= {"params": len(opened.graph.params), "tensors": len(files.tensors)}
-        lines.append(f"weights: all {len(opened.graph.params)} params can be made from {weights}")
+        lines.append(f"weights: all {len(opened.graph.params)} params can be made from {folder.name}")
     is_split = True
     if shards is not None or pp is not None:
         from precast.cli.shards_proof import proof_of
@@ -356,6 +365,44 @@ def bench_kernels(bundle: Path, out: Path | None, as_json: bool) -> None:
     from precast.cli.kernels_bench import bench as measured
 
     _report(measured(bundle, out), as_json)
+
+
+@bench.command("startup")
+@BUNDLE
+@click.option("--weights", required=True, type=PATH, help="Checkpoint directory with safetensors files, or one file.")
+@click.option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
+@click.option("--runs", type=int, default=5, show_default=True, help="Starts of each, in turn.")
+@click.option(
+    "--cache", type=click.Choice(["warm", "cold", "both"]), default="both", show_default=True,
+    help="Whether the checkpoint and installed packages are in the page cache.",
+)  # fmt: skip
+@click.option("--vs", "versus", multiple=True, metavar="COMMAND", help="Another server's command; may be repeated.")
+@click.option("--until", metavar="REGEX", help="The line that ends the time of --vs.  [default: the first output]")
+@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds that a start may take.")
+@click.option("-o", "--out", type=PATH, help="File for the report: a page (.html), or .json.")
+@AS_JSON
+def bench_startup(bundle: Path | str, weights: Path, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Time starts of BUNDLE from a new process to its first token, beside a floor, torch alone, and other servers."""
+    from precast.cli.startup_bench import bench as measured
+    from precast.cli.timeline_file import check_file
+
+    check_file(None if out is None else str(out), "--out")
+    _report(measured(bundle, weights, out, **options), as_json)
+
+
+@main.command()
+@click.option("--device", help="cpu, or a GPU that must be there: cuda, cuda:1. Default: the GPU if there is one.")
+@click.option(
+    "--weights", type=PATH, help="A checkpoint here, whose disk is measured. Default: that of temporary files."
+)
+@AS_JSON
+def doctor(device: str | None, weights: Path | None, as_json: bool) -> None:
+    """Say what this machine allows, what would be slow and why, and what to do. Needs no GPU, and no torch."""
+    from precast.cli.doctor_view import view
+
+    report, exit_code = view(device, weights)
+    _report(report, as_json)
+    click.get_current_context().exit(exit_code)
 
 
 @main.command()
@@ -476,7 +523,8 @@ def store_verify(as_json: bool) -> None:
 
 @main.command()
 @BUNDLE
-@click.option("--weights", required=True, type=PATH, help="Checkpoint directory with safetensors files, or one file.")
+@click.option("--weights", required=True, help=CHECKPOINT)
+@TIMEOUT
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to go on from; may be repeated.")
 @click.option("--token-ids", multiple=True, metavar="IDS", help="Token ids in place of text: 1,15,27.")
 @click.option(
@@ -535,19 +583,28 @@ def store_verify(as_json: bool) -> None:
     help="The CUDA driver alone, without torch, or torch. Default: the driver where it runs the model.",
 )  # fmt: skip
 @TRUST
-@click.option("--timeline", "with_timeline", is_flag=True, help="Show on standard error how long each phase took.")
+@click.option(
+    "--timeline", "timeline_to", is_flag=False, flag_value="-", metavar="[FILE]",
+    help="Show on standard error how long each phase took, or write it to FILE: a page (.html), or .json.",
+)  # fmt: skip
 @AS_JSON
 def run(
-    bundle: Path, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool, with_timeline: bool,
-    as_json: bool, weights: Path, device: str | None, tp: int | None, ep: int, pp: int, world_port: int | None,
-    timeouts: dict[str, float], max_num_seqs: int, max_num_tokens: int, max_prefill_tokens: int | None,
-    cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None, native: tuple[str, ...],
-    backend: Any, trust: Path | None, **sampling: Any,
+    bundle: Path | str, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool,
+    timeline_to: str | None, as_json: bool, weights: str, weights_timeout: float, device: str | None, tp: int | None,
+    ep: int, pp: int, world_port: int | None, timeouts: dict[str, float], max_num_seqs: int, max_num_tokens: int,
+    max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None,
+    native: tuple[str, ...], backend: Any, trust: Path | None, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
     if not all_prompts:
         raise click.UsageError("give --prompt TEXT or --token-ids IDS at least once")
+    from precast.cli.stopping import ends_at_once
+    from precast.cli.timeline_file import check_file, write_timeline
+    from precast.loader.world.start import launched
+
+    check_file(timeline_to)
+    click.get_current_context().with_resource(ends_at_once(alone=tp in (None, 1) and pp == 1 and launched() is None))
     from precast.cli.progress import LOAD_PHASES, AnnouncedTimeline, stages
 
     with stages(LOAD_PHASES, "loading") as progress:
@@ -569,10 +626,11 @@ def run(
 
         processes = _early_ranks(tp, pp)
         engine = load(
-            opened, weights=weights, device=device, tp=tp, ep=ep, pp=pp, max_num_seqs=max_num_seqs,
-            max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens, cache_bytes=cache_bytes,
-            allow_config_mismatch=allow_config_mismatch, choices=choices, native=native, backend=backend, trust=rules,
-            world_port=world_port, timeouts=timeouts, processes=processes, timeline=timeline,
+            opened, weights=weights, weights_timeout=weights_timeout, device=device, tp=tp, ep=ep, pp=pp,
+            max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens,
+            cache_bytes=cache_bytes, allow_config_mismatch=allow_config_mismatch, choices=choices, native=native,
+            backend=backend, trust=rules, world_port=world_port, timeouts=timeouts, processes=processes,
+            timeline=timeline,
         )  # fmt: skip
         engine.tokenizer = tokenizer
     with engine:
@@ -592,8 +650,11 @@ def run(
                 _echo(f"{prompt!r} -> {answer!r}")
             for i, output in enumerate(outputs):
                 _check_finished(output, f"prompt {i}")
-        if with_timeline:
+        if timeline_to == "-":
             click.echo(timeline.text(), err=True)
+        elif timeline_to is not None:
+            name = bundle.name if isinstance(bundle, Path) else bundle
+            write_timeline(Path(timeline_to), timeline, f"Load of {name}", engine.stats.to_dict())
 
 
 def _early_ranks(tp: int | None, pp: int) -> Processes | None:

@@ -1,20 +1,26 @@
 """The files of a checkpoint: which tensors there are, where their bytes lie. Only headers are read.
 
-A checkpoint is a directory as `save_pretrained` and the Hugging Face hub lay it out: `model.safetensors`, or
-`model.safetensors.index.json` and the shards that it names, or, if there is neither, all `*.safetensors` files.
+A checkpoint is a folder as `save_pretrained` and the Hugging Face hub lay it out: `model.safetensors`, or
+`model.safetensors.index.json` and the shards that it names, or, if there is neither, all `*.safetensors` files of a
+directory. The folder may be on a server, which is asked for these names and lists nothing.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
+from typing import TypeVar
 
 import msgspec
 
-from precast.ir import files, limits
+from precast.ir import limits
 from precast.ir.errors import WeightsError, shown, some
+from precast.ir.weights.sources import Folder, Source, Stamp, as_folder, read_small
 from precast.ir.weights.tensorfile import TensorEntry, TensorFileError, read_header
 
+T = TypeVar("T")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx")
@@ -27,10 +33,11 @@ _CONVERT = (
 class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor of a checkpoint: `nbytes` bytes from byte `offset` of `file` on, row-major, little endian.
 
-    `dtype` in the schema's words, or the file's own name of a type that the schema doesn't know.
+    `file` is a name in the checkpoint's folder; `dtype` is in the schema's words, or the file's own name of a type that
+    the schema doesn't know.
     """
 
-    file: Path
+    file: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -38,131 +45,152 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class CheckpointFiles(msgspec.Struct, frozen=True):
-    """The tensors of a checkpoint by name, file by file in file order."""
+    """The tensors of a checkpoint by name, file by file in file order; the stamps of its files, by their names."""
 
-    path: Path
+    folder: Folder
     tensors: dict[str, StoredTensor]
+    stamps: dict[str, Stamp] = {}
 
     @staticmethod
-    def open(path: str | os.PathLike[str]) -> CheckpointFiles:
-        """Read the headers of the checkpoint in the directory `path`, or of the single file `path`.
+    def open(checkpoint: str | os.PathLike[str] | Folder) -> CheckpointFiles:
+        """Read the headers of the checkpoint in a directory, of the single file at a path, or in a folder.
 
-        Raises WeightsError: `checkpoint-missing`, `checkpoint-format`, `checkpoint-index`,
-        `checkpoint-shard-missing`, `checkpoint-header`, `checkpoint-duplicate` or `checkpoint-read`.
+        Raises WeightsError: `checkpoint-missing`, `checkpoint-format`, `checkpoint-index`, `checkpoint-shard-missing`,
+        `checkpoint-header`, `checkpoint-duplicate` or `checkpoint-read`; of a folder on a server also
+        `checkpoint-unreachable` and `checkpoint-denied`.
         """
-        root = Path(path)
-        try:
-            return CheckpointFiles(root, _tensors(root))
-        except OSError as error:  # a directory without permission, above all
-            message = f"expected a checkpoint: {error.strerror}"
-            raise WeightsError("checkpoint-read", message, where=str(root)) from None
+        return _opened(as_folder(checkpoint))
+
+    def source(self, file: str) -> Source:
+        """One of its files, opened; it is closed by whoever asks. Raises WeightsError, also if it has changed since."""
+        return self.folder.open(file, self.stamps.get(file))
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _tensors(root: Path) -> dict[str, StoredTensor]:
-    if root.is_file():
-        return _collect(root.parent, [root.name])
-    if not root.is_dir():
-        message = "expected a directory with a checkpoint, found nothing"
-        raise WeightsError("checkpoint-missing", message, where=str(root), fix="pass the checkpoint's directory")
-    if (root / SINGLE).is_file():
-        return _collect(root, [SINGLE])
-    if (root / INDEX).is_file():
-        return _indexed(root)
-    names = sorted(file.name for file in root.glob("*.safetensors"))
+def _opened(folder: Folder) -> CheckpointFiles:
+    if folder.only is not None:
+        return _collect(folder, [folder.only])
+    single, indexed = _at_once(folder, folder.has, [SINGLE, INDEX])
+    if single:
+        return _collect(folder, [SINGLE])
+    if indexed:
+        return _indexed(folder)
+    names = [name for name in folder.names() or () if PurePosixPath(name).match("*.safetensors")]
     if not names:
-        raise _nothing(root)
-    return _collect(root, names)
+        raise _nothing(folder)
+    return _collect(folder, names)
 
 
-def _nothing(root: Path) -> WeightsError:
-    """The error for a directory without safetensors files."""
-    names = sorted(file.name for file in root.iterdir())
+def _nothing(folder: Folder) -> WeightsError:
+    """The error for a folder without safetensors files."""
+    names = folder.names()
+    if names is None:
+        fix = "pass the address of the folder that has one of them; all else beside it is found by its name"
+        message = f"expected {SINGLE} or {INDEX}, and the server has neither"
+        return WeightsError("checkpoint-missing", message, where=folder.name, fix=fix)
     other = [name for name in names if name.endswith(_OTHER_FORMATS)]
     if other:
         message = f"expected {SINGLE}, found {', '.join(map(shown, other[:3]))}: only safetensors are read"
-        return WeightsError("checkpoint-format", message, where=str(root), fix=_CONVERT)
+        return WeightsError("checkpoint-format", message, where=folder.name, fix=_CONVERT)
     held = ", ".join(map(shown, names[:5])) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
     message = f"expected {SINGLE} or {INDEX} and its shards, found {held}"
     fix = f"download {SINGLE} into it, or pass the directory that has it"
-    return WeightsError("checkpoint-missing", message, where=str(root), fix=fix)
+    return WeightsError("checkpoint-missing", message, where=folder.name, fix=fix)
 
 
-def _indexed(root: Path) -> dict[str, StoredTensor]:
+def _indexed(folder: Folder) -> CheckpointFiles:
     """The tensors of the shards that the index names, compared with what the index says."""
-    weight_map = _read_index(root / INDEX)
+    weight_map, where = _read_index(folder)
     shards = sorted(set(weight_map.values()))
     odd = [name for name in shards if name != os.path.basename(name) or name in ("", ".", "..")]
     if odd:
         message = f"expected names of files beside the index, found {', '.join(map(repr, map(shown, odd[:3])))}"
-        raise WeightsError("checkpoint-index", message, where=str(root / INDEX))
-    missing = [name for name in shards if not (root / name).is_file()]
+        raise WeightsError("checkpoint-index", message, where=where)
+    if len(shards) > limits.MAX_CHECKPOINT_FILES:
+        raise _too_many(limits.MAX_CHECKPOINT_FILES, "files", folder.name)
+    there = _at_once(folder, folder.has, shards)
+    missing = [name for name, found in zip(shards, there, strict=True) if not found]
     if missing:
         message = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(some(missing))}"
         fix = "download or copy the rest of the checkpoint"
-        raise WeightsError("checkpoint-shard-missing", message, where=str(root), fix=fix)
-    tensors = _collect(root, shards)
+        raise WeightsError("checkpoint-shard-missing", message, where=folder.name, fix=fix)
+    found = _collect(folder, shards)
     wrong = [
         f"{name} in {file}"
         for name, file in weight_map.items()
-        if (found := tensors.get(name)) is None or found.file.name != file
+        if (tensor := found.tensors.get(name)) is None or tensor.file != file
     ]
     if wrong:
         message = f"{len(wrong)} tensors are not where the index says: {', '.join(some(wrong))}"
-        raise WeightsError("checkpoint-index", message, where=str(root / INDEX))
-    return tensors
+        raise WeightsError("checkpoint-index", message, where=where)
+    return found
 
 
-def _read_index(file: Path) -> dict[str, str]:
+def _read_index(folder: Folder) -> tuple[dict[str, str], str]:
+    """The file of each tensor, by the index; and how messages call the index."""
+    with folder.open(INDEX) as source:
+        data = read_small(source, limits.MAX_CHECKPOINT_INDEX_BYTES)
     try:
-        data = files.read_file(file, limits.MAX_CHECKPOINT_INDEX_BYTES)
         if len(data) > limits.MAX_CHECKPOINT_INDEX_BYTES:
             message = f"more than {limits.MAX_CHECKPOINT_INDEX_BYTES} bytes"
-            raise WeightsError("checkpoint-index", message, where=str(file))
+            raise WeightsError("checkpoint-index", message, where=source.name)
         # Each entry has four quotation marks; what else an index holds has few.
         if data.count(b'"') > 5 * limits.MAX_CHECKPOINT_TENSORS:
-            raise _too_many(limits.MAX_CHECKPOINT_TENSORS, "tensors", file)
-        return msgspec.json.decode(data, type=_Index).weight_map
+            raise _too_many(limits.MAX_CHECKPOINT_TENSORS, "tensors", source.name)
+        return msgspec.json.decode(data, type=_Index).weight_map, source.name
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         message = f"the index doesn't parse: {shown(str(error))}"
-        raise WeightsError("checkpoint-index", message, where=str(file)) from None
-    except OSError as error:
-        raise WeightsError("checkpoint-read", f"{error.strerror}", where=str(file)) from None
+        raise WeightsError("checkpoint-index", message, where=source.name) from None
 
 
-def _too_many(limit: int, what: str, where: Path) -> WeightsError:
-    return WeightsError("checkpoint-index", f"more than {limit} {what}", where=str(where))
+def _too_many(limit: int, what: str, where: str) -> WeightsError:
+    return WeightsError("checkpoint-index", f"more than {limit} {what}", where=where)
 
 
-def _collect(root: Path, names: list[str]) -> dict[str, StoredTensor]:
+def _collect(folder: Folder, names: list[str]) -> CheckpointFiles:
     """The tensors of these files; a name that is in two of them is refused."""
     if len(names) > limits.MAX_CHECKPOINT_FILES:
-        raise _too_many(limits.MAX_CHECKPOINT_FILES, "files", root)
-    tensors: dict[str, StoredTensor] = {}
+        raise _too_many(limits.MAX_CHECKPOINT_FILES, "files", folder.name)
+    found = CheckpointFiles(folder, {}, {})
     twice = []
-    for name in names:
-        file = root / name
-        for tensor, entry in _header_of(file).items():
-            if tensor in tensors:
-                twice.append(f"{tensor} in {tensors[tensor].file.name} and {name}")
-            tensors[tensor] = StoredTensor(file, entry.dtype, entry.shape, entry.start, entry.nbytes)
-        if len(tensors) > limits.MAX_CHECKPOINT_TENSORS:
-            raise _too_many(limits.MAX_CHECKPOINT_TENSORS, "tensors", root)
+    headers = _at_once(folder, lambda name: _header_of(folder, name), names)
+    for name, (header, stamp) in zip(names, headers, strict=True):
+        found.stamps[name] = stamp
+        for tensor, entry in header.items():
+            if tensor in found.tensors:
+                twice.append(f"{tensor} in {found.tensors[tensor].file} and {name}")
+            found.tensors[tensor] = StoredTensor(name, entry.dtype, entry.shape, entry.start, entry.nbytes)
+        if len(found.tensors) > limits.MAX_CHECKPOINT_TENSORS:
+            raise _too_many(limits.MAX_CHECKPOINT_TENSORS, "tensors", folder.name)
     if twice:
         message = f"{len(twice)} tensors are in two files: {', '.join(some(twice))}"
         fix = f"move one of the files away, or have {INDEX} name only those that count"
-        raise WeightsError("checkpoint-duplicate", message, where=str(root), fix=fix)
-    return tensors
+        raise WeightsError("checkpoint-duplicate", message, where=folder.name, fix=fix)
+    return found
 
 
-def _header_of(file: Path) -> dict[str, TensorEntry]:
-    try:
-        return read_header(file)
-    except TensorFileError as error:
-        fix = "the file is damaged or incomplete: download or copy it again"
-        raise WeightsError("checkpoint-header", str(error), where=str(file), fix=fix) from None
-    except OSError as error:
-        raise WeightsError("checkpoint-read", f"{error.strerror}", where=str(file)) from None
+def _header_of(folder: Folder, name: str) -> tuple[dict[str, TensorEntry], Stamp]:
+    with folder.open(name) as source:
+        try:
+            return read_header(source), source.stamp
+        except TensorFileError as error:
+            fix = "the file is damaged or incomplete: download or copy it again"
+            raise WeightsError("checkpoint-header", str(error), where=source.name, fix=fix) from None
+
+
+def _at_once(folder: Folder, look: Callable[[str], T], names: list[str]) -> Iterator[T]:
+    """What `look` gives for each name, in their order; a folder on a server is asked for several at once."""
+    if folder.readers is None:
+        yield from map(look, names)
+        return
+    with ThreadPoolExecutor(folder.readers, thread_name_prefix="precast-headers") as pool:
+        try:
+            futures = [pool.submit(look, name) for name in names]
+            yield from (future.result() for future in futures)
+        except BaseException:
+            folder.stop()
+            pool.shutdown(cancel_futures=True)
+            raise

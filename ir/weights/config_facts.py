@@ -12,13 +12,13 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from precast.ir import files, limits
 from precast.ir.errors import WeightsError, shown
 from precast.ir.manifest import ConfigFacts, Fact
 from precast.ir.nesting import is_too_deep
+from precast.ir.weights.sources import Folder, LocalFolder, as_folder, read_small
 
 CONFIG = "config.json"
 ROPE = "rope_parameters"
@@ -61,7 +61,7 @@ class Difference(NamedTuple):
     checkpoint: Fact
 
 
-def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str]) -> None:
+def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str] | Folder) -> None:
     """Raise WeightsError (`config-mismatch`), with all differences, if a checkpoint has another config.
 
     Nothing is compared for a bundle that keeps no facts, and for a checkpoint without a `config.json`. Also raises
@@ -80,36 +80,51 @@ def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str]) -> None
     raise WeightsError(
         "config-mismatch",
         "\n".join([f"{count} from the config that the bundle was built from", *lines]),
-        where=str(_directory(checkpoint) / CONFIG),
+        where=f"{as_folder(checkpoint).name.rstrip('/')}/{CONFIG}",
         fix=f"{build} a bundle from this config; or, to serve these weights with the bundle's numbers, load with "
         "allow_config_mismatch=True",
     )
 
 
-def read_config(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The `config.json` of a checkpoint, a directory or a file in one; None without one.
+def read_config(checkpoint: str | os.PathLike[str] | Folder) -> dict[str, Any] | None:
+    """The `config.json` of a checkpoint: of a directory, of a file's directory, or of a folder; None without one.
 
-    Raises WeightsError (`checkpoint-config`).
+    Raises WeightsError (`checkpoint-config`), and what the folder raises.
     """
-    file = _directory(checkpoint) / CONFIG
+    folder = as_folder(checkpoint)
+    file = f"{folder.name.rstrip('/')}/{CONFIG}"
     try:
-        data = files.read_file(file, limits.MAX_CONFIG_BYTES)
+        data = _content(folder)
+        if data is None:
+            return None
         if len(data) > limits.MAX_CONFIG_BYTES:
             message = f"more than {limits.MAX_CONFIG_BYTES} bytes"
-            raise WeightsError("checkpoint-config", message, where=str(file))
+            raise WeightsError("checkpoint-config", message, where=file)
         config = json.loads(data)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise WeightsError("checkpoint-config", f"can't be read: {error.strerror}", where=str(file)) from None
     except (ValueError, RecursionError) as error:
-        raise WeightsError("checkpoint-config", f"expected JSON: {error}", where=str(file)) from None
+        raise WeightsError("checkpoint-config", f"expected JSON: {error}", where=file) from None
     if not isinstance(config, dict):
-        raise WeightsError("checkpoint-config", "expected a JSON object", where=str(file))
+        raise WeightsError("checkpoint-config", "expected a JSON object", where=file)
     if is_too_deep(config):
         message = f"nested more than {limits.MAX_JSON_NESTING} levels deep"
-        raise WeightsError("checkpoint-config", message, where=str(file))
+        raise WeightsError("checkpoint-config", message, where=file)
     return config
+
+
+def _content(folder: Folder) -> bytes | None:
+    if isinstance(folder, LocalFolder):
+        # What stands there and is no file is an error: who put it there meant something.
+        try:
+            return files.read_file(folder.root / CONFIG, limits.MAX_CONFIG_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            message = f"can't be read: {error.strerror}"
+            raise WeightsError("checkpoint-config", message, where=str(folder.root / CONFIG)) from None
+    if not folder.has(CONFIG):
+        return None
+    with folder.open(CONFIG) as source:
+        return read_small(source, limits.MAX_CONFIG_BYTES)
 
 
 def differences(facts: ConfigFacts, config: Mapping[str, Any]) -> list[Difference]:
@@ -234,8 +249,3 @@ def _difference(name: str, ours: Fact, theirs: Fact) -> Difference:
 def _shown(value: Fact) -> str:
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _directory(checkpoint: str | os.PathLike[str]) -> Path:
-    path = Path(checkpoint)
-    return path.parent if path.is_file() else path

@@ -14,7 +14,6 @@ import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import RecipeError, WeightsError, some
-from precast.ir.files import open_file
 from precast.ir.graph import schema, symbols
 from precast.ir.manifest import Checkpoint
 from precast.ir.patterns import matches
@@ -317,7 +316,7 @@ def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> 
     for second, first in rules.tied.items():
         names = [resolve(name, files.tensors, msgspec.structs.replace(rules, tied={})) for name in (second, first)]
         expected.update(name for name in names if name is not None)
-        if None not in names and not _equal(*(files.tensors[name] for name in names if name is not None)):
+        if None not in names and not _equal(files, *(files.tensors[name] for name in names if name is not None)):
             found.append(Problem("untied", str(names[0]), f"expected the content of {names[1]}, to which it is tied"))
     found += itertools.islice(_unexpected(rules, files, expected), limits.MAX_PROBLEMS)
     return _sorted(found)
@@ -350,11 +349,11 @@ def _unexpected(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -
     others = [name for name in files.tensors if name not in expected]
     if len(others) * len(patterns) > limits.MAX_MATCHES:
         message = f"{len(others)} tensors that nothing reads, to be compared with {len(patterns)} patterns"
-        raise WeightsError("weights-mismatch", message, where=str(files.path))
+        raise WeightsError("weights-mismatch", message, where=files.folder.name)
     for name in others:
         if not any(matches(pattern, name) for pattern in patterns):
             tensor = files.tensors[name]
-            yield Problem("unexpected", name, f"{tensor.dtype} {_text(tensor.shape)} in {tensor.file.name}")
+            yield Problem("unexpected", name, f"{tensor.dtype} {_text(tensor.shape)} in {tensor.file}")
 
 
 def _sorted(found: list[Problem]) -> list[Problem]:
@@ -381,7 +380,7 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
             lines += [f"    {line}" for line in first]
             lines[-1] += hint
     fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"
-    raise WeightsError("weights-mismatch", "\n".join(lines), where=str(files.path), fix=fix)
+    raise WeightsError("weights-mismatch", "\n".join(lines), where=files.folder.name, fix=fix)
 
 
 def require(
@@ -413,15 +412,16 @@ def _mismatches(read: schema.Read, name: str, stored: StoredTensor) -> Iterator[
         yield Problem("dtype", name, f"expected {read.dtype or ' or '.join(ANY_FLOAT)}, found {stored.dtype}")
 
 
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored tensors have the same type and bytes."""
+def _equal(files: CheckpointFiles, one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two stored tensors have the same type and bytes. Raises WeightsError where they can't be read."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    try:
-        with open_file(one.file) as left, open_file(other.file) as right:
-            left.seek(one.offset)
-            right.seek(other.offset)
-            sizes = (min(_COMPARED_BYTES, one.nbytes - start) for start in range(0, one.nbytes, _COMPARED_BYTES))
-            return all(left.read(size) == right.read(size) for size in sizes)
-    except OSError as error:
-        raise WeightsError("checkpoint-read", f"{one.file.name} or {other.file.name} can't be read: {error}") from error
+    left, right = bytearray(min(_COMPARED_BYTES, one.nbytes)), bytearray(min(_COMPARED_BYTES, one.nbytes))
+    with files.source(one.file) as first, files.source(other.file) as second:
+        for start in range(0, one.nbytes, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, one.nbytes - start)
+            first.read_into(one.offset + start, [memoryview(left)[:size]])
+            second.read_into(other.offset + start, [memoryview(right)[:size]])
+            if left[:size] != right[:size]:
+                return False
+    return True

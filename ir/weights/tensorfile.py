@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from precast.ir import files, limits
+from precast.ir import limits
 from precast.ir.errors import shown
+from precast.ir.weights.sources import Source
 
 # The file's names of the element types that the schema knows, in the schema's words.
 _FROM_FILE = {
@@ -69,20 +69,19 @@ def element_bytes(dtype: str) -> int:
     return _BITS[dtype] // 8
 
 
-def read_header(source: Path | bytes) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file by name, in file order, from its path or its content.
+def read_header(source: Source | bytes) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file by name, in file order, from the file or its content.
 
-    Reads the header only; the file's size is compared with what the header says. Raises TensorFileError, and OSError
-    where the file can't be read.
+    Reads the header only; the file's size is compared with what the header says. Raises TensorFileError, and
+    WeightsError where the file can't be read.
     """
     if isinstance(source, bytes):
         return _header(source[: 8 + _header_length(source[:8], len(source))], len(source))
-    with files.open_file(source) as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        length = _header_length(file.read(8), size)
-        file.seek(0)
-        return _header(file.read(8 + length), size)
+    first = bytearray(min(8, source.size))
+    source.read_into(0, [memoryview(first)])
+    head = bytearray(8 + _header_length(first, source.size))
+    source.read_into(0, [memoryview(head)])
+    return _header(bytes(head), source.size)
 
 
 def encode(tensors: Mapping[str, Tensor]) -> bytes:
@@ -124,7 +123,7 @@ def decode(data: bytes) -> dict[str, tuple[str, tuple[int, ...], memoryview]]:
     return tensors
 
 
-def _header_length(first: bytes, file_size: int) -> int:
+def _header_length(first: bytes | bytearray, file_size: int) -> int:
     if len(first) < 8:
         raise TensorFileError(f"expected at least 8 bytes, found {len(first)}")
     length = int.from_bytes(first, "little")

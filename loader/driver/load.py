@@ -51,13 +51,14 @@ def load_with_driver(
     `context` is under way while the bundle is opened, and the rest is made ready while weights stream. `layer`: where
     kernels are taken from, whoever made it; None: from one of the bundle's that is admitted.
     """
+    folder = options.folder()
     with timeline.phase("bundle") as phase, collector_held():
         opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
         rules = options.rules(opened)
         limits = options.limits(opened.manifest.model.max_seq_len)
         if layer is None and not opened.native:
             raise UnfitError("the bundle has no native layer", opened)
-        files = CheckpointFiles.open(options.weights)
+        files = CheckpointFiles.open(folder)
         has_library = cublaslt.is_installed()  # it is loaded, while the context is made
         device = context.result()
         target = target_of(device, _table(opened, device) if options.table is None else options.table)
@@ -81,14 +82,18 @@ def load_with_driver(
             raise UnfitError(str(error), opened) from None
         check_tokenizer(opened.files("tokenizer"))
         if not options.allow_config_mismatch:
-            config_facts.check(opened.manifest.config, options.weights)
+            config_facts.check(opened.manifest.config, folder)
     with ThreadPoolExecutor(1, thread_name_prefix="precast-load") as pool:
         streamed = pool.submit(_streamed, planned, graph, opened, ring, timeline)
-        with device.use():
-            found = Native(layer)
-            kernels = Kernels(found, device)
-            kernels.make_products(program.launches())
-        tensors = streamed.result()
+        try:
+            with device.use():
+                found = Native(layer)
+                kernels = Kernels(found, device)
+                kernels.make_products(program.launches())
+            tensors = streamed.result()
+        except BaseException:  # an interrupt too, which must not wait for a server that says nothing
+            folder.stop()
+            raise
     runner = _pools(options, timeline, program, addresses, graph, kernels, tensors, device, limits, target, found)
     return Engine(
         runner, opened.manifest.model, tokenizer_files=opened.files("tokenizer"), timeline=timeline,

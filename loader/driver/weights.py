@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from precast.ir.errors import TargetError
@@ -21,6 +22,7 @@ from precast.ir.manifest import Checkpoint
 from precast.ir.memory.strides import contiguous
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.sources import Source
 from precast.ir.weights.tensorfile import element_bytes
 from precast.loader.device import Buffer, aligned, host_bytes
 from precast.loader.driver import library
@@ -28,7 +30,7 @@ from precast.loader.driver.device import DriverDevice
 from precast.loader.weights.files import Range, read_ranges
 from precast.loader.weights.jobs import Worker, share
 from precast.loader.weights.parts import Assembly, Casts, param_parts
-from precast.loader.weights.read_plan import Copy, Granularity, Job, Plan, plan_reads
+from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Copy, Job, Plan, plan_reads
 from precast.loader.weights.views import View
 
 if TYPE_CHECKING:
@@ -48,11 +50,12 @@ _CONVERTED = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
 class Planned(NamedTuple):
-    """How params are read from a checkpoint: the plan, and which of its targets are made on the host."""
+    """How params are read from the files of a checkpoint: the plan, and which of its targets are made on the host."""
 
     assembly: Assembly
     plan: Plan
     on_host: frozenset[int]
+    files: CheckpointFiles
 
 
 class Weights(NamedTuple):
@@ -70,10 +73,11 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     """
     stored = recipes.require(graph, rules, files)
     assembly = param_parts(graph.params, lambda name: stored[name].dtype)
-    plan = plan_reads(assembly, stored.__getitem__, Granularity(job=BUFFER_BYTES))
+    sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
+    plan = plan_reads(assembly, stored.__getitem__, msgspec.structs.replace(sizes, job=BUFFER_BYTES))
     on_host = {copy.target for job in plan.jobs for copy in job.copies}
     on_host |= {target for move in plan.moves for target in (move.source, move.target)}
-    return Planned(assembly, plan, frozenset(on_host))
+    return Planned(assembly, plan, frozenset(on_host), files)
 
 
 def uncovered(what: Planned) -> str:
@@ -108,8 +112,8 @@ class Ring:
 def load_weights(what: Planned, graph: Graph, *, ring: Ring) -> Weights:
     """All params, on the ring's device.
 
-    Raises WeightsError (checkpoint-read) for a file that can't be read to its end, TargetError (device-memory) if the
-    params don't fit.
+    Raises WeightsError (checkpoint-read) for a file that can't be read to its end, (checkpoint-changed) for one that
+    somebody writes to; TargetError (device-memory) if the params don't fit.
     """
     device, plan = ring.device, what.plan
     sizes = [math.prod(target.shape) * element_bytes(target.dtype) for target in plan.targets]
@@ -125,7 +129,8 @@ def load_weights(what: Planned, graph: Graph, *, ring: Ring) -> Weights:
     made = {i: np.empty(sizes[i], np.uint8) for i in what.on_host}
     parts = ring.parts()
     at = {i: memory.pointer + start for i, start in places.items()}
-    num_bytes = share(plan.jobs, lambda: _worker(at, made, device, parts.pop()), THREADS)
+    threads = min(what.files.folder.readers or THREADS, THREADS)
+    num_bytes = share(plan.jobs, lambda: _worker(at, made, device, parts.pop()), threads, what.files)
     move_all(plan, made)
     with device.use():
         for i in sorted(what.on_host & places.keys()):
@@ -178,11 +183,11 @@ def _worker(
         views = [host_bytes(each) for each in buffers]
         turn = 0
 
-        def run(job: Job, descriptor: int) -> int:
+        def run(job: Job, source: Source) -> int:
             nonlocal turn
             turn = (turn + 1) % len(buffers)
             library.call("cuEventSynchronize", events[turn].handle)  # type: ignore[attr-defined]
-            num_bytes = do_job(job, descriptor, buffers[turn].pointer, views[turn], at, made, stream)
+            num_bytes = do_job(job, source, buffers[turn].pointer, views[turn], at, made, stream)
             events[turn].record(stream)
             return num_bytes
 
@@ -195,7 +200,7 @@ def _worker(
 
 def do_job(
     job: Job,
-    descriptor: int,
+    source: Source,
     pinned: int,
     view: memoryview,
     at: Mapping[int, int],
@@ -229,9 +234,9 @@ def do_job(
                 else:
                     uploads.append((address, pinned + used, length))
                 used += length
-    num_bytes = read_ranges(descriptor, job.file, ranges)
-    for address, source, length in uploads:
-        library.call("cuMemcpyAsync", address, source, length, stream)
+    num_bytes = read_ranges(source, ranges)
+    for address, here, length in uploads:
+        library.call("cuMemcpyAsync", address, here, length, stream)
     if len(large):
         library.call("cuStreamSynchronize", stream)  # its memory is gone afterwards
     for copy in job.copies:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +28,7 @@ class Dim(NamedTuple):
 class Cut(NamedTuple):
     """As much of a part as a job reads: elements in `start .. end` of the file; `dims` by falling source steps."""
 
-    file: Path
+    file: str
     start: int
     end: int
     dtype: Dtype

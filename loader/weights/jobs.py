@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.sources import Source
 from precast.loader.weights.files import opened
 from precast.loader.weights.read_plan import Job
 
-Worker = Callable[[Job, int], int]
-"""What one thread does with a job, whose file is open by this descriptor; the bytes read."""
+Worker = Callable[[Job, Source], int]
+"""What one thread does with a job, whose file is this; the bytes read."""
 
 
 class Upload(NamedTuple):
@@ -24,7 +26,12 @@ class Upload(NamedTuple):
     offset: int
 
 
-def share(jobs: Sequence[Job], open_worker: Callable[[], AbstractContextManager[Worker]], max_threads: int) -> int:
+def share(
+    jobs: Sequence[Job],
+    open_worker: Callable[[], AbstractContextManager[Worker]],
+    max_threads: int,
+    checkpoint: CheckpointFiles,
+) -> int:
     """Hand the jobs out, in order, to threads; the bytes read. The first error ends all of them, and is raised."""
     if not jobs:
         return 0
@@ -36,21 +43,25 @@ def share(jobs: Sequence[Job], open_worker: Callable[[], AbstractContextManager[
         except IndexError:
             return None
 
-    with opened({job.file for job in jobs}) as descriptors:
+    with opened(checkpoint, sorted({job.file for job in jobs})) as sources:
 
         def work() -> int:
             try:
                 with open_worker() as worker:
-                    return sum(worker(job, descriptors[job.file]) for job in iter(next_job, None))
+                    return sum(worker(job, sources[job.file]) for job in iter(next_job, None))
             finally:
                 waiting.clear()  # after an error; else it is empty
 
         threads = min(max_threads, len(jobs))
         with ThreadPoolExecutor(threads, thread_name_prefix="precast-weights") as pool:
             try:
-                return sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
-            finally:
+                futures = [pool.submit(work) for _ in range(threads)]
+                ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                return sum(future.result() for future in ended)
+            except BaseException:  # an interrupt too, which must not wait for a server that says nothing
                 waiting.clear()
+                checkpoint.folder.stop()
+                raise
 
 
 def through_buffer(job: Job) -> tuple[list[tuple[int, int, int]], list[Upload]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -91,7 +90,7 @@ class Job(msgspec.Struct, frozen=True):
     `buffer_bytes`: what copies need of a buffer. `bytes_needed`: what the parts need of the ranges, without gaps.
     """
 
-    file: Path
+    file: str
     ranges: tuple[Ranges, ...]
     copies: tuple[Copy, ...]
     buffer_bytes: int
@@ -117,6 +116,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 DEFAULT_SIZES = Granularity()
+REMOTE_SIZES = Granularity(direct=1 << 20, gap=256 << 10)
+"""For a server: a request takes as long as the bytes of a gap, where a system call takes next to nothing."""
 
 
 def plan_reads(assembly: Assembly, find: Callable[[str], StoredTensor], sizes: Granularity = DEFAULT_SIZES) -> Plan:

@@ -23,7 +23,7 @@ from precast.loader.device import Device, aligned
 from precast.loader.torch_device import tensor_of
 from precast.loader.weights.dequantise import dequantise
 from precast.loader.weights.parts import Assembly, Computed, Target, param_parts
-from precast.loader.weights.read_plan import grouped, plan_reads
+from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Granularity, grouped, plan_reads
 from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_all, read_all, strided
 
 PARAM_ALIGNMENT = 256
@@ -62,17 +62,19 @@ def load_weights(
     `whole` is the graph before it was bound, where it may read tensors that this rank has no part of.
     `buffers` that were made beforehand save the time that pinning takes. Recipes and headers are compared before
     memory is taken or a tensor read. Raises WeightsError (weights-mismatch) with everything that does not fit,
-    (checkpoint-read) for a file that can't be read to its end; TargetError (device-memory) if the params don't fit a
+    (checkpoint-read) for a file that can't be read to its end, (checkpoint-changed) for one
+    that somebody writes to; TargetError (device-memory) if the params don't fit a
     GPU.
     """
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
         stored = recipes.require(graph, rules, files, whole=whole)
         _check_room(params_bytes(graph), device)  # what is planned grows with it
         assembly = param_parts(graph.params, lambda name: stored[name].dtype)
-        plan = plan_reads(assembly, stored.__getitem__)
+        sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
+        plan = plan_reads(assembly, stored.__getitem__, sizes)
         memory = _allocate(plan.targets, device)
-        counts = [(read_all(plan, memory, pinned), plan.bytes_needed)]
-        counts += [_round(part, memory, stored, pinned) for part in _in_rounds(assembly.computed, stored)]
+        counts = [(read_all(plan, memory, pinned, files), plan.bytes_needed)]
+        counts += [_round(part, memory, stored, pinned, files, sizes) for part in _in_rounds(assembly.computed, stored)]
         move_all(plan, memory)
     bytes_read, bytes_needed = (sum(column) for column in zip(*counts, strict=True))
     tensors = dict(zip((target.name for target in plan.targets), _typed(plan.targets, memory), strict=True))
@@ -91,13 +93,15 @@ def _round(
     memory: Sequence[torch.Tensor],
     stored: Mapping[str, StoredTensor],
     buffers: PinnedBuffers,
+    files: CheckpointFiles,
+    sizes: Granularity,
 ) -> tuple[int, int]:
     """Read what these computations need, make them, and forget it; the bytes read, and those needed."""
     assembly = Assembly(lambda name: stored[name].dtype)
     inputs = [assembly.add_inputs(each) for each in computed]
-    plan = plan_reads(assembly, stored.__getitem__)
+    plan = plan_reads(assembly, stored.__getitem__, sizes)
     read = _allocate(plan.targets, buffers.device)
-    num_bytes = read_all(plan, read, buffers)
+    num_bytes = read_all(plan, read, buffers, files)
     move_all(plan, read)
     tensors = _typed(plan.targets, read)
     for each, (values, scales, *optional) in zip(computed, inputs, strict=True):
@@ -114,7 +118,7 @@ def _in_rounds(computed: Sequence[Computed], stored: Mapping[str, StoredTensor])
 
     def place(each: Computed) -> tuple[str, int, int]:
         first = stored[recipes.leaves(each.recipe)[0].tensor]
-        return str(first.file), first.offset, each.index or 0
+        return first.file, first.offset, each.index or 0
 
     def num_bytes(each: Computed) -> int:
         size = sum(stored[read.tensor].nbytes for read in recipes.leaves(each.recipe))

@@ -11,6 +11,8 @@ from typing import NamedTuple, Self
 
 import torch
 
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.sources import Source
 from precast.kernels import dtypes
 from precast.loader.device import Device, Event
 from precast.loader.torch_device import tensor_of
@@ -25,27 +27,31 @@ THREADS_A_CORE = 2
 """On a CPU: while one waits for the disk, the other copies."""
 DEVICE_THREADS = 8
 """For a GPU: together they read the page cache as fast as the bus takes it."""
-BUFFERS_A_THREAD = 2
-"""One is read into while the other is on its way to the device."""
+NUM_BUFFERS = 2 * DEVICE_THREADS
+"""Two a thread: one is read into while the other is on its way to the device. More threads, which wait for a server,
+have one each.
+"""
 BUFFER_BYTES = DEFAULT_SIZES.job
 """128 MiB for all threads: larger ones take longer to pin, smaller ones keep Python busy."""
 
 
-def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers) -> int:
-    """Do the jobs of `plan`; the bytes read. `memory` holds the bytes of each target, uint8.
+def read_all(plan: Plan, memory: Sequence[torch.Tensor], buffers: PinnedBuffers, checkpoint: CheckpointFiles) -> int:
+    """Do the jobs of `plan`, of files of `checkpoint`; the bytes read. `memory` holds the bytes of each target, uint8.
 
-    `buffers` are those of the device that `memory` is on. Raises WeightsError (checkpoint-read).
+    `buffers` are those of the device that `memory` is on. Raises WeightsError.
     """
-    device = buffers.device
+    device, readers = buffers.device, checkpoint.folder.readers
     if device.kind == "cpu":
         # The cores that this process may use, where the system tells.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = min(MAX_HOST_THREADS, THREADS_A_CORE * cores)
-        return share(plan.jobs, lambda: _host_worker(plan, memory), threads)
+        threads = readers or min(MAX_HOST_THREADS, THREADS_A_CORE * cores)
+        return share(plan.jobs, lambda: _host_worker(plan, memory), threads, checkpoint)
     # The memory may have been in use before, by work that the current stream has not finished.
     ready = device.event()
     ready.record()
-    num_bytes = share(plan.jobs, lambda: _device_worker(memory, buffers, ready), DEVICE_THREADS)
+    threads = min(readers or DEVICE_THREADS, NUM_BUFFERS)
+    each = NUM_BUFFERS // max(threads, DEVICE_THREADS)
+    num_bytes = share(plan.jobs, lambda: _device_worker(memory, buffers, ready, each), threads, checkpoint)
     if any(job.copies for job in plan.jobs):
         # torch keeps what a worker's stream allocated for copies for that stream, which is gone.
         torch.cuda.empty_cache()
@@ -72,8 +78,8 @@ def _host_worker(plan: Plan, memory: Sequence[torch.Tensor]) -> Iterator[Worker]
             for start, length, offset in ranges.each():
                 yield Range(start, view[offset : offset + length])
 
-    def run(job: Job, descriptor: int) -> int:
-        num_bytes = read_ranges(descriptor, job.file, ranges_of(job))
+    def run(job: Job, source: Source) -> int:
+        num_bytes = read_ranges(source, ranges_of(job))
         for copy in job.copies:
             apply_copy(copy, buffer, memory)
         return num_bytes
@@ -105,7 +111,7 @@ class PinnedBuffers:
         self._pinned: deque[Future[_Pinned]] = deque()
         if device.kind == "cuda":
             pool = ThreadPoolExecutor(1, thread_name_prefix="precast-pinning")
-            self._pinned.extend(pool.submit(self._pin) for _ in range(DEVICE_THREADS * BUFFERS_A_THREAD))
+            self._pinned.extend(pool.submit(self._pin) for _ in range(NUM_BUFFERS))
             pool.shutdown(wait=False)
 
     def __enter__(self) -> Self:
@@ -132,8 +138,10 @@ class PinnedBuffers:
 
 
 @contextmanager
-def _device_worker(memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready: Event) -> Iterator[Worker]:
-    """Reads into pinned buffers in turn, and leaves the rest to the device: copies to it, and copies on it.
+def _device_worker(
+    memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready: Event, num_buffers: int
+) -> Iterator[Worker]:
+    """Reads into so many pinned buffers in turn, and leaves the rest to the device: copies to it, and copies on it.
 
     All of it goes to a stream of the thread's own, which has run dry at the end, also after an error: the memory may be
     gone afterwards.
@@ -144,7 +152,7 @@ def _device_worker(memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready
 
     def next_buffer() -> _Pinned:
         """A buffer that is on its way to nowhere: a new one, or the one that has been on its way for the longest."""
-        if len(taken) < BUFFERS_A_THREAD:
+        if len(taken) < num_buffers:
             taken.append(buffers.take())
         else:
             taken.rotate(-1)
@@ -154,7 +162,7 @@ def _device_worker(memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready
     with device.use(stream):
         ready.wait(stream)
         try:
-            yield lambda job, descriptor: _run_on_device(job, descriptor, next_buffer(), memory, device)
+            yield lambda job, source: _run_on_device(job, source, next_buffer(), memory, device)
         finally:
             done.record()
             done.synchronize()
@@ -162,7 +170,7 @@ def _device_worker(memory: Sequence[torch.Tensor], buffers: PinnedBuffers, ready
                 buffers.give_back(buffer)
 
 
-def _run_on_device(job: Job, descriptor: int, buffer: _Pinned, memory: Sequence[torch.Tensor], device: Device) -> int:
+def _run_on_device(job: Job, source: Source, buffer: _Pinned, memory: Sequence[torch.Tensor], device: Device) -> int:
     """Read the job's bytes and queue what the device has to do with them.
 
     What Python does for a job must be short: the threads take turns at it, and a GPU takes thousands of jobs a second.
@@ -174,7 +182,7 @@ def _run_on_device(job: Job, descriptor: int, buffer: _Pinned, memory: Sequence[
         view = raw.numpy().data
     places, uploads = through_buffer(job)
     ranges = [Range(start, view[place : place + length]) for start, length, place in places]
-    num_bytes = read_ranges(descriptor, job.file, ranges)
+    num_bytes = read_ranges(source, ranges)
     for start, end, target, offset in uploads:
         memory[target][offset : offset + end - start].copy_(raw[start:end], non_blocking=True)
     if job.copies:

@@ -29,6 +29,7 @@ from precast.ir.manifest import Checkpoint, ConfigFacts
 from precast.ir.verify.verifier import check
 from precast.ir.weights import config_facts, recipes, tensorfile
 from precast.ir.weights.checkpoint import INDEX, SINGLE, CheckpointFiles, StoredTensor
+from precast.ir.weights.sources import LocalFolder
 
 if TYPE_CHECKING:
     from precast.loader.engine.tokenizer import Tokenizer
@@ -149,8 +150,8 @@ def _recipes(data: bytes, folder: Path) -> None:
             size *= extent
         if size > MAX_TENSOR_BYTES:
             return
-        stored[read.tensor] = StoredTensor(folder / SINGLE, read.dtype or "float32", read.shape, 8, size)
-    files = CheckpointFiles(folder, stored)
+        stored[read.tensor] = StoredTensor(SINGLE, read.dtype or "float32", read.shape, 8, size)
+    files = CheckpointFiles(LocalFolder(folder), stored)
     graph = msgspec.structs.replace(tiny_graph(1), params=params)
     recipes.check(graph, Checkpoint(), files)
     found = recipes.require(graph, Checkpoint(), files)

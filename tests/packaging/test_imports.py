@@ -108,6 +108,8 @@ def test_target_side_adds_little_to_torch(package: str, whole: bool, root: Path,
 TENSORLESS = (
     *("precast.loader.device", "precast.loader.placement", "precast.loader.timeline"),
     *(f"precast.loader.weights.{name}" for name in ("views", "parts", "cuts", "read_plan", "files")),
+    *(f"precast.loader.sources.{name}" for name in ("open", "remote", "http", "objects")),
+    *("precast.bench.startup", "precast.bench.doctor", "precast.bench.floor", "precast.bench.page_cache"),
 )
 # The same, of what counts in arrays of numpy.
 ARRAYS_ALONE = (

@@ -23,8 +23,8 @@ from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.errors import CODES
 
 VERBS = (
-    *("attest", "bench kernels", "build", "diff", "digest", "find", "inspect", "link", "pull", "push", "run", "seal"),
-    *("sign", "store gc", "store ls", "store verify", "verify"),
+    *("attest", "bench kernels", "bench startup", "build", "diff", "digest", "doctor", "find", "inspect", "link"),
+    *("pull", "push", "run", "seal", "sign", "store gc", "store ls", "store verify", "verify"),
 )
 TRUST = {
     "portable": {"admitted": True, "rule": None, "why": "portable layers are data, and taken from anyone"}

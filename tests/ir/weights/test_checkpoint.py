@@ -55,11 +55,10 @@ def test_single_file(tmp_path: Path) -> None:
 
     found = CheckpointFiles.open(tmp_path).tensors
 
-    file = tmp_path / "model.safetensors"
     start = len(data) - 32
     assert found == {
-        "a": StoredTensor(file, "float32", (2, 3), start, 24),
-        "b": StoredTensor(file, "bfloat16", (4,), start + 24, 8),
+        "a": StoredTensor("model.safetensors", "float32", (2, 3), start, 24),
+        "b": StoredTensor("model.safetensors", "bfloat16", (4,), start + 24, 8),
     }
     assert data[start : start + 24] == A[2]
 
@@ -76,7 +75,7 @@ def test_shards(tmp_path: Path) -> None:
 
     found = CheckpointFiles.open(str(tmp_path)).tensors
 
-    assert {name: tensor.file.name for name, tensor in found.items()} == {
+    assert {name: tensor.file for name, tensor in found.items()} == {
         "a": "model-00001-of-00002.safetensors",
         "b": "model-00002-of-00002.safetensors",
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
@@ -32,6 +30,7 @@ from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.ir.weights.recipes import Problem
+from precast.ir.weights.sources import LocalFolder
 
 R23, R43 = Read("a", (2, 3)), Read("b", (4, 3))
 HALF = Apply("floordiv", ("H", "tp"))
@@ -42,11 +41,13 @@ def fitting(**changes: StoredTensor | None) -> CheckpointFiles:
     reads = [read for param in tiny_graph().params for read in recipes.leaves(param.recipe)]
     tensors: dict[str, StoredTensor | None] = {read.tensor: stored(read.shape) for read in reads}
     tensors |= changes
-    return CheckpointFiles(Path("/ckpt"), {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    return CheckpointFiles(
+        LocalFolder("/ckpt"), {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    )
 
 
 def stored(shape: tuple[int, ...], dtype: str = "float32") -> StoredTensor:
-    return StoredTensor(Path("/ckpt/model.safetensors"), dtype, shape, 0, 0)
+    return StoredTensor("model.safetensors", dtype, shape, 0, 0)
 
 
 def whole(name: str, *shape: int, dtype: Dtype = "int32") -> Read:
@@ -282,10 +283,10 @@ def test_prefixes_are_seen_through() -> None:
     bare = {name.removeprefix("model."): tensor for name, tensor in files.tensors.items()}
     rules = Checkpoint(optional_prefixes=("model.",))
 
-    found = recipes.require(tiny_graph(), rules, CheckpointFiles(files.path, bare))
+    found = recipes.require(tiny_graph(), rules, CheckpointFiles(files.folder, bare))
 
     assert found.keys() == files.tensors.keys()
-    assert len(recipes.problems(tiny_graph(), NO_RULES, CheckpointFiles(files.path, bare))) == 2 * len(bare)
+    assert len(recipes.problems(tiny_graph(), NO_RULES, CheckpointFiles(files.folder, bare))) == 2 * len(bare)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -390,7 +391,7 @@ def test_no_more_problems_are_looked_for_than_anybody_reads() -> None:
     held = _Counted({"e.7999.99": stored((1,), "uint8")})  # of which nobody knows whether it is read
 
     with pytest.raises(WeightsError, match=f"{limits.MAX_PROBLEMS} or more tensors missing") as caught:
-        recipes.check(graph, NO_RULES, CheckpointFiles(Path("/ckpt"), held))
+        recipes.check(graph, NO_RULES, CheckpointFiles(LocalFolder("/ckpt"), held))
 
     assert held.looked_for == limits.MAX_PROBLEMS
     assert "unexpected" not in caught.value.message
@@ -402,7 +403,7 @@ def test_a_name_is_looked_for_once() -> None:
     graph = replace(tiny_graph(), params=(Param("p", TensorType("float32", (1000, 1)), made),))
     held = _Counted(second=stored((1,)))
 
-    recipes.check(graph, Checkpoint(tied={"second": "w"}), CheckpointFiles(Path("/ckpt"), held))
+    recipes.check(graph, Checkpoint(tied={"second": "w"}), CheckpointFiles(LocalFolder("/ckpt"), held))
 
     assert held.looked_for < 10
 

@@ -28,7 +28,8 @@ def files_of(folder: Path, tensors: Tensors) -> CheckpointFiles:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    # Of one element `contiguous` keeps any stride.
+    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
 
 
 @given(recipe_sets())
@@ -43,9 +44,9 @@ def test_any_recipes(case: tuple[dict[str, Recipe], Tensors]) -> None:
             i: np.empty(math.prod(target.shape) * BY_NAME[target.dtype].itemsize, np.uint8)
             for i, target in enumerate(targets)
         }
-        with opened({job.file for job in what.plan.jobs}) as descriptors:
+        with opened(files, {job.file for job in what.plan.jobs}) as sources:
             for job in what.plan.jobs:
-                do_job(job, descriptors[job.file], 0, memoryview(b""), {}, made, 0)
+                do_job(job, sources[job.file], 0, memoryview(b""), {}, made, 0)
         move_all(what.plan, made)
 
     found = {target.name: made[i].tobytes() for i, target in enumerate(targets) if target.name is not None}

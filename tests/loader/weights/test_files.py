@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from precast.ir.errors import WeightsError
-from precast.loader.weights.files import MAX_VECTORS, Range, opened, read_ranges
+from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.sources import MAX_VECTORS, LocalFile, LocalFolder
+from precast.loader.weights.files import Range, opened, read_ranges
 
 
 @pytest.fixture
@@ -22,8 +24,14 @@ def file(tmp_path: Path) -> Path:
 
 def read(file: Path, ranges: Sequence[Range]) -> int:
     """The bytes that `read_ranges` says it read."""
-    with opened([file]) as descriptors:
-        return read_ranges(descriptors[file], file, ranges)
+    with LocalFile(file) as source:
+        return read_ranges(source, ranges)
+
+
+def checkpoint(file: Path) -> CheckpointFiles:
+    """The file's folder, with the stamp that the file has now."""
+    with LocalFile(file) as source:
+        return CheckpointFiles(LocalFolder(file.parent), {}, {file.name: source.stamp})
 
 
 def to_memory(start: int, length: int) -> Range:
@@ -90,11 +98,80 @@ def test_a_folder_is_an_error(tmp_path: Path) -> None:
     assert caught.value.code == "checkpoint-read"
 
 
-def test_descriptors_are_closed_when_one_file_is_missing(file: Path, tmp_path: Path) -> None:
+def test_descriptors_are_closed_when_one_file_is_missing(file: Path) -> None:
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
 
-    with pytest.raises(WeightsError, match="No such file"), opened([file, tmp_path / "gone"]):
+    with pytest.raises(WeightsError, match="No such file"), opened(checkpoint(file), [file.name, "gone"]):
         pass
 
     if before:
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- files that somebody writes to ---------------------------------------------------------------------------------
+
+
+def overwrite(file: Path) -> None:
+    """Other bytes, as many; the clock has gone on, whatever its steps are."""
+    file.write_bytes(file.read_bytes()[::-1])
+    then = file.stat().st_mtime_ns + 1
+    os.utime(file, ns=(then, then))
+
+
+def shorten(file: Path) -> None:
+    os.truncate(file, 9_000)
+
+
+def replace(file: Path) -> None:
+    """Another file of the same size and time under the same name."""
+    then = file.stat().st_mtime_ns
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes()[::-1])
+    os.utime(other, ns=(then, then))
+    other.rename(file)
+
+
+@pytest.mark.parametrize("change", [overwrite, shorten, replace])
+def test_a_file_that_changes_after_its_header_was_read(change: Callable[[Path], None], file: Path) -> None:
+    files = checkpoint(file)
+    change(file)
+
+    with pytest.raises(WeightsError) as caught, opened(files, [file.name]):
+        pass
+
+    assert (caught.value.code, caught.value.where) == ("checkpoint-changed", str(file))
+
+
+@pytest.mark.parametrize("change", [overwrite, shorten])
+def test_a_file_that_changes_while_it_is_read(change: Callable[[Path], None], file: Path) -> None:
+    def read_both_halves() -> None:
+        with opened(checkpoint(file), [file.name]) as sources:
+            read_ranges(sources[file.name], [to_memory(0, 5_000)])
+            change(file)
+            read_ranges(sources[file.name], [to_memory(5_000, 5_000)])
+
+    with pytest.raises(WeightsError) as caught:
+        read_both_halves()
+
+    assert caught.value.code == "checkpoint-changed"
+    if change is shorten:
+        assert "it had 10000 bytes, and has 9000 now" in caught.value.message
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_to_its_end(file: Path) -> None:
+    content = file.read_bytes()
+    whole = to_memory(0, 10_000)
+
+    with opened(checkpoint(file), [file.name]) as sources:
+        replace(file)
+        read_ranges(sources[file.name], [whole])
+
+    assert bytes(whole.memory) == content
+
+
+def test_times_of_access_do_not_count(file: Path) -> None:
+    files = checkpoint(file)
+    os.utime(file, ns=(1, file.stat().st_mtime_ns))
+
+    with opened(files, [file.name]):
+        pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import FrameType
 
 import hostile
@@ -25,13 +24,13 @@ from precast.loader.torch_device import CpuDevice
 from precast.loader.weights.parts import param_parts
 from precast.loader.weights.read_plan import Granularity, Job, Plan, plan_reads
 
-FIRST, SECOND = Path("a.safetensors"), Path("b.safetensors")
+FIRST, SECOND = "a.safetensors", "b.safetensors"
 SMALL = Granularity(job=256, direct=64, gap=0)
 
 
-def stored(tensors: Tensors, files: Mapping[str, Path] | None = None) -> dict[str, StoredTensor]:
+def stored(tensors: Tensors, files: Mapping[str, str] | None = None) -> dict[str, StoredTensor]:
     """The tensors one behind the other from byte 100 of their files on; by default there is one file."""
-    ends: dict[Path, int] = {}
+    ends: dict[str, int] = {}
     found = {}
     for name, tensor in tensors.items():
         file = (files or {}).get(name, FIRST)
@@ -46,7 +45,7 @@ def plan(
     tensors: Tensors,
     sizes: Granularity = SMALL,
     *,
-    files: Mapping[str, Path] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan of params that are made by `recipes`."""
     found = stored(tensors, files)
@@ -54,7 +53,7 @@ def plan(
     return plan_reads(assembly, found.__getitem__, sizes)
 
 
-def places(jobs: tuple[Job, ...]) -> list[tuple[Path, int, int]]:
+def places(jobs: tuple[Job, ...]) -> list[tuple[str, int, int]]:
     """(file, first byte, one past the last) of each range that the jobs read, in their order."""
     return [
         (job.file, start, start + length) for job in jobs for ranges in job.ranges for start, length, _ in ranges.each()

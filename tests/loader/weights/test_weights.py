@@ -35,6 +35,7 @@ from precast.ir.graph.schema import (
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes as ir_recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
+from precast.ir.weights.sources import LocalFolder
 from precast.kernels import dtypes
 from precast.loader.placement import Placement, bind_world
 from precast.loader.torch_device import CpuDevice, open_device
@@ -149,7 +150,7 @@ def execute_plan(files: CheckpointFiles, params: Sequence[Param], device: torch.
 
     with PinnedBuffers(open_device(device)) as buffers:
         memory = [tensor.flatten().view(torch.uint8) for tensor in made]
-        num_bytes = read_all(plan, memory, buffers)
+        num_bytes = read_all(plan, memory, buffers, files)
         move_all(plan, memory)
 
     assert num_bytes == sum(ranges.num_bytes for job in plan.jobs for ranges in job.ranges)
@@ -334,6 +335,7 @@ import os, resource, sys
 from pathlib import Path
 import msgspec, torch
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
+from precast.ir.weights.sources import LocalFolder
 from precast.ir.graph.schema import Graph
 from precast.ir.manifest import Checkpoint
 from precast.loader.torch_device import CpuDevice
@@ -391,13 +393,14 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, device: torch.de
     tensors = {f"w{i}": torch.randn(1000, 1000) for i in range(12)}
     files = save(tmp_path, tensors, shards=2)
     second = next(tmp_path.glob("*-00002-of-*"))
-    os.truncate(second, second.stat().st_size - 1)
+    size = second.stat().st_size
+    os.truncate(second, size - 1)
 
     graph = params_graph({n: read(n, tensors) for n in tensors}, tensors)
-    with pytest.raises(WeightsError, match=f"ends at byte {second.stat().st_size}") as caught:
+    with pytest.raises(WeightsError, match=f"it had {size} bytes, and has {size - 1} now") as caught:
         load_weights(graph, Checkpoint(), files, device=open_device(device))
 
-    assert caught.value.code == "checkpoint-read"
+    assert caught.value.code == "checkpoint-changed"
     assert caught.value.where == str(second)
 
 
@@ -414,10 +417,10 @@ def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
 
 def test_params_beyond_all_memory_are_refused_before_their_reads_are_planned(tmp_path: Path) -> None:
     shape = (2**50,)
-    stored = StoredTensor(tmp_path / "sparse", "bfloat16", shape, 0, 2**51)
+    stored = StoredTensor("sparse", "bfloat16", shape, 0, 2**51)
     param = Param("p", TensorType("bfloat16", shape), Cast(Read("w", shape), "bfloat16"))
     graph = params_graph({}, {})
-    files = CheckpointFiles(tmp_path, {"w": stored})
+    files = CheckpointFiles(LocalFolder(tmp_path), {"w": stored})
 
     with pytest.raises(TargetError) as caught:
         load_weights(msgspec.structs.replace(graph, params=(param,)), Checkpoint(), files, device=CpuDevice())

@@ -1,0 +1,62 @@
+"""Ctrl-C and SIGTERM while a command loads or answers: the process ends at once, whatever it is doing.
+
+A load keeps nothing that would have to be undone: no temporary file, no shared memory, no process that outlives it. So
+nothing is unwound, which may take seconds (threads that wait for a server, gigabytes to be freed one by one).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_SHOW_CURSOR = "\x1b[?25h"
+"""Progress bars hide it."""
+
+
+@contextmanager
+def ends_at_once(*, alone: bool = True) -> Iterator[None]:
+    """While open, SIGINT and SIGTERM end the process, with 130 and 143; one that was ignored (`nohup`) stays so.
+
+    A process that isn't `alone`, but has ranks beside it, tells them first: it unwinds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _WORDS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, _end if alone else _unwind)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    word = _WORDS[signal.Signals(number)]
+    with suppress(OSError):  # nobody may be reading any more
+        os.write(2, f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}\n{word}\n".encode())
+    _end_children()
+    os._exit(128 + number)
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def _end_children() -> None:
+    """Compilers that a library has started, where the system lists them."""
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError, ValueError):
+            for child in file.read_text(encoding="ascii").split():
+                os.kill(int(child), signal.SIGKILL)
