@@ -94,7 +94,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def participants(
-    bundle: Path, weights: Path, files: Sequence[Path], device: str, versus: Sequence[str], until: str | None
+    bundle: Path | str, weights: Path, files: Sequence[Path], device: str, versus: Sequence[str], until: str | None
 ) -> list[Participant]:
     """Precast, the floor, torch, and each of the commands `versus`. Raises PrecastError (`option-invalid`)."""
     try:

@@ -21,7 +21,7 @@ CACHES = {"warm": ("warm",), "cold": ("cold",), "both": ("warm", "cold")}
 
 
 def bench(
-    bundle: Path, weights: Path, out: Path | None, *, device: str | None, runs: int, cache: str,
+    bundle: Path | str, weights: Path, out: Path | None, *, device: str | None, runs: int, cache: str,
     versus: Sequence[str], until: str | None, timeout: float,
 ) -> Report:  # fmt: skip
     """Measure starts, write them to `out` if it is given, and report. Raises PrecastError."""
