@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from file_server import serving
 from safetensors.torch import save_file
 from tiny import random_weights, reference_answer, tiny_graph, tiny_model
 from tokenizers_by_hand import letters
@@ -95,6 +96,27 @@ def test_a_bundle_and_a_checkpoint_become_tokens(bundle: Path, checkpoint: Path)
         assert phases["pools"].bytes == 16 * (8 // 2 + 4) * SLAB
         assert phases["pools"].counters["slabs"] * phases["pools"].counters["slab_bytes"] == phases["pools"].bytes
         assert json.loads(engine.timeline.to_json())["phases"][-1]["name"] == "first token"
+
+
+def test_weights_may_be_on_a_server(bundle: Path, checkpoint: Path) -> None:
+    files = {f"m/{file.name}": file.read_bytes() for file in checkpoint.iterdir()}
+
+    with serving(files) as server, load(bundle, weights=f"{server.address}/m", device="cpu") as engine:
+        (answer,) = engine.generate([[9] * 17], SamplingParams(max_tokens=9))
+
+    assert answer.token_ids == reference_answer(WEIGHTS, [9] * 17, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [({"weights": "ftp://host/m"}, "checkpoint-address"), ({"weights_timeout": 0}, "engine-option-invalid")],
+)
+def test_what_can_t_be_weights_is_refused_before_the_bundle_is_read(
+    options: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PrecastError) as caught:
+        load(tmp_path / "no.bundle", **{"weights": tmp_path, "device": "cpu"} | options)
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("reuses", [True, False])

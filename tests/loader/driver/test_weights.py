@@ -5,21 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from file_server import serving
 from hypothesis import assume, given
 from recipe_cases import FLOATS, Tensors, evaluate, params_graph, recipe_sets
 from safetensors.torch import save_file
 
-from precast.ir.graph.schema import Cast, Dtype, Recipe
+from precast.ir.graph.schema import Cast, Dtype, Recipe, Slice
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.dtypes import BY_NAME
 from precast.loader.driver.weights import converted, do_job, move_all, planned, uncovered
+from precast.loader.sources.open import folder_of
 from precast.loader.weights.files import opened
+from precast.loader.weights.jobs import Worker, share
 
 
 def files_of(folder: Path, tensors: Tensors) -> CheckpointFiles:
@@ -82,6 +87,31 @@ def test_what_is_read_into_place_is_not_made_on_the_host(tmp_path: Path) -> None
 
     assert {what.plan.targets[i].name for i in what.on_host} == {"b"}
     assert uncovered(what) == ""
+
+
+def test_a_server_s_files_give_the_same_by_fewer_requests(tmp_path: Path) -> None:
+    """Columns of a wide tensor: here each row is read by itself, from a server a whole job of them at once."""
+    tensors = {"a": torch.randn(8, 40_000)}
+    files_of(tmp_path, tensors)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    graph = params_graph({"a": Slice(params_read("a", tensors), 1, 0, 20_000)}, tensors)
+
+    with serving({"m/model.safetensors": content}) as server:
+        files = CheckpointFiles.open(folder_of(f"{server.address}/m"))
+        what = planned(graph, Checkpoint(), files)
+        made = np.empty(8 * 20_000 * 4, np.uint8)
+
+        @contextmanager
+        def worker() -> Iterator[Worker]:
+            yield lambda job, source: do_job(job, source, 0, memoryview(b""), {}, {0: made}, 0)
+
+        before = len(server.requests)
+        share(what.plan.jobs, worker, 4, what.files)
+        num_requests = len(server.requests) - before
+
+    here = planned(graph, Checkpoint(), CheckpointFiles.open(tmp_path))
+    assert made.tobytes() == bits(tensors["a"][:, :20_000])
+    assert num_requests <= 2 < sum(len(list(ranges.each())) for job in here.plan.jobs for ranges in job.ranges)
 
 
 def test_types_that_are_not_converted_are_named(tmp_path: Path) -> None:

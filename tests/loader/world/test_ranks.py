@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from file_server import serving
 from tiny import reference_answer, tiny_graph
 from tiny_world import WEIGHTS, write, write_checkpoint
 
@@ -98,6 +99,16 @@ def test_ranks_give_the_tokens_of_one_process(world: dict[str, int], bundle: str
     for pid in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_each_rank_reads_weights_from_a_server(axis: str, folder: Path) -> None:
+    files = {f"m/{file.name}": file.read_bytes() for file in (folder / "ckpt").iterdir()}
+
+    options: dict[str, Any] = {"device": "cpu", "weights_timeout": 60.0, axis: 2}
+
+    with serving(files) as server, load(folder / "split.bundle", weights=f"{server.address}/m", **options) as engine:
+        assert tokens(engine) == expected()
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
