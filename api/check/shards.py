@@ -25,11 +25,13 @@ from precast.ir.memory import caches
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.collectives.group import Group
 from precast.kernels.collectives.together import run_stages
+from precast.kernels.registry import target_of
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.tables import PageTables
 from precast.loader.placement import Placement, bind_world, check_world
 from precast.loader.program.restore import restore
+from precast.loader.run.drawing import Drawing
 from precast.loader.run.runner import Runner
 from precast.loader.run.stages import stages_of
 from precast.loader.schedule.requests import Chunk, Request, Step
@@ -201,7 +203,9 @@ def _compute(model: _Model, placement: Placement, groups: Mapping[str, Group]) -
         request.table = tables.new_table()
         tables.grow(request.table, len(request.token_ids))
     limits = EngineLimits(len(PROMPTS), sum(map(len, PROMPTS)), longest)
-    runner = Runner(program, graph, memory, device, limits, stages=stages_of(whole, placement, groups))
+    on = torch.device("cpu")
+    drawing = Drawing(graph, on, target_of(on), stages=stages_of(whole, placement, groups))
+    runner = Runner(program, graph, memory, device, limits, drawing=drawing)
     return _Found([_logits_of_step(runner, requests, lengths) for lengths in STEPS], weights.bytes_needed)
 
 
