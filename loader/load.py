@@ -235,7 +235,7 @@ def follow(
     assert isinstance(side, Follower)
     try:
         loaded = _load_rank(
-            bundle, _Options(**options | {"native": tuple(options["native"])}),
+            bundle, _Options(**options)._replace(native=tuple(options["native"])),
             lambda: place(device, rank=side.rank, tp=side.num_ranks, ep=ep, local_rank=local_rank), world, timeline,
         )  # fmt: skip
         side.gather("loaded", Loaded(timeline.to_json().encode()))
