@@ -697,3 +697,18 @@ def test_bundle_that_is_refused_is_not_written(
         pull(forged(registry, tiny, change), tmp_path / "out.bundle", store=store)
 
     assert not (tmp_path / "out.bundle").exists()
+
+
+def test_proxy_of_the_environment(
+    registry: FakeRegistry, tiny: Bundle, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, f"http://{registry.host}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    push(tiny.path, "registry.example/org/tiny:v1", plain_http=True)
+    found = pull("registry.example/org/tiny:v1", store=store, plain_http=True)
+
+    assert found.digest == tiny.digest
+    assert all(seen.path.startswith("http://registry.example/v2/") for seen in registry.log)
