@@ -132,7 +132,7 @@ def known_ids_launches(target: Target, num_tokens: int) -> tuple[LaunchAt, ...]:
 
 
 def _outside_a_graph(launches: Sequence[Launch], tensors: Mapping[str, Held], sizes: Sizes) -> tuple[LaunchAt, ...]:
-    dtypes = {name: held.type.dtype for name, held in tensors.items()}
+    dtypes: dict[str, Dtype] = {name: held.type.dtype for name, held in tensors.items()}
     return tuple(_at(_keyed(launch, dtypes), tensors, sizes) for launch in launches)
 
 
@@ -230,7 +230,7 @@ class _Walk:
             use = use_of(node, self._types[function], self._target, self._statics[function])
             found = cases(use)
             records = {case.choice.record.name: case.choice.record for case in found}
-            types = {name: operand.type.dtype for name, operand in use.operands.items()}
+            types: dict[str, Dtype] = {name: operand.type.dtype for name, operand in use.operands.items()}
             types |= {f"out.{i}": value.type.dtype for i, value in enumerate(node.outputs)}
             for name, arg in node.args.items():
                 if isinstance(arg, Items):
