@@ -115,7 +115,8 @@ def _worker(jobs: Sequence[Job], folder: Path) -> list[Made]:
     )  # fmt: skip
     if run.returncode != 0:
         last = run.stderr.decode(errors="replace").strip()[-2000:]
-        raise BuildError("compile-failed", f"a kernel doesn't compile for this target:\n{last}")
+        fix = "leave this --target out: its kernels are then compiled at load; and report the message"
+        raise BuildError("compile-failed", f"a kernel doesn't compile for this target:\n{last}", fix=fix)
     return msgspec.json.decode(run.stdout, type=list[Made])
 
 

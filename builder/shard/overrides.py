@@ -33,7 +33,8 @@ def read_overrides(path: Path) -> Overrides:
     try:
         data = read_file(path, limits.MAX_CONFIG_BYTES)
     except OSError as error:
-        raise BuildError(CODE, f"the file can't be read: {error.strerror}", where=str(path)) from error
+        message = f"the file can't be read: {error.strerror}"
+        raise BuildError(CODE, message, where=str(path), fix="check the path and who may read it") from error
     try:
         if len(data) > limits.MAX_CONFIG_BYTES:
             raise ValueError(f"it has more than {limits.MAX_CONFIG_BYTES} bytes")

@@ -77,11 +77,11 @@ def test_bundle_needs_no_torch() -> None:
     assert "torch" not in after("assert precast.Bundle.open and issubclass(precast.RequestError, ValueError)")
 
 
-def test_load_does_without_the_builder() -> None:
+def test_load_does_without_the_builder_and_chooses_before_it_imports_torch() -> None:
     loaded = after("precast.load, precast.SamplingParams(max_tokens=1)")
 
-    assert "torch" in loaded
-    assert loaded & {"transformers", "precast.builder", "precast.builder.build"} == set()
+    assert "precast.loader.load" in loaded
+    assert loaded & {"torch", "transformers", "precast.builder", "precast.builder.build"} == set()
 
 
 def test_build_without_transformers_says_what_to_install() -> None:
