@@ -302,7 +302,7 @@ def _step(node: ir.Node, types: Mapping[str, ir.TensorType], use: Use, most: Siz
     if is_view(use):
         return _Step(node, (), {})
     tensors = dict(_tensors(node))
-    kinds = {name: types[value].dtype for name, value in tensors.items()}
+    kinds: dict[str, ir.Dtype] = {name: types[value].dtype for name, value in tensors.items()}
     kinds |= {f"out.{i}": value.type.dtype for i, value in enumerate(node.outputs)}
     known: dict[str, tuple[_Keyed, ...]] = {}
     ways = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from pathlib import Path
 
@@ -74,17 +75,23 @@ def test_time_ends_with_the_first_output() -> None:
 
 
 def test_what_it_started_ends_too(tmp_path: Path) -> None:
+    """A pipe that it and its child hold has no writer left when both are gone."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     code = f"""
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+pipe = open({str(pipe)!r}, "w")
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], pass_fds=[pipe.fileno()])
 print("ready", flush=True)
 child.wait()
 """
-    start(participant(code), 60.0)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        start(participant(code), 60.0)
 
-    status = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+        assert select.select([reader], [], [], 60.0)[0] == [reader]
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize(
