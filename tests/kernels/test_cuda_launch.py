@@ -16,6 +16,7 @@ from cuda.bindings import driver
 
 from precast.kernels import cuda_launch, gpu_launch
 from precast.kernels.cuda_launch import At, Kernel
+from precast.kernels.native import Native
 from precast.kernels.records import Launch, Pointer, Stride
 
 STREAM = 0x7F00_1000
@@ -95,7 +96,7 @@ def test_arguments_are_read_from_tensors_and_sizes(noted: Driver, monkeypatch: p
     monkeypatch.setattr(gpu_launch, "function_of", lambda named, constants, device: driver.CUfunction(device))
     args = (Pointer("x"), Stride("x", 1), None, "T", Pointer("workspace", "float32", "T"), 0.0, 3, Pointer("x"), "B")
     launch = Launch("f.cu:k", ("B", 4), args, block=32)
-    run = gpu_launch.run_of(launch, {"B": 0, "T": 1}, lambda tensors, sizes: [], 2)
+    run = gpu_launch.run_of(launch, {"B": 0, "T": 1}, lambda tensors, sizes: [], 2, nowhere())
     x, workspace = torch.zeros(3, 4).t(), torch.zeros(99, dtype=torch.uint8)
     noted.num_args = len(args)
 
@@ -105,6 +106,11 @@ def test_arguments_are_read_from_tensors_and_sizes(noted: Driver, monkeypatch: p
     (found,) = noted.launches
     assert (found.function, found.grid, found.stream) == (2, (6, 4, 1), STREAM + 2)
     assert found.args == [x.data_ptr(), 4, 0, 5, workspace.data_ptr() + 5, 0, 3, x.data_ptr(), 6]
+
+
+def nowhere() -> gpu_launch.Lookup:
+    """Where no kernel is found, so that each is compiled, and counted."""
+    return gpu_launch.Lookup(Native(), "a launch")
 
 
 class Compiled:
@@ -127,7 +133,8 @@ def test_tritons_kernels_are_told_apart_by_kinds_of_arguments(noted: Driver, mon
     def read_args(tensors: Mapping[str, torch.Tensor], sizes: Sequence[int]) -> list[Any]:
         return [tensors["x"].data_ptr() % 16, sizes[0]]
 
-    run = gpu_launch.run_of(launch, {"T": 0}, read_args, 0)
+    lookup = nowhere()
+    run = gpu_launch.run_of(launch, {"T": 0}, read_args, 0, lookup)
     aligned = torch.zeros(64, dtype=torch.uint8)
     assert aligned.data_ptr() % 16 == 0
     noted.num_args = 2
@@ -149,6 +156,7 @@ def test_tritons_kernels_are_told_apart_by_kinds_of_arguments(noted: Driver, mon
         run({"x": aligned[start:]}, (size,))
 
     assert [each.function for each in noted.launches] == [1, 1, 2, 3, 4, 5, 6, 7, 6, 1, 6, 3]
+    assert lookup.native.compilations == 7
     assert [tuple(each) for each in compiled.seen] == [
         (0, 5), (0, 1), (0, 32), (0, 2**31 + 1), (0, 2**31), (3, 5), (3, 1),
     ]  # fmt: skip
@@ -160,7 +168,8 @@ def test_what_is_remembered_of_arguments_has_a_bound(noted: Driver, monkeypatch:
     monkeypatch.setattr(gpu_launch, "_compiled", compiled)
     monkeypatch.setattr(gpu_launch, "_MANY", 3)
     launch = Launch("m:k", (1,), (Pointer("x"), "T"))
-    kernels = gpu_launch._Triton(launch, gpu_launch._Given(launch, {"T": 0}), lambda tensors, sizes: [])
+    wanted = gpu_launch._Kernels(launch, gpu_launch._Given(launch, {"T": 0}), 0, nowhere())
+    kernels = gpu_launch._Triton(wanted, lambda tensors, sizes: [])
     for size in range(3, 15):
         kernels.kernel_for([16], [size], {}, (size,))
 

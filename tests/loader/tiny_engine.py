@@ -106,7 +106,8 @@ class Interrupts:
 
 def poison(places: Places, number: int) -> None:
     """Let all places hold this number, lengths and pages too; whatever a step needs it has to write again."""
-    for tensor in places.widest.tensors.values():
-        tensor.fill_(number)
+    with torch.inference_mode():  # as steps see them
+        for tensor in places.widest.tensors.values():
+            tensor.fill_(number)
     for host in places._hosts:  # on a CPU they are the places, and hold nothing of the last step any more
         host._written = {}
