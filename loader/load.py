@@ -145,7 +145,7 @@ def _load_with_driver(options: LoadOptions, timeline: Timeline, *, must: bool) -
 
     began, num_phases = time.perf_counter(), len(timeline.phases)
     try:
-        context = begin(options.device, timeline)
+        context = begin(options.device)
     except TargetError:
         if must:
             raise

@@ -5,16 +5,24 @@ Imports little, so that it is soon begun.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from precast.ir.errors import RequestError
 from precast.loader.driver import library
 from precast.loader.driver.device import DriverDevice
-from precast.loader.timeline import Timeline
 
 
-def begin(device: Any, timeline: Timeline) -> Future[DriverDevice]:
+class Begun(NamedTuple):
+    """A device with its context, whose making began at `start` (of `time.perf_counter`) and took so many seconds."""
+
+    device: DriverDevice
+    start: float
+    seconds: float
+
+
+def begin(device: Any) -> Future[Begun]:
     """The GPU that is asked for, the first if none is said, once its context is made.
 
     Raises TargetError where there is no driver, RequestError for what is no GPU. The future raises TargetError for a
@@ -23,14 +31,15 @@ def begin(device: Any, timeline: Timeline) -> Future[DriverDevice]:
     index = _index(device)
     library.function("cuInit")
     pool = ThreadPoolExecutor(1, thread_name_prefix="precast-context")
-    made = pool.submit(_opened, index, timeline)
+    made = pool.submit(_opened, index)
     pool.shutdown(wait=False)
     return made
 
 
-def _opened(index: int, timeline: Timeline) -> DriverDevice:
-    with timeline.phase("context"):
-        return DriverDevice(index)
+def _opened(index: int) -> Begun:
+    start = time.perf_counter()
+    device = DriverDevice(index)
+    return Begun(device, start, time.perf_counter() - start)
 
 
 def _index(device: Any) -> int:

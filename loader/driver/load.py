@@ -26,6 +26,7 @@ from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
 from precast.loader.device import Buffer
 from precast.loader.driver import weights
+from precast.loader.driver.context import Begun
 from precast.loader.driver.coverage import UnfitError, covered, most_sizes
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.kernels import Kernels, missing
@@ -44,7 +45,7 @@ from precast.loader.timeline import Timeline
 
 
 def load_with_driver(
-    options: LoadOptions, timeline: Timeline, context: Future[DriverDevice], *, layer: NativeLayer | None = None
+    options: LoadOptions, timeline: Timeline, context: Future[Begun], *, layer: NativeLayer | None = None
 ) -> Engine:
     """See `precast.loader.load.load`. Raises UnfitError, before a tensor is read, for a model that it doesn't run.
 
@@ -60,7 +61,9 @@ def load_with_driver(
             raise UnfitError("the bundle has no native layer", opened)
         files = CheckpointFiles.open(folder)
         has_library = cublaslt.is_installed()  # it is loaded, while the context is made
-        device = context.result()
+        begun = context.result()
+        timeline.add("context", start=begun.start, seconds=begun.seconds)
+        device = begun.device
         target = target_of(device, _table(opened, device) if options.table is None else options.table)
         if not has_library:
             target = target._replace(kinds=target.kinds - {"library"})

@@ -74,6 +74,11 @@ def test_time_ends_with_the_first_output() -> None:
     start(participant("import sys, signal; sys.stderr.write('a\\nready now\\n'); signal.pause()", "^ready"), 60.0)
 
 
+def test_another_line_than_the_one_that_is_waited_for_is_no_output() -> None:
+    with pytest.raises(PrecastError, match="it ended with 3: not yet"):
+        start(participant("import sys; print('not yet', file=sys.stderr); raise SystemExit(3)", "^ready"), 60.0)
+
+
 def test_what_it_started_ends_too(tmp_path: Path) -> None:
     """A pipe that it and its child hold has no writer left when both are gone."""
     pipe = tmp_path / "pipe"
@@ -100,6 +105,7 @@ child.wait()
         ("raise SystemExit('no such model')", "it ended with 1: no such model"),
         ("pass", "it ended with 0: it said nothing"),
         ("import signal; signal.pause()", "no output in time"),
+        ("import sys; sys.stderr.write('no\\n'); raise SystemExit(3)", "it ended with 3: no"),
     ],
 )
 def test_commands_without_output(code: str, message: str) -> None:

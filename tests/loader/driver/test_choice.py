@@ -11,7 +11,6 @@ import pytest
 from precast.builder.build import build
 from precast.ir.errors import RequestError, TargetError
 from precast.loader.driver import context
-from precast.loader.driver.device import DriverDevice
 from precast.loader.load import load
 from precast.loader.timeline import Timeline
 
@@ -53,9 +52,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(options: Any, timeline: Timeline) -> None:
         raise _Loaded(getattr(options.bundle, "path", "not opened"))
 
-    def begun(device: object, timeline: Timeline) -> Future[DriverDevice]:
-        with timeline.phase("context"):
-            return Future()
+    def begun(device: object) -> Future[context.Begun]:
+        return Future()
 
     monkeypatch.setattr(context, "begin", begun)
     monkeypatch.setattr("precast.loader.torch_load.load_with_torch", loaded)
