@@ -25,7 +25,7 @@ from precast.builder.graph.context import Options
 from precast.builder.lower.lower import lower, refuse_unknown_ops
 from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
-from precast.builder.native.layer import native_layer, target_named
+from precast.builder.native.layer import check_worlds, native_layer, target_named, worlds_named
 from precast.builder.passes.graph_pass import Pass
 from precast.builder.shard.compared import compared
 from precast.builder.shard.overrides import read_overrides
@@ -57,8 +57,8 @@ def build(
     source: str | Path | PreTrainedConfig, out: str | Path, *, dtype: str = "auto", max_seq_len: int | None = None,
     page_size: int | None = None, kv_dtype: str = "auto", shard_plan: str | Path | None = None,
     disabled_passes: Collection[str] = (), snapshots: str | Path | None = None, snapshot_after: str | None = None,
-    dump: str | Path | None = None, targets: Sequence[str] = (), choices: Sequence[Table] = (),
-    allow_remote_code: bool = False, model_type: str | None = None,
+    dump: str | Path | None = None, targets: Sequence[str] = (), worlds: Sequence[str] = (),
+    choices: Sequence[Table] = (), allow_remote_code: bool = False, model_type: str | None = None,
     check: Callable[[PreTrainedConfig], None] | None = None, progress: Progress | None = None,
 ) -> Bundle:  # fmt: skip
     """Build the bundle of a Hugging Face decoder, without weights and without a GPU, and publish it at `out`.
@@ -83,6 +83,8 @@ def build(
         targets: GPUs, such as sm_90, whose kernels are compiled now and stored as native layers of the bundle. They
             are code, so a load takes them from whom it trusts only (docs/native.md); this user and this machine are
             recorded as one who does.
+        worlds: numbers of ranks, such as `tp=2` or `tp=4,ep=2`, whose every rank finds its kernels there; none: one
+            rank alone (`tp=1`), which is not among others unless it is named.
         choices: measured tables with which the bundle may be loaded, beside those that come with Precast: the kernels
             of their choices are compiled too.
         dump: a directory that gets the graph after each pass as text.
@@ -105,7 +107,7 @@ def build(
     opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)
     facts = config_facts(opened)
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype, shard_plan)
-    gpus = [target_named(name) for name in dict.fromkeys(targets)]
+    gpus, among = [target_named(name) for name in dict.fromkeys(targets)], worlds_named(worlds)
     notes = _notes(opened, dtype)
     if snapshot_after is not None and snapshots is None:
         message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
@@ -126,7 +128,8 @@ def build(
     graph = _planned(graph)
     if gpus:
         say("kernels")
-    native = [native_layer(graph, gpu, choices) for gpu in gpus]
+        check_worlds(graph, among)
+    native = [native_layer(graph, gpu, choices, among) for gpu in gpus]
     say("pack")
     packed = pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,

@@ -79,7 +79,8 @@ class NativeLayer(Wire, frozen=True):
     `compilers`: the versions that made them, by name. `sources`: the modules and files of `precast.kernels` that they
     are made from, with the SHA-256 of each: a Precast with others can't tell what the kernels do. `driver`: the least
     version of CUDA that a driver must have to load them, as `cuDriverGetVersion` counts (12040 is 12.4).
-    `images`: cubins by their SHA-256, in hexadecimal.
+    `images`: cubins by their SHA-256, in hexadecimal. `worlds`: for which numbers of ranks that share a layer, and of
+    parts of the experts, it has what every rank launches; none: for one rank alone.
     """
 
     target: str
@@ -88,6 +89,21 @@ class NativeLayer(Wire, frozen=True):
     sources: dict[str, str]
     kernels: tuple[NativeKernel, ...]
     images: dict[str, bytes]
+    worlds: tuple[tuple[int, int], ...] = ()
+
+    def covers(self, tp: int, ep: int) -> bool:
+        """Whether it has what the ranks of this world launch."""
+        return (tp, ep) in (self.worlds or ((1, 1),))
+
+    @property
+    def worlds_text(self) -> str:
+        """The worlds that it is for, as options name them: `tp=1`, or `tp=2 and tp=4,ep=2`."""
+        return " and ".join(world_text(tp, ep) for tp, ep in self.worlds or ((1, 1),))
+
+
+def world_text(tp: int, ep: int) -> str:
+    """The world as options name it."""
+    return f"tp={tp}" if ep == 1 else f"tp={tp},ep={ep}"
 
 
 def takes(aligned: Sequence[int], ones: Sequence[int], narrow: Sequence[int], values: Sequence[int]) -> bool:
@@ -114,6 +130,7 @@ def check(layer: NativeLayer) -> None:
         ("kernels", len(layer.kernels), limits.MAX_KERNELS),
         ("images", len(layer.images), limits.MAX_KERNELS),
         ("sources", len(layer.sources), limits.MAX_KERNELS),
+        ("worlds", len(layer.worlds), limits.MAX_KERNELS),
     ):
         if found > limit:
             raise BundleError("limit-exceeded", f"native: {found} {what}; at most {limit} are allowed")
@@ -136,6 +153,10 @@ def _problems(layer: NativeLayer) -> Iterator[str]:
             yield f"image {shown(digest)} has another content than its digest says"
         elif not image.startswith(_ELF):
             yield f"image {digest} is no cubin"
+    if list(layer.worlds) != sorted({*layer.worlds}) or layer.worlds == ((1, 1),):
+        yield "the worlds are not in their order, each once; that of one rank alone is not listed"
+    if any(tp < 1 or ep < 1 or tp % ep for tp, ep in layer.worlds):
+        yield "a world has no ranks, or parts of the experts that don't divide them"
     unused = sorted(layer.images.keys() - {kernel.image for kernel in layer.kernels})
     if unused:
         yield f"no kernel is in image {', '.join(some(unused))}"

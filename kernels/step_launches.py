@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import references
+from precast.ir.graph.normed_sums import BOTH
 from precast.ir.graph.schema import (
     Arg,
     Block,
@@ -33,10 +34,12 @@ from precast.ir.memory.strides import Layout
 from precast.ir.memory.views import view_of
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.choices import Case, case_for, cases, fastest
+from precast.kernels.collectives.launches import Among, graph_launches, norm_after
 from precast.kernels.embedding.known_ids import launches as known_ids
 from precast.kernels.launch_key import forms, launch_key
 from precast.kernels.records import Launch, Pointer, Record, Stride
-from precast.kernels.sampling.limits import PARAMETERS, SAMPLE_VERSION
+from precast.kernels.sampling.launches import held_offsets, sample_part, told
+from precast.kernels.sampling.limits import PARAMETERS, SAMPLE_VERSION, row_bytes
 from precast.kernels.use import Target, Use, statics_in, types_in, use_of
 
 Sizes = Mapping[str, int]
@@ -90,7 +93,7 @@ class NodeAt(NamedTuple):
     """A node as it runs: what computes it, its tensors by the names that launches give them, and its launches.
 
     Without launches the record names a function, or the result is a view of an argument. `within` are launches that
-    such a function makes between others' kernels, of its first rows.
+    such a function makes between others' kernels: of its first rows, or the norm of what others have added up.
     """
 
     node: Node
@@ -119,6 +122,58 @@ def drawing_launches(logits: TensorType, target: Target, num_rows: int, *, captu
     tensors = {name: _outside(name, kind, "input") for name, kind in types.items()}
     tensors["out.0"] = _outside("tokens", drawn.type, "value")
     return _outside_a_graph(record.runs(use_of(node, types, target)), tensors, {})
+
+
+class DrawnPart(NamedTuple):
+    """What a rank draws from: its columns of the logits of a vocabulary of `size` tokens."""
+
+    among: Among
+    size: int
+    columns: int
+
+
+def part_drawing_launches(
+    dtype: Dtype, target: Target, num_rows: int, part: DrawnPart, *, most_rows: int = 1, limit: int = 1
+) -> tuple[LaunchAt, ...]:
+    """What draws a token for each of so many rows where each rank has a part of the logits, [R, columns] of `dtype`.
+
+    Beside `logits`, `tokens` and the parameters, they work on `held` of `row_bytes` a row, on `whole` [R, size], on
+    `calls`, and on the ranks' memory `peer.0`, ..., which is that of `most_rows`. `limit`: nanoseconds to wait.
+    """
+    (rank, count), size, columns = part
+    pdl = target.capability >= (9, 0)
+    made = sample_part(num_rows, size, columns, rank, count, pdl=pdl)
+    kinds: dict[str, TensorType] = {name: TensorType(each, (num_rows,)) for name, each in PARAMETERS.items()}
+    kinds |= {"logits": TensorType(dtype, (num_rows, columns)), "whole": TensorType(dtype, (num_rows, size))}
+    kinds["held"] = TensorType("uint8", (num_rows * row_bytes(),))
+    tensors = {name: _outside(name, kind, "input") for name, kind in kinds.items()}
+    tensors["out.0"] = _outside("tokens", TensorType("int64", (num_rows,)), "value")
+    by_name = {name: tensors["held"]._replace(offset=offset) for name, offset in held_offsets(num_rows).items()}
+    word = TensorType("uint8", (1,))
+    by_name |= {name: _outside(name, word, "input") for name in ("calls", *(f"peer.{i}" for i in range(count)))}
+    by_name |= {name: tensors[name] for name in ("logits", "whole")}
+    sizes = {"rows": num_rows, "splits": made.splits, "stride": columns, "most_rows": most_rows, "limit": limit}
+    scanned, drawn = (
+        _outside_a_graph([told(name, part.among, size, columns, dtype, pdl=pdl)], by_name, sizes)
+        for name in ("scanned", "drawn")
+    )
+    scan, listed, finish = (_outside_a_graph(each, tensors, {}) for each in (made.scan, made.list, made.finish))
+    return (*scan, *scanned, *listed, *drawn, *finish)
+
+
+class Named(NamedTuple):
+    """A launch whose numbers are not known yet, and what is known of its kernel."""
+
+    launch: Launch
+    key: str
+    forms: tuple[str, ...]
+
+
+def sums_launched(graph: Graph, target: Target, among: Among) -> list[Named]:
+    """What a rank's graph launches where its GPU and the others' write each other's memory, in steps of any size."""
+    made = graph_launches(graph, among, pdl=target.capability >= (9, 0))
+    known = [forms(launch, lambda pointer: "uint8") for launch in made]
+    return [Named(launch, launch_key(launch, each), each) for launch, each in zip(made, known, strict=True)]
 
 
 def known_ids_launches(target: Target, num_tokens: int) -> tuple[LaunchAt, ...]:
@@ -167,6 +222,7 @@ class _Walk:
         self._types = {name: types_in(function) for name, function in functions.items()}
         self._statics = {name: statics_in(function) for name, function in functions.items()}
         self._chosen: dict[int, _Chosen] = {}
+        self._norms: dict[int, Node] = {}
 
     def main(self) -> Iterator[NodeAt]:
         """The nodes of `main`, and of the blocks that it calls."""
@@ -209,7 +265,12 @@ class _Walk:
             memory = Memory("value", returned.get(value.name, value.name), "" if value.name in returned else function)
             frame[value.name] = tensors[f"out.{i}"] = self._result(node, value, frame, memory, record)
         made = tuple(_at(keyed, tensors, self._sizes) for keyed in chosen.launches.get(record.name, ()))
-        return NodeAt(node, record, tensors, made, self._within(record, chosen.use))
+        within = self._within(record, chosen.use)
+        if node.op == BOTH:
+            norm = self._of(self._norms.setdefault(id(node), norm_after(node)), function)
+            found = norm.launches.get(case_for(norm.cases, self._sizes).choice.record.name, ())
+            within += tuple(_at(keyed, tensors, self._sizes) for keyed in found)
+        return NodeAt(node, record, tensors, made, within)
 
     def _within(self, record: Record, use: Use) -> tuple[LaunchAt, ...]:
         """What a function launches by itself over a part of a node's rows, as it lies in new memory."""

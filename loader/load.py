@@ -75,7 +75,8 @@ def load(
     So may those that this user compiled on this machine, and those that a trust policy lets in: `trust` is the file of
     one, or rules of your own in place of all that; None: the user's and the system's policy (docs/trust.md). Where none
     is used, kernels are compiled as they are first launched; the timeline says which it is, and why (docs/native.md).
-    Layers are for one rank alone; of several, most kernels are compiled.
+    A layer is for the numbers of ranks that it was built for; others find some of their kernels in it. Of several ranks
+    all use it, each by the same rules, or none does.
 
     `tp`: so many ranks share each layer, each a process with a GPU of its own, and `ep`, which divides `tp`, says over
     how many groups of them experts are split. `pp`: the layers are divided over so many stages of `tp` ranks each, for

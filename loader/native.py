@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from precast.ir.artifact import Bundle
 from precast.ir.bundle.trust import Allowed, AnyOf, MadeHere, Refusal, Trust, folder_of_layers
 from precast.ir.errors import TargetError, some
-from precast.ir.native import NativeLayer
+from precast.ir.native import NativeLayer, world_text
 from precast.kernels.sources import file_digest
 
 
 class Chosen(NamedTuple):
-    """The layer, None for none, and a sentence on it for whoever asks why."""
+    """The layer, None for none, and a sentence on it for whoever asks why. `digest` is that of the bundle's layer for
+    the target, used or not; `lacks` says for which world the layer wasn't made, or nothing."""
 
     layer: NativeLayer | None
     note: str
+    digest: str = ""
+    lacks: str = ""
 
 
 def choose(
-    bundle: Bundle, target: str, *, allowed: Sequence[str] = (), trust: Trust | None = None, cuda: int | None = None
-) -> Chosen:
+    bundle: Bundle, target: str, *, allowed: Sequence[str] = (), trust: Trust | None = None, cuda: int | None = None,
+    world: tuple[int, int] = (1, 1), agree: Callable[[Chosen], Chosen] | None = None,
+) -> Chosen:  # fmt: skip
     """The native layer of an opened bundle for a target such as sm_90, where it is admitted and fits this machine.
 
     `allowed`: digests of layers or bundles that may be used whoever made them. `trust`: what else lets a layer in;
-    None: a record of what was compiled here. `cuda`: the version of CUDA that the driver has, `cuda_version`.
+    None: a record of what was compiled here. `cuda`: the version of CUDA that the driver has, `cuda_version`. `world`:
+    how many ranks share a layer, and in how many parts experts are; a layer that wasn't made for so many is used for
+    the kernels that it has. `agree`: what ranks make of it together.
 
     Raises TargetError `native-refused` where a digest is allowed and no layer is used.
     """
@@ -35,7 +41,9 @@ def choose(
     if not bundle.native:
         found = Chosen(None, "kernels are compiled here: the bundle has no native layer")
     else:
-        found = _of_target(bundle, target, rules, cuda_version() if cuda is None else cuda)
+        found = _of_target(bundle, target, rules, cuda_version() if cuda is None else cuda, world)
+    if agree is not None:
+        found = agree(found)
     if allowed and found.layer is None:
         raise TargetError(
             "native-refused", f"--allow-native is given, and {found.note}", where=str(bundle.path),
@@ -45,7 +53,7 @@ def choose(
     return found
 
 
-def _of_target(bundle: Bundle, target: str, rules: Trust, cuda: int) -> Chosen:
+def _of_target(bundle: Bundle, target: str, rules: Trust, cuda: int, world: tuple[int, int]) -> Chosen:
     layer = bundle.native.get(target)
     if layer is None:
         listed = ", ".join(sorted(bundle.native))
@@ -54,11 +62,15 @@ def _of_target(bundle: Bundle, target: str, rules: Trust, cuda: int) -> Chosen:
     answer = rules.admits(bundle.digest, digest)
     if isinstance(answer, Refusal):
         said = f"kernels are compiled here: native layer {digest} is not trusted, as {answer.why}"
-        return Chosen(None, said)
+        return Chosen(None, said, digest)
     unfit = _unfit(layer, cuda)
     if unfit is not None:
-        return Chosen(None, f"kernels are compiled here: native layer {digest} {unfit}")
-    return Chosen(layer, f"kernels are those of native layer {digest}: it is {answer.rule}")
+        return Chosen(None, f"kernels are compiled here: native layer {digest} {unfit}", digest)
+    note = f"kernels are those of native layer {digest}: it is {answer.rule}"
+    if layer.covers(*world):
+        return Chosen(layer, note, digest)
+    lacks = f"it was compiled for {layer.worlds_text}, not for {world_text(*world)}"
+    return Chosen(layer, f"{note}; {lacks}, so what it lacks is compiled here", digest, lacks)
 
 
 def _unfit(layer: NativeLayer, cuda: int) -> str | None:

@@ -56,6 +56,12 @@ class LoadOptions(NamedTuple):
 
         return EngineLimits(self.max_num_seqs, self.max_num_tokens, max_seq_len, self.cache_bytes)
 
+    def rules_text(self) -> str:
+        """What decides on native layers, in words that are equal for equal rules."""
+        from precast.ir.trust.loading import rules_text
+
+        return rules_text(self.trust, self.native)
+
     def rules(self, bundle: Bundle) -> Trust:
         """What lets the opened bundle's native layers in. Raises what `precast.ir.trust.loading.rules_of` raises."""
         from precast.ir.trust.loading import rules_of

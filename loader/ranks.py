@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from precast.ir.artifact import Bundle
-from precast.ir.bundle.trust import MadeHere, folder_of_layers
 from precast.ir.errors import PrecastError, RequestError, TargetError
 from precast.kernels.measured import read_table
 from precast.loader.engine.engine import Engine
@@ -51,6 +51,8 @@ class _Given(NamedTuple):
     choices: str | None
     capture: Capture | None
     native: list[str]
+    trust: str | None
+    repository: str | None
     pp: int
     weights_timeout: float
 
@@ -60,16 +62,16 @@ class _Given(NamedTuple):
         return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if name not in _OWN)
 
     def options(self, bundle: str | Bundle, device: str | torch.device | None) -> LoadOptions:
-        """The same for a load. Rank 0 has asked the trust policy for all, which have the same bundle."""
+        """The same for a load. Each rank asks the trust policy by itself."""
         table = None if self.choices is None else read_table(Path(self.choices))
         return LoadOptions(
             bundle, self.weights, device, self.max_num_seqs, self.max_num_tokens, None, self.cache_bytes, True,
-            self.allow_config_mismatch, table, self.capture, self.native, MadeHere(folder_of_layers()),
-            weights_timeout=self.weights_timeout,
+            self.allow_config_mismatch, table, self.capture, self.native, self.trust, self.repository,
+            self.weights_timeout,
         )  # fmt: skip
 
 
-_OWN = ("weights", "choices", "native", "weights_timeout")
+_OWN = ("weights", "choices", "native", "trust", "repository", "weights_timeout")
 
 
 def load_with_ranks(
@@ -94,11 +96,13 @@ def load_with_ranks(
     ranks = ranks._replace(tp=tp)
     opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
     check_world(tp, ranks.ep, opened.graph, pp=ranks.pp)
-    options = options._replace(bundle=opened, trust=options.rules(opened))
+    options = options._replace(bundle=opened)
+    options.rules(opened)  # a bundle that is kept out is refused before anything is started
     given = _Given(
         str(options.weights), options.max_num_seqs, options.max_num_tokens, options.cache_bytes,
         options.allow_config_mismatch, None if choices is None else str(choices), options.capture,
-        list(options.native), ranks.pp, options.weights_timeout,
+        list(options.native), str(options.trust) if isinstance(options.trust, (str, os.PathLike)) else None,
+        options.repository, ranks.pp, options.weights_timeout,
     )  # fmt: skip
     with timeline.phase("ranks"):
         world = _join(opened, given, found, ranks, options.device, waits)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -44,8 +45,9 @@ from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size, tensor_of
 from precast.loader.weights.stream import load_weights, params_bytes
 from precast.loader.weights.workers import PinnedBuffers
-from precast.loader.world.meet import meet, size_of_all
+from precast.loader.world.meet import meet
 from precast.loader.world.start import World
+from precast.loader.world.together import agreed, size_of_all
 
 if TYPE_CHECKING:
     from precast.kernels.sampling.on_ranks import PartSampler
@@ -106,9 +108,8 @@ def load_rank(
             if not options.allow_config_mismatch:
                 config_facts.check(opened.manifest.config, folder)
             table = _sealed(opened, target) if options.table is None else options.table
-            what, phase.note = _with_native(
-                target_of(on, table)._replace(tp=placement.tp), opened, options.native, rules
-            )
+            what = target_of(on, table)._replace(tp=placement.tp)
+            what, phase.note = _with_native(what, opened, options, rules, placement, ranks)
             files = CheckpointFiles.open(folder)
             groups: dict[str, Group] = {}
             part = sampler = None
@@ -193,11 +194,17 @@ def _sealed(bundle: Bundle, device: Device) -> Table | None:
     return next((table for table in tables.values() if table.machine == machine), None)
 
 
-def _with_native(target: Target, bundle: Bundle, allowed: Sequence[str], trust: Trust) -> tuple[Target, str]:
-    """The target with the kernels that are compiled already, and a word on where they come from; none for CPUs."""
+def _with_native(
+    target: Target, bundle: Bundle, options: LoadOptions, trust: Trust, placement: Placement, ranks: Ranks | None
+) -> tuple[Target, str]:
+    """The target with the kernels that are compiled already, and a word on where they come from; none for CPUs. Ranks
+    use the same layer, or none of them does."""
     if target.device == "cpu":
         return target, ""
-    chosen = choose(bundle, target.text, allowed=allowed, trust=trust)
+    agree = None if ranks is None else partial(agreed, ranks.world.side, rules=options.rules_text())
+    chosen = choose(
+        bundle, target.text, allowed=options.native, trust=trust, world=(placement.tp, placement.ep), agree=agree
+    )
     return target._replace(native=Native(chosen.layer)), chosen.note
 
 

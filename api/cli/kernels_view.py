@@ -12,6 +12,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Graph, Node, Steps
 from precast.ir.graph.world import unsharded
+from precast.ir.native import world_text
 from precast.kernels.choices import Case, cases
 from precast.kernels.measured import NOTHING
 from precast.kernels.use import Target, Use, uses_in
@@ -54,6 +55,7 @@ def _layers(bundle: Bundle) -> list[dict[str, Any]]:
     return [
         {
             "target": target,
+            "worlds": [world_text(*world) for world in layer.worlds or ((1, 1),)],
             "digest": stored[target].digest,
             "bytes": stored[target].size,
             "image_bytes": sum(map(len, layer.images.values())),
@@ -66,12 +68,14 @@ def _layers(bundle: Bundle) -> list[dict[str, Any]]:
 
 
 def _layers_text(layers: list[dict[str, Any]]) -> str:
-    rows = [("native layer", "kernels", "bytes", "unpacked", "CUDA of the driver", "compilers", "digest")]
+    rows = [("native layer", "ranks", "kernels", "bytes", "unpacked", "CUDA of the driver", "compilers", "digest")]
     for layer in layers:
         compilers = ", ".join(f"{name} {version}" for name, version in layer["compilers"].items())
         count, needs = sum(layer["kernels"].values()), f"{layer['cuda'] // 1000}.{layer['cuda'] % 1000 // 10}"
         sizes = (f"{layer['bytes']:,}", f"{layer['image_bytes']:,}")
-        rows.append((layer["target"], str(count), *sizes, needs, compilers, layer["digest"]))
+        rows.append(
+            (layer["target"], " and ".join(layer["worlds"]), str(count), *sizes, needs, compilers, layer["digest"])
+        )
     return table(rows)
 
 

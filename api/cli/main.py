@@ -139,6 +139,10 @@ def main() -> None:
     help="Compile the kernels for GPUs of this compute capability (sm_90) into the bundle; may be repeated.",
 )  # fmt: skip
 @click.option(
+    "--world", "worlds", multiple=True, metavar="RANKS",
+    help="With --target: compile the kernels of ranks, as tp=2 or tp=4,ep=2; may be repeated.  [default: tp=1]",
+)  # fmt: skip
+@click.option(
     "--choices", "tables", type=PATH, multiple=True, metavar="FILE",
     help="With --target: measured choices that the bundle may be loaded with; may be repeated.",
 )  # fmt: skip
@@ -160,6 +164,8 @@ def build(source: str, out: Path, tables: tuple[Path, ...], as_json: bool, **opt
     """Build the bundle of SOURCE: a model directory, a config.json, or a hub id. Needs no GPU and no weights."""
     if tables and not options["targets"]:
         raise click.UsageError("--choices goes with --target")
+    if options["worlds"] and not options["targets"]:
+        raise click.UsageError("--world goes with --target")
     from precast.cli.progress import BUILD_STAGES, stages
     from precast.cli.show import summary
     from precast.ir.artifact import check_output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from precast.builder.native.variants import Variant, nodes_without_launches, variants
+from precast.builder.native.variants import ALONE, Variant, World, nodes_without_launches, of_worlds
 from precast.builder.native.worker import Job, Made
-from precast.ir.errors import BuildError
+from precast.ir.errors import BuildError, shown_value
 from precast.ir.graph.schema import Graph
-from precast.ir.graph.world import unsharded
+from precast.ir.graph.world import refusal, unsharded
 from precast.ir.native import SHARED_BYTES, NativeKernel, NativeLayer
 from precast.kernels.cuda_source import is_installed, nvrtc_version
 from precast.kernels.measured import Table, shipped_tables
@@ -26,6 +27,8 @@ from precast.kernels.sources import file_digest
 from precast.kernels.use import Target
 
 Versions = Mapping[str, str]
+
+_WORLD = re.compile(r"tp=([1-9]\d{0,3})(?:,ep=([1-9]\d{0,3}))?")
 
 
 def target_named(text: str) -> Target:
@@ -36,15 +39,45 @@ def target_named(text: str) -> Target:
     return Target.parse(text)
 
 
-def native_layer(graph: Graph, target: Target, tables: Sequence[Table] = ()) -> NativeLayer:
-    """The layer of a bundle's graph, for a world of one rank.
+def worlds_named(texts: Sequence[str]) -> tuple[World, ...]:
+    """Worlds by texts such as `tp=2` and `tp=4,ep=2`, in order, each once; none: that of one rank.
+
+    Raises BuildError (`option-invalid`) for a text that names none.
+    """
+    found = set()
+    for text in texts:
+        named = _WORLD.fullmatch(text) if isinstance(text, str) else None
+        world = None if named is None else World(int(named[1]), int(named[2] or 1))
+        if world is None or world.tp % world.ep:
+            message = (
+                f"world is {shown_value(text)}, expected ranks such as tp=2, or tp=4,ep=2 with an ep that divides tp"
+            )
+            raise BuildError("option-invalid", message, fix="leave it out: kernels are then compiled for one rank")
+        found.add(world)
+    return tuple(sorted(found)) or (ALONE,)
+
+
+def check_worlds(graph: Graph, worlds: Sequence[World]) -> None:
+    """Raise BuildError (`option-invalid`) for worlds that the graph can't be split over."""
+    refused = [f"{each.text}: {why}" for each in worlds if (why := refusal(graph.shards, each.tp, each.ep)) is not None]
+    if refused:
+        fix = "name worlds that the model can be split over: `precast inspect --shards` lists them"
+        raise BuildError(
+            "option-invalid", f"kernels are asked for worlds that there can't be: {'; '.join(refused)}", fix=fix
+        )
+
+
+def native_layer(
+    graph: Graph, target: Target, tables: Sequence[Table] = (), worlds: Sequence[World] = (ALONE,)
+) -> NativeLayer:
+    """The layer of a bundle's graph, for every rank of these worlds, which the graph can be split over.
 
     It has what is launched by the choices that come with Precast for GPUs of this target, and by those of `tables`.
     Raises BuildError (`dependency-missing`) where a compiler isn't installed.
     """
-    versions, graph = compilers(target), unsharded(graph)
+    versions = compilers(target)
     known = [table for table in (*shipped_tables(), *tables) if table.machine.capability == target.capability]
-    wanted = variants(graph, [target, *(target._replace(table=table) for table in known)])
+    wanted = of_worlds(graph, [target, *(target._replace(table=table) for table in known)], worlds)
     with tempfile.TemporaryDirectory(prefix="precast-") as folder:
         made = _compiled([_job(variant, target) for variant in wanted], Path(folder))
         images = {each.image: (Path(folder) / each.image).read_bytes() for each in made}
@@ -58,6 +91,7 @@ def native_layer(graph: Graph, target: Target, tables: Sequence[Table] = ()) -> 
         sources={name: file_digest(name) or "" for name in sources},
         kernels=tuple(sorted(kernels, key=lambda each: (each.kernel, each.key, -len(each.aligned) - len(each.ones)))),
         images=dict(sorted(images.items())),
+        worlds=() if tuple(worlds) == (ALONE,) else tuple(sorted(tuple(each) for each in worlds)),
     )
 
 

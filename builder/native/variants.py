@@ -11,17 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
+from precast.ir.graph import symbols
+from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Apply, Graph, Node
+from precast.ir.graph.world import bound
 from precast.ir.memory.capture import MOST_TOKENS
+from precast.ir.native import world_text
 from precast.kernels.choices import Case, cases
+from precast.kernels.collectives.launches import Among
+from precast.kernels.collectives.ways import MAX_PEERS
 from precast.kernels.launch_key import ALIGNED, MOST_INT32
 from precast.kernels.records import Launch, Pointer, Stride
+from precast.kernels.sampling.launches import num_splits
 from precast.kernels.step_launches import (
+    DrawnPart,
     LaunchAt,
     Sizes,
     drawing_launches,
     known_ids_launches,
+    part_drawing_launches,
     step_launches,
+    sums_launched,
 )
 from precast.kernels.use import Target, types_in, uses_in
 
@@ -50,10 +60,40 @@ class Variant(NamedTuple):
     wide: Places
 
 
-def variants(graph: Graph, targets: Sequence[Target]) -> list[Variant]:
+class World(NamedTuple):
+    """So many ranks share each layer, and over so many parts of them experts are split."""
+
+    tp: int
+    ep: int
+
+    @property
+    def text(self) -> str:
+        """As options name it."""
+        return world_text(self.tp, self.ep)
+
+
+ALONE = World(1, 1)
+
+
+def of_worlds(graph: Graph, targets: Sequence[Target], worlds: Sequence[World]) -> list[Variant]:
+    """The kernels for all steps of a bundle's graph on every rank of these worlds, each once: `variants` of each.
+
+    So what is compiled for a world is what is compiled for it alone.
+    """
+    found: dict[tuple[object, ...], Variant] = {}
+    for world in worlds:
+        for rank in range(world.tp):
+            of_rank = bound(graph, {"rank": rank, **world._asdict()})
+            among = Among(rank, world.tp) if world.tp > 1 else None
+            for each in variants(of_rank, [target._replace(tp=world.tp) for target in targets], among):
+                found.setdefault((each.key, each.aligned, each.ones, each.wide), each)
+    return sorted(found.values(), key=lambda each: (each.launch.kernel, each.key))
+
+
+def variants(graph: Graph, targets: Sequence[Target], among: Among | None = None) -> list[Variant]:
     """The kernels for all steps of a graph that is bound to its world, in a fixed order.
 
-    `targets` are one GPU with all tables of choices that it may be loaded with.
+    `targets` are one GPU with all tables of choices that it may be loaded with. `among`: of which rank it is.
     """
     seen: dict[str, _Seen] = {}
     for target in targets:
@@ -62,8 +102,26 @@ def variants(graph: Graph, targets: Sequence[Target]) -> list[Variant]:
             for launch in engine_launches(graph, target, sizes):
                 if launch.key:
                     seen.setdefault(launch.key, _Seen(launch)).add(launch.values(), is_round=is_round)
-    in_order = sorted(seen, key=lambda key: (seen[key].kernel, key))
-    return [variant for key in in_order for variant in seen[key].variants()]
+    found: dict[str, list[Variant]] = {}
+    if among is not None:
+        for launch in _part_launches(graph, targets[0], among):
+            seen.setdefault(launch.key, _Seen(launch)).add(launch.values(), is_round=False)
+        named = sums_launched(graph, targets[0], among)
+        found = {key: [Variant(launch, key, known, (), (), ())] for launch, key, known in named}
+    found |= {key: list(each.variants()) for key, each in seen.items()}
+    in_order = sorted(found, key=lambda key: (found[key][0].launch.kernel, key))
+    return [variant for key in in_order for variant in found[key]]
+
+
+def _part_launches(graph: Graph, target: Target, among: Among) -> Iterator[LaunchAt]:
+    """What draws on a rank that has a part of the logits, of all numbers of rows that it is divided differently for."""
+    found = in_parts(graph) if 2 <= among.size <= MAX_PEERS else None
+    if found is None:
+        return
+    logits = types_in(found.graph)[found.graph.outputs["logits"]]
+    first = {symbols.evaluate(num_splits(rows), {}): rows for rows in range(MOST_SEQUENCES, 0, -1)}
+    for rows in sorted({*first.values(), MOST_SEQUENCES}):
+        yield from part_drawing_launches(logits.dtype, target, rows, DrawnPart(among, found.size, found.columns))
 
 
 def engine_launches(graph: Graph, target: Target, sizes: Sizes) -> Iterator[LaunchAt]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from precast.ir.artifact import Bundle
 from precast.ir.bundle.trust import Admitted, AnyOf, MadeHere, Refusal, Trust, folder_of_layers
@@ -47,6 +51,17 @@ def rules_of(
         raise BundleError("untrusted", message, where=str(bundle.path), fix=FIX)
     made_here = MadeHere(folder_of_layers())
     return AnyOf([made_here, OfPolicy(policy, bundle, repository)]) if policy.rules else made_here
+
+
+def rules_text(trust: Trust | str | os.PathLike[str] | None, allowed: Sequence[str] = ()) -> str:
+    """The rules for native layers in words, equal for equal rules: the digest of the policy and of what is `allowed`,
+    or the name of the caller's own. Raises TrustError for a policy that can't be read."""
+    digests = hashlib.sha256(msgspec.json.encode(sorted(allowed)))
+    if trust is not None and not isinstance(trust, (str, os.PathLike)):
+        return f"rules of its own, {type(trust).__qualname__}, beside {digests.hexdigest()[:16]}"
+    policy = Policy.of_this_machine() if trust is None else Policy.read(Path(trust))
+    digests.update(policy.content)
+    return f"policy {digests.hexdigest()[:16]}"
 
 
 def repository_of(address: object) -> str | None:

@@ -75,6 +75,11 @@ class Policy(msgspec.Struct, frozen=True):
     rules: tuple[_Sourced, ...] = ()
     portable: Literal["anyone", "vouched"] = "anyone"
 
+    @property
+    def content(self) -> bytes:
+        """What it says, as bytes: equal for equal rules, whichever files they are from."""
+        return msgspec.json.encode([self.portable, [(each.rule, each.pem) for each in self.rules]])
+
     @staticmethod
     def read(path: Path) -> Policy:
         """The policy in this file alone. Raises TrustError (`trust-invalid`, `key-invalid`)."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from precast.kernels.collectives.collectives import all_reduce
-from precast.kernels.collectives.group import Group, Norm, NormsSums
+from precast.kernels.collectives.group import Group, NormsSums
+from precast.kernels.collectives.launches import Norm
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.rms_norm.residual_rms_norm import residual_rms_norm
 from precast.kernels.spec import TWICE, OpSpec

@@ -5,9 +5,11 @@ Collectives are called by all ranks, in the same order, with tensors of the same
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from precast.kernels.collectives.launches import Norm
 
 
 class Group(Protocol):
@@ -68,14 +70,6 @@ class Connected(Group, Protocol):
     def close(self) -> None:
         """Give back what this rank has given to others, when all ranks have left."""
         ...
-
-
-class Norm(NamedTuple):
-    """The numbers of `precast.rms_norm`."""
-
-    eps: float
-    offset: float
-    cast_before_scale: bool
 
 
 @runtime_checkable

@@ -9,25 +9,22 @@ Ranks share memory by CUDA's handles for other processes. NVLink's multicast is 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from cuda.bindings import driver
 
-from precast.kernels.collectives.group import Connected, Norm
-from precast.kernels.collectives.ways import LAUNCH_BYTES, MAX_PEERS, VECTOR_BYTES, Way, half_bytes, way_of, ways_for
-from precast.kernels.cuda_launch import At, Kernel, checked, function_of
+from precast.kernels.collectives.group import Connected
+from precast.kernels.collectives.launches import Among, Kind, Norm, launch_of, norm_pieces, sum_pieces
+from precast.kernels.collectives.ways import EMPTY, VECTOR_BYTES, Way, half_bytes, ways_for
+from precast.kernels.cuda_launch import At, Kernel, checked, function_in, function_of
+from precast.kernels.dtypes import NAMES
+from precast.kernels.launch_key import forms, launch_key
+from precast.kernels.native import Native
+from precast.kernels.records import Launch, Pointer
 
 Exchange = Callable[[str, bytes], Sequence[bytes]]
 """Gives, under a name, what all ranks have to say, in their order: waits for them."""
-
-_FILE = "precast.kernels.collectives/peers.cu"
-_EMPTY = 0x80000000
-_THREADS = 512
-_MOST_HELD = 4
-"""Vectors of a row that a thread holds at most, of a norm."""
-_MACROS = {torch.bfloat16: None, torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 
 
 class PeerMemory:
@@ -67,6 +64,11 @@ class PeerMemory:
         self._opened.append(opened)
         return int(opened)
 
+    @property
+    def by_name(self) -> dict[str, int]:
+        """The addresses as launches name them."""
+        return {f"peer.{rank}": address for rank, address in enumerate(self.addresses)}
+
     def leave(self) -> None:
         """Close the others' memory, which none of them frees before, once this rank's launches have ended."""
         with torch.cuda.device(self._device):
@@ -82,15 +84,6 @@ class PeerMemory:
                 checked(driver.cuMemFree(own))
 
 
-class _Kind(NamedTuple):
-    """What a kernel is compiled for. `width`: vectors of a row, of a norm."""
-
-    way: Way
-    dtype: torch.dtype
-    width: int = 0
-    norm: Norm | None = None
-
-
 class Peers:
     """One of 2 to 8 processes with a GPU each, on one host. What `peers.cu` does not do is left to `others`.
 
@@ -104,8 +97,10 @@ class Peers:
         exchange: Exchange,
         ways: tuple[Way, ...] = (),
         limit: float = 600.0,
+        native: Native | None = None,
     ) -> None:
-        """All ranks call it. `ways` for tensors of all sizes; none: those of `ways_for`.
+        """All ranks call it. `ways` for tensors of all sizes; none: those of `ways_for`. Kernels come from `native`, or
+        are compiled.
 
         A launch fails when another rank lets it wait for `limit` seconds. Raises RuntimeError, on all ranks, if one
         can't open another's memory.
@@ -117,30 +112,30 @@ class Peers:
         half = half_bytes(self.ways, self.size)
         self._calls = torch.zeros(2, dtype=torch.int32, device=device)
         self._exchange, self._stops = exchange, [self._calls]
-        self._memory = PeerMemory(2 * half, self.rank, device, exchange, "sums", _EMPTY)
+        self._memory = PeerMemory(2 * half, self.rank, device, exchange, "sums", EMPTY)
         self._others_memory: list[PeerMemory] = []
         self._beside = torch.cuda.Stream(device)  # other streams may wait for what waits
         self.device, self.limit, self._index = device, limit, device.index
         self.has_pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-        addresses = [*self._memory.addresses, *[None] * (MAX_PEERS - self.size)]
-        self._args = (self._calls.data_ptr(), half // VECTOR_BYTES, int(limit * 1e9), *addresses)
-        self._kernels: dict[_Kind, Kernel] = {}
+        self.native = Native() if native is None else native
+        self._among = Among(self.rank, self.size)
+        self._same = {"calls": self._calls.data_ptr(), "half": half // VECTOR_BYTES, "limit": int(limit * 1e9)}
+        self._same |= self._memory.by_name
+        self._kernels: dict[Kind, Kernel] = {}
 
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """See `Group`. Whatever decides here is the same on all ranks."""
-        num_bytes = x.numel() * x.element_size()
-        way = way_of(self.ways, num_bytes)
-        if way.kernel == "nccl" or x.dtype not in _MACROS or num_bytes % VECTOR_BYTES:
+        pieces = sum_pieces(self.ways, self._among, NAMES[x.dtype], x.numel() * x.element_size())
+        if pieces is None:
             self._others.all_reduce(out, x)
             return
         if not _has_vectors(x):
             x = x.clone(memory_format=torch.contiguous_format)
         assert out.data_ptr() % VECTOR_BYTES == 0, "results begin at whole vectors"
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        for start, count in self._pieces(way, num_bytes // VECTOR_BYTES, LAUNCH_BYTES // VECTOR_BYTES):
-            offset, kernel = start * VECTOR_BYTES, self._kernel(_Kind(self._fitting(way, count), x.dtype))
-            blocks = min(way.num_blocks, -(-count // _THREADS))
-            kernel.launch((blocks, 1, 1), (x.data_ptr() + offset, out.data_ptr() + offset, count), stream)
+        for start, count, kind, blocks in pieces:
+            offset = start * VECTOR_BYTES
+            self._kernel(kind).launch((blocks, 1, 1), (x.data_ptr() + offset, out.data_ptr() + offset, count), stream)
 
     def all_reduce_norm(
         self,
@@ -153,17 +148,14 @@ class Peers:
     ) -> bool:
         """See `NormsSums`. Whatever decides here is the same on all ranks."""
         num_rows, row_bytes = x.numel() // max(1, x.shape[-1]), x.shape[-1] * x.element_size()
-        width, way = row_bytes // VECTOR_BYTES, way_of(self.ways, num_rows * row_bytes)
-        fits = row_bytes % VECTOR_BYTES == 0 and 0 < width <= _MOST_HELD * _THREADS
-        if way.kernel == "nccl" or x.dtype not in _MACROS or not fits or {residual.dtype, weight.dtype} != {x.dtype}:
-            return False
-        if not all(map(_has_vectors, (x, residual, weight))):
+        dtypes = [NAMES[each.dtype] for each in (x, residual, weight)]
+        pieces = norm_pieces(self.ways, self._among, dtypes, num_rows, x.shape[-1], norm)
+        if pieces is None or not all(map(_has_vectors, (x, residual, weight))):
             return False
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        for start, count in self._pieces(way, num_rows, max(1, LAUNCH_BYTES // row_bytes)):
-            kernel = self._kernel(_Kind(self._fitting(way, count), x.dtype, width, norm))
+        for start, count, kind, blocks in pieces:
             first = [each.data_ptr() + start * row_bytes for each in (x, out, total, residual)]
-            kernel.launch((min(way.num_blocks, count), 1, 1), (*first, weight.data_ptr(), count), stream)
+            self._kernel(kind).launch((blocks, 1, 1), (*first, weight.data_ptr(), count), stream)
         return True
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -212,38 +204,30 @@ class Peers:
         self._stops.append(made)
         return made
 
-    def _pieces(self, way: Way, count: int, most: int) -> Iterator[tuple[int, int]]:
-        """The first, and how many, of what each launch takes; none is shorter than the ranks are many, if it can be."""
-        start = 0
-        while start < count:
-            size = min(most, count - start)
-            if way.kernel == "two_shot" and 0 < count - start - size < self.size < size:
-                size -= self.size
-            yield start, size
-            start += size
-
-    def _fitting(self, way: Way, count: int) -> Way:
-        """The way of a launch: where there is not even one for each rank to add up, one shot."""
-        return way._replace(kernel="one_shot") if count < self.size else way
-
-    def _kernel(self, kind: _Kind) -> Kernel:
+    def _kernel(self, kind: Kind) -> Kernel:
         if kind not in self._kernels:
-            self._kernels[kind] = self._made(kind)
+            launch = launch_of(kind, self._among, pdl=self.has_pdl)
+            given = ("x", "out.0", *(("out.1", "residual", "weight") if kind.norm else ()), "count")
+            self._kernels[kind] = kernel_of(launch, given, self._same, self.native, self._index)
         return self._kernels[kind]
 
-    def _made(self, kind: _Kind) -> Kernel:
-        macro, norm = _MACROS[kind.dtype], kind.norm
-        constants: list[tuple[str, int | float | bool | str]] = [("RANK", self.rank), ("RANKS", self.size)]
-        constants += [("DEPTH", kind.way.ahead), *([(macro, True)] if macro else [])]
-        name, num_threads, num_given = str(kind.way.kernel), _THREADS, 3
-        if norm is not None:
-            name, num_threads, num_given = f"norm_{name}", min(_THREADS, -(-kind.width // 32) * 32), 6
-            constants += [("WIDTH", kind.width), ("THREADS", num_threads), ("EPS", norm.eps), ("OFFSET", norm.offset)]
-            constants += [("CAST_BEFORE_SCALE", norm.cast_before_scale)]
-        with torch.cuda.device(self._index):
-            function = function_of(f"{_FILE}:{name}", tuple(constants), self._index)
-        args = (*map(At, range(num_given)), *self._args)
-        return Kernel(function, args, num_given=num_given, num_threads=num_threads, pdl=self.has_pdl)
+
+def kernel_of(launch: Launch, given: Sequence[str], same: Mapping[str, int], native: Native, device: int) -> Kernel:
+    """The kernel of a launch of CUDA C++, taken from `native`, or compiled.
+
+    `given` names the arguments that each launch is given, in order; `same` has those that stay.
+    """
+    places = {name: At(i) for i, name in enumerate(given)}
+    names = [arg.tensor if isinstance(arg, Pointer) else arg for arg in launch.args]
+    args = [None if name is None else places[name] if name in places else same[name] for name in names]  # type: ignore[index]
+    found = native.find(launch_key(launch, forms(launch, lambda pointer: "uint8")), [0] * len(args))
+    with torch.cuda.device(device):
+        if found is None:
+            native.compilations += 1
+            function = function_of(launch.kernel, tuple(launch.constants.items()), device)
+        else:
+            function = function_in(native.image(found), found.function, device, wants_shared=True)
+    return Kernel(function, args, num_given=len(given), num_threads=launch.block, pdl=launch.pdl)
 
 
 def _has_vectors(x: torch.Tensor) -> bool:

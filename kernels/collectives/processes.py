@@ -15,16 +15,18 @@ import torch
 
 from precast.kernels.collectives.group import Connected, sum_in_order
 from precast.kernels.collectives.ways import MAX_PEERS
+from precast.kernels.native import Native
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
 def connect(
-    store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, *, sums: bool = True
-) -> Connected:
+    store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, *, sums: bool = True,
+    native: Native | None = None,
+) -> Connected:  # fmt: skip
     """The group of `size` ranks that meet at `store`; all ranks call it. `sums`: they add up what they have; else they
-    send it to one another.
+    send it to one another. Kernels come from `native`, or are compiled.
 
     Over gloo for a CPU. Over NCCL for a GPU, and if the ranks' GPUs can write each other's memory, by kernels of our
     own where these are faster. A collective that the others don't join within `timeout` fails. Raises RuntimeError if
@@ -40,10 +42,10 @@ def connect(
     if not sums:  # what is sent would else have a communicator for each pair, made when they first meet in a step
         backend.eager_connect_single_device(device)
         return Nccl(backend, rank, size)
-    return _with_peers(Nccl(backend, rank, size), store, device, timeout)
+    return _with_peers(Nccl(backend, rank, size), store, device, timeout, native)
 
 
-def _with_peers(nccl: Nccl, store: Store, device: torch.device, timeout: timedelta) -> Connected:
+def _with_peers(nccl: Nccl, store: Store, device: torch.device, timeout: timedelta, native: Native | None) -> Connected:
     """The same group, with kernels of our own if each rank can write the memory of all."""
     from precast.kernels import cuda_source
 
@@ -59,7 +61,7 @@ def _with_peers(nccl: Nccl, store: Store, device: torch.device, timeout: timedel
     from precast.kernels.collectives.peers import Peers
 
     try:
-        return Peers(nccl, device, exchange, limit=timeout.total_seconds())
+        return Peers(nccl, device, exchange, limit=timeout.total_seconds(), native=native)
     except RuntimeError as error:  # on other hosts, or without a link: on all ranks
         nccl.text = f"NCCL, as {error}"
         return nccl

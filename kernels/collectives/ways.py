@@ -11,6 +11,8 @@ MAX_PEERS = 8
 """Ranks whose GPUs write each other's memory, at most."""
 VECTOR_BYTES = 16
 """What a thread moves at a time."""
+EMPTY = 0x80000000
+"""What each word of a rank's memory begins with: `EMPTY` of `peers.cu`."""
 LAUNCH_BYTES = 16 << 20
 """Of more, so many go in one launch."""
 

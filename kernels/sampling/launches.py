@@ -7,6 +7,7 @@ from typing import NamedTuple
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import floordiv, maximum, minimum, mul, numel
+from precast.kernels.collectives.launches import Among, peers
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.rows import known, overlaps
 from precast.kernels.sampling import limits
@@ -191,6 +192,36 @@ def constants_of(
         ("SPLITS", limits.MAX_SPLITS), ("OWN_GROUPS", limits.OWN_GROUPS), ("PASSES", limits.PASSES),
         ("CAPACITY", limits.CAPACITY), ("KEYS", row_keys()), ("PLAN", limits.PLAN),
     )  # fmt: skip
+
+
+PARTS = "precast.kernels.sampling/parts.cu"
+PARTS_THREADS, PARTS_BLOCKS = 256, 32
+
+
+def told(name: str, among: Among, size: int, columns: int, dtype: Dtype, *, pdl: bool) -> Launch:
+    """The launch of `scanned` or `drawn` of `parts.cu` on a rank: what ranks tell each other between those of
+    `sample_part`.
+
+    Its tensors are named as the kernel's arguments; `peer.0`, ... are the ranks' memory. Numbers are symbols of these
+    names, too: `stride` is that of the rank's logits from row to row.
+    """
+    pointers = {"scanned": ("tops", "least", "places", "maxima"), "drawn": ("scores", "drawn", "plan", "maxima")}[name]
+    given: tuple[Pointer | Expr, ...] = tuple(map(Pointer, pointers))
+    if name == "drawn":
+        given = (*given, Pointer("logits"), "stride", Pointer("whole"), "rows")
+    grid: Expr = minimum("rows", PARTS_BLOCKS) if name == "drawn" else "rows"
+    return Launch(
+        kernel=f"{PARTS}:{name}", grid=(grid,),
+        args=(*given, "splits", "most_rows", Pointer("calls"), "limit", *peers(among)),
+        constants=dict(constants_of(*among, size, columns, dtype)), block=PARTS_THREADS, pdl=pdl,
+    )  # fmt: skip
+
+
+def told_bytes(ranks: int, columns: int, element_bytes: int, most_rows: int) -> int:
+    """The memory of each rank that `told` writes to the others, for up to so many rows of logits."""
+    scan = limits.MAX_SPLITS // ranks * (3 + limits.OWN_GROUPS)
+    row = -(-columns * element_bytes // 4)
+    return 8 * ranks * (most_rows * (2 * scan + 1 + 2 * limits.CAPACITY) + 2 * PARTS_BLOCKS * row)
 
 
 def _in_held(launch: Launch) -> Launch:

@@ -6,21 +6,19 @@ Nothing is read back, and the same is launched whatever rows ask for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from precast.kernels.collectives.peers import Peers
-from precast.kernels.collectives.ways import MAX_PEERS
-from precast.kernels.cuda_launch import At, Kernel, function_of
+from precast.kernels.collectives.launches import Among
+from precast.kernels.collectives.peers import Peers, kernel_of
+from precast.kernels.cuda_launch import Kernel
 from precast.kernels.dtypes import NAMES
 from precast.kernels.launch import Launched
+from precast.kernels.records import Pointer
 from precast.kernels.sampling import launches, limits
 from precast.kernels.sampling.parts import VocabularyPart
 
-_FILE = "precast.kernels.sampling/parts.cu"
-_THREADS, _BLOCKS = 256, 32
 _ASKED = ("temperature", "top_k", "top_p", "min_p", "seeds", "steps")
 
 
@@ -42,12 +40,12 @@ class PartSampler:
         self._part, self._dtype, self._most_rows, self._device = part, dtype, most_rows, group.device
         self._calls = group.counter()
         self._memory = group.memory(memory_bytes(part, dtype, most_rows))
-        self._peers = [*self._memory.addresses, *[None] * (MAX_PEERS - group.size)]
-        self._limit = group.limit
+        self._native = group.native
+        self._same = {"most_rows": most_rows, "calls": self._calls.data_ptr(), "limit": int(group.limit * 1e9)}
+        self._same |= self._memory.by_name
         self._pdl = group.has_pdl
         self._rows: dict[int, _Rows] = {}
-        self._scanned = self._kernel("scanned", 5)
-        self._drawn = self._kernel("drawn", 9)
+        self._scanned, self._drawn = self._kernel("scanned"), self._kernel("drawn")
 
     def __call__(self, *, logits: torch.Tensor, out: torch.Tensor, **asked: torch.Tensor) -> None:
         """A token for each row of `logits` [R, columns] into `out` [R]; `asked` as `precast.sample` is asked."""
@@ -67,31 +65,27 @@ class PartSampler:
         self._scanned.launch((count, 1, 1), found, stream)
         rows.list(**tensors)
         drawn = (at["scores"], at["drawn"], at["plan"], at["maxima"], logits.data_ptr(), logits.stride(0))
-        self._drawn.launch((min(count, _BLOCKS), 1, 1), (*drawn, whole.data_ptr(), count, rows.splits), stream)
+        drawn = (*drawn, whole.data_ptr(), count, rows.splits)
+        self._drawn.launch((min(count, launches.PARTS_BLOCKS), 1, 1), drawn, stream)
         rows.finish(**tensors)
 
     def _made(self, count: int) -> _Rows:
         part = self._part
         made = launches.sample_part(count, part.size, part.columns, part.group.rank, part.group.size, pdl=self._pdl)
-        self._rows[count] = found = _Rows(
-            Launched(made.scan), Launched(made.list), Launched(made.finish), made.splits, launches.held_offsets(count)
-        )
+        scan, lists, finish = (Launched(each, native=self._native) for each in (made.scan, made.list, made.finish))
+        self._rows[count] = found = _Rows(scan, lists, finish, made.splits, launches.held_offsets(count))
         return found
 
-    def _kernel(self, name: str, num_given: int) -> Kernel:
+    def _kernel(self, name: str) -> Kernel:
         part = self._part
-        constants = launches.constants_of(part.group.rank, part.group.size, part.size, part.columns, NAMES[self._dtype])
-        with torch.cuda.device(self._device):
-            function = function_of(f"{_FILE}:{name}", constants, self._device.index)
-        args: Sequence[At | int | None] = (
-            *map(At, range(num_given)), self._most_rows, self._calls.data_ptr(), int(self._limit * 1e9), *self._peers,
-        )  # fmt: skip
-        return Kernel(function, args, num_given=num_given, num_threads=_THREADS, pdl=self._pdl)
+        among = Among(part.group.rank, part.group.size)
+        launch = launches.told(name, among, part.size, part.columns, NAMES[self._dtype], pdl=self._pdl)
+        names = [arg.tensor if isinstance(arg, Pointer) else str(arg) for arg in launch.args]
+        assert self._device.index is not None
+        given = names[: names.index("splits") + 1]
+        return kernel_of(launch, given, self._same, self._native, self._device.index)
 
 
 def memory_bytes(part: VocabularyPart, dtype: torch.dtype, most_rows: int) -> int:
     """Of each rank: what `parts.cu` writes to the others."""
-    ranks = part.group.size
-    scan = limits.MAX_SPLITS // ranks * (3 + limits.OWN_GROUPS)
-    row = -(-part.columns * dtype.itemsize // 4)
-    return 8 * ranks * (most_rows * (2 * scan + 1 + 2 * limits.CAPACITY) + 2 * _BLOCKS * row)
+    return launches.told_bytes(part.group.size, part.columns, dtype.itemsize, most_rows)

@@ -121,8 +121,8 @@ def _table(opened: Bundle, device: DriverDevice) -> Table | None:
 def _native_layer(opened: Bundle, target: Target, allowed: Sequence[str], rules: Trust) -> tuple[NativeLayer, str]:
     """The layer that is admitted, and by which rule. Raises UnfitError where none is."""
     chosen = choose(opened, target.text, allowed=allowed, trust=rules)
-    if chosen.layer is None:
-        raise UnfitError(chosen.note, opened)
+    if chosen.layer is None or chosen.lacks:
+        raise UnfitError(chosen.note if chosen.layer is None else f"of the native layer, {chosen.lacks}", opened)
     return chosen.layer, chosen.note
 
 

@@ -40,6 +40,16 @@ OWN = frozenset(("host", "gpu_id", "weights_bytes", "free_bytes"))
 """Facts in which ranks may differ."""
 
 
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank says of the bundle's native layer, whose digest is `layer`, "" for none: whether it would use it, and
+    the sentence of `precast.loader.native.Chosen` that names the rule. `rules`: what it was asked by."""
+
+    layer: str
+    is_used: bool
+    note: str
+    rules: str
+
+
 class Sized(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The slabs that a rank has room for, the arithmetic (`ArenaSize.counters`), and the error where there is none."""
 
@@ -86,6 +96,21 @@ def check_facts(facts: Sequence[Facts]) -> None:
         room = [f"{each.weights_bytes} bytes of weights, {each.free_bytes} free on {each.host}" for each in facts]
         found = f"the weights don't fit: {_by_rank(room)}"
         raise TargetError("device-memory", found, fix="free memory on the device, or use more ranks")
+
+
+def why_no_layer(verdicts: Sequence[Verdict]) -> str:
+    """Why no rank may use the native layer that some would use; "" if all do, of one digest and by the same rules, or
+    none would."""
+    if not any(each.is_used for each in verdicts):
+        return ""
+    if len({each.layer for each in verdicts}) > 1:
+        return f"the ranks have other native layers: {_by_rank([each.layer for each in verdicts])}"
+    refused = [f"rank {rank} says: {each.note}" for rank, each in enumerate(verdicts) if not each.is_used]
+    if refused:
+        return f"native layer {verdicts[0].layer} is used by all ranks or by none, and {'; '.join(refused)}"
+    if len({each.rules for each in verdicts}) > 1:
+        return f"the ranks ask different rules for native layers: {_by_rank([each.rules for each in verdicts])}"
+    return ""
 
 
 def slabs_of_all(sizes: Sequence[Sized]) -> int:

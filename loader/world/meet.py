@@ -1,28 +1,25 @@
-"""The steps of a load at which ranks meet: what they compare, how they connect, how large the cache of all becomes."""
+"""How ranks of torch meet: what they compare, and how they connect."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib.metadata import version
 
 import msgspec
 import torch
 
-from precast.ir.errors import PrecastError, TargetError
+from precast.ir.errors import TargetError
 from precast.kernels.collectives.group import Connected
 from precast.kernels.collectives.processes import connect
+from precast.kernels.native import Native
 from precast.kernels.use import Target
 from precast.loader.device import Device
 from precast.loader.placement import Placement
-from precast.loader.sizing import ArenaSize, EngineLimits
-from precast.loader.world.agree import Facts, Sized, check_facts, machine, slabs_of_all
-from precast.loader.world.follower import Follower
-from precast.loader.world.lead import Lead
-from precast.loader.world.messages import Failed
+from precast.loader.world.agree import Facts, check_facts, machine
 from precast.loader.world.start import Meeting, World, part_of
 
 NCCL_SETTINGS = {
@@ -72,7 +69,7 @@ def meet(
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
     try:
-        groups = dict(_connected(placement, world.meeting, timeout))
+        groups = dict(_connected(placement, world.meeting, timeout, target.native))
     except RuntimeError as error:
         first_line = next(iter(str(error).splitlines()), "")
         message = f"rank {side.rank} can't connect with the others: {first_line}"
@@ -84,15 +81,17 @@ def meet(
     return groups
 
 
-def _connected(placement: Placement, meeting: Meeting, timeout: timedelta) -> Iterator[tuple[str, Connected]]:
+def _connected(
+    placement: Placement, meeting: Meeting, timeout: timedelta, native: Native | None
+) -> Iterator[tuple[str, Connected]]:
     """The groups that this rank is in, by name."""
     store = meeting.store(placement.tp * placement.pp)
     rank, tp, device = placement.rank, placement.tp, torch.device(placement.device.name)
     if placement.pp == 1:
-        yield "tp", connect(store, rank, tp, device, timeout)
+        yield "tp", connect(store, rank, tp, device, timeout, native=native)
         return
     if tp > 1:
-        yield "tp", connect(part_of(store, f"stage/{placement.stage}"), rank, tp, device, timeout)
+        yield "tp", connect(part_of(store, f"stage/{placement.stage}"), rank, tp, device, timeout, native=native)
     stages = connect(part_of(store, f"line/{rank}"), placement.stage, placement.pp, device, timeout, sums=False)
     _exchange(stages, device)
     yield "pp", stages
@@ -112,19 +111,3 @@ def _exchange(stages: Connected, device: torch.device) -> None:
             stages.send(x, stage)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def size_of_all(side: Lead | Follower, sized: Callable[[EngineLimits], ArenaSize], limits: EngineLimits) -> ArenaSize:
-    """The cache that all ranks have room for; `sized` says how large this one's can be.
-
-    Raises, on all ranks, the error of one that has too little, with the arithmetic of each.
-    """
-    size: ArenaSize | None = None
-    try:
-        size = sized(limits)
-        mine = Sized(size.num_slabs, size.counters())
-    except PrecastError as error:
-        mine = Sized(0, {}, Failed.of(error, side.rank))
-    num_slabs = slabs_of_all(side.gather("pools", mine, timeout="load"))
-    assert size is not None, "a rank that has failed raises its error"
-    return sized(limits._replace(cache_bytes=num_slabs * size.slab_bytes))

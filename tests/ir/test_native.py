@@ -22,7 +22,17 @@ from precast.ir.native import NO_ARGUMENT, NativeLayer, NativeParam
 
 
 def test_a_layer_comes_back_as_it_was() -> None:
+    of_worlds = layer(worlds=((1, 1), (2, 1), (4, 2)))
     assert encoding.decode_native(encoding.encode_native(LAYER)) == LAYER
+    assert encoding.decode_native(encoding.encode_native(of_worlds)) == of_worlds
+
+
+def test_a_layer_says_which_worlds_it_covers() -> None:
+    of_worlds = layer(worlds=((1, 1), (4, 2)))
+    assert [of_worlds.covers(*world) for world in ((1, 1), (4, 2), (4, 1), (2, 1))] == [True, True, False, False]
+    assert [LAYER.covers(*world) for world in ((1, 1), (2, 1))] == [True, False]
+    assert (LAYER.worlds_text, of_worlds.worlds_text) == ("tp=1", "tp=1 and tp=4,ep=2")
+    assert b"worlds" not in zstandard.ZstdDecompressor().decompress(encoding.encode_native(LAYER))
 
 
 WRONG: dict[str, tuple[NativeLayer, str]] = {
@@ -47,6 +57,10 @@ WRONG: dict[str, tuple[NativeLayer, str]] = {
     "a number that is no argument": (with_kernel(params=(NativeParam("int32", NO_ARGUMENT),)), "no argument"),
     "an argument twice": (with_kernel(params=(NativeParam("int32", 0),) * 2), "that there are not"),
     "an argument below none": (with_kernel(params=(NativeParam("int32", -2),)), "that there are not"),
+    "worlds out of order": (layer(worlds=((2, 1), (1, 1))), "the worlds are not in their order"),
+    "one rank alone, listed": (layer(worlds=((1, 1),)), "one rank alone is not listed"),
+    "experts that ranks can't share": (layer(worlds=((3, 2),)), "that don't divide them"),
+    "a world of nobody": (layer(worlds=((0, 1),)), "a world has no ranks"),
     "conditions out of order": (with_kernel(aligned=(2, 0)), "not in their order"),
     "a constant that is passed": (with_kernel(ones=(2,)), "an argument that is 1 has a parameter"),
 }  # fmt: skip

@@ -93,6 +93,31 @@ def test_whoever_is_trusted_lets_a_layer_in(bundle: Bundle) -> None:
     assert choose(bundle, "sm_90", trust=Signed(), cuda=13000).note.endswith("it is signed by release@example.org")
 
 
+def test_a_layer_for_other_worlds_says_so_and_gives_what_it_has(tmp_path: Path, bundle: Bundle) -> None:
+    of_two = written(tmp_path / "two", msgspec.structs.replace(LAYER, worlds=((2, 1), (4, 2))))
+    for each, world, lacks in (
+        (bundle, (1, 1), ""), (bundle, (2, 1), "it was compiled for tp=1, not for tp=2"), (of_two, (2, 1), ""),
+        (of_two, (4, 2), ""), (of_two, (4, 1), "it was compiled for tp=2 and tp=4,ep=2, not for tp=4"),
+        (of_two, (1, 1), "it was compiled for tp=2 and tp=4,ep=2, not for tp=1"),
+    ):  # fmt: skip
+        found = choose(each, "sm_90", allowed=[each.digest], cuda=13000, world=world)
+
+        assert found.layer == each.native["sm_90"]
+        assert found.lacks == lacks
+        assert found.note.endswith(f"; {lacks}, so what it lacks is compiled here" if lacks else "bundle's digest")
+
+
+def test_what_ranks_agree_on_counts(bundle: Bundle) -> None:
+    def refuse(chosen: Chosen) -> Chosen:
+        assert chosen.layer == LAYER
+        return Chosen(None, "kernels are compiled here: rank 1 refuses", chosen.digest)
+
+    MadeHere(folder_of_layers()).record(bundle.native_digest("sm_90"))
+    assert choose(bundle, "sm_90", cuda=13000, agree=refuse).layer is None
+    with pytest.raises(TargetError, match="--allow-native is given, and kernels are compiled here: rank 1 refuses"):
+        choose(bundle, "sm_90", allowed=[bundle.digest], cuda=13000, agree=refuse)
+
+
 def refusal(bundle: Bundle, target: str = "sm_90", cuda: int = 13000) -> str:
     """Why a layer that is allowed isn't used all the same."""
     with pytest.raises(TargetError) as error:

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from precast.builder.native.layer import compilers, native_layer, target_named
+from precast.builder.native.layer import check_worlds, compilers, native_layer, target_named, worlds_named
+from precast.builder.native.variants import World
 from precast.ir import encoding, native
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Const, Graph, Node, Param, Read, Ref, Symbol, TensorType, Value
@@ -109,6 +111,34 @@ def test_each_target_has_its_own_code(layer: NativeLayer) -> None:
     assert other.compilers.keys() == {"ptxas", "triton"}  # there is no CUDA C++ for it
     assert not other.images.keys() & layer.images.keys()
     assert not any(kernel.pdl for kernel in other.kernels)
+
+
+def test_worlds_are_named_by_their_ranks() -> None:
+    assert worlds_named([]) == (World(1, 1),)
+    assert worlds_named(["tp=4,ep=2", "tp=2", "tp=1", "tp=2"]) == (World(1, 1), World(2, 1), World(4, 2))
+
+
+@pytest.mark.parametrize("text", ["2", "tp=0", "tp=2,ep=0", "tp=3,ep=2", "ep=2", "tp=2, ep=2", "tp=99999", 2])
+def test_a_world_that_there_is_not_is_refused(text: Any) -> None:
+    with pytest.raises(BuildError, match=f"world is .*{text}.*, expected ranks such as tp=2") as error:
+        worlds_named([text])
+    assert error.value.code == "option-invalid"
+
+
+def test_a_world_that_the_model_is_not_split_over_is_refused() -> None:
+    with pytest.raises(BuildError, match=r"tp=2: tp is 2, and the bundle can be split over 1 ranks") as error:
+        check_worlds(graph(), [World(1, 1), World(2, 1)])
+    assert error.value.code == "option-invalid"
+
+
+def test_a_layer_says_for_which_worlds_it_is(layer: NativeLayer) -> None:
+    again = native_layer(graph(), target_named("sm_90"), worlds=[World(1, 1)])
+    more = native_layer(graph(), target_named("sm_90"), worlds=worlds_named(["tp=1", "tp=2"]))
+
+    assert encoding.encode_native(again) == encoding.encode_native(layer)
+    assert (layer.worlds, more.worlds) == ((), ((1, 1), (2, 1)))
+    assert more.kernels[: len(layer.kernels)] == layer.kernels  # a graph that no ranks share launches no others
+    native.check(more)
 
 
 def test_a_target_that_there_is_not_is_refused() -> None:

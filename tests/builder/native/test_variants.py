@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import families
@@ -13,17 +14,19 @@ from program_steps import step_inputs
 
 from precast.bench.steps import sizes_of
 from precast.builder.build import build
-from precast.builder.native.variants import engine_launches, variants
+from precast.builder.native.variants import ALONE, Variant, World, engine_launches, of_worlds, variants
+from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Graph, Value
-from precast.ir.graph.world import unsharded
+from precast.ir.graph.world import bound, unsharded
 from precast.ir.memory import caches
 from precast.ir.native import takes
 from precast.kernels.choices import cases, records_of
+from precast.kernels.collectives.launches import Among
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.launch import launched_of
 from precast.kernels.records import Launch, Pointer, Record, Stride
 from precast.kernels.registry import Implementation, function_of
-from precast.kernels.step_launches import Address, step_launches
+from precast.kernels.step_launches import Address, DrawnPart, part_drawing_launches, step_launches, sums_launched
 from precast.kernels.use import GPU, Target, Use
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.program.restore import restore
@@ -40,6 +43,36 @@ STEPS = ([(1, 1)], [(1, 5), (1, 33)], [(16, 16), (1, 2), (1, 40)], [(17, 17)], [
 def graph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Graph:
     path = tmp_path_factory.mktemp("built") / "bundle"
     return unsharded(build(families.make_config(request.param), path, dtype="bfloat16").graph)
+
+
+@pytest.mark.parametrize(("family", "world"), [("llama", World(2, 1)), ("qwen3_moe", World(4, 2))])
+def test_every_rank_of_a_world_finds_its_kernels(family: str, world: World, tmp_path: Path) -> None:
+    """Those of its graph, of sums over the ranks, and of drawing from parts; and one rank those that it had alone."""
+    whole, draw = build(families.make_config(family), tmp_path / "bundle", dtype="bfloat16").graph, random.Random(5)
+    by_key: dict[str, list[Variant]] = {}
+    for variant in of_worlds(whole, [GPU], [ALONE, world]):
+        by_key.setdefault(variant.key, []).append(variant)
+
+    assert all(variant in by_key[variant.key] for variant in of_worlds(whole, [GPU], [ALONE]))
+    asked = set[str]()
+    for rank in range(world.tp):
+        graph, target = bound(whole, {"rank": rank, **world._asdict()}), GPU._replace(tp=world.tp)
+        among, parts = Among(rank, world.tp), in_parts(graph)
+        assert parts is not None
+        for _ in range(8):
+            sizes = random_sizes(graph, draw)
+            drawn = DrawnPart(among, parts.size, parts.columns)
+            for launch in (*engine_launches(graph, target, sizes),
+                           *part_drawing_launches("bfloat16", target, sizes["R"], drawn)):  # fmt: skip
+                if launch.key:
+                    found, values = by_key.get(launch.key, []), launch.values()
+                    assert any(takes(each.aligned, each.ones, (), values) for each in found), launch
+                    asked.add(launch.launch.kernel.rpartition(":")[2])
+        sums = sums_launched(graph, target, among)
+        asked |= {each.launch.kernel.rpartition(":")[2] for each in sums}
+        assert all(each.key in by_key for each in sums)
+    assert asked > {"one_shot", "norm_one_shot", "scanned", "drawn", "scan_kernel", "rms_norm_kernel"}
+    assert ("two_shot" in asked) == (world.tp > 2)
 
 
 def random_sizes(graph: Graph, draw: random.Random) -> dict[str, int]:
