@@ -1,10 +1,11 @@
-"""A load by several ranks, each a process with torch: rank 0 starts the others, or a launcher has started all."""
+"""A load by several ranks, each a process: rank 0 starts the others, or a launcher has started all. No torch yet."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ import msgspec
 
 from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError, RequestError, TargetError
+from precast.kernels.collectives.launches import Among
 from precast.kernels.measured import read_table
 from precast.loader.engine.engine import Engine
 from precast.loader.options import Backend, Capture, LoadOptions
@@ -26,6 +28,7 @@ from precast.loader.world.timeouts import Timeouts, timeouts_of
 if TYPE_CHECKING:
     import torch
 
+    from precast.loader.run.rank_steps import RankSteps
     from precast.loader.world.processes import Processes
 
 
@@ -55,6 +58,7 @@ class _Given(NamedTuple):
     repository: str | None
     pp: int
     weights_timeout: float
+    backend: Backend
 
     @property
     def common(self) -> str:
@@ -91,8 +95,7 @@ def load_with_ranks(
     if tp * ranks.pp == 1:
         return None
     if backend == "driver":
-        fix = "load it with backend='torch', or leave the choice to Precast"
-        raise TargetError("backend-unfit", "the driver backend doesn't run models that ranks share", fix=fix)
+        _check_driver(found, ranks.pp)
     ranks = ranks._replace(tp=tp)
     opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
     check_world(tp, ranks.ep, opened.graph, pp=ranks.pp)
@@ -102,7 +105,7 @@ def load_with_ranks(
         str(options.weights), options.max_num_seqs, options.max_num_tokens, options.cache_bytes,
         options.allow_config_mismatch, None if choices is None else str(choices), options.capture,
         list(options.native), str(options.trust) if isinstance(options.trust, (str, os.PathLike)) else None,
-        options.repository, ranks.pp, options.weights_timeout,
+        options.repository, ranks.pp, options.weights_timeout, backend or "torch",
     )  # fmt: skip
     with timeline.phase("ranks"):
         world = _join(opened, given, found, ranks, options.device, waits)
@@ -113,6 +116,18 @@ def load_with_ranks(
     engine = _load_lead(options, given, world, world.side, ranks, local_rank, timeline)
     weakref.finalize(engine, world.side.close)  # also at the end of the process
     return engine
+
+
+def _check_driver(found: Launched | None, pp: int) -> None:
+    """Raise TargetError (backend-unfit) for worlds that have to have torch."""
+    why = ""
+    if pp > 1:
+        why = "stages send each other what they have by torch"
+    elif found is not None:
+        why = "ranks that a launcher has started meet at its rendezvous, which is torch's"
+    if why:
+        fix = "load it with backend='torch', or leave the choice to Precast"
+        raise TargetError("backend-unfit", f"the driver backend doesn't run the model: {why}", fix=fix)
 
 
 def _join(
@@ -141,26 +156,79 @@ def _load_lead(
     timeline: Timeline,
 ) -> Engine:  # fmt: skip
     """Rank 0 of several. If it fails, all of them end."""
-    from precast.loader.run.rank_runner import RankRunner
-    from precast.loader.torch_load import Ranks, capture_before, engine_of, load_rank
-
-    tp, ep, pp = lead.num_ranks // ranks.pp, ranks.ep, ranks.pp
     try:
-        loaded = load_rank(
-            options, lambda: place(options.device, tp=tp, ep=ep, pp=pp, local_rank=local_rank), timeline,
-            Ranks(world, given.common),
-        )  # fmt: skip
+        loaded = _load_rank(options, given, world, ranks.ep, local_rank, timeline)
         timelines = lead.gather("loaded", Loaded(timeline.to_json().encode()))
         timeline.ranks = {rank: msgspec.json.decode(each.timeline) for rank, each in enumerate(timelines) if rank}
-        assert isinstance(loaded.runner, RankRunner)
         loaded.runner.at_close(lead.close)
         if options.capture == "before":
-            capture_before(loaded.runner, timeline)
+            loaded.capture_before(timeline)
     except BaseException as error:
         lead.fail(error)
         lead.close()
         raise
-    return engine_of(loaded, options, timeline)
+    return loaded.engine(timeline)
+
+
+class _Rank(NamedTuple):
+    """What a rank runs, and what makes rank 0's of it, by whatever backend."""
+
+    runner: RankSteps
+    capture_before: Callable[[Timeline], None]
+    engine: Callable[[Timeline], Engine]
+
+
+def _load_rank(
+    options: LoadOptions, given: _Given, world: World, ep: int, local_rank: int, timeline: Timeline
+) -> _Rank:
+    """Everything up to the first step, of this rank."""
+    if given.backend == "driver":
+        return _load_rank_with_driver(options, given, world, ep, local_rank, timeline)
+    from precast.loader import torch_load
+    from precast.loader.run.rank_runner import RankRunner
+
+    side, pp = world.side, given.pp
+    loaded = torch_load.load_rank(
+        options,
+        lambda: place(
+            options.device, rank=side.rank, tp=side.num_ranks // pp, ep=ep, pp=pp, local_rank=local_rank
+        ), timeline, torch_load.Ranks(world, given.common),
+    )  # fmt: skip
+    runner = loaded.runner
+    assert isinstance(runner, RankRunner)
+    return _Rank(
+        runner, partial(torch_load.capture_before, runner),
+        lambda timeline: torch_load.engine_of(loaded, options, timeline),
+    )  # fmt: skip
+
+
+def _load_rank_with_driver(
+    options: LoadOptions, given: _Given, world: World, ep: int, local_rank: int, timeline: Timeline
+) -> _Rank:
+    """As `_load_rank`, by the CUDA driver alone. Raises TargetError (backend-unfit) for what it doesn't run."""
+    from precast.loader.driver import load as driver_load
+    from precast.loader.driver.context import begin
+    from precast.loader.driver.coverage import UnfitError
+    from precast.loader.driver.runner import DriverRankRunner
+
+    if options.device is not None and str(options.device) != "cuda":
+        found = f"device is {str(options.device)!r}, and each rank takes a GPU of its own"
+        raise RequestError("engine-option-invalid", found, fix="give 'cuda'; CUDA_VISIBLE_DEVICES says which")
+    side, context = world.side, begin(f"cuda:{local_rank}")
+    among, folder = Among(side.rank, side.num_ranks), Path(world.meeting.file).parent
+    try:
+        loaded = driver_load.load_rank(
+            options, timeline, context, ranks=driver_load.Ranks(side, among, ep, folder, given.common)
+        )
+    except UnfitError as error:
+        fix = "load it with backend='torch', or leave the choice to Precast"
+        raise TargetError("backend-unfit", f"the driver backend doesn't run the model: {error}", fix=fix) from None
+    runner = loaded.runner
+    assert isinstance(runner, DriverRankRunner)
+    return _Rank(
+        runner, partial(driver_load.capture_before, runner),
+        lambda timeline: driver_load.engine_of(loaded, options, timeline),
+    )  # fmt: skip
 
 
 def follow(
@@ -170,22 +238,12 @@ def follow(
 
     Raises the failure that has ended it, of this rank or of another, as all ranks do.
     """
-    from precast.loader.run.rank_runner import RankRunner
-    from precast.loader.torch_load import Ranks, load_rank
-
     side, timeline = world.side, Timeline()
     assert isinstance(side, Follower)
     try:
         given = _Given(**options)
-        tp, pp = side.num_ranks // given.pp, given.pp
-        loaded = load_rank(
-            given.options(bundle, device),
-            lambda: place(device, rank=side.rank, tp=tp, ep=ep, pp=pp, local_rank=local_rank), timeline,
-            Ranks(world, given.common),
-        )  # fmt: skip
+        runner = _load_rank(given.options(bundle, device), given, world, ep, local_rank, timeline).runner
         side.gather("loaded", Loaded(timeline.to_json().encode()))
-        runner = loaded.runner
-        assert isinstance(runner, RankRunner)
         for raw in side.orders(spins=runner.device.kind == "cuda"):
             runner.obey(*runner.orders.decode(raw))
     except Ended:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
-from precast.ir.graph import symbols
 from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Apply, Graph, Node
 from precast.ir.graph.world import bound
@@ -22,7 +21,7 @@ from precast.kernels.collectives.launches import Among
 from precast.kernels.collectives.ways import MAX_PEERS
 from precast.kernels.launch_key import ALIGNED, MOST_INT32
 from precast.kernels.records import Launch, Pointer, Stride
-from precast.kernels.sampling.launches import num_splits
+from precast.kernels.sampling.launches import rows_apart
 from precast.kernels.step_launches import (
     DrawnPart,
     LaunchAt,
@@ -119,8 +118,7 @@ def _part_launches(graph: Graph, target: Target, among: Among) -> Iterator[Launc
     if found is None:
         return
     logits = types_in(found.graph)[found.graph.outputs["logits"]]
-    first = {symbols.evaluate(num_splits(rows), {}): rows for rows in range(MOST_SEQUENCES, 0, -1)}
-    for rows in sorted({*first.values(), MOST_SEQUENCES}):
+    for rows in rows_apart(MOST_SEQUENCES):
         yield from part_drawing_launches(logits.dtype, target, rows, DrawnPart(among, found.size, found.columns))
 
 

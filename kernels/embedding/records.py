@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul, numel
+from precast.kernels.embedding import part_launches
 from precast.kernels.gather_rows import launches
 from precast.kernels.records import Condition, reference
 from precast.kernels.rows import in_triton
@@ -32,5 +33,9 @@ RECORDS = (
         Condition("one row of ids, and a weight of known width", _has_one_row_of_ids),
     ),
     reference("precast.embedding", "embedding.embedding", _embedding),
+    in_triton(
+        "precast.sharded_embedding", part_launches.sharded_embedding, ("weight",),
+        Condition("one row of ids, and a weight of known width", _has_one_row_of_ids),
+    ),
     reference("precast.sharded_embedding", "embedding.sharded_embedding", _sharded_embedding),
 )  # fmt: skip

@@ -154,6 +154,12 @@ def sample(use: Use) -> tuple[Launch, ...]:
     return (rows.scan("logits", own), rows.prepare(), *passes, rows.finish("logits"))
 
 
+def rows_apart(most_rows: int) -> list[int]:
+    """Numbers of rows, up to so many, one of each kind that programs divide differently."""
+    first = {symbols.evaluate(num_splits(rows), {}): rows for rows in range(most_rows, 0, -1)}
+    return sorted({*first.values(), most_rows})
+
+
 class OfParts(NamedTuple):
     """The launches of a rank that has a part of the vocabulary, and how many programs of a row it has.
 

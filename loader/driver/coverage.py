@@ -6,7 +6,7 @@ It runs a graph if every op, in every size class that a step of the engine's lim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BundleError, TargetError
@@ -19,16 +19,9 @@ from precast.kernels.choices import fastest
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.use import Target, statics_in, types_in, use_of
 from precast.loader.device import Buffer
-from precast.loader.driver.program import (
-    ACTIVATIONS,
-    OUTPUT,
-    WORKSPACE,
-    NativeProgram,
-    NotCoveredError,
-    Sizes,
-    covered_cases,
-    is_view,
-)
+from precast.loader.driver.collectives import Collectives
+from precast.loader.driver.placed import ACTIVATIONS, OUTPUT, WORKSPACE, NotCoveredError
+from precast.loader.driver.program import NativeProgram, Sizes, covered_cases, is_view
 from precast.loader.sizing import EngineLimits
 
 _TRIED = ((7, 3), (1, 1), (64, 64))
@@ -51,8 +44,10 @@ def most_sizes(graph: Graph, limits: EngineLimits) -> dict[str, int]:
     )  # fmt: skip
 
 
-def covered(graph: Graph, target: Target, limits: EngineLimits) -> tuple[NativeProgram, Addresses]:
-    """The graph as launches, and where its values lie; it is verified and bound to its world.
+def covered(
+    graph: Graph, target: Target, limits: EngineLimits, collectives: Collectives | None = None
+) -> tuple[NativeProgram, Addresses]:
+    """The graph as launches, and where its values lie; it is verified and bound to its world. `collectives`: of ranks.
 
     Raises NotCoveredError with the first op that stands in the way, and BundleError for sizes without a value.
     """
@@ -61,12 +56,12 @@ def covered(graph: Graph, target: Target, limits: EngineLimits) -> tuple[NativeP
     record = fastest("precast.sample", SAMPLE_VERSION, target, control="static", dtypes={"logits": logits.dtype})
     if isinstance(record.runs, str):
         raise NotCoveredError(f"precast.sample of {logits.dtype} is computed by {record.name}")
-    program = NativeProgram(graph, target, most)
+    program = NativeProgram(graph, target, most, collectives)
     addresses = step_memory.addresses_of(graph, target, most)
     for num_tokens, num_seqs in _TRIED:
         sizes = most | {pool.pages: 1 for pool in graph.caches.pools}
         sizes |= {name: min(most[name], tried) for name, tried in (("T", num_tokens), ("B", num_seqs), ("R", num_seqs))}
-        program.ready(sizes, _anywhere(graph, sizes), addresses)
+        program.ready(sizes, _anywhere(graph, sizes, () if collectives is None else collectives.names), addresses)
     return program, addresses
 
 
@@ -96,13 +91,13 @@ def _uncovered(function: Graph | Block, target: Target, most: Sizes) -> Iterator
             yield str(error)
 
 
-def _anywhere(graph: Graph, sizes: Sizes) -> dict[str, Buffer]:
+def _anywhere(graph: Graph, sizes: Sizes, others: Sequence[str]) -> dict[str, Buffer]:
     """Memory of the right shapes at addresses that nobody looks at."""
     params = [Value(param.name, param.type) for param in graph.params]
     found = {}
     for value in (*params, *graph.constants, *graph.inputs, *caches.tensors(graph.caches)):
         shape = tuple(symbols.evaluate(size, sizes) for size in value.type.shape)
         found[value.name] = Buffer(0, value.type.dtype, shape, strides.contiguous(shape).strides, None)
-    for name in (ACTIVATIONS, WORKSPACE, *(OUTPUT + value for value in graph.outputs.values())):
+    for name in (ACTIVATIONS, WORKSPACE, *others, *(OUTPUT + value for value in graph.outputs.values())):
         found[name] = Buffer(0, "uint8", (0,), (1,), None)
     return found

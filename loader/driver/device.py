@@ -48,6 +48,19 @@ class DriverDevice:
         return self._attribute(library.COMPUTE_MAJOR), self._attribute(library.COMPUTE_MINOR)
 
     @property
+    def number(self) -> int:
+        """The device as the driver counts it."""
+        found: int = self._device
+        return found
+
+    @property
+    def uuid(self) -> str:
+        """What tells the GPU from all others."""
+        found = (ctypes.c_ubyte * 16)()
+        call("cuDeviceGetUuid_v2", found, self._device)
+        return bytes(found).hex()
+
+    @property
     def model(self) -> str:
         """The GPU's name, as NVIDIA gives it."""
         text = ctypes.create_string_buffer(256)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from precast.ir.errors import TargetError
@@ -13,7 +13,8 @@ from precast.kernels.records import Launch
 from precast.loader.driver import library
 from precast.loader.driver.device import DriverDevice, LoadedKernel, relaxed_capture
 from precast.loader.driver.launches import Prepared
-from precast.loader.driver.program import Number, Ready
+from precast.loader.driver.placed import Number
+from precast.loader.driver.program import Ready
 
 Run = Callable[[int], None]
 """Launches something on a stream, captured or not."""
@@ -25,8 +26,11 @@ _MUCH_SHARED_BYTES = 48 << 10
 class Kernels:
     """What launches run, on one device."""
 
-    def __init__(self, native: Native, device: DriverDevice) -> None:
-        self._device, self._native = device, native
+    def __init__(
+        self, native: Native, device: DriverDevice, calls: Mapping[str, Callable[..., None]] | None = None
+    ) -> None:
+        """`calls`: what connects ranks, by the names that launches have it by."""
+        self._device, self._native, self._calls = device, native, dict(calls or {})
         self._loaded: dict[tuple[str, str], LoadedKernel] = {}
         self._products: dict[tuple[str, tuple[tuple[str, object], ...]], Callable[..., None]] = {}
 
@@ -34,7 +38,7 @@ class Kernels:
         """What runs a launch. Raises TargetError `kernel-missing` where the layer has no kernel for it."""
         launch = ready.launch
         if launch.library:
-            return partial(_call, self._product(launch), ready.values)
+            return partial(_call, self._calls.get(launch.kernel) or self._product(launch), ready.values)
         kernel = self._kernel_for(ready)
         values = [None if each.argument == NO_ARGUMENT else ready.values[each.argument] for each in kernel.params]
         function = self._function(kernel, is_cuda=bool(launch.block))

@@ -18,6 +18,8 @@ STREAM_NON_BLOCKING, EVENT_WITHOUT_TIMING = 1, 2
 CAPTURE_THREAD_LOCAL, CAPTURE_RELAXED = 1, 2
 COMPUTE_MAJOR, COMPUTE_MINOR, MOST_SHARED_BYTES = 75, 76, 97
 FUNCTION_SHARED_BYTES, FUNCTION_MOST_DYNAMIC_BYTES, FUNCTION_CARVEOUT = 1, 8, 9
+ALLOCATION_PINNED, HANDLE_DESCRIPTOR, LOCATION_DEVICE, ACCESS_READ_WRITE, MEMORY_DEVICE = 1, 1, 1, 3, 2
+"""Of physical memory: its type, that it can be given away as a file descriptor, where it is, who may do what."""
 LAUNCH_OVERLAPS = 6
 """`CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`."""
 
@@ -27,6 +29,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
+    "cuDeviceGetUuid_v2": (c_void_p, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
@@ -40,6 +43,18 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemFreeHost": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemsetD8Async": (c_uint64, ctypes.c_ubyte, c_size_t, c_void_p),
+    "cuMemsetD32Async": (c_uint64, c_uint, c_size_t, c_void_p),
+    "cuMemcpy2DAsync_v2": (c_void_p, c_void_p),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), c_void_p, c_int),
+    "cuMemCreate": (POINTER(c_uint64), c_size_t, c_void_p, c_uint64),
+    "cuMemRelease": (c_uint64,),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemSetAccess": (c_uint64, c_size_t, c_void_p, c_size_t),
+    "cuMemExportToShareableHandle": (POINTER(c_int), c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
@@ -66,6 +81,38 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
 }
+
+
+class Location(ctypes.Structure):
+    """`CUmemLocation`: a device by its number."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class AllocationProperties(ctypes.Structure):
+    """`CUmemAllocationProp`."""
+
+    _fields_ = (
+        ("type", c_int), ("handle_types", c_int), ("location", Location), ("win32", c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )  # fmt: skip
+
+
+class Access(ctypes.Structure):
+    """`CUmemAccessDesc`."""
+
+    _fields_ = (("location", Location), ("flags", c_int))
+
+
+class Copy2D(ctypes.Structure):
+    """`CUDA_MEMCPY2D`."""
+
+    _fields_ = (
+        ("source_x", c_size_t), ("source_y", c_size_t), ("source_type", c_int), ("source_host", c_void_p),
+        ("source", c_uint64), ("source_array", c_void_p), ("source_pitch", c_size_t), ("target_x", c_size_t),
+        ("target_y", c_size_t), ("target_type", c_int), ("target_host", c_void_p), ("target", c_uint64),
+        ("target_array", c_void_p), ("target_pitch", c_size_t), ("width", c_size_t), ("height", c_size_t),
+    )  # fmt: skip
 
 
 class DriverError(RuntimeError):

@@ -8,13 +8,24 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Graph, TensorType
 from precast.ir.memory.addresses import Addresses
-from precast.kernels.step_launches import LaunchAt, drawing_launches, known_ids_launches
+from precast.ir.weights.tensorfile import element_bytes
+from precast.kernels.sampling.limits import row_bytes
+from precast.kernels.step_launches import (
+    DrawnPart,
+    LaunchAt,
+    drawing_launches,
+    known_ids_launches,
+    part_drawing_launches,
+)
 from precast.kernels.use import Target, types_in
-from precast.loader.device import Buffer, Device
+from precast.loader.device import Buffer, Device, aligned
 from precast.loader.driver.kernels import Kernels, Run
-from precast.loader.driver.program import ACTIVATIONS, OUTPUT, WORKSPACE, NativeProgram, Number, Ready, Sizes
+from precast.loader.driver.placed import ACTIVATIONS, OUTPUT, WORKSPACE, Number
+from precast.loader.driver.program import NativeProgram, Ready, Sizes
 from precast.loader.program.sources import sources_of
 
+ALIGNMENT = 256
+"""Of parts of the workspace, in bytes."""
 KEPT_STEPS = 16
 """Of so many sizes of steps it is kept what they launch: a few kilobytes a launch."""
 
@@ -27,12 +38,33 @@ class Held(NamedTuple):
     logits: Buffer
 
 
-def hold(program: NativeProgram, graph: Graph, addresses: Addresses, sizes: Sizes, device: Device) -> Held:
+class PartDrawing(NamedTuple):
+    """How a rank with a part of the logits draws, of up to `most_rows` rows: on `memory`, the counter `calls` and that
+    of the ranks, and waiting `limit` nanoseconds for them."""
+
+    part: DrawnPart
+    most_rows: int
+    limit: int
+    memory: Mapping[str, Buffer]
+
+
+def hold(
+    program: NativeProgram, graph: Graph, addresses: Addresses, sizes: Sizes, device: Device,
+    drawing: PartDrawing | None = None,
+) -> Held:  # fmt: skip
     """The memory, for steps of at most these sizes."""
-    workspace = max(program.workspace_bytes(sizes), drawing_bytes(graph, sizes["R"], program.target))
+    drawn = drawing_bytes(graph, sizes["R"], program.target)
+    if drawing is not None:
+        drawn = _held_bytes(sizes["R"]) + sizes["R"] * drawing.part.size * element_bytes(logits_type(graph).dtype)
+    workspace = max(program.workspace_bytes(sizes), drawn)
     return Held(
         device.alloc(addresses.num_bytes), device.alloc(workspace), device.alloc(program.output_bytes("logits", sizes))
     )
+
+
+def _held_bytes(num_rows: int) -> int:
+    """Of the workspace what drawing from parts notes of rows; rows of all logits begin there."""
+    return aligned(num_rows * row_bytes(), ALIGNMENT)
 
 
 def logits_type(graph: Graph) -> TensorType:
@@ -62,8 +94,10 @@ class Model:
         memory: Mapping[str, Buffer],
         held: Held,
         pages: Sizes,
+        part_drawing: PartDrawing | None = None,
     ) -> None:
-        """`pages`: by symbol, how many pages pools have."""
+        """`pages`: by symbol, how many pages pools have. `part_drawing`: the logits are those of a rank's part."""
+        self._part_drawing = part_drawing
         self._program, self._graph, self._kernels, self._addresses = program, graph, kernels, addresses
         self._logits, self._workspace = held.logits, held.workspace
         self._memory = {
@@ -107,10 +141,22 @@ class Model:
 
     def draw(self, parameters: Mapping[str, Buffer], out: Buffer, num_rows: int) -> list[Run]:
         """What draws a token for each of the rows of logits into `out`."""
-        if num_rows not in self._drawing:
-            kind = logits_type(self._graph)
+        kind, of_part = logits_type(self._graph), self._part_drawing
+        tensors = {**parameters, "logits": self._logits, "tokens": out}
+        if of_part is not None:
+            tensors |= {
+                **of_part.memory,
+                "held": self._workspace,
+                "whole": self._workspace.view(_held_bytes(num_rows), (0,)),
+            }
+        if num_rows not in self._drawing and of_part is None:
             self._drawing[num_rows] = drawing_launches(kind, self._program.target, num_rows, captured=True)
-        return self._prepared(self._drawing[num_rows], {**parameters, "logits": self._logits, "tokens": out})
+        elif num_rows not in self._drawing:
+            part, most_rows, limit, _ = of_part
+            self._drawing[num_rows] = part_drawing_launches(
+                kind.dtype, self._program.target, num_rows, part, most_rows=most_rows, limit=limit
+            )
+        return self._prepared(self._drawing[num_rows], tensors)
 
     def _prepared(self, launches: Sequence[LaunchAt], tensors: Mapping[str, Buffer]) -> list[Run]:
         made = []

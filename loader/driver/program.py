@@ -16,26 +16,31 @@ from typing import Any, NamedTuple
 from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols as exprs
 from precast.ir.graph.infer import references
+from precast.ir.graph.normed_sums import BOTH, SUM
 from precast.ir.memory import strides
 from precast.ir.memory.addresses import VIEWS, Addresses, spans_of
 from precast.ir.memory.strides import Layout
 from precast.ir.memory.views import view_of
 from precast.ir.weights.tensorfile import element_bytes
-from precast.kernels.choices import Case, cases
+from precast.kernels.choices import Case, cases, workspace
+from precast.kernels.collectives.launches import norm_after
 from precast.kernels.launch_key import forms, launch_key
 from precast.kernels.records import Launch, Pointer, Ranges, Record, Stride
 from precast.kernels.use import Target, Use, statics_in, types_in, use_of
 from precast.loader.device import Buffer, Dim3
+from precast.loader.driver.collectives import Collectives, is_collective
+from precast.loader.driver.placed import (
+    ACTIVATIONS,
+    OUTPUT,
+    WORKSPACE,
+    At,
+    NotCoveredError,
+    Number,
+    Placed,
+    Template,
+)
 
-ACTIVATIONS, WORKSPACE, OUTPUT = "<activations>", "<workspace>", "<output>"
-"""Memory that values lie in beside params, caches and inputs, which have their names. The outputs' is `OUTPUT` and a
-name."""
 Sizes = Mapping[str, int]
-Number = int | float | None
-
-
-class NotCoveredError(Exception):
-    """What a graph needs that isn't a launch or a view: the op, and why. No error for users: it chooses a backend."""
 
 
 class Ready(NamedTuple):
@@ -48,31 +53,6 @@ class Ready(NamedTuple):
     key: str
     grid: Dim3
     values: tuple[Number, ...]
-
-
-class Placed(NamedTuple):
-    """Where a value lies: from byte `offset` of some memory on, and how."""
-
-    base: str
-    offset: int
-    dtype: ir.Dtype
-    layout: Layout
-
-
-class _At(NamedTuple):
-    """An address: byte `offset` of some memory."""
-
-    base: str
-    offset: int
-
-
-class _Template(NamedTuple):
-    """A launch whose addresses are still those of names."""
-
-    launch: Launch
-    key: str
-    grid: Dim3
-    values: tuple[Number | _At, ...]
 
 
 class _Keyed(NamedTuple):
@@ -91,27 +71,33 @@ class _Way(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A node as it runs: in one of several ways, or in none, if it is a view. `listed`: tensors of arguments that are
-    lists, by the names that launches give them."""
+    """A node as it runs: in one of several ways, or in none, if it is a view. `tensors`: its arguments by the names
+    that launches give them. Where ranks meet, `collectives` say what is launched; `norm`: what norms a sum then."""
 
     node: ir.Node
     ways: tuple[_Way, ...]
     tensors: Mapping[str, str]
+    meets: bool = False
+    norm: tuple[_Way, ...] = ()
 
 
 class NativeProgram:
     """A verified graph that is bound to its world, as launches for a target, in steps of at most these sizes.
+    `collectives`: how ranks put together what they have; None for one rank.
 
     Raises NotCoveredError for the first node that is none.
     """
 
-    def __init__(self, graph: ir.Graph, target: Target, most: Sizes) -> None:
+    def __init__(self, graph: ir.Graph, target: Target, most: Sizes, collectives: Collectives | None = None) -> None:
         self._graph = graph
-        self.target = target
+        self.target, self.collectives = target, collectives
         self._blocks = {block.name: block for block in graph.blocks}
         self._types = {"": types_in(graph), **{block.name: types_in(block) for block in graph.blocks}}
-        self._steps = {"": steps_of(graph, graph.main, target, most)}
-        self._steps |= {block.name: steps_of(block, block.nodes, target, most) for block in graph.blocks}
+        self._steps = {"": steps_of(graph, graph.main, target, most, meets=collectives is not None)}
+        self._steps |= {
+            block.name: steps_of(block, block.nodes, target, most, meets=collectives is not None)
+            for block in graph.blocks
+        }
         placed = {name: frozenset(_written(steps)) for name, steps in self._steps.items()}
         self._returned = {block.name: spans_of(block, placed).returned for block in graph.blocks}
         self._results = {name: index for index, name in enumerate(graph.outputs.values())}
@@ -130,7 +116,7 @@ class NativeProgram:
         """What the launches hold at most beside results, in steps of up to these sizes."""
         found = [0]
         for steps in self._steps.values():
-            for way in (way for step in steps for way in step.ways):
+            for way in (way for step in steps for way in (*step.ways, *step.norm)):
                 most = {name: size if (high := way.sizes.get(name, (0, None))[1]) is None else min(size, high)
                         for name, size in sizes.items()}  # fmt: skip
                 found.append(exprs.evaluate(way.workspace, most))
@@ -144,7 +130,9 @@ class NativeProgram:
     def launches(self) -> Iterator[_Keyed]:
         """All that may run, those of a block once."""
         for steps in self._steps.values():
-            yield from (each for step in steps for way in step.ways for each in way.launches)
+            yield from (each for step in steps for way in (*step.ways, *step.norm) for each in way.launches)
+        if self.collectives is not None:
+            yield from (_Keyed(*each) for each in self.collectives.launched(self._graph))
 
     def ready(
         self, sizes: Sizes, memory: Mapping[str, Buffer], addresses: Addresses
@@ -158,14 +146,14 @@ class NativeProgram:
         frame = {
             name: Placed(name, 0, buffer.dtype, Layout(buffer.shape, buffer.strides)) for name, buffer in memory.items()
         }
-        templates: list[tuple[list[_Template], dict[str, tuple[str, int]]]] = []
+        templates: list[tuple[list[Template], dict[str, tuple[str, int]]]] = []
         for item in self._graph.main:
             if isinstance(item, ir.Call):
                 templates.append(run.call(item, frame))
             else:
                 step = self._steps[""][run.position]
                 run.position += 1
-                made: list[_Template] = []
+                made: list[Template] = []
                 run.node("", step, frame, made)
                 templates.append((made, {}))
         base = {name: buffer.pointer for name, buffer in memory.items()}
@@ -173,7 +161,7 @@ class NativeProgram:
         for made, moved in templates:
             at = base | {name: base[outer] + offset for name, (outer, offset) in moved.items()} if moved else base
             for each in made:
-                values = tuple([at[v[0]] + v[1] if type(v) is _At else v for v in each.values])
+                values = tuple([at[v[0]] + v[1] if type(v) is At else v for v in each.values])
                 found.append(Ready(each.launch, each.key, each.grid, values))  # type: ignore[arg-type]
         return found, {name: frame[value] for name, value in self._graph.outputs.items()}
 
@@ -184,7 +172,7 @@ class _Run:
     def __init__(self, program: NativeProgram, sizes: dict[str, int], addresses: Addresses) -> None:
         self._program, self._sizes, self._addresses = program, sizes, addresses
         self._known: dict[ir.Expr, int] = {}
-        self._blocks: dict[tuple[Any, ...], tuple[list[_Template], list[Placed]]] = {}
+        self._blocks: dict[tuple[Any, ...], tuple[list[Template], list[Placed]]] = {}
         self.position = 0
 
     def number(self, expr: ir.Expr) -> int:
@@ -197,14 +185,14 @@ class _Run:
     def shape(self, kind: ir.TensorType) -> tuple[int, ...]:
         return tuple(map(self.number, kind.shape))
 
-    def call(self, call: ir.Call, frame: dict[str, Placed]) -> tuple[list[_Template], dict[str, tuple[str, int]]]:
+    def call(self, call: ir.Call, frame: dict[str, Placed]) -> tuple[list[Template], dict[str, tuple[str, int]]]:
         """The block's launches, and where the names in them lie for this call."""
         block = self._program._blocks[call.block]
         given = {name: frame[bound] for name, bound in call.args.items()}
         key = (call.block, tuple((name, each.dtype, each.layout) for name, each in given.items()))
         if key not in self._blocks:
             local = {name: Placed(name, 0, each.dtype, each.layout) for name, each in given.items()}
-            made: list[_Template] = []
+            made: list[Template] = []
             for step in self._program._steps[call.block]:
                 self.node(call.block, step, local, made)
             self._blocks[key] = made, [local[name] for name in block.outputs]
@@ -217,7 +205,7 @@ class _Run:
             frame[value.name] = result._replace(base=base, offset=offset + result.offset)
         return made, moved
 
-    def node(self, function: str, step: _Step, frame: dict[str, Placed], made: list[_Template]) -> None:
+    def node(self, function: str, step: _Step, frame: dict[str, Placed], made: list[Template]) -> None:
         """The node's launches go to `made`, its results to `frame`."""
         node = step.node
         if not step.ways:
@@ -228,12 +216,33 @@ class _Run:
         for i, value in enumerate(node.outputs):
             dtype, layout = value.type.dtype, strides.contiguous(self.shape(value.type))
             frame[value.name] = tensors[f"out.{i}"] = Placed(*self._place(function, value.name), dtype, layout)
-        way = next(way for way in step.ways if self._is_within(way.sizes))
+        if step.meets:
+            self._together(step, tensors, made)
+        else:
+            self._launched(step.ways, tensors, made)
+
+    def _together(self, step: _Step, tensors: dict[str, Placed], made: list[Template]) -> None:
+        """What ranks put together."""
+        node, collectives = step.node, self._program.collectives
+        assert collectives is not None, "only ranks meet"
+        if node.op == SUM:
+            made += collectives.summed(node, tensors)
+        elif node.op != BOTH:
+            made += collectives.gathered(node, tensors)
+        else:
+            found, total = collectives.normed(node, tensors)
+            made += found
+            if total is not None:
+                self._launched(step.norm, {**tensors, "x": total}, made)
+
+    def _launched(self, ways: Sequence[_Way], tensors: Mapping[str, Placed], made: list[Template]) -> None:
+        """The launches of that of the ways which takes a step of these sizes."""
+        way = next(way for way in ways if self._is_within(way.sizes))
         for launch, key in way.launches:
             x, y, z = map(self.number, (*launch.grid, 1, 1)[:3])
             if x and y and z:
                 values = tuple([self._value(arg, tensors) for arg in launch.args])
-                made.append(_Template(launch, key, (x, y, z), values))
+                made.append(Template(launch, key, (x, y, z), values))
 
     def _is_within(self, sizes: Ranges) -> bool:
         return all(
@@ -254,13 +263,13 @@ class _Run:
             return OUTPUT + name, 0
         raise NotCoveredError(f"{name} has no address: its size depends on more than tokens and sequences")
 
-    def _value(self, arg: object, tensors: Mapping[str, Placed]) -> Number | _At:
+    def _value(self, arg: object, tensors: Mapping[str, Placed]) -> Number | At:
         if isinstance(arg, Pointer):
             offset = self.number(arg.offset)
             if arg.tensor == "workspace":
-                return _At(WORKSPACE, offset)
+                return At(WORKSPACE, offset)
             tensor = tensors[arg.tensor]
-            return _At(tensor.base, tensor.offset + offset)
+            return At(tensor.base, tensor.offset + offset)
         if isinstance(arg, Stride):
             return tensors[arg.tensor].layout.strides[arg.axis]
         if isinstance(arg, (str, ir.Apply)):
@@ -289,13 +298,23 @@ class _Run:
 
 
 def steps_of(
-    function: ir.Graph | ir.Block, items: Iterable[ir.Node | ir.Call], target: Target, most: Sizes
-) -> list[_Step]:
-    """The nodes of `main` or of a block as they run. Raises NotCoveredError for one that is neither launches nor a
-    view."""
+    function: ir.Graph | ir.Block, items: Iterable[ir.Node | ir.Call], target: Target, most: Sizes, *,
+    meets: bool = False,
+) -> list[_Step]:  # fmt: skip
+    """The nodes of `main` or of a block as they run; whether ranks meet in some. Raises NotCoveredError for one that is
+    neither launches nor a view."""
     types, statics = types_in(function), statics_in(function)
     nodes = [item for item in items if isinstance(item, ir.Node)]
-    return [_step(node, types, use_of(node, types, target, statics), most) for node in nodes]
+    found = []
+    for node in nodes:
+        use = use_of(node, types, target, statics)
+        if not (meets and is_collective(node)):
+            found.append(_step(node, types, use, most))
+            continue
+        norm = norm_after(node) if node.op == BOTH else None
+        ways = () if norm is None else _step(norm, types, use_of(norm, types, target, statics), most).ways
+        found.append(_Step(node, (_Way({}, (), workspace(use)),), dict(_tensors(node)), meets=True, norm=ways))
+    return found
 
 
 def _step(node: ir.Node, types: Mapping[str, ir.TensorType], use: Use, most: Sizes) -> _Step:
@@ -374,7 +393,7 @@ def _expressions(step: _Step, types: Mapping[str, ir.TensorType]) -> Iterator[ir
         for item in arg.items if isinstance(arg, ir.Items) else (arg,):
             if isinstance(item, ir.Dim):
                 yield item.expr
-    for way in step.ways:
+    for way in (*step.ways, *step.norm):
         yield from way.sizes
         for launch, _ in way.launches:
             yield from launch.grid

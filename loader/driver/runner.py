@@ -17,6 +17,7 @@ from precast.loader.driver.model import Model
 from precast.loader.run.batch import Arrays
 from precast.loader.run.capture import Memory, Size
 from precast.loader.run.draws import DTYPES
+from precast.loader.run.rank_steps import RankSteps
 from precast.loader.run.steps import StepRunner
 from precast.loader.sizing import EngineLimits
 from precast.loader.world.orders import Kind, Order
@@ -61,10 +62,16 @@ class DriverRunner(StepRunner):
             self.device.copy(self._drawn_bytes, self._spare)
 
     def _run_eagerly(self, arrays: Arrays, drawing: Arrays, copies: Sequence[PageCopy], arrived: Event) -> None:
-        self._fill(Order(Kind.STEP, copies), arrays | drawing, arrived, self._places.widest)
+        given = arrays | drawing
+        lengths = {name: len(values) for name, values in given.items()}
+        order = Order(Kind.STEP, copies, 0, lengths, len(drawing["temperature"]) if drawing else 0)
+        self._fill(order, given, arrived, self._places.widest)
+        self._compute(order)
+
+    def _compute(self, order: Order) -> None:
+        """Compute a step of what the places hold, op by op, and draw."""
         buffers = self._places.widest.buffers
-        given = {name: _first(buffers[name], len(values)) for name, values in (arrays | drawing).items()}
-        self._run(given, len(drawing["temperature"]) if drawing else 0)
+        self._run({name: _first(buffers[name], length) for name, length in order.lengths.items()}, order.num_rows)
 
     def _pieces(self, size: Size, *, is_warm_up: bool = False) -> Iterator[HostCall]:
         self._run(self._layout_of(size).buffers, size.num_seqs)
@@ -93,6 +100,10 @@ class DriverRunner(StepRunner):
     def _drop(self) -> None:
         self._model = None
         del self._spare, self._ids
+
+
+class DriverRankRunner(RankSteps, DriverRunner):
+    """A `DriverRunner` of one rank."""
 
 
 def _first(buffer: Buffer, count: int) -> Buffer:

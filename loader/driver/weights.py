@@ -80,6 +80,15 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     return Planned(assembly, plan, frozenset(on_host), files)
 
 
+def planned_bytes(what: Planned) -> int:
+    """The memory that all params take."""
+    return sum(
+        aligned(math.prod(target.shape) * element_bytes(target.dtype), PARAM_ALIGNMENT)
+        for target in what.plan.targets
+        if target.name is not None
+    )
+
+
 def uncovered(what: Planned) -> str:
     """Why params aren't made here; empty if they are."""
     if what.assembly.computed:

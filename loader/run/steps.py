@@ -233,6 +233,10 @@ class StepRunner(ABC):
         """
 
     @abstractmethod
+    def _compute(self, order: Order) -> torch.Tensor | None:
+        """What `_run_eagerly` gives, of an order whose inputs are in their places."""
+
+    @abstractmethod
     def _pieces(self, size: Size, *, is_warm_up: bool = False) -> Iterator[HostCall]:
         """A step of this size over whatever its places hold, cut in front of the calls that read the host.
 

@@ -40,6 +40,12 @@ OWN = frozenset(("host", "gpu_id", "weights_bytes", "free_bytes"))
 """Facts in which ranks may differ."""
 
 
+class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank says that only others of its kind understand."""
+
+    value: bytes
+
+
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank says of the bundle's native layer, whose digest is `layer`, "" for none: whether it would use it, and
     the sentence of `precast.loader.native.Chosen` that names the rule. `rules`: what it was asked by."""
@@ -82,7 +88,7 @@ def check_facts(facts: Sequence[Facts]) -> None:
     for name in Facts.__struct_fields__:
         values = [getattr(each, name) for each in facts]
         if name not in OWN and len(set(values)) > 1:
-            different.append(f"{name}: {_by_rank(values)}")
+            different.append(f"{name}: {by_rank(values)}")
     if different:
         raise TargetError(
             "ranks-differ", f"the ranks differ in {'; '.join(different)}",
@@ -90,11 +96,11 @@ def check_facts(facts: Sequence[Facts]) -> None:
         )  # fmt: skip
     ids = [each.gpu_id for each in facts if each.gpu_id]
     if len(set(ids)) < len(ids):
-        found = f"two ranks have the same GPU: {_by_rank([f'{each.gpu_id} of {each.host}' for each in facts])}"
+        found = f"two ranks have the same GPU: {by_rank([f'{each.gpu_id} of {each.host}' for each in facts])}"
         raise TargetError("ranks-differ", found, fix="let each process see as many GPUs as its host has ranks")
     if any(each.weights_bytes > each.free_bytes for each in facts if each.gpu):
         room = [f"{each.weights_bytes} bytes of weights, {each.free_bytes} free on {each.host}" for each in facts]
-        found = f"the weights don't fit: {_by_rank(room)}"
+        found = f"the weights don't fit: {by_rank(room)}"
         raise TargetError("device-memory", found, fix="free memory on the device, or use more ranks")
 
 
@@ -104,12 +110,12 @@ def why_no_layer(verdicts: Sequence[Verdict]) -> str:
     if not any(each.is_used for each in verdicts):
         return ""
     if len({each.layer for each in verdicts}) > 1:
-        return f"the ranks have other native layers: {_by_rank([each.layer for each in verdicts])}"
+        return f"the ranks have other native layers: {by_rank([each.layer for each in verdicts])}"
     refused = [f"rank {rank} says: {each.note}" for rank, each in enumerate(verdicts) if not each.is_used]
     if refused:
         return f"native layer {verdicts[0].layer} is used by all ranks or by none, and {'; '.join(refused)}"
     if len({each.rules for each in verdicts}) > 1:
-        return f"the ranks ask different rules for native layers: {_by_rank([each.rules for each in verdicts])}"
+        return f"the ranks ask different rules for native layers: {by_rank([each.rules for each in verdicts])}"
     return ""
 
 
@@ -120,11 +126,11 @@ def slabs_of_all(sizes: Sequence[Sized]) -> int:
         return min(each.num_slabs for each in sizes)
     rank, failure = failed[0]
     told = [each.failure.message if each.failure else _arithmetic(each.counters) for each in sizes]
-    error = msgspec.structs.replace(failure, message=f"{failure.message}; {_by_rank(told)}", rank=rank).error()
+    error = msgspec.structs.replace(failure, message=f"{failure.message}; {by_rank(told)}", rank=rank).error()
     raise error
 
 
-def _by_rank(values: Sequence[object]) -> str:
+def by_rank(values: Sequence[object]) -> str:
     """Each value with the ranks that have it."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):

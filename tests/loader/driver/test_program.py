@@ -29,7 +29,8 @@ from precast.kernels.registry import Implementation
 from precast.kernels.use import GPU, Use
 from precast.loader.device import Buffer
 from precast.loader.driver.coverage import covered, most_sizes
-from precast.loader.driver.program import ACTIVATIONS, OUTPUT, WORKSPACE, NativeProgram, NotCoveredError
+from precast.loader.driver.placed import ACTIVATIONS, OUTPUT, WORKSPACE, NotCoveredError
+from precast.loader.driver.program import NativeProgram
 from precast.loader.placement import Placement, bind_world
 from precast.loader.program.restore import restore
 from precast.loader.sizing import EngineLimits
