@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,20 +57,20 @@ from precast.loader.world.lead import Lead
 from precast.loader.world.timeouts import Timeouts
 
 MOST_BYTES = 64 << 20
-TURNS = 4
+TURNS = 3
 SECONDS = 15.0
 """That a kernel waits for other ranks."""
 SUMS: list[tuple[tuple[int, ...], Dtype]] = [
     (shape, dtype)
     for dtype in ("bfloat16", "float16", "float32")
-    for shape in ((1, 8), (1, 1, 4096), (3, 40), (77, 4096), (2500, 4096))
-] + [((3, 5), "bfloat16"), ((4,), "float64"), ((1, 3, 33), "float16")]
+    for shape in ((1, 8), (1, 1, 4096), (3, 40), (77, 4096))
+] + [((2100, 4096), "bfloat16"), ((3, 5), "bfloat16"), ((4,), "float64"), ((1, 3, 33), "float16")]
 """The last are no whole vectors, or of another type: NCCL's."""
 NORMS: list[tuple[tuple[int, ...], Dtype, float, bool]] = [
     (shape, dtype, offset, cast)
     for dtype, offset, cast in (("bfloat16", 0.0, True), ("float16", 1.0, False), ("float32", 0.0, True))
-    for shape in ((1, 1, 4096), (1, 7, 72), (1, 300, 4096), (1, 2, 16384), (1, 2300, 4096))
-]
+    for shape in ((1, 1, 4096), (1, 7, 72), (1, 300, 4096), (1, 2, 16384))
+] + [((1, 2100, 4096), "bfloat16", 0.0, True)]
 GATHERS: list[tuple[tuple[int, ...], Dtype, int]] = [
     ((5, 7), "bfloat16", 0),
     ((1, 3, 33), "float32", -1),
@@ -105,9 +106,10 @@ class Case(NamedTuple):
     dtype: Dtype
 
 
-def numbers(rank: int, turn: int, shape: Sequence[int], dtype: Dtype) -> Array:
+@cache
+def numbers(rank: int, turn: int, shape: tuple[int, ...], dtype: Dtype) -> Array:
     """What a rank has in this turn, some of it -0.0."""
-    made = np.random.default_rng(1000 * turn + rank).standard_normal(shape).astype(np.float32)
+    made = np.random.default_rng(1000 * turn + rank).standard_normal(shape, np.float32)
     made[np.abs(made) < 0.1] = -0.0
     if dtype == "int64":
         raw: Any = (made * 1000).astype(np.int64)
@@ -150,7 +152,7 @@ def sum_cases(rank: Rank) -> Iterator[Case]:
         yield Case(f"sum {dtype} {list(shape)}", templates, given, expected, dtype)
 
 
-def total(size: int, turn: int, shape: Sequence[int], dtype: Dtype) -> Any:
+def total(size: int, turn: int, shape: tuple[int, ...], dtype: Dtype) -> Any:
     """The ranks' sum, added in float32 in their order and rounded once."""
     parts = [numbers(rank, turn, shape, dtype).values for rank in range(size)]
     if dtype == "float64":
@@ -229,8 +231,9 @@ def download(rank: Rank, name: str, shape: Sequence[int], dtype: Dtype) -> Any:
     return wide(np.frombuffer(host_bytes(pinned), held).reshape(shape).copy(), dtype)
 
 
-def run_case(rank: Rank, case: Case, kernels: Kernels) -> None:
-    """Eagerly and captured, by turns. Raises AssertionError for other numbers than numpy's."""
+def run_case(rank: Rank, case: Case, kernels: Kernels) -> str:
+    """Eagerly and captured, by turns: "right", or where numbers are others than numpy's. All ranks make all turns."""
+    said = "right"
     at = {name: buffer.pointer for name, buffer in rank.memory.items()}
 
     def launch() -> None:
@@ -259,7 +262,9 @@ def run_case(rank: Rank, case: Case, kernels: Kernels) -> None:
         for name, (values, tolerance) in wanted.items():
             found = download(rank, name, values.shape, case.dtype)
             error = np.abs(found - values).max() / max(1.0, np.abs(values).max())
-            assert error <= tolerance, f"turn {turn}: {name} is off by {error:.3g}, first {found.ravel()[:4]}"
+            if not error <= tolerance and said == "right":
+                said = f"wrong: turn {turn}: {name} is off by {error:.3g}, first {found.ravel()[:4]}"
+    return said
 
 
 def layer_of(launches: Sequence[tuple[Launch, str]], capability: tuple[int, int]) -> NativeLayer:
@@ -337,10 +342,10 @@ def _checked(rank: Rank, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield case.name, "left out: there is no NCCL"
             continue
         try:
-            run_case(rank, case, kernels)
-            yield case.name, "right"
-        except AssertionError as error:
-            yield case.name, f"wrong: {error}"
+            yield case.name, run_case(rank, case, kernels)
+        except (DriverError, RuntimeError) as error:
+            yield case.name, f"wrong, and the end: {error}"
+            return
     timed = {case.name: case for case in cases}
     for name in ("sum bfloat16 [1, 1, 4096]", "norm bfloat16 [1, 1, 4096]"):
         if name in timed:
@@ -406,7 +411,11 @@ def main() -> int:
         process.wait()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
+    for rank, each in enumerate(found):
+        cases = each.pop("cases", {})
+        odd = {name: text for name, text in cases.items() if text != "right"}
+        print(f"rank {rank}: {len(cases) - len(odd)} of {len(cases)} cases are right", json.dumps(each | odd, indent=1))
+        each["cases"] = cases
     said = [each.get("cases", {"none": "wrong"}) for each in found]
     return int(any(text.startswith("wrong") for cases in said for text in cases.values()))
 
