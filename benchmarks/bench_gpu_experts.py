@@ -114,13 +114,11 @@ MIDDLE = (
 )  # fmt: skip
 WIDE = (
     Tiles(128, 128, 64, 8, 4, False), Tiles(128, 128, 64, 8, 4, False, 1), Tiles(128, 128, 64, 8, 4, True, 3),
-    Tiles(128, 64, 64, 4, 3, True, 3), Tiles(256, 64, 64, 8, 4, True, 4), Tiles(256, 64, 64, 8, 3, True, 4, 32),
-    Tiles(256, 64, 64, 8, 4, True, 1, 32),
+    Tiles(128, 64, 64, 4, 3, True, 3), Tiles(256, 64, 64, 8, 4, True, 4),
 )  # fmt: skip
 DOWN_WIDE = (
     Tiles(128, 256, 64, 8, 4, False), Tiles(128, 256, 64, 8, 4, False, 1), Tiles(128, 128, 64, 4, 3, True, 3),
-    Tiles(128, 128, 64, 8, 3, False, 1), Tiles(256, 128, 64, 8, 4, True, 4), Tiles(256, 128, 64, 8, 3, True, 4, 64),
-    Tiles(256, 128, 64, 8, 4, True, 1, 64),
+    Tiles(128, 128, 64, 8, 3, False, 1), Tiles(256, 128, 64, 8, 4, True, 4),
 )  # fmt: skip
 
 

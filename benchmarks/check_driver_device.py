@@ -77,7 +77,7 @@ class Checks:
         from precast.kernels.cuda_source import _compile
 
         major, minor = self._device.capability
-        self.held["image"] = _compile(SOURCE, "add.cu", (f"--gpu-architecture=sm_{major}{minor}",))
+        self.held["image"] = _compile(SOURCE, "add.cu", {}, (f"--gpu-architecture=sm_{major}{minor}",))
         return f"{len(self.held['image'])} bytes"  # type: ignore[arg-type]
 
     def load(self) -> str:
