@@ -143,8 +143,8 @@ def test_interrupted_captures_give_their_memory_back(folder: Path, times: int, m
                 raise KeyboardInterrupt
             return sample(**_)
 
-        sample = engine._runner._sample_captured
-        monkeypatch.setattr(engine._runner, "_sample_captured", interrupted)
+        sample = engine._runner._drawing._sample_captured
+        monkeypatch.setattr(engine._runner._drawing, "_sample_captured", interrupted)
         for _ in range(times):
             with pytest.raises(KeyboardInterrupt):
                 engine.wait_until_captured()
