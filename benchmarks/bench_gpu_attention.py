@@ -26,9 +26,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import torch
-from launch_compiler import compile_launch
+from support import harness
+from support.launch_compiler import compile_launch
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import harness
 import msgspec
 import torch
+from support import harness
 
 from precast.kernels import registry
 from precast.kernels.choices import records_of

@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import harness
 import msgspec
 import torch
 import triton
 import triton.language as tl
+from support import harness
 
 from precast.kernels import registry
 from precast.kernels.choices import records_of

@@ -29,9 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import msgspec
 import torch
+from support import harness
 
 from precast.kernels import registry
 from precast.kernels.choices import records_of
