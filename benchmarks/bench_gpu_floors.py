@@ -24,8 +24,8 @@ from typing import Any
 
 import bench_gpu_steps
 import torch
-from bench_gpu_experts import product_flops_per_second, read_bytes_per_second
 from support import harness, step_floors
+from support.gpu_times import product_flops_per_second, read_bytes_per_second
 from support.random_model import RandomModel, collect
 
 from precast import SamplingParams

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_gpu_attention import Case, microseconds, product_rate, read_rate
+from bench_gpu_attention import Case, product_rate, read_rate
 from support import harness
+from support.gpu_times import microseconds
 from support.launch_compiler import compile_launch
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
