@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import torch
-from bench_gpu_experts import product_flops_per_second, read_bytes_per_second
 from msgspec.structs import replace
+from support import harness
+from support.gpu_times import product_flops_per_second, read_bytes_per_second
 
 from precast.kernels import machine
 from precast.kernels.linear.tuning import tune

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_gpu_attention as attention
-import harness
 import torch
 from bench_gpu_attention import MODELS, PLAIN, Case, Choice, Given, Model
+from support import harness
 
 from precast.kernels import cuda_launch
 from precast.kernels.attention.decode import MOST_SHARED_BYTES, Decode, decode_launch, shared_bytes

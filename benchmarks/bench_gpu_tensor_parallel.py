@@ -24,9 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
-import random_checkpoints
-import shapes
+from support import harness, random_checkpoints, shapes
 
 WORLDS: dict[str, tuple[tuple[int, int], ...]] = {
     "llama-3.1-8b": ((2, 1),),

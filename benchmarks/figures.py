@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import kernel_figures
+from support import kernel_figures
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import random_checkpoints
 import torch
+from support import random_checkpoints
 
 import precast
 from precast.ir.artifact import Bundle
