@@ -167,13 +167,13 @@ def sharding_page() -> str:
     first = found["llama-3.1-8b"]["tp 2"]["first_token"]["seconds"]
     text = (
         "Milliseconds of a decode step as served, by sequences, and tokens a second of a prompt of 4,096 tokens; "
-        f"random weights in bfloat16, two NVIDIA H200 with {_read('gpu_tensor_parallel')['machine']['cores']} cores.\n\n"
+        f"weights are random, in bfloat16; two NVIDIA H200 with {_read('gpu_tensor_parallel')['machine']['cores']} cores.\n\n"
     )
     text += _table(("shape", "world", *counts, "prefill"), rows)
     text += (
         f"\nThe start of a process to the first token of Llama-3.1-8B on both takes {first[len(first) // 2]:.1f} s "
         "with torch, kernels compiled and files in the page cache.\n\n"
-        "Microseconds of an all-reduce of rows of 4,096 bfloat16 numbers in a CUDA graph, and of that with the residual "
+        "Microseconds of an all-reduce of rows of 4,096 bfloat16 numbers in a CUDA graph, and with the residual "
         f"sum and the norm; a copy between the GPUs runs at {sums['copy_gigabytes_per_second']} GB/s.\n\n"
     )
     kinds = {"NCCL": "nccl", "one shot": "one_shot", "two shots": "two_shot", "with norm": "norm"}
