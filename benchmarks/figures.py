@@ -167,7 +167,7 @@ def sharding_page() -> str:
     first = found["llama-3.1-8b"]["tp 2"]["first_token"]["seconds"]
     text = (
         "Milliseconds of a decode step as served, by sequences, and tokens a second of a prompt of 4,096 tokens; "
-        f"weights are random, in bfloat16; two NVIDIA H200 with {_read('gpu_tensor_parallel')['machine']['cores']} cores.\n\n"
+        f"weights are random, in bfloat16; two NVIDIA H200 and {_machine('gpu_tensor_parallel')}.\n\n"
     )
     text += _table(("shape", "world", *counts, "prefill"), rows)
     text += (
