@@ -1,8 +1,8 @@
 """On a GPU: tiny models of several families, served by the driver alone, give the tokens that torch gives.
 
-    python benchmarks/check_driver.py --build DIR [FAMILY ...]     # without a GPU: bundles and their native layers
-    python benchmarks/check_driver.py --bundles DIR [FAMILY ...]
-    python benchmarks/check_driver.py --bundles DIR --world tp=2 --world tp=2,ep=2 llama qwen3_moe      # on two GPUs
+    python benchmarks/checks/check_driver.py --build DIR [FAMILY ...]      # without a GPU: bundles, native layers
+    python benchmarks/checks/check_driver.py --bundles DIR [FAMILY ...]
+    python benchmarks/checks/check_driver.py --bundles DIR --world tp=2 --world tp=2,ep=2 qwen3_moe    # two GPUs
 
 Each family is served twice, by processes of their own: with torch, and without, where an import of torch or Triton
 fails, in all ranks. The tokens of several ranks are compared with those of one rank, too: sums of half precision are
@@ -133,11 +133,12 @@ def check(folder: Path, family: str, place: Path, worlds: Sequence[str]) -> dict
     """Both backends, with all steps captured and with none, in each of the worlds that the family is built for."""
     checkpoint = place / family
     write = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import random_checkpoints; from pathlib import Path; "
-        "from precast.ir.artifact import Bundle; random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))"
+        "import sys; sys.path.insert(0, sys.argv[1]); from support import random_checkpoints; "
+        "from pathlib import Path; from precast.ir.artifact import Bundle; "
+        "random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))"
     )
     bundle = str(folder / f"{family}.bundle")
-    subprocess.run([sys.executable, "-c", write, str(Path(__file__).parent), bundle, str(checkpoint)], check=True)
+    subprocess.run([sys.executable, "-c", write, str(Path(__file__).parents[1]), bundle, str(checkpoint)], check=True)
     found: dict[str, Any] = {}
     alone: dict[str, Any] = {}
     for world in (each for each in worlds if each == "tp=1" or each in WORLDS.get(family, ())):

@@ -1,6 +1,6 @@
 """Checks what connects ranks without torch, on two GPUs of one host: memory of each other's GPUs, and NCCL.
 
-    python benchmarks/check_driver_peers.py [--out FILE] [--gpus 2]
+    python benchmarks/checks/check_driver_peers.py [--out FILE] [--gpus 2]
 
 A process for each GPU makes its context, opens the others' memory, and adds up, norms and gathers tensors of odd sizes,
 op by op and in replays of a captured graph; numpy says what should come. Neither torch nor Triton is imported: kernels
