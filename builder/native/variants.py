@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
+from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Apply, Graph, Node
 from precast.ir.memory.capture import MOST_TOKENS
 from precast.kernels.choices import Case, cases
 from precast.kernels.launch_key import ALIGNED, MOST_INT32
+from precast.kernels.measured import Table
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.step_launches import (
+    GraphLaunches,
     LaunchAt,
     Sizes,
     drawing_launches,
     known_ids_launches,
-    step_launches,
 )
 from precast.kernels.use import Target, types_in, uses_in
 
@@ -57,19 +59,35 @@ def variants(graph: Graph, targets: Sequence[Target]) -> list[Variant]:
     """
     seen: dict[str, _Seen] = {}
     for target in targets:
+        launches = GraphLaunches(graph, target)
         for sizes in sample_sizes(graph, target):
             is_round = sizes["T"] % _ROUND == sizes["B"] % _ROUND == 0
-            for launch in engine_launches(graph, target, sizes):
+            for launch in engine_launches(launches, sizes):
                 if launch.key:
                     seen.setdefault(launch.key, _Seen(launch)).add(launch.values(), is_round=is_round)
     in_order = sorted(seen, key=lambda key: (seen[key].kernel, key))
     return [variant for key in in_order for variant in seen[key].variants()]
 
 
-def engine_launches(graph: Graph, target: Target, sizes: Sizes) -> Iterator[LaunchAt]:
+def known_targets(graph: Graph, target: Target, tables: Sequence[Table]) -> list[Target]:
+    """A GPU with each of these tables and with none; and where launches alone compute the graph, all of them without
+    torch, which other implementations may then stand in for."""
+    known = [target, *(target._replace(table=table) for table in tables)]
+    return [*known, *(each.without_torch for each in known)] if _is_launched(graph, target.without_torch) else known
+
+
+def _is_launched(graph: Graph, target: Target) -> bool:
+    try:
+        return all(cases(use) for use in uses_in(graph, target))
+    except TargetError:
+        return False
+
+
+def engine_launches(launches: GraphLaunches, sizes: Sizes) -> Iterator[LaunchAt]:
     """What an engine launches in a step: the graph's nodes, tokens put in their places, tokens drawn."""
+    graph, target = launches.graph, launches.target
     yield from known_ids_launches(target, sizes["T"])
-    for node in step_launches(graph, target, sizes):
+    for node in launches.step(sizes):
         yield from (*node.launches, *node.within)
     logits = types_in(graph).get(graph.outputs.get("logits", ""))
     if logits is not None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from precast.ir import limits
 from precast.ir.errors import BundleError
 from precast.ir.graph import symbols
-from precast.ir.graph.infer import references
-from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Node, Ref, TensorType, Value
+from precast.ir.graph.infer import named_references, references
+from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Node, TensorType, Value
 from precast.ir.memory import caches, strides
 from precast.ir.memory.addresses import Addresses
 from precast.ir.memory.strides import Layout
@@ -207,7 +207,7 @@ class _Walk:
 
     def _workspace(self, node: Node, frame: Mapping[str, _Held]) -> Expr:
         """Of a block's node, the same in all its calls if its arguments lie alike."""
-        held = {name: frame[arg.name] for name, arg in node.args.items() if isinstance(arg, Ref)}
+        held = {name: frame[value] for name, value in named_references(node.args)}
         facts = [(each.layout.is_contiguous, each.storage is not None) for each in held.values()]
         key = (id(node), tuple(facts))
         if key not in self._workspaces:
