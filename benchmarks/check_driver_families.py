@@ -4,7 +4,7 @@
     python benchmarks/check_driver_families.py --bundles FOLDER [TYPE ...]
 
 The build takes the green types of docs/models.md that need no torch, shrunk, in float32 and a few in bfloat16, and what
-torch answers on the CPU in float32. It can be run again: what is there, and made of the same sources, is kept. The
+torch answers on the CPU in float32. Kernels are kept beside, so that it can be run again in little time. The
 check serves each bundle by the driver, in processes in which torch and Triton can't be imported, with no step captured
 and with all; and by torch, on the same GPU. Processes serve several types each; one that fails is named and the others
 go on. One line sums up, and one is printed for each that fails or differs; the JSON has all.
@@ -44,7 +44,7 @@ SECONDS = 60.0
 # --- on any machine: bundles ----------------------------------------------------------------------------------------
 
 
-def build_all(folder: Path, wanted: Sequence[str]) -> None:
+def build_all(folder: Path, wanted: Sequence[str], *, only_missing: bool) -> None:
     """Bundles, checkpoints' answers, and what stands in the way of types that have none."""
     import multiprocessing
 
@@ -59,7 +59,8 @@ def build_all(folder: Path, wanted: Sequence[str]) -> None:
     context = multiprocessing.get_context("fork")
     for dtype, types in (("float32", green), ("bfloat16", IN_BFLOAT16)):
         for name in types:
-            if not wanted or name in wanted:
+            is_there = (folder / f"{name}-{dtype}.json").exists()
+            if (not wanted or name in wanted) and not (only_missing and is_there):
                 process = context.Process(target=build, args=(folder, name, dtype))
                 process.start()
                 process.join()
@@ -265,6 +266,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", type=Path)
+    parser.add_argument("--missing", action="store_true", help="build those alone that have not been built")
     parser.add_argument("--bundles", type=Path)
     parser.add_argument("--serve", choices=AT_ONCE)
     parser.add_argument("--checkpoints", type=Path, default=Path("/dev/shm/precast-families"))
@@ -275,7 +277,7 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve)
     elif arguments.build:
-        build_all(arguments.build, arguments.types)
+        build_all(arguments.build, arguments.types, only_missing=arguments.missing)
     else:
         began = time.perf_counter()
         found = check_all(arguments.bundles, arguments.types, arguments.checkpoints, arguments.processes)

@@ -27,6 +27,8 @@ from precast.kernels.sources import file_digest
 from precast.kernels.use import Target
 
 Versions = Mapping[str, str]
+_LEAST_JOBS = 8
+"""Of a process, where several share them."""
 
 
 def target_named(text: str) -> Target:
@@ -117,8 +119,9 @@ def _compiled(jobs: Sequence[Job], folder: Path, kept: Kept | None) -> list[Made
 
 
 def _compiled_now(jobs: Sequence[Job], folder: Path) -> list[Made]:
-    """What became of the jobs, in their order; as many processes as there are processors share them."""
-    count = min(os.cpu_count() or 1, len(jobs))
+    """What became of the jobs, in their order; as many processes as there are processors share them, if each has some:
+    its start takes as long as a few kernels."""
+    count = min(os.cpu_count() or 1, -(-len(jobs) // _LEAST_JOBS))
     shares = [jobs[i::count] for i in range(count)]
     with ThreadPoolExecutor(count or 1) as pool:
         done = list(pool.map(lambda share: _worker(share, folder), shares))

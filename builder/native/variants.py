@@ -9,6 +9,7 @@ sequences, a second kernel is compiled for those. So a launch has two kernels at
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
 from typing import NamedTuple
 
 from precast.ir.errors import TargetError
@@ -36,6 +37,7 @@ MOST_STEP = 8192
 """Tokens of a step: the engine's default."""
 
 
+_Choices = tuple[tuple[tuple[tuple[str, tuple[int, int | None]], ...], str], ...]
 Places = tuple[int, ...]
 """Of arguments, among those of a launch."""
 
@@ -71,16 +73,20 @@ def variants(graph: Graph, targets: Sequence[Target]) -> list[Variant]:
 
 def known_targets(graph: Graph, target: Target, tables: Sequence[Table]) -> list[Target]:
     """A GPU with each of these tables and with none; and where launches alone compute the graph, all of them without
-    torch, which other implementations may then stand in for."""
+    torch, which other implementations may then stand in for. Of those that choose alike, the first."""
     known = [target, *(target._replace(table=table) for table in tables)]
-    return [*known, *(each.without_torch for each in known)] if _is_launched(graph, target.without_torch) else known
+    found: dict[_Choices, Target] = {}
+    for each in (*known, *(each.without_torch for each in known)):
+        with suppress(TargetError):
+            found.setdefault(_choices(graph, each), each)
+    return list(found.values())
 
 
-def _is_launched(graph: Graph, target: Target) -> bool:
-    try:
-        return all(cases(use) for use in uses_in(graph, target))
-    except TargetError:
-        return False
+def _choices(graph: Graph, target: Target) -> _Choices:
+    """What computes each node, by the sizes of a step. Raises TargetError for what nothing computes."""
+    return tuple(
+        (tuple(case.sizes.items()), case.choice.record.name) for use in uses_in(graph, target) for case in cases(use)
+    )
 
 
 def engine_launches(launches: GraphLaunches, sizes: Sizes) -> Iterator[LaunchAt]:

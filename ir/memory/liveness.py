@@ -27,7 +27,6 @@ ROUNDING = 512
 """torch's CUDA allocator gives multiples of so many bytes."""
 
 _GENERIC = (1009, 757, 1213, 881, 1103, 613, 929, 1151)
-"""Sizes without common factors: what is a view for these is one for all sizes, but for some that are 1."""
 
 
 class Operand(NamedTuple):
@@ -114,13 +113,16 @@ def allocated_bytes(kind: TensorType) -> Expr:
     return symbols.add(exact, ROUNDING)
 
 
-def _sample_sizes(graph: Graph) -> list[dict[str, int]]:
-    generic = {
+def generic_sizes(graph: Graph) -> dict[str, int]:
+    """Sizes of its symbols without common factors: what is a view for these is one for all, but for some that are 1."""
+    return {
         symbol.name: _GENERIC[i % len(_GENERIC)] + 2 * len(_GENERIC) * (i // len(_GENERIC))
         for i, symbol in enumerate(graph.symbols)
     }
-    smallest = {symbol.name: 1 for symbol in graph.symbols}
-    return [generic, smallest]
+
+
+def _sample_sizes(graph: Graph) -> list[dict[str, int]]:
+    return [generic_sizes(graph), {symbol.name: 1 for symbol in graph.symbols}]
 
 
 class _Walk:

@@ -30,13 +30,13 @@ def pointwise(use: Use) -> tuple[Launch, ...]:
 
 def is_pointwise(use: Use) -> bool:
     """Whether the kernel has the op's arguments."""
-    types = {**_operands(use)[0], "s0": use.result}
+    dtypes = {use.result.dtype, *(each.type.dtype for each in use.operands.values())}
     exponent = use.node.args.get("exponent")
     if isinstance(exponent, Const) and exponent.value not in EXPONENTS:
         return False
     if use.node.op == "aten.bitwise_not.default" and use.result.dtype != "bool":
         return False
-    return all(kind.dtype in _KEPT for kind in types.values()) and len(space_of(types).sizes) <= MAX_AXES
+    return dtypes <= _KEPT and len(space_of({"s0": use.result}).sizes) <= MAX_AXES
 
 
 def along_dimension(use: Use) -> tuple[Launch, ...]:
