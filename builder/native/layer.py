@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from precast.builder.native.kept import Kept
 from precast.builder.native.variants import ALONE, Variant, World, nodes_without_launches, of_worlds
 from precast.builder.native.worker import Job, Made
 from precast.ir.errors import BuildError, shown_value
@@ -27,6 +28,8 @@ from precast.kernels.sources import file_digest
 from precast.kernels.use import Target
 
 Versions = Mapping[str, str]
+_LEAST_JOBS = 8
+"""Of a process, where several share them."""
 
 _WORLD = re.compile(r"tp=([1-9]\d{0,3})(?:,ep=([1-9]\d{0,3}))?")
 
@@ -49,10 +52,9 @@ def worlds_named(texts: Sequence[str]) -> tuple[World, ...]:
         named = _WORLD.fullmatch(text) if isinstance(text, str) else None
         world = None if named is None else World(int(named[1]), int(named[2] or 1))
         if world is None or world.tp % world.ep:
-            message = (
-                f"world is {shown_value(text)}, expected ranks such as tp=2, or tp=4,ep=2 with an ep that divides tp"
-            )
-            raise BuildError("option-invalid", message, fix="leave it out: kernels are then compiled for one rank")
+            expected = "expected ranks such as tp=2, or tp=4,ep=2 with an ep that divides tp"
+            fix = "leave it out: kernels are then compiled for one rank"
+            raise BuildError("option-invalid", f"world is {shown_value(text)}, {expected}", fix=fix)
         found.add(world)
     return tuple(sorted(found)) or (ALONE,)
 
@@ -61,25 +63,28 @@ def check_worlds(graph: Graph, worlds: Sequence[World]) -> None:
     """Raise BuildError (`option-invalid`) for worlds that the graph can't be split over."""
     refused = [f"{each.text}: {why}" for each in worlds if (why := refusal(graph.shards, each.tp, each.ep)) is not None]
     if refused:
+        message = f"kernels are asked for worlds that there can't be: {'; '.join(refused)}"
         fix = "name worlds that the model can be split over: `precast inspect --shards` lists them"
-        raise BuildError(
-            "option-invalid", f"kernels are asked for worlds that there can't be: {'; '.join(refused)}", fix=fix
-        )
+        raise BuildError("option-invalid", message, fix=fix)
 
 
 def native_layer(
-    graph: Graph, target: Target, tables: Sequence[Table] = (), worlds: Sequence[World] = (ALONE,)
-) -> NativeLayer:
+    graph: Graph, target: Target, tables: Sequence[Table] = (), worlds: Sequence[World] = (ALONE,), *,
+    keep: Path | None = None,
+) -> NativeLayer:  # fmt: skip
     """The layer of a bundle's graph, for every rank of these worlds, which the graph can be split over.
 
-    It has what is launched by the choices that come with Precast for GPUs of this target, and by those of `tables`.
+    It has what is launched by the choices that come with Precast for GPUs of this target, and by those of `tables`;
+    also where torch is not installed, if the graph can do without. Kernels that lie in the folder `keep` are not
+    compiled, and others are put there.
     Raises BuildError (`dependency-missing`) where a compiler isn't installed.
     """
     versions = compilers(target)
     known = [table for table in (*shipped_tables(), *tables) if table.machine.capability == target.capability]
-    wanted = of_worlds(graph, [target, *(target._replace(table=table) for table in known)], worlds)
+    wanted = of_worlds(graph, target, known, worlds)
     with tempfile.TemporaryDirectory(prefix="precast-") as folder:
-        made = _compiled([_job(variant, target) for variant in wanted], Path(folder))
+        kept = None if keep is None else Kept(keep, versions)
+        made = _compiled([_job(variant, target) for variant in wanted], Path(folder), kept)
         images = {each.image: (Path(folder) / each.image).read_bytes() for each in made}
     kernels = [_kernel(variant, each) for variant, each in zip(wanted, made, strict=True)]
     sources = sorted({name for each in made for name in each.sources})
@@ -128,11 +133,28 @@ def _kernel(variant: Variant, made: Made) -> NativeKernel:
     )  # fmt: skip
 
 
-def _compiled(jobs: Sequence[Job], folder: Path) -> list[Made]:
-    """What became of the jobs, in their order; as many processes as there are processors share them."""
-    count = min(os.cpu_count() or 1, len(jobs)) or 1
+def _compiled(jobs: Sequence[Job], folder: Path, kept: Kept | None) -> list[Made]:
+    """What became of the jobs, in their order; their images are in `folder`."""
+    if kept is None:
+        return _compiled_now(jobs, folder)
+    found: dict[int, Made] = {}
+    for i, job in enumerate(jobs):
+        if (held := kept.read(job)) is not None:
+            found[i], image = held
+            (folder / found[i].image).write_bytes(image)
+    missing = [i for i in range(len(jobs)) if i not in found]
+    for i, made in zip(missing, _compiled_now([jobs[i] for i in missing], folder), strict=True):
+        kept.write(jobs[i], made, (folder / made.image).read_bytes())
+        found[i] = made
+    return [found[i] for i in range(len(jobs))]
+
+
+def _compiled_now(jobs: Sequence[Job], folder: Path) -> list[Made]:
+    """What became of the jobs, in their order; as many processes as there are processors share them, if each has some:
+    its start takes as long as a few kernels."""
+    count = min(os.cpu_count() or 1, -(-len(jobs) // _LEAST_JOBS))
     shares = [jobs[i::count] for i in range(count)]
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(count or 1) as pool:
         done = list(pool.map(lambda share: _worker(share, folder), shares))
     return [done[i % count][i // count] for i in range(len(jobs))]
 

@@ -9,8 +9,10 @@ sequences, a second kernel is compiled for those. So a launch has two kernels at
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
 from typing import NamedTuple
 
+from precast.ir.errors import TargetError
 from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Apply, Graph, Node
 from precast.ir.graph.world import bound
@@ -20,16 +22,17 @@ from precast.kernels.choices import Case, cases
 from precast.kernels.collectives.launches import Among
 from precast.kernels.collectives.ways import MAX_PEERS
 from precast.kernels.launch_key import ALIGNED, MOST_INT32
+from precast.kernels.measured import Table
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.sampling.launches import rows_apart
 from precast.kernels.step_launches import (
     DrawnPart,
+    GraphLaunches,
     LaunchAt,
     Sizes,
     drawing_launches,
     known_ids_launches,
     part_drawing_launches,
-    step_launches,
     sums_launched,
 )
 from precast.kernels.use import Target, types_in, uses_in
@@ -43,6 +46,7 @@ MOST_STEP = 8192
 """Tokens of a step: the engine's default."""
 
 
+_Choices = tuple[tuple[tuple[tuple[str, tuple[int, int | None]], ...], str], ...]
 Places = tuple[int, ...]
 """Of arguments, among those of a launch."""
 
@@ -74,8 +78,9 @@ class World(NamedTuple):
 ALONE = World(1, 1)
 
 
-def of_worlds(graph: Graph, targets: Sequence[Target], worlds: Sequence[World]) -> list[Variant]:
-    """The kernels for all steps of a bundle's graph on every rank of these worlds, each once: `variants` of each.
+def of_worlds(graph: Graph, target: Target, tables: Sequence[Table], worlds: Sequence[World]) -> list[Variant]:
+    """The kernels for all steps of a bundle's graph on every rank of these worlds, each once: `variants` of each, by
+    the choices of these tables and by those of none.
 
     So what is compiled for a world is what is compiled for it alone.
     """
@@ -84,7 +89,7 @@ def of_worlds(graph: Graph, targets: Sequence[Target], worlds: Sequence[World]) 
         for rank in range(world.tp):
             of_rank = bound(graph, {"rank": rank, **world._asdict()})
             among = Among(rank, world.tp) if world.tp > 1 else None
-            for each in variants(of_rank, [target._replace(tp=world.tp) for target in targets], among):
+            for each in variants(of_rank, known_targets(of_rank, target._replace(tp=world.tp), tables), among):
                 found.setdefault((each.key, each.aligned, each.ones, each.wide), each)
     return sorted(found.values(), key=lambda each: (each.launch.kernel, each.key))
 
@@ -96,9 +101,10 @@ def variants(graph: Graph, targets: Sequence[Target], among: Among | None = None
     """
     seen: dict[str, _Seen] = {}
     for target in targets:
+        launches = GraphLaunches(graph, target)
         for sizes in sample_sizes(graph, target):
             is_round = sizes["T"] % _ROUND == sizes["B"] % _ROUND == 0
-            for launch in engine_launches(graph, target, sizes):
+            for launch in engine_launches(launches, sizes):
                 if launch.key:
                     seen.setdefault(launch.key, _Seen(launch)).add(launch.values(), is_round=is_round)
     found: dict[str, list[Variant]] = {}
@@ -122,10 +128,29 @@ def _part_launches(graph: Graph, target: Target, among: Among) -> Iterator[Launc
         yield from part_drawing_launches(logits.dtype, target, rows, DrawnPart(among, found.size, found.columns))
 
 
-def engine_launches(graph: Graph, target: Target, sizes: Sizes) -> Iterator[LaunchAt]:
+def known_targets(graph: Graph, target: Target, tables: Sequence[Table]) -> list[Target]:
+    """A GPU with each of these tables and with none; and where launches alone compute the graph, all of them without
+    torch, which other implementations may then stand in for. Of those that choose alike, the first."""
+    known = [target, *(target._replace(table=table) for table in tables)]
+    found: dict[_Choices, Target] = {}
+    for each in (*known, *(each.without_torch for each in known)):
+        with suppress(TargetError):
+            found.setdefault(_choices(graph, each), each)
+    return list(found.values())
+
+
+def _choices(graph: Graph, target: Target) -> _Choices:
+    """What computes each node, by the sizes of a step. Raises TargetError for what nothing computes."""
+    return tuple(
+        (tuple(case.sizes.items()), case.choice.record.name) for use in uses_in(graph, target) for case in cases(use)
+    )
+
+
+def engine_launches(launches: GraphLaunches, sizes: Sizes) -> Iterator[LaunchAt]:
     """What an engine launches in a step: the graph's nodes, tokens put in their places, tokens drawn."""
+    graph, target = launches.graph, launches.target
     yield from known_ids_launches(target, sizes["T"])
-    for node in step_launches(graph, target, sizes):
+    for node in launches.step(sizes):
         yield from (*node.launches, *node.within)
     logits = types_in(graph).get(graph.outputs.get("logits", ""))
     if logits is not None:

@@ -39,9 +39,11 @@ def _records(name: str, workspace: Callable[[Use], Expr]) -> tuple[Record, ...]:
     module, op = "collectives.collectives", f"precast.{name}"
     into = Record(
         name=f"torch.{name}", op=op, runs=f"precast.kernels.{module}:{name}_into", workspace=workspace, allocates=False,
-        devices=("cuda",),
+        devices=("cuda",), kind="group",
     )  # fmt: skip
-    by_host = msgspec.structs.replace(into, name=f"torch.{name}_by_host", devices=("cpu",), control="host")
+    by_host = msgspec.structs.replace(
+        into, name=f"torch.{name}_by_host", devices=("cpu",), control="host", kind="torch"
+    )
     return into, by_host, msgspec.structs.replace(reference(op, module, workspace), devices=("cuda",))
 
 
@@ -60,7 +62,7 @@ _NORM = reference(
     "precast.all_reduce_residual_rms_norm", "collectives.all_reduce_norm", _summed_and_normed
 )  # fmt: skip
 _NORM_INTO = Record(
-    name="triton.all_reduce_residual_rms_norm", op=_NORM.op, kind="triton", devices=("cuda",), min_capability=(8, 0),
+    name="triton.all_reduce_residual_rms_norm", op=_NORM.op, kind="group", devices=("cuda",), min_capability=(8, 0),
     runs=f"{_NORM.runs}_into", dtypes=dict.fromkeys(("x", "weight"), COMPUTED), takes=(HAS_SHORT_ROWS,),
     workspace=_summed, allocates=False,
 )  # fmt: skip

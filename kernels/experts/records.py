@@ -12,7 +12,7 @@ from typing import Any
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, largest, minimum, mul
-from precast.kernels.experts import launches, own_launches
+from precast.kernels.experts import launches
 from precast.kernels.experts.limits import GATHERED_ELEMENTS, VECTOR
 from precast.kernels.records import Condition, Record, nothing, reference_on_cpu
 from precast.kernels.use import Use, copied, numbers, size, wide, width
@@ -110,11 +110,6 @@ def _grouped(least: int, most: int | None) -> Record:
 _LAUNCHED = Condition("compute capability 9 or 10 for grouped products of bfloat16", _in_one_launch)
 
 RECORDS = (
-    Record(
-        name="triton.less", op="aten.sub.Tensor", kind="triton", devices=("cuda",), min_capability=(8, 0),
-        runs=own_launches.less, dtypes={"self": ("int64",)}, workspace=nothing, allocates=False,
-        takes=(Condition("integers of known width, less a number", own_launches.takes),),
-    ),
     _few(_FEW),
     *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *STEPS))),
     _grouped(STEPS[-1] + 1, None),

@@ -55,7 +55,7 @@ def environment(folder: Path, *, blocks: bool = True, **more: str) -> dict[str, 
 
 def without_code(graph: Graph, worlds: Sequence[World]) -> NativeLayer:
     """The layer for sm_90 of a bundle's graph for these worlds, whose kernels have no code."""
-    wanted = of_worlds(graph, [target_named("sm_90")], worlds)
+    wanted = of_worlds(graph, target_named("sm_90"), (), worlds)
     names = sorted({name for each in wanted for name in kernel_sources(each.launch.kernel)})
     digest = hashlib.sha256(IMAGE).hexdigest()
     return NativeLayer(

@@ -26,7 +26,14 @@ from precast.kernels.dtypes import BY_NAME
 from precast.kernels.launch import launched_of
 from precast.kernels.records import Launch, Pointer, Record, Stride
 from precast.kernels.registry import Implementation, function_of
-from precast.kernels.step_launches import Address, DrawnPart, part_drawing_launches, step_launches, sums_launched
+from precast.kernels.step_launches import (
+    Address,
+    DrawnPart,
+    GraphLaunches,
+    part_drawing_launches,
+    step_launches,
+    sums_launched,
+)
 from precast.kernels.use import GPU, Target, Use
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.program.restore import restore
@@ -50,19 +57,20 @@ def test_every_rank_of_a_world_finds_its_kernels(family: str, world: World, tmp_
     """Those of its graph, of sums over the ranks, and of drawing from parts; and one rank those that it had alone."""
     whole, draw = build(families.make_config(family), tmp_path / "bundle", dtype="bfloat16").graph, random.Random(5)
     by_key: dict[str, list[Variant]] = {}
-    for variant in of_worlds(whole, [GPU], [ALONE, world]):
+    for variant in of_worlds(whole, GPU, (), [ALONE, world]):
         by_key.setdefault(variant.key, []).append(variant)
 
-    assert all(variant in by_key[variant.key] for variant in of_worlds(whole, [GPU], [ALONE]))
+    assert all(variant in by_key[variant.key] for variant in of_worlds(whole, GPU, (), [ALONE]))
     asked = set[str]()
     for rank in range(world.tp):
         graph, target = bound(whole, {"rank": rank, **world._asdict()}), GPU._replace(tp=world.tp)
         among, parts = Among(rank, world.tp), in_parts(graph)
         assert parts is not None
+        launches = GraphLaunches(graph, target)
         for _ in range(8):
             sizes = random_sizes(graph, draw)
             drawn = DrawnPart(among, parts.size, parts.columns)
-            for launch in (*engine_launches(graph, target, sizes),
+            for launch in (*engine_launches(launches, sizes),
                            *part_drawing_launches("bfloat16", target, sizes["R"], drawn)):  # fmt: skip
                 if launch.key:
                     found, values = by_key.get(launch.key, []), launch.values()
@@ -83,16 +91,16 @@ def random_sizes(graph: Graph, draw: random.Random) -> dict[str, int]:
     return others | {"T": tokens, "B": sequences, "R": draw.randint(1, sequences)}
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_the_launch_of_any_step_finds_its_kernel(graph: Graph, target: str) -> None:
-    gpu, draw = Target.parse(target), random.Random(7)
+@pytest.mark.parametrize("gpu", [Target.parse("sm_80"), GPU, GPU.without_torch], ids=["sm_80", "sm_90", "no torch"])
+def test_the_launch_of_any_step_finds_its_kernel(graph: Graph, gpu: Target) -> None:
+    draw = random.Random(7)
     by_key: dict[str, list[Any]] = {}
     for variant in variants(graph, [gpu]):
         by_key.setdefault(variant.key, []).append(variant)
 
     asked = 0
     for _ in range(40):
-        for launch in engine_launches(graph, gpu, random_sizes(graph, draw)):
+        for launch in engine_launches(GraphLaunches(graph, gpu), random_sizes(graph, draw)):
             if launch.key:
                 found, values = by_key.get(launch.key, []), launch.values()
                 assert any(takes(each.aligned, each.ones, (), values) for each in found), launch
@@ -137,7 +145,7 @@ def recorded(use: Use, into: list[tuple[Any, ...]]) -> tuple[Implementation, ...
 def _implementation(sizes: Any, record: Record, use: Use, into: list[tuple[Any, ...]]) -> Implementation:
     if isinstance(record.runs, str):
         # A function of Triton's kernels has no device here: the reference computes the same.
-        is_torch = record.kind == "torch"
+        is_torch = record.kind in ("torch", "view")
         others = records_of(record.op, use.node.version)
         known = record if is_torch else next(each for each in others if each.name.startswith("reference."))
         return Implementation(sizes, function_of(known), known.allocates, known.control == "host")
