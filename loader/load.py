@@ -85,7 +85,7 @@ def load(
     returns the engine, on the others it raises SystemExit once that is closed. `tp` None: as many as the launcher has
     started for each stage, or 1. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`:
     seconds, by the names of `precast.loader.world.timeouts.Timeouts`. `processes` for the other ranks, if the caller
-    has started them beforehand. Ranks have torch.
+    has started them beforehand. Ranks have torch, or the driver where `backend` asks for it.
 
     `allow_config_mismatch`: the bundle's numbers count where the checkpoint's `config.json` says others. `timeline` is
     carried on, if the caller has begun one. `weights_timeout`: the seconds that are waited for a server, for an answer
