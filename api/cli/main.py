@@ -220,6 +220,9 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
     "--pp", type=int, metavar="P", help="Divide the layers over P stages, of --shards ranks each.  [default: 1]"
 )
 @click.option(
+    "--dp", type=int, metavar="N", help="Of --shards: N gives each of N ranks sequences of its own.  [default: 1]"
+)
+@click.option(
     "--key", "keys", type=PATH, multiple=True, help="A public key that must have signed; several: any of them."
 )
 @click.option("--ca", "cas", type=PATH, multiple=True, help="Certificates of an authority, one of whose signers must.")
@@ -236,7 +239,7 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 @AS_JSON
 def verify(
     bundle: Path | str, weights: str | None, weights_timeout: float, shards: int | None, ep: int | None,
-    pp: int | None, keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...],
+    pp: int | None, dp: int | None, keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...],
     attestations: tuple[str, ...], trust: Path | None, repository: str | None, plain_http: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Check BUNDLE byte by byte, its graph rule by rule, who signed it, and --weights, config and recipes.
@@ -246,6 +249,8 @@ def verify(
     """
     if ep is not None and shards is None:
         raise click.UsageError("--ep goes with --shards")
+    if dp is not None and shards is None:
+        raise click.UsageError("--dp goes with --shards")
     from precast.cli import trust as trusting
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
@@ -280,7 +285,9 @@ def verify(
     if shards is not None or pp is not None:
         from precast.cli.shards_proof import proof_of
 
-        found = proof_of(opened, 1 if shards is None else shards, ep or 1, 1 if pp is None else pp)
+        found = proof_of(
+            opened, 1 if shards is None else shards, ep or 1, 1 if pp is None else pp, 1 if dp is None else dp
+        )
         fields |= found.fields
         lines.append(found.text)
         is_split = found.fields["shards"]["holds"]

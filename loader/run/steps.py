@@ -128,6 +128,8 @@ class StepRunner(ABC):
         """
         self.opened()
         arrays = self._inputs.arrays(step.chunks, decoding)
+        if step.sizes is not None:
+            arrays = self._inputs.padded(arrays, step.sizes)
         drawing = {} if decoding is None else draw_arrays(decoding, step.chunks)
         num_rows = 0 if decoding is None else len(step.sampled)
         size = None if decoding is None else self.captures.size_for(step.num_tokens)

@@ -103,17 +103,28 @@ class Chunk:
         return self.request.token_ids[self.start : self.end]
 
 
+class Sizes(NamedTuple):
+    """Tokens, sequences and rows of logits of a step: at least one of each."""
+
+    num_tokens: int
+    num_seqs: int
+    num_rows: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What is computed together: one token of each request that decodes, and chunks of others.
 
     Before that, all `saves` are copied, and then all `restores`: a page that is saved may be one to restore from.
+    `sizes`: the step is made so large by tokens and slots of no sequence, as other ranks' steps are, which compute
+    other sequences at the same time; None: it is as large as it is.
     """
 
     decodes: list[Request]
     chunks: list[Chunk]
     saves: list[PageCopy] = dataclasses.field(default_factory=list)
     restores: list[PageCopy] = dataclasses.field(default_factory=list)
+    sizes: Sizes | None = None
 
     @cached_property
     def num_tokens(self) -> int:
