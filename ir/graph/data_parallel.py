@@ -68,8 +68,8 @@ def refusal(graph: Graph, dp: int, tp: int) -> str | None:
         found = {name: all_tokens(each) for name, each in functions(graph).items()}
         if not any(each.steps for name, each in found.items() if name):
             return (
-                f"dp is {dp}, and of this model's layers all have caches, and would be whole on each rank: give 1, or "
-                f"load the model {dp} times"
+                f"dp is {dp}, and nothing of this model's layers would stay split, as all of it hangs together with "
+                f"caches; give 1, or load the model {dp} times"
             )
         data_parallel(graph, {"rank": 0, "tp": tp, "ep": 1})
     except DataParallelError as error:

@@ -105,7 +105,7 @@ class BatchInputs:
         padding = self.padding(sizes.num_tokens, sizes.num_seqs)
         if "logit_rows" in padding:
             padding["logit_rows"] = Padding(sizes.num_rows, 0)
-        return {name: _longer(values, padding[name]) if name in padding else values for name, values in arrays.items()}
+        return {name: longer(values, padding[name]) if name in padding else values for name, values in arrays.items()}
 
     def _decode_arrays(self, rows: DecodeBatch) -> Arrays:
         token_ids, positions, bounds, numbers = rows.tokens()
@@ -176,7 +176,7 @@ class BatchInputs:
         return {name: (dtype, lengths.get(name, num_seqs + 1)) for name, (dtype, _) in self._kinds.items()}
 
 
-def _longer(values: Array, padding: Padding) -> Array:
+def longer(values: Array, padding: Padding) -> Array:
     """The array with its padding; the same one if it is long enough."""
     length, fill = padding
     missing = length - len(values)

@@ -246,7 +246,7 @@ NO_CHANNELS = f'{KEYS}\n  %sum: float32[1, T, 8] = precast.all_reduce(x=%seen, g
         (ONE_AFTER_THE_OTHER, 2, 4, "dp is 2, and tp is 4: either each of the ranks has sequences of its own, or none "
          "has; give 4, or 1"),
         (ONE_AFTER_THE_OTHER, 2, 1, "dp is 2, and tp is 1: .*; give 1$"),
-        (NO_CHANNELS, 2, 2, "dp is 2, and of this model's layers all have caches, and would be whole on each rank"),
+        (NO_CHANNELS, 2, 2, "dp is 2, and nothing of this model's layers would stay split"),
         (PAIRS, 2, 2, r"%pairs \[1, \(2 \* T\), 4\] would go from rank to rank, and none of its sizes"),
     ],
 )  # fmt: skip
