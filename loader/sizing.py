@@ -243,8 +243,9 @@ def check_limits(graph: Graph, limits: EngineLimits) -> None:
     most = {symbol.name: symbol.max for symbol in graph.symbols}
     for name, symbol in (("max_num_seqs", "B"), ("max_num_tokens", "T")):
         value, limit = getattr(limits, name), most.get(symbol)
-        if limit is not None and value * limits.dp > limit:
-            each = "" if limits.dp == 1 else f" of each of {limits.dp} ranks"
+        ranks = limits.dp if symbol == "T" else 1  # what is split computes with the tokens of all ranks
+        if limit is not None and ranks * value > limit:
+            each = f" of each of {ranks} ranks" if ranks > 1 else ""
             found = f"{name} is {value}{each}, and a step of this bundle takes at most {limit}"
             raise RequestError("engine-option-invalid", found)
     plan = graph.caches

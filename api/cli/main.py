@@ -548,6 +548,9 @@ def store_verify(as_json: bool) -> None:
 )
 @click.option("--pp", type=int, default=1, metavar="P", help="Stages that have the layers, each of --tp ranks.")
 @click.option(
+    "--dp", type=int, default=1, metavar="N", help="As many as --tp: each rank has sequences of its own, or 1."
+)
+@click.option(
     "--world-port", type=int, metavar="PORT", help="Rank 0 listens there for the others. Default: a free one."
 )
 @click.option(
@@ -598,9 +601,9 @@ def store_verify(as_json: bool) -> None:
 def run(
     bundle: Path | str, prompts: tuple[str, ...], token_ids: tuple[str, ...], add_special_tokens: bool,
     timeline_to: str | None, as_json: bool, weights: str, weights_timeout: float, device: str | None, tp: int | None,
-    ep: int, pp: int, world_port: int | None, timeouts: dict[str, float], max_num_seqs: int, max_num_tokens: int,
-    max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool, choices: Path | None,
-    native: tuple[str, ...], backend: Any, trust: Path | None, **sampling: Any,
+    ep: int, pp: int, dp: int, world_port: int | None, timeouts: dict[str, float], max_num_seqs: int,
+    max_num_tokens: int, max_prefill_tokens: int | None, cache_bytes: int | None, allow_config_mismatch: bool,
+    choices: Path | None, native: tuple[str, ...], backend: Any, trust: Path | None, **sampling: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
     all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
@@ -631,9 +634,9 @@ def run(
         )
         from precast.loader.load import load
 
-        processes = _early_ranks(tp, pp)
+        processes = _early_ranks(tp, pp, dp)
         engine = load(
-            opened, weights=weights, weights_timeout=weights_timeout, device=device, tp=tp, ep=ep, pp=pp,
+            opened, weights=weights, weights_timeout=weights_timeout, device=device, tp=tp, ep=ep, pp=pp, dp=dp,
             max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_prefill_tokens=max_prefill_tokens,
             cache_bytes=cache_bytes, allow_config_mismatch=allow_config_mismatch, choices=choices, native=native,
             backend=backend, trust=rules, world_port=world_port, timeouts=timeouts, processes=processes,
@@ -664,7 +667,7 @@ def run(
             write_timeline(Path(timeline_to), timeline, f"Load of {name}", engine.stats.to_dict())
 
 
-def _early_ranks(tp: int | None, pp: int) -> Processes | None:
+def _early_ranks(tp: int | None, pp: int, dp: int) -> Processes | None:
     """Processes for the ranks that `load` will start, which import torch while this one does."""
     from precast.loader.placement import check_world
     from precast.loader.world.processes import Processes
@@ -673,7 +676,7 @@ def _early_ranks(tp: int | None, pp: int) -> Processes | None:
     tp = 1 if tp is None else tp
     if tp * pp == 1 or launched() is not None:
         return None
-    check_world(tp, 1, pp=pp)
+    check_world(tp, 1, pp=pp, dp=dp)
     return Processes(tp * pp)
 
 

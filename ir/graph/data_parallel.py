@@ -64,16 +64,18 @@ def refusal(graph: Graph, dp: int, tp: int) -> str | None:
     if dp != tp:
         few = "give 1" if tp == 1 else f"give {tp}, or 1"
         return f"dp is {dp}, and tp is {tp}: either each of the ranks has sequences of its own, or none has; {few}"
+    why = unfit(graph, tp)
+    return None if why is None else f"dp is {dp}, and {why}; give 1"
+
+
+def unfit(graph: Graph, tp: int) -> str | None:
+    """What of a graph keeps its `tp` ranks, two or more, from having sequences of their own; None: nothing does."""
+    if not any(all_tokens(function).steps for name, function in functions(graph).items() if name):
+        return "nothing of this model's layers would stay split, as all of it hangs together with caches"
     try:
-        found = {name: all_tokens(each) for name, each in functions(graph).items()}
-        if not any(each.steps for name, each in found.items() if name):
-            return (
-                f"dp is {dp}, and nothing of this model's layers would stay split, as all of it hangs together with "
-                f"caches; give 1, or load the model {dp} times"
-            )
         data_parallel(graph, {"rank": 0, "tp": tp, "ep": 1})
     except DataParallelError as error:
-        return f"dp is {dp}, and this model's ranks can't have sequences of their own: {error}; give 1"
+        return f"this model's ranks can't have sequences of their own: {error}"
     return None
 
 
