@@ -233,7 +233,7 @@ class _Share(NamedTuple):
     def rows(self, lengths: Sequence[int], num_rows: int) -> list[int]:
         """Where the logits of all sequences lie, in their order, among `num_rows` of each rank."""
         starts = [rank * num_rows for rank in range(self.dp)]
-        found = []
+        found: list[int] = []
         for sequence, length in enumerate(lengths):
             start = starts[sequence % self.dp]
             found += range(start, start + length)

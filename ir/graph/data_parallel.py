@@ -224,7 +224,11 @@ class _Rewritten:
             raise DataParallelError(f"%{name} is in parts, and own tokens of it are needed whole")
         rank, count = self._shared["rank"], kind.shape[dim]
         bounds = {"start": symbols.mul(rank, count), "end": symbols.mul(symbols.add(rank, 1), count)}
-        args = {"self": Ref(name), "dim": Const(dim), **{key: _integer(size) for key, size in bounds.items()}}
+        args: dict[str, Arg] = {
+            "self": Ref(name),
+            "dim": Const(dim),
+            **{key: _integer(size) for key, size in bounds.items()},
+        }
         value = self._value(f"{name}_own", kind, ALONE)
         self.steps.append(Node("aten.slice.Tensor", args, (value,)))
         return value.name

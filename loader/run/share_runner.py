@@ -26,7 +26,6 @@ from precast.loader.run.rank_runner import RankRunner
 from precast.loader.run.steps import Given, Ticket
 from precast.loader.schedule.decoding import DecodeBatch
 from precast.loader.schedule.requests import Sizes, Step
-from precast.loader.schedule.shares import SharedStep
 from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import open_device
 from precast.loader.world.follower import Follower
@@ -42,8 +41,8 @@ class _Own(NamedTuple):
 
 
 class ShareRunner(RankRunner):
-    """A `RankRunner` of a rank with sequences of its own. Rank 0's takes steps of all ranks (`SharedStep`); any other
-    step is rank 0's alone, and the others have nothing to do in it."""
+    """A `RankRunner` of a rank with sequences of its own. Rank 0's takes steps of all ranks (`Step.shares`); any
+    other step is rank 0's alone, and the others have nothing to do in it."""
 
     def __init__(
         self, program: Program, graph: Graph, memory: CacheMemory, device: Device, limits: EngineLimits,
@@ -81,42 +80,34 @@ class ShareRunner(RankRunner):
         return ticket._replace(logits=ticket.logits[:count])
 
     def _inputs_for(self, step: Step, decoding: DecodeBatch | Sequence[DecodeBatch] | None) -> Given:
-        if not isinstance(step, SharedStep):
+        if not step.shares:
             assert decoding is None, "who draws knows of all ranks"
             step = self._of_rank_0(step)
         sizes = step.sizes
         assert sizes is not None, "all shares are of one size"
         size = None if decoding is None else self.captures.size_for(sizes.num_tokens)
-        batches: Sequence[DecodeBatch | None] = [None] * len(step.shares)
-        if decoding is not None:
-            assert not isinstance(decoding, DecodeBatch), "there is one for each rank"
-            batches = decoding
+        assert not isinstance(decoding, DecodeBatch), "there is one for each rank"
         own, *self._others = [
-            self._own(rank, share, batch) for rank, (share, batch) in enumerate(zip(step.shares, batches, strict=True))
+            self._own(rank, share, None if decoding is None else decoding[rank])
+            for rank, share in enumerate(step.shares)
         ]
         num_tokens = len(step.shares) * (sizes.num_tokens if size is None else size.num_tokens)
         if decoding is None:
             return Given(own.arrays, {}, own.copies, size, num_tokens - step.num_tokens, 0, None)
         num_rows = self._rows_before = sizes.num_rows if size is None else size.num_seqs
-        drawn = [
-            draw_arrays(batch, share.chunks)
-            for share, batch in zip(step.shares, batches, strict=True)
-            if batch is not None
-        ]
+        drawn = [draw_arrays(batch, share.chunks) for share, batch in zip(step.shares, decoding, strict=True)]
         padding = draw_padding(num_rows)
         drawing = {name: np.concatenate([longer(each[name], padding[name]) for each in drawn]) for name in padding}
-        rows = [np.arange(len(share.sampled)) + rank * num_rows for rank, share in enumerate(step.shares)]
-        return Given(
-            own.arrays, drawing, own.copies, size, num_tokens - step.num_tokens, len(step.sampled), np.concatenate(rows)
-        )
+        rows = np.concatenate([np.arange(len(share.sampled)) + i * num_rows for i, share in enumerate(step.shares)])
+        return Given(own.arrays, drawing, own.copies, size, num_tokens - step.num_tokens, len(rows), rows)
 
-    def _of_rank_0(self, step: Step) -> SharedStep:
+    def _of_rank_0(self, step: Step) -> Step:
         """A step whose logits are wanted, with nothing to do for the others."""
         num_rows = sum(chunk.length for chunk in step.chunks if chunk.logits == "all")
         sizes = Sizes(step.num_tokens, len(step.requests), max(num_rows, 1))
         shares = [Step([], [], sizes=sizes) for _ in range(self._num_others)]
         first = Step([], step.chunks, step.saves, step.restores, sizes)
-        return SharedStep([], step.chunks, sizes=sizes, shares=[first, *shares])
+        return Step([], step.chunks, sizes=sizes, shares=[first, *shares])
 
     def _own(self, rank: int, share: Step, batch: DecodeBatch | None) -> _Own:
         assert share.sizes is not None, "all shares are of one size"

@@ -12,7 +12,6 @@ import itertools
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -31,17 +30,6 @@ class Share(NamedTuple):
     tables: PageTables
     prefixes: Prefixes
     scheduler: Scheduler
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedStep(Step):
-    """A step of several ranks, `shares` by rank, all of the same `sizes`; what they have together is the step's."""
-
-    shares: Sequence[Step] = ()
-
-    @cached_property
-    def sampled(self) -> list[Request]:
-        return [request for share in self.shares for request in share.sampled]
 
 
 class Shares:
@@ -102,7 +90,7 @@ class Shares:
 
     # --- a step --------------------------------------------------------------------------------------------------
 
-    def schedule_ahead(self) -> SharedStep | None:
+    def schedule_ahead(self) -> Step | None:
         """As `Scheduler.schedule_ahead`; None also where one rank has to wait for what is in flight."""
         self._place()
         steps = []
@@ -113,16 +101,16 @@ class Shares:
             steps.append(step)
         return _together(steps)
 
-    def schedule(self) -> SharedStep:
+    def schedule(self) -> Step:
         """As `Scheduler.schedule`."""
         self._place()
         return _together([share.scheduler.schedule() for share in self._shares])
 
-    def launched(self, step: SharedStep) -> None:
+    def launched(self, step: Step) -> None:
         """As `Scheduler.launched`. Unknown tokens name rows of their own rank."""
         self._each(step, lambda scheduler, share: scheduler.launched(share))
 
-    def arrived(self, step: SharedStep, token_ids: Sequence[int]) -> None:
+    def arrived(self, step: Step, token_ids: Sequence[int]) -> None:
         """As `Scheduler.arrived`."""
         left = iter(token_ids)
         for share, own in zip(self._shares, step.shares, strict=True):
@@ -132,16 +120,16 @@ class Shares:
                 if token_id == NO_TOKEN:
                     self._share_of.pop(request.id, None)
 
-    def abandon(self, step: SharedStep) -> None:
+    def abandon(self, step: Step) -> None:
         """As `Scheduler.abandon`."""
         self._each(step, lambda scheduler, share: scheduler.abandon(share))
 
-    def rollback(self, steps: Sequence[SharedStep]) -> None:
+    def rollback(self, steps: Sequence[Step]) -> None:
         """As `Scheduler.rollback`."""
         for rank, share in enumerate(self._shares):
             share.scheduler.rollback([step.shares[rank] for step in steps])
 
-    def _each(self, step: SharedStep, call: Callable[[Scheduler, Step], object]) -> None:
+    def _each(self, step: Step, call: Callable[[Scheduler, Step], object]) -> None:
         for share, own in zip(self._shares, step.shares, strict=True):
             call(share.scheduler, own)
 
@@ -177,7 +165,7 @@ class Shares:
         return tables.slabs_left(needed, tables.by_pool(share.prefixes.reclaimable(match)))
 
 
-def _together(steps: Sequence[Step]) -> SharedStep:
+def _together(steps: Sequence[Step]) -> Step:
     """The step of all ranks: their shares, made as large as the largest of each kind."""
     sizes = Sizes(
         max(1, *(step.num_tokens for step in steps)),
@@ -185,7 +173,7 @@ def _together(steps: Sequence[Step]) -> SharedStep:
         max(1, *(len(step.sampled) for step in steps)),
     )
     shares = [dataclasses.replace(step, sizes=sizes) for step in steps]
-    return SharedStep(
+    return Step(
         [request for step in steps for request in step.decodes], [chunk for step in steps for chunk in step.chunks],
         sizes=sizes, shares=shares,
     )  # fmt: skip

@@ -9,9 +9,9 @@ from tiny import tiny_graph
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.prefixes import Prefixes
 from precast.loader.cache.tables import PageTables
-from precast.loader.schedule.requests import NO_TOKEN, Request, Sizes
+from precast.loader.schedule.requests import NO_TOKEN, Request, Sizes, Step
 from precast.loader.schedule.scheduler import Scheduler
-from precast.loader.schedule.shares import Share, SharedStep, Shares, usage_of
+from precast.loader.schedule.shares import Share, Shares, usage_of
 
 PLAN = tiny_graph().caches
 """Window 6 over pages of 4 tokens (`near`, a page a slab), and full attention over pages of 8 (`far`, two a slab)."""
@@ -31,7 +31,7 @@ def request(number: int, prompt: int, answer: int = 9, priority: int = 0, first:
     return Request(number, array("q", [first or number, *range(1, prompt)]), prompt + answer, priority)
 
 
-def ids(step: SharedStep) -> list[list[int]]:
+def ids(step: Step) -> list[list[int]]:
     """The requests of each rank's share."""
     return [[each.id for each in share.requests] for share in step.shares]
 
@@ -105,6 +105,18 @@ def test_a_known_prefix_counts_as_room() -> None:
 
     assert run(queue) == [[1], [2, 3]]
     assert queue.num_tokens_reused == 16
+
+
+def test_what_is_only_kept_for_reuse_counts_as_free() -> None:
+    queue, long = Shares(shares_of(tokens=40), 8), request(1, 33)
+    queue.submit(long)
+    queue.submit(request(2, 9))
+    assert run(queue) == [[1], [2]]
+    queue.remove(long)
+
+    queue.submit(request(3, 9))
+
+    assert run(queue) == [[3], [2]]
 
 
 def test_who_finds_no_room_waits_for_whichever_rank_has_some_first() -> None:
