@@ -108,7 +108,7 @@ def test_a_known_prefix_counts_as_room() -> None:
 
 
 def test_what_is_only_kept_for_reuse_counts_as_free() -> None:
-    queue, long = Shares(shares_of(tokens=40), 8), request(1, 33)
+    queue, long = Shares(shares_of(tokens=100), 8), request(1, 97)
     queue.submit(long)
     queue.submit(request(2, 9))
     assert run(queue) == [[1], [2]]
