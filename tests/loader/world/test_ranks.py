@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -127,6 +128,36 @@ def test_ranks_with_sequences_of_their_own_give_the_tokens_of_one_process(
         assert engine.stats.tokens_reused >= reused + 16
         torch.testing.assert_close(engine.logits(PROMPTS[1]), logits)
         assert engine.stats.slabs == tp * slabs
+
+
+@pytest.mark.parametrize("capture", ["off", "background"])
+def test_requests_that_come_and_go_on_ranks_with_sequences_of_their_own(capture: str, folder: Path) -> None:
+    """Of all priorities, with prefixes in common, cancelled at any time: each answer is that of one process, as far as
+    it came, and all pages come back."""
+    draw, weights = random.Random(1), random_weights(mlp=True)
+    options: dict[str, Any] = {"max_num_tokens": 9, "max_num_seqs": 2, "cache_bytes": 1024 * 13, "capture": capture}
+    with loaded(folder, "state-mlp.bundle", tp=2, dp=2, **options) as engine:
+        prompts: dict[int, list[int]] = {}
+        found: dict[int, list[int]] = {}
+        running: set[int] = set()
+        while len(prompts) < 40 or running:
+            if len(prompts) < 40 and draw.random() < 0.5:
+                begin = draw.choice(PROMPTS)
+                prompt = begin[: draw.randint(1, len(begin))] + [draw.randrange(48) for _ in range(draw.randrange(4))]
+                params = SamplingParams(max_tokens=draw.randint(1, 14), ignore_eos=True)
+                number = engine.submit(prompt, params, priority=draw.choice([0, 0, 0, 1]))
+                prompts[number], found[number] = prompt, []
+                running.add(number)
+            if running and draw.random() < 0.05:
+                engine.cancel(draw.choice(sorted(running)))
+            for event in engine.step():
+                found[event.request_id] += event.token_ids
+                running -= {event.request_id} if event.finish_reason else set()
+        for number, token_ids in found.items():
+            assert token_ids == reference_answer(weights, prompts[number], len(token_ids), state=True)
+        assert engine.stats.preemptions > 0
+        engine.forget_prefixes()
+        assert engine.stats.slabs_free == engine.stats.slabs == 26
 
 
 def test_sequences_of_their_own_take_no_room_from_others(folder: Path) -> None:
