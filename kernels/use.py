@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from precast.ir.graph import symbols
-from precast.ir.graph.infer import flat
+from precast.ir.graph.infer import flat, named_references
 from precast.ir.graph.schema import Arg, Block, Call, Const, Dim, Dtype, Expr, Graph, Items, Node, Ref, TensorType
 from precast.ir.graph.symbols import mul, numel
 from precast.ir.graph.text import format_arg
@@ -23,7 +23,8 @@ from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.measured import NOTHING, Table
 from precast.kernels.native import Native
 
-Kind = Literal["torch", "triton", "cuda", "library"]
+Kind = Literal["torch", "triton", "cuda", "library", "view"]
+"""What an implementation needs to be installed; a view needs nothing: an address and strides are left of it."""
 
 LONGEST = "longest sequence"
 """The symbol for the tokens of the longest sequence of a step, those of its cache among them. No graph has it."""
@@ -36,7 +37,7 @@ class Target(NamedTuple):
     device: Literal["cpu", "cuda"]
     capability: tuple[int, int] = (0, 0)
     tp: int = 1
-    kinds: frozenset[Kind] = frozenset(("torch", "triton", "cuda", "library"))
+    kinds: frozenset[Kind] = frozenset(("torch", "triton", "cuda", "library", "view"))
     table: Table = NOTHING
     native: Native | None = None
 
@@ -51,6 +52,11 @@ class Target(NamedTuple):
         return cls("cuda", (int(found[1]), int(found[2])))
 
     @property
+    def without_torch(self) -> Target:
+        """The same where torch is not installed: what is left computes by launches, which are data."""
+        return self._replace(kinds=self.kinds - {"torch"})
+
+    @property
     def text(self) -> str:
         """The target as `parse` takes it."""
         return self.device if self.device == "cpu" else "sm_{}{}".format(*self.capability)
@@ -63,7 +69,7 @@ GPU = Target("cuda", (9, 0))
 
 
 class Use(NamedTuple):
-    """One use of an op: the node, its tensors by argument, without those in lists, and where it runs."""
+    """One use of an op: the node, its tensors by argument, those of lists as "tensors.0", and where it runs."""
 
     node: Node
     operands: Mapping[str, Operand]
@@ -156,8 +162,8 @@ def _of_one(arg: Arg, of_all: Mapping[Expr, Expr]) -> Arg:
 
 def use_of(node: Node, types: Mapping[str, TensorType], target: Target, statics: Container[str] = frozenset()) -> Use:
     """The use that a node is, by its tensors' types and which are `statics`, as if all lay in row-major order."""
-    refs = {name: arg.name for name, arg in node.args.items() if isinstance(arg, Ref)}
-    operands = {name: Operand(types[value], True, value not in statics) for name, value in refs.items()}
+    refs = named_references(node.args)
+    operands = {name: Operand(types[value], True, value not in statics) for name, value in refs}
     return Use(node, operands, target)
 
 

@@ -8,26 +8,24 @@ the two share their weights only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from graph_parts import ints, node, value
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
     Apply,
-    Arg,
     Block,
     CachePlan,
     Call,
     Cast,
     Const,
-    Dim,
-    Dtype,
     DtypeArg,
     Expr,
     Graph,
     Group,
-    Items,
     Node,
     PagedInputs,
     PagedSpec,
@@ -237,16 +235,7 @@ def _channels(heads: Heads) -> Expr:
     return CHANNELS if heads == WHOLE else symbols.floordiv(CHANNELS, "tp")
 
 
-def _value(name: str, *shape: Expr, dtype: Dtype = "float32") -> Value:
-    return Value(name, TensorType(dtype, shape))
-
-
-def _node(op: str, *outputs: Value, **args: Arg) -> Node:
-    return Node(op, args, outputs)
-
-
-def _ints(*sizes: Expr) -> Items:
-    return Items(tuple(Const(size) if isinstance(size, int) else Dim(size) for size in sizes))
+_value = partial(value, dtype="float32")
 
 
 def _metadata() -> tuple[Value, ...]:
@@ -287,17 +276,17 @@ def _group(name: str, groups: Groups, layers: Sequence[str], heads: Heads) -> Gr
 
 
 def _projected(source: str, weight: str, name: str, size: Expr) -> Node:
-    return _node("aten.linear.default", _value(name, 1, "T", size), input=Ref(source), weight=Ref(weight))
+    return node("aten.linear.default", _value(name, 1, "T", size), input=Ref(source), weight=Ref(weight))
 
 
 def _heads(source: str, name: str, heads: Expr) -> Node:
     shape = (1, "T", heads, HEAD)
-    return _node("aten.reshape.default", _value(name, *shape), self=Ref(source), shape=_ints(*shape))
+    return node("aten.reshape.default", _value(name, *shape), self=Ref(source), shape=ints(*shape))
 
 
 def _rotated(source: str, name: str, heads: Expr) -> Node:
     result = _value(name, 1, "T", heads, HEAD)
-    return _node("precast.rotary", result, x=Ref(source), cos=Ref("cos"), sin=Ref("sin"), interleaved=Const(False))
+    return node("precast.rotary", result, x=Ref(source), cos=Ref("cos"), sin=Ref("sin"), interleaved=Const(False))
 
 
 def _block(name: str, groups: Groups, heads: Heads, mlp: bool) -> Block:
@@ -308,7 +297,7 @@ def _block(name: str, groups: Groups, heads: Heads, mlp: bool) -> Block:
         ("norm", (HIDDEN,)), ("q", (query, HIDDEN)), ("k", (key, HIDDEN)), ("v", (key, HIDDEN)), ("o", (HIDDEN, query)),
     )  # fmt: skip
     shapes += (("up", (_channels(heads), HIDDEN)), ("down", (HIDDEN, _channels(heads)))) if mlp else ()
-    summed = _node("precast.all_reduce", _value("all", 1, "T", HIDDEN), x=Ref("out"), group=Const("tp"))
+    summed = node("precast.all_reduce", _value("all", 1, "T", HIDDEN), x=Ref("out"), group=Const("tp"))
     pages = {part: Ref(f"{part}_{name}") for part in ("page_indices", "page_indptr", "page_start")}
     window, chunk = rule_of(name, groups)
     rule = {"window": Const(window)} if chunk is None else {"window": Const(None), "chunk": Const(chunk)}
@@ -319,7 +308,7 @@ def _block(name: str, groups: Groups, heads: Heads, mlp: bool) -> Block:
         params=tuple(_value(f"w.{part}", *shape) for part, shape in shapes),
         caches=_cache_values("cache", name, groups, heads),
         nodes=(
-            _node("precast.rms_norm", _value("h", 1, "T", HIDDEN), x=Ref("x"), weight=Ref("w.norm"), **norm),
+            node("precast.rms_norm", _value("h", 1, "T", HIDDEN), x=Ref("x"), weight=Ref("w.norm"), **norm),
             _projected("h", "w.q", "q_flat", query),
             _projected("h", "w.k", "k_flat", key),
             _projected("h", "w.v", "v_flat", key),
@@ -328,16 +317,16 @@ def _block(name: str, groups: Groups, heads: Heads, mlp: bool) -> Block:
             _heads("v_flat", "v", heads.kv),
             _rotated("q_plain", "q", heads.query),
             _rotated("k_plain", "k", heads.kv),
-            _node("precast.write_kv", k=Ref("k"), v=Ref("v"), k_cache=Ref("cache.k"), v_cache=Ref("cache.v"),
+            node("precast.write_kv", k=Ref("k"), v=Ref("v"), k_cache=Ref("cache.k"), v_cache=Ref("cache.v"),
                   slot_mapping=Ref(f"slot_mapping_{name}")),
-            _node("precast.paged_attention", _value("seen", 1, "T", heads.query, HEAD), q=Ref("q"),
+            node("precast.paged_attention", _value("seen", 1, "T", heads.query, HEAD), q=Ref("q"),
                   k_cache=Ref("cache.k"), v_cache=Ref("cache.v"), sinks=Const(None), cu_seqlens=Ref("cu_seqlens"),
                   kv_lens=Ref("kv_lens"),
                   scale=Const(0.5), **rule, **pages),
-            _node("aten.reshape.default", _value("flat", 1, "T", query), self=Ref("seen"), shape=_ints(1, "T", query)),
+            node("aten.reshape.default", _value("flat", 1, "T", query), self=Ref("seen"), shape=ints(1, "T", query)),
             _projected("flat", "w.o", "out", HIDDEN),
             *(() if heads == WHOLE else (summed,)),
-            _node("aten.add.Tensor", _value("mid" if mlp else "y", 1, "T", HIDDEN), self=Ref("x"),
+            node("aten.add.Tensor", _value("mid" if mlp else "y", 1, "T", HIDDEN), self=Ref("x"),
                   other=Ref("out" if heads == WHOLE else "all")),
             *(_feed_forward(heads) if mlp else ()),
         ),
@@ -347,14 +336,14 @@ def _block(name: str, groups: Groups, heads: Heads, mlp: bool) -> Block:
 
 def _feed_forward(heads: Heads) -> tuple[Node, ...]:
     """y = mid + down(tanh(up(mid)))."""
-    summed = _node("precast.all_reduce", _value("down_all", 1, "T", HIDDEN), x=Ref("down"), group=Const("tp"))
+    summed = node("precast.all_reduce", _value("down_all", 1, "T", HIDDEN), x=Ref("down"), group=Const("tp"))
     return (
         _projected("mid", "w.up", "up", _channels(heads)),
-        _node("aten.tanh.default", _value("act", 1, "T", _channels(heads)), self=Ref("up")),
+        node("aten.tanh.default", _value("act", 1, "T", _channels(heads)), self=Ref("up")),
         _projected("act", "w.down", "down", HIDDEN),
         *(() if heads == WHOLE else (summed,)),
-        _node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("mid"),
-              other=Ref("down" if heads == WHOLE else "down_all")),
+        node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("mid"),
+             other=Ref("down" if heads == WHOLE else "down_all")),
     )  # fmt: skip
 
 
@@ -378,10 +367,10 @@ def _mixed() -> tuple[Node, ...]:
     shape = (1, "T", HIDDEN)
     metadata = {"slots": Ref("slot_ids"), "cu_seqlens": Ref("cu_seqlens"), "kv_lens": Ref("kv_lens")}
     return (
-        _node("aten.sigmoid.default", _value("factor", *shape), self=Ref("embedded")),
-        _node("precast.stateful_linear_recurrence", _value("mixed", *shape), x=Ref("embedded"), factor=Ref("factor"),
+        node("aten.sigmoid.default", _value("factor", *shape), self=Ref("embedded")),
+        node("precast.stateful_linear_recurrence", _value("mixed", *shape), x=Ref("embedded"), factor=Ref("factor"),
               state=Ref("mix.state"), kind=Const("sum"), **metadata),
-        _node("aten.add.Tensor", _value("x0", *shape), self=Ref("embedded"), other=Ref("mixed")),
+        node("aten.add.Tensor", _value("x0", *shape), self=Ref("embedded"), other=Ref("mixed")),
     )  # fmt: skip
 
 
@@ -389,12 +378,12 @@ def _main(groups: Groups, layers: Sequence[str], state: bool, mlp: bool) -> tupl
     embedded = _value("embedded" if state else "x0", 1, "T", HIDDEN)
     tables = (_value("cos", 1, "T", HEAD // 2), _value("sin", 1, "T", HEAD // 2))
     return (
-        _node("precast.rotary_tables", *tables, positions=Ref("positions"), inv_freq=Ref("inv_freq"),
+        node("precast.rotary_tables", *tables, positions=Ref("positions"), inv_freq=Ref("inv_freq"),
               scale=Const(1.0), dtype=DtypeArg("float32")),
-        _node("precast.embedding", embedded, ids=Ref("input_ids"), weight=Ref("embed")),
+        node("precast.embedding", embedded, ids=Ref("input_ids"), weight=Ref("embed")),
         *(_mixed() if state else ()),
         *(_call(i, name, mlp) for i, name in enumerate(layers)),
-        _node("precast.gather_rows", _value("wanted", 1, "R", HIDDEN), x=Ref(f"x{len(layers)}"),
+        node("precast.gather_rows", _value("wanted", 1, "R", HIDDEN), x=Ref(f"x{len(layers)}"),
               rows=Ref("logit_rows")),
-        _node("aten.linear.default", _value("logits", 1, "R", VOCAB), input=Ref("wanted"), weight=Ref("head")),
+        node("aten.linear.default", _value("logits", 1, "R", VOCAB), input=Ref("wanted"), weight=Ref("head")),
     )  # fmt: skip
