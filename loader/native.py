@@ -26,14 +26,14 @@ class Chosen(NamedTuple):
 
 def choose(
     bundle: Bundle, target: str, *, allowed: Sequence[str] = (), trust: Trust | None = None, cuda: int | None = None,
-    world: tuple[int, int] = (1, 1), agree: Callable[[Chosen], Chosen] | None = None,
+    world: tuple[int, int] = (1, 1), dp: int = 1, agree: Callable[[Chosen], Chosen] | None = None,
 ) -> Chosen:  # fmt: skip
     """The native layer of an opened bundle for a target such as sm_90, where it is admitted and fits this machine.
 
     `allowed`: digests of layers or bundles that may be used whoever made them. `trust`: what else lets a layer in;
     None: a record of what was compiled here. `cuda`: the version of CUDA that the driver has, `cuda_version`. `world`:
-    how many ranks share a layer, and in how many parts experts are; a layer that wasn't made for so many is used for
-    the kernels that it has. `agree`: what ranks make of it together.
+    how many ranks share a layer, and in how many parts experts are; a layer that wasn't made for so many, or for ranks
+    with sequences of their own (`dp`), is used for the kernels that it has. `agree`: what ranks make of it together.
 
     Raises TargetError `native-refused` where a digest is allowed and no layer is used.
     """
@@ -41,7 +41,7 @@ def choose(
     if not bundle.native:
         found = Chosen(None, "kernels are compiled here: the bundle has no native layer")
     else:
-        found = _of_target(bundle, target, rules, cuda_version() if cuda is None else cuda, world)
+        found = _of_target(bundle, target, rules, cuda_version() if cuda is None else cuda, world, dp)
     if agree is not None:
         found = agree(found)
     if allowed and found.layer is None:
@@ -53,7 +53,7 @@ def choose(
     return found
 
 
-def _of_target(bundle: Bundle, target: str, rules: Trust, cuda: int, world: tuple[int, int]) -> Chosen:
+def _of_target(bundle: Bundle, target: str, rules: Trust, cuda: int, world: tuple[int, int], dp: int) -> Chosen:
     layer = bundle.native.get(target)
     if layer is None:
         listed = ", ".join(sorted(bundle.native))
@@ -67,9 +67,9 @@ def _of_target(bundle: Bundle, target: str, rules: Trust, cuda: int, world: tupl
     if unfit is not None:
         return Chosen(None, f"kernels are compiled here: native layer {digest} {unfit}", digest)
     note = f"kernels are those of native layer {digest}: it is {answer.rule}"
-    if layer.covers(*world):
+    if layer.covers(*world) and dp == 1:
         return Chosen(layer, note, digest)
-    lacks = f"it was compiled for {layer.worlds_text}, not for {world_text(*world)}"
+    lacks = f"it was compiled for {layer.worlds_text}, not for {world_text(*world)}{'' if dp == 1 else f',dp={dp}'}"
     return Chosen(layer, f"{note}; {lacks}, so what it lacks is compiled here", digest, lacks)
 
 

@@ -38,6 +38,7 @@ class RankOptions(NamedTuple):
     tp: int | None
     ep: int
     pp: int
+    dp: int
     world_port: int | None
     timeouts: Mapping[str, float] | None
     processes: Processes | None
@@ -57,6 +58,7 @@ class _Given(NamedTuple):
     trust: str | None
     repository: str | None
     pp: int
+    dp: int
     weights_timeout: float
     backend: Backend
 
@@ -87,25 +89,25 @@ def load_with_ranks(
     SystemExit on the other ranks, when all has ended.
     """
     waits, found = timeouts_of(ranks.timeouts), launched()
-    check_world(1, 1, pp=ranks.pp)
+    check_world(1, 1, pp=ranks.pp, dp=ranks.dp)
     tp = ranks.tp
     if tp is None:
         tp = 1 if found is None else found.num_ranks // ranks.pp or 1
     check_world(tp, ranks.ep, pp=ranks.pp)
-    if tp * ranks.pp == 1:
+    if tp * ranks.pp == 1 == ranks.dp:
         return None
     if backend == "driver":
-        _check_driver(found, ranks.pp)
+        _check_driver(found, ranks)
     ranks = ranks._replace(tp=tp)
     opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
-    check_world(tp, ranks.ep, opened.graph, pp=ranks.pp)
+    check_world(tp, ranks.ep, opened.graph, pp=ranks.pp, dp=ranks.dp)
     options = options._replace(bundle=opened)
     options.rules(opened)  # a bundle that is kept out is refused before anything is started
     given = _Given(
         str(options.weights), options.max_num_seqs, options.max_num_tokens, options.cache_bytes,
         options.allow_config_mismatch, None if choices is None else str(choices), options.capture,
         list(options.native), str(options.trust) if isinstance(options.trust, (str, os.PathLike)) else None,
-        options.repository, ranks.pp, options.weights_timeout, backend or "torch",
+        options.repository, ranks.pp, ranks.dp, options.weights_timeout, backend or "torch",
     )  # fmt: skip
     with timeline.phase("ranks"):
         world = _join(opened, given, found, ranks, options.device, waits)
@@ -118,11 +120,13 @@ def load_with_ranks(
     return engine
 
 
-def _check_driver(found: Launched | None, pp: int) -> None:
+def _check_driver(found: Launched | None, ranks: RankOptions) -> None:
     """Raise TargetError (backend-unfit) for worlds that have to have torch."""
     why = ""
-    if pp > 1:
+    if ranks.pp > 1:
         why = "stages send each other what they have by torch"
+    elif ranks.dp > 1:
+        why = "ranks that have sequences of their own have torch"
     elif found is not None:
         why = "ranks that a launcher has started meet at its rendezvous, which is torch's"
     if why:
@@ -191,7 +195,7 @@ def _load_rank(
     loaded = torch_load.load_rank(
         options,
         lambda: place(
-            options.device, rank=side.rank, tp=side.num_ranks // pp, ep=ep, pp=pp, local_rank=local_rank
+            options.device, rank=side.rank, tp=side.num_ranks // pp, ep=ep, pp=pp, dp=given.dp, local_rank=local_rank
         ), timeline, torch_load.Ranks(world, given.common),
     )  # fmt: skip
     runner = loaded.runner
@@ -245,7 +249,7 @@ def follow(
         runner = _load_rank(given.options(bundle, device), given, world, ep, local_rank, timeline).runner
         side.gather("loaded", Loaded(timeline.to_json().encode()))
         for raw in side.orders(spins=runner.device.kind == "cuda"):
-            runner.obey(*runner.orders.decode(raw))
+            runner.obey(*runner.decode(raw))
     except Ended:
         pass
     except Exception as error:

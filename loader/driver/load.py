@@ -338,6 +338,6 @@ def _pools(
         if ranks is not None:
             assert isinstance(runner, DriverRankRunner)
             runner.join(memory, ranks.side)
-            ranks.side.share_orders(runner.orders.max_bytes)
+            ranks.side.share_orders(runner.max_order_bytes)
         phase.bytes, phase.counters = size.num_bytes, size.counters()
     return runner
