@@ -107,6 +107,14 @@ def test_a_layer_for_other_worlds_says_so_and_gives_what_it_has(tmp_path: Path, 
         assert found.note.endswith(f"; {lacks}, so what it lacks is compiled here" if lacks else "bundle's digest")
 
 
+def test_a_layer_is_not_for_ranks_with_sequences_of_their_own(tmp_path: Path) -> None:
+    of_two = written(tmp_path / "two", msgspec.structs.replace(LAYER, worlds=((2, 1),)))
+
+    found = choose(of_two, "sm_90", allowed=[of_two.digest], cuda=13000, world=(2, 1), dp=2)
+
+    assert found.lacks == "it was compiled for tp=2, not for tp=2,dp=2"
+
+
 def test_what_ranks_agree_on_counts(bundle: Bundle) -> None:
     def refuse(chosen: Chosen) -> Chosen:
         assert chosen.layer == LAYER

@@ -121,6 +121,9 @@ REFUSED = {
     "one rank of a layer for two": ({}, "two", {}, "backend-unfit",
                                     "it was compiled for tp=2 and tp=2,ep=2, not for tp=1"),
     "stages": ({"pp": 2}, "two", {}, "backend-unfit", "stages send each other what they have by torch"),
+    "sequences of their own": (
+        {"tp": 2, "dp": 2}, "two", {}, "backend-unfit", "ranks that have sequences of their own have torch"
+    ),
     "a launcher": ({"tp": 2}, "two", {"RANK": "0", "WORLD_SIZE": "2"}, "backend-unfit", "rendezvous, which is torch's"),
     "a certain GPU": ({"tp": 2, "device": "cuda:1"}, "two", {}, "engine-option-invalid", "a GPU of its own"),
 }  # fmt: skip
