@@ -96,7 +96,7 @@ def native_layer(
         sources={name: file_digest(name) or "" for name in sources},
         kernels=tuple(sorted(kernels, key=lambda each: (each.kernel, each.key, -len(each.aligned) - len(each.ones)))),
         images=dict(sorted(images.items())),
-        worlds=() if tuple(worlds) == (ALONE,) else tuple(sorted(tuple(each) for each in worlds)),
+        worlds=() if tuple(worlds) == (ALONE,) else tuple(sorted((each.tp, each.ep) for each in worlds)),
     )
 
 

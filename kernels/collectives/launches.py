@@ -56,7 +56,7 @@ class Piece(NamedTuple):
     """What one launch takes of a call: from which vector, or row, how many; by which kernel, over how many blocks."""
 
     start: int
-    count: int
+    num_units: int
     kind: Kind
     blocks: int
 

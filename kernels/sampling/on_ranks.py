@@ -64,8 +64,8 @@ class PartSampler:
         found = (at["tops"], at["least"], at["places"], at["maxima"], rows.splits)
         self._scanned.launch((count, 1, 1), found, stream)
         rows.list(**tensors)
-        drawn = (at["scores"], at["drawn"], at["plan"], at["maxima"], logits.data_ptr(), logits.stride(0))
-        drawn = (*drawn, whole.data_ptr(), count, rows.splits)
+        lists = (at["scores"], at["drawn"], at["plan"], at["maxima"], logits.data_ptr(), logits.stride(0))
+        drawn = (*lists, whole.data_ptr(), count, rows.splits)
         self._drawn.launch((min(count, launches.PARTS_BLOCKS), 1, 1), drawn, stream)
         rows.finish(**tensors)
 

@@ -141,22 +141,20 @@ class Model:
 
     def draw(self, parameters: Mapping[str, Buffer], out: Buffer, num_rows: int) -> list[Run]:
         """What draws a token for each of the rows of logits into `out`."""
-        kind, of_part = logits_type(self._graph), self._part_drawing
         tensors = {**parameters, "logits": self._logits, "tokens": out}
-        if of_part is not None:
-            tensors |= {
-                **of_part.memory,
-                "held": self._workspace,
-                "whole": self._workspace.view(_held_bytes(num_rows), (0,)),
-            }
-        if num_rows not in self._drawing and of_part is None:
-            self._drawing[num_rows] = drawing_launches(kind, self._program.target, num_rows, captured=True)
-        elif num_rows not in self._drawing:
-            part, most_rows, limit, _ = of_part
-            self._drawing[num_rows] = part_drawing_launches(
-                kind.dtype, self._program.target, num_rows, part, most_rows=most_rows, limit=limit
-            )
+        if self._part_drawing is not None:
+            whole = self._workspace.view(_held_bytes(num_rows), (0,))
+            tensors |= {**self._part_drawing.memory, "held": self._workspace, "whole": whole}
+        if num_rows not in self._drawing:
+            self._drawing[num_rows] = self._drawn_by(num_rows)
         return self._prepared(self._drawing[num_rows], tensors)
+
+    def _drawn_by(self, num_rows: int) -> Sequence[LaunchAt]:
+        kind, target = logits_type(self._graph), self._program.target
+        if self._part_drawing is None:
+            return drawing_launches(kind, target, num_rows, captured=True)
+        part, most_rows, limit, _ = self._part_drawing
+        return part_drawing_launches(kind.dtype, target, num_rows, part, most_rows=most_rows, limit=limit)
 
     def _prepared(self, launches: Sequence[LaunchAt], tensors: Mapping[str, Buffer]) -> list[Run]:
         made = []
