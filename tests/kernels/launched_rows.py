@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bflo
 SPECS = {spec.name.removeprefix("precast."): spec for spec in registry.specs()}
 OPS = (
     "rms_norm", "residual_rms_norm", "norm_residual_norm", "layer_norm", "gated_activation", "rotary", "rotary_tables",
-    "embedding", "gather_rows",
+    "embedding", "gather_rows", "sharded_embedding",
 )  # fmt: skip
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -255,4 +255,6 @@ def test_rows_of_a_table_that_lies_anyhow(width: int, dtype: torch.dtype, same: 
     ids = draw.of([[4, 0, 4]], torch.int64)
     for table in (draw.normal(5, 2 * width)[:, ::2], draw.normal(width, 5).t()):
         check("embedding", {"ids": ids, "weight": table, "scale": 3.3}, same)
+        check("sharded_embedding", {"ids": ids + 7, "weight": table, "start": 8, "scale": 3.3}, same)
+        check("sharded_embedding", {"ids": ids, "weight": table[:3], "start": 0, "scale": 1.0}, same)
         check("gather_rows", {"x": table[None], "rows": ids[0].repeat(2)[::2]}, same)
