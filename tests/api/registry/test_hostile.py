@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -553,6 +555,37 @@ def test_token_that_runs_out_is_renewed(tiny: Bundle, store: Store) -> None:
         push(tiny.path, f"{registry.host}/org/tiny:v1")
 
         assert registry.count("GET", "/token") >= 2
+
+
+def test_upload_that_is_refused_after_another_renewed_the_token(tiny: Bundle) -> None:
+    """By a service that gives the same token for as long as it is valid: who asks for no reason gets no other."""
+    with FakeRegistry(tokens=True) as registry:
+        both_sent, renewed_came = threading.Event(), threading.Event()
+        number = itertools.count(1)
+
+        def refuse(handler: Any) -> bool:
+            which = next(number)
+            if which == 1:  # waits for the second, so that both are sent with the first token
+                both_sent.wait(30)
+                registry.valid_tokens.clear()
+            elif which == 2:  # is refused when the first has a new token already
+                both_sent.set()
+                renewed_came.wait(30)
+            elif handler.headers["Authorization"] != "Bearer token-1":
+                renewed_came.set()
+            return False
+
+        def same_token(handler: Any) -> bool:
+            registry.valid_tokens = registry.valid_tokens or {f"token-{registry.count('GET', '/token')}"}
+            handler.answer(200, json.dumps({"token": next(iter(registry.valid_tokens))}).encode())
+            return True
+
+        registry.misbehave("PUT", "blobs/uploads", refuse)
+        registry.misbehave("GET", "/token", same_token)
+
+        push(tiny.path, f"{registry.host}/org/tiny:v1")
+
+        assert registry.count("GET", "/token") == 2
 
 
 @pytest.mark.parametrize("by_token", [False, True])
