@@ -267,8 +267,8 @@ def _read_manifest(files: Directory, descriptor: Descriptor) -> bytes:
 
 
 def _check_entry(descriptor: Descriptor, image: Image) -> None:
-    # Some tools that copy layouts leave the type out of the index.
-    if descriptor.artifact_type is not None:
+    # Of the tools that copy layouts some leave the type out of the index, and some write the config's there.
+    if descriptor.artifact_type not in (None, image.config.media_type):
         _expect("artifact-type", oci.INDEX_FILE, descriptor.artifact_type, image.artifact_type)
 
 
@@ -358,6 +358,8 @@ def _layer_name(part: Descriptor) -> str:
 
 def _type_of(files: Directory, descriptor: Descriptor) -> str:
     """The artifact type that the index gives, or the manifest: some tools that copy layouts leave it out."""
+    if descriptor.artifact_type == oci.MANIFEST:  # others write the config's type there
+        return oci.BUNDLE
     return descriptor.artifact_type or attachments.decode(_read_manifest(files, descriptor)).type
 
 
