@@ -255,7 +255,7 @@ def verify(
     if attestations and not who:
         raise click.UsageError("--attestation goes with --key or --ca")
     trusting.refresh(bundle, plain_http)
-    opened = Bundle.open(bundle)
+    opened = Bundle.open_whole(bundle)
     reports = [trusting.decided(opened, trust, repository or repository_of(bundle))]
     if who:
         reports.insert(0, trusting.vouched(opened, who, attestations))

@@ -221,7 +221,7 @@ def test_blob_with_another_content(
     reference: str, registry: FakeRegistry, client: Client, store: Store, tiny: Bundle
 ) -> None:
     layer = tiny.layers[0]
-    registry.blobs["org/tiny", layer.digest] = b"x" * len(layer.data)
+    registry.blobs["org/tiny", layer.digest] = b"x" * layer.size
 
     error = refused(reference, client, store)
 
@@ -243,7 +243,7 @@ def test_blob_that_is_packed_on_the_way(
 ) -> None:
     """Nothing was asked to be packed; what comes is taken as it is, and is something else."""
     layer = tiny.layers[1]
-    registry.misbehave("GET", layer.digest, status(200, gzip.compress(layer.data), Content_Encoding="gzip"))
+    registry.misbehave("GET", layer.digest, status(200, gzip.compress(tiny.content(layer)), Content_Encoding="gzip"))
 
     assert refused(reference, client, store).code in ("blob-size", "blob-digest")
 

@@ -59,7 +59,7 @@ def test_listing(reference: str, registry: FakeRegistry, tiny: Bundle, store: St
 
     assert (first.digest, first.reference) == (tiny.digest, reference)
     assert (second.digest, second.used) == (other.digest, 0)
-    shared = {x.digest: len(x.data) for x in tiny.layers if x.digest in {y.digest for y in other.layers}}
+    shared = {x.digest: x.size for x in tiny.layers if x.digest in {y.digest for y in other.layers}}
     empty = 2  # the config of what is attached
     assert first.bytes - first.own_bytes == second.bytes - second.own_bytes == sum(shared.values()) + empty + _record()
 
