@@ -344,6 +344,31 @@ def big(document: dict[str, Any]) -> None:
     document["layers"] = [{"mediaType": "x", "digest": "sha256:" + "0" * 64, "size": limits.MAX_ATTACHED_BYTES + 1}]
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"digest": "sha256:../../../../etc/passwd", "size": 2, "mediaType": oci.IMAGE_TYPE},
+        {"digest": "sha256:" + "0" * 64, "size": -1, "mediaType": oci.IMAGE_TYPE},
+        {"digest": "sha256:" + "0" * 64, "size": 10 << 40, "mediaType": oci.IMAGE_TYPE},
+        {"digest": "sha256:" + "0" * 64, "size": 2, "mediaType": "text/html"},
+    ],
+    ids=["a path", "a negative size", "10 TB", "another type"],
+)
+def test_list_that_points_outside_is_asked_for_nothing(
+    entry: dict[str, Any], reference: str, registry: FakeRegistry, store: Store, tiny: Bundle
+) -> None:
+    tag = "sha256-" + tiny.digest[7:]
+    index = json.loads(registry.manifests["org/tiny", tag][0])
+    index["manifests"].append(entry)
+    registry.put_manifest("org/tiny", tag, json.dumps(index).encode(), oci.INDEX_TYPE)
+
+    found = pull(reference, store=store)
+
+    assert len(found.attached) == 2
+    assert len(found.notes) == 1
+    assert registry.count("GET", entry["digest"]) == 0
+
+
 PASSED_OVER: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("attached to another", lambda x: x["subject"].update(digest="sha256:" + "0" * 64)),
     ("attached to nothing", lambda x: x.pop("subject")),
@@ -422,6 +447,19 @@ def test_redirects_that_are_never_followed(
     registry.misbehave("GET", "blobs", status(307, Location=location))
 
     assert refused(reference, client, store).code == "registry-answer"
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "http://169.254.169.254/latest/", "http://[fe80::1]/x", ""])
+def test_uploads_that_are_led_elsewhere_send_nothing(
+    location: str, registry: FakeRegistry, client: Client, tiny: Bundle
+) -> None:
+    registry.misbehave("POST", "blobs/uploads", status(202, Location=location))
+
+    with pytest.raises(RegistryError) as caught:
+        push(tiny.path, f"{registry.host}/org/tiny:v1", repository=client())
+
+    assert caught.value.code == "registry-answer"
+    assert registry.count("PUT") == 0
 
 
 def test_loop_of_redirects_ends(reference: str, registry: FakeRegistry, client: Client, store: Store) -> None:
@@ -612,6 +650,22 @@ def test_loop_of_401_ends(registry: FakeRegistry, client: Client, tiny: Bundle, 
 
         assert error.code == "registry-denied"
         assert registry.count("HEAD") <= 3
+
+
+def test_loop_of_401_at_uploads_ends(tiny: Bundle, waits: list[float]) -> None:
+    """Tokens that are good for all but what is sent."""
+    with FakeRegistry(tokens=True) as registry:
+        bearer = f'Bearer realm="http://{registry.host}/token",service="x"'
+        registry.misbehave("PUT", "blobs/uploads", status(401, WWW_Authenticate=bearer))
+        wanted = Reference.parse(f"{registry.host}/org/tiny:v1")
+        transport = Transport(registry.host, pause=waits.append)
+
+        with pytest.raises(RegistryError) as caught:
+            push(tiny.path, wanted, repository=Repository(wanted, transport=transport, writes=True))
+
+        assert caught.value.code == "registry-denied"
+        assert registry.count("PUT") <= 4 * TRIES
+        assert registry.manifests == {}
 
 
 @pytest.mark.parametrize(
