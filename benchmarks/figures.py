@@ -156,6 +156,7 @@ def registry_page() -> str:
     """The figures of docs/registry.md."""
     found = result("registry")
     moved, large, shared = found["transfers"], found["large_layer"], found["shared"]
+    apart = found["names_apart"].values()
     seconds = moved["seconds"]
 
     def milliseconds(name: str) -> str:
@@ -170,7 +171,7 @@ def registry_page() -> str:
         ("pull of what the store has, by tag", milliseconds("pull_of_what_the_store_has_by_tag"), "", "", ""),
     ]  # fmt: skip
     text = (
-        f"The bundle of the Llama-3.1-8B shape with two more layers of 3 MB ({moved['bytes'] / 1e6:.1f} MB) to and "
+        f"The bundle of the Llama-3.1-8B shape with two native layers of 3 MB ({moved['bytes'] / 1e6:.1f} MB) to and "
         f"from {found['registry']} on the same machine ({_machine('registry')}), within a running process; beside it "
         "plain sockets over as many connections, which ask and check nothing, and `oras cp`, a process of its own. The "
         f"best of {found['runs']} runs each. To open and verify the bundle, before a push and after a pull, takes "
@@ -183,10 +184,20 @@ def registry_page() -> str:
     text += (
         f"\nThe most memory that a process has while it moves a layer of {large['bytes'] / 1e9:.0f} GB, Python and "
         f"all: {peaks}. {native['bundles']} such bundles that differ in the names of their checkpoint's tensors alone "
-        f"share {_short(100 * native['shared'])} % of their bytes in the store; without the two layers, which are most "
-        f"of the bytes, {_short(100 * without['shared'])} %: the names stand in the graph, and each has its own.\n"
+        f"share {_short(100 * native['shared'])} % of their bytes in the store; without the native layers, "
+        f"{_short(100 * without['shared'])} % of {min(each['bytes'] for each in apart) / 1e3:.0f} kB: the names stand "
+        "in the recipes of the graph, and each has its own.\n\nThe names are no layer of their own, because that would "
+        f"change little: bundles without native layers would share {_range(100 * each['shared'] for each in apart)} % "
+        "(this shape, and one with experts). Most of what differs are the manifest, which names its blobs, the image "
+        "manifest and the provenance record, which every bundle has of its own.\n"
     )
     return text
+
+
+def _range(values: Iterable[float]) -> str:
+    """The least and the greatest, in whole numbers."""
+    found = sorted(round(value) for value in values)
+    return f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
 
 
 def trust_page() -> str:
