@@ -25,11 +25,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import harness
 import msgspec
-import plain_registry
-import shapes
 import zstandard
+from support import harness, plain_registry, shapes
 
 from precast.ir.native import NativeKernel, NativeLayer
 
