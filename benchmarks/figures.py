@@ -194,6 +194,7 @@ def registry_page() -> str:
     found = result("registry")
     moved, large, shared = found["transfers"], found["large_layer"], found["shared"]
     apart = found["names_apart"].values()
+    would_share = _range((100 * each["shared"] for each in apart), 0)
     seconds = moved["seconds"]
 
     def milliseconds(name: str) -> str:
@@ -224,17 +225,11 @@ def registry_page() -> str:
         f"share {_short(100 * native['shared'])} % of their bytes in the store; without the native layers, "
         f"{_short(100 * without['shared'])} % of {min(each['bytes'] for each in apart) / 1e3:.0f} kB: the names stand "
         "in the recipes of the graph, and each has its own.\n\nThe names are no layer of their own, because that would "
-        f"change little: bundles without native layers would share {_range(100 * each['shared'] for each in apart)} % "
+        f"change little: bundles without native layers would share {would_share} % "
         "(this shape, and one with experts). Most of what differs are the manifest, which names its blobs, the image "
         "manifest and the provenance record, which every bundle has of its own.\n"
     )
     return text
-
-
-def _range(values: Iterable[float]) -> str:
-    """The least and the greatest, in whole numbers."""
-    found = sorted(round(value) for value in values)
-    return f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
 
 
 def trust_page() -> str:
