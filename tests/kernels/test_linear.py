@@ -17,9 +17,9 @@ from torch.nn import functional
 from precast.kernels import cuda_source
 from precast.kernels.gated_activation.gated_activation import gated_activation
 from precast.kernels.gated_linear.records import RECORDS as GATED_RECORDS
-from precast.kernels.launch import as_function, launched_of
+from precast.kernels.launch import Launched, as_function
 from precast.kernels.linear.records import LONG, MAX_ROWS, RECORDS, SHORT, Way, plan_of, stream
-from precast.kernels.records import Record, nothing
+from precast.kernels.records import Record
 
 FILE, HOPPER = "linear/stream.cu", (9, 0)
 BLOCK_BYTES = 227 << 10
@@ -192,12 +192,7 @@ def run(
     dtype = "float16" if x.dtype == torch.float16 else "bfloat16"
     kinds = {"bias": "bias" in more, "residual": "residual" in more, "gate": gate}
     launch = stream(len(x), *weight.shape, dtype, **kinds, most=len(x) if most is None else most, way=way)
-    record = Record(
-        name="cuda.tried", op="aten.linear.default", runs=lambda use: (launch._replace(pdl=pdl),), workspace=nothing,
-        kind="cuda", allocates=False,
-    )  # fmt: skip
-    use: Any = None
-    launched_of(record, use)(input=x, weight=weight, out=out, **more)
+    Launched((launch._replace(pdl=pdl),))(input=x, weight=weight, out=out, **more)
     return out
 
 

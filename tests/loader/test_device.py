@@ -112,6 +112,10 @@ def test_work_of_a_stream_is_waited_for(device: Device) -> None:
     assert tensor_of(third).tolist() == [1]
 
 
+def test_captures_of_a_thread_share_a_stream(device: Device) -> None:
+    assert device.capture_stream() is device.capture_stream()
+
+
 def test_the_time_between_two_events(device: Device) -> None:
     first, second, last = (device.event(timed=True) for _ in range(3))
     began = time.perf_counter()
