@@ -9,6 +9,7 @@ import msgspec
 
 from precast.ir.artifact import Bundle
 from precast.ir.bundle.trust import Trust
+from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
@@ -27,7 +28,7 @@ from precast.loader.collector import collector_held
 from precast.loader.device import Buffer
 from precast.loader.driver import weights
 from precast.loader.driver.context import Begun
-from precast.loader.driver.coverage import UnfitError, covered, most_sizes
+from precast.loader.driver.coverage import UnfitError, beside_the_graph, covered, lacking, most_sizes
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.kernels import Kernels, missing
 from precast.loader.driver.model import Model, hold
@@ -76,8 +77,9 @@ def load_with_driver(
                 layer, phase.note = _native_layer(opened, target, options.native, rules)
             ring = Ring(device)
             program, addresses = covered(graph, target, limits)
-            if lacking := missing(program.launches(), layer):
-                raise UnfitError(f"the native layer lacks {', '.join(lacking)}", opened)
+            beside = ((each.launch, each.key) for each in beside_the_graph(graph, target, 1, 1))
+            if gone := missing((*program.launches(), *beside), layer):
+                raise UnfitError(f"the native layer lacks {', '.join(gone)}", opened)
             planned = weights.planned(graph, opened.manifest.checkpoint, files)
             if why := weights.uncovered(planned):
                 raise UnfitError(why, opened)
@@ -93,6 +95,7 @@ def load_with_driver(
                 found = Native(layer)
                 kernels = Kernels(found, device)
                 kernels.make_products(program.launches())
+            _check_kernels(lacking(program, graph, addresses, layer, most_sizes(graph, limits)))
             tensors = streamed.result()
         except BaseException:  # an interrupt too, which must not wait for a server that says nothing
             folder.stop()
@@ -102,6 +105,15 @@ def load_with_driver(
         runner, opened.manifest.model, tokenizer_files=opened.files("tokenizer"), timeline=timeline,
         reuses_prefixes=options.reuse_prefixes, max_prefill_tokens=options.max_prefill_tokens,
     )  # fmt: skip
+
+
+def _check_kernels(gone: Sequence[str]) -> None:
+    if gone:
+        raise TargetError(
+            "kernel-missing",
+            f"the native layer has no kernel for some steps, of {', '.join(gone)}",
+            fix="load the bundle with backend='torch', or add the layer again with this release of Precast",
+        )
 
 
 def target_of(device: DriverDevice, table: Table | None) -> Target:
