@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from precast.ir.graph.infer import named_references
 from precast.ir.graph.schema import Const, Dtype, Items, Ref, Step, Steps, TensorType
+from precast.ir.ops import table as ops
 from precast.ir.ops.checks import INTEGERS
 from precast.ir.ops.rows_fused import EXPONENTS, FUNCTIONS, REDUCTIONS
 from precast.kernels.fused.launches import MAX_AXES, MAX_ROW, launch_of, space_of
@@ -62,10 +62,12 @@ def is_along_dimension(use: Use) -> bool:
 
 
 def _operands(use: Use) -> tuple[dict[str, TensorType], dict[str, tuple[str, range]]]:
-    """The types of the tensors as a fused op names them, and what they are called here; none where nothing is read."""
-    names = [name for name, _ in named_references(use.node.args)]
-    if use.node.op == "aten.full_like.default":
-        names = []
+    """The types of the tensors as a fused op names them, in the order of the op's signature, and what they are called
+    here; none where nothing is read."""
+    definition = ops.lookup(use.node.op, use.node.version)
+    assert definition is not None, "verified: an op of the table"
+    reads = use.node.op != "aten.full_like.default"
+    names = [arg.name for arg in definition.args if reads and arg.name in use.operands]
     types = {f"x{i}": use.operands[name].type for i, name in enumerate(names)}
     return types, {f"x{i}": (name, range(len(types[f"x{i}"].shape))) for i, name in enumerate(names)}
 

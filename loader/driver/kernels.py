@@ -60,7 +60,7 @@ class Kernels:
         raise TargetError(
             "kernel-missing",
             f"the native layer has no kernel {ready.launch.kernel} for these arguments: {ready.values}",
-            fix="load the bundle with backend='torch', or add the layer again with this release of Precast",
+            fix="load the bundle with backend='torch', and report the message",
         )
 
     def _function(self, kernel: NativeKernel, *, is_cuda: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
@@ -15,6 +15,7 @@ import msgspec
 
 from precast.ir.artifact import Bundle
 from precast.ir.bundle.trust import Trust
+from precast.ir.errors import TargetError
 from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
@@ -31,7 +32,7 @@ from precast.kernels.native import Native
 from precast.kernels.records import Launch
 from precast.kernels.sampling.launches import rows_apart, told_bytes
 from precast.kernels.sealed import sealed_tables
-from precast.kernels.step_launches import DrawnPart, part_drawing_launches
+from precast.kernels.step_launches import DrawnPart
 from precast.kernels.use import GPU, Target
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -40,7 +41,7 @@ from precast.loader.device import Buffer
 from precast.loader.driver import weights
 from precast.loader.driver.connection import Connection
 from precast.loader.driver.context import Begun
-from precast.loader.driver.coverage import UnfitError, covered, most_sizes
+from precast.loader.driver.coverage import UnfitError, beside_the_graph, covered, lacking, most_sizes
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.kernels import Kernels, missing
 from precast.loader.driver.model import Model, PartDrawing, hold, logits_type
@@ -141,6 +142,9 @@ def load_rank(
                 native = Native(found.layer)
                 kernels = Kernels(native, device, found.connection.calls if found.connection else None)
                 kernels.make_products(program.launches())
+            part = None if found.drawing is None else found.drawing.part
+            most = most_sizes(found.graph, found.limits)
+            _check_kernels(lacking(program, found.graph, found.addresses, found.layer, most, part))
             tensors = streamed.result()
         except BaseException:  # an interrupt too, which must not wait for a server that says nothing
             folder.stop()
@@ -221,9 +225,9 @@ def _prepared(
             connection = _connected(opened, target, planned, device, *together)
             graph, drawing = _in_parts(graph, connection, limits)
         program, addresses = covered(graph, target, limits, connection.collectives if connection else None)
-        drawn = () if drawing is None else _drawing_launches(graph, target, drawing)
-        if lacking := missing([*program.launches(), *drawn], layer):
-            raise UnfitError(f"the native layer lacks {', '.join(lacking)}", opened)
+        drawn = _drawing_launches(graph, target, drawing)
+        if gone := missing((*program.launches(), *drawn), layer):
+            raise UnfitError(f"the native layer lacks {', '.join(gone)}", opened)
         if why := weights.uncovered(planned):
             raise UnfitError(why, opened)
         if connection is not None and connection.collectives.wants_nccl(graph):
@@ -265,12 +269,20 @@ def _in_parts(graph: Graph, connection: Connection, limits: EngineLimits) -> tup
     return found.graph, PartDrawing(part, most_rows, connection.limit, memory.by_name)
 
 
-def _drawing_launches(graph: Graph, target: Target, drawing: PartDrawing) -> Iterator[tuple[Launch, str]]:
-    """What draws, of all numbers of rows, each launch with its key."""
-    dtype = logits_type(graph).dtype
-    for rows in rows_apart(drawing.most_rows):
-        for each in part_drawing_launches(dtype, target, rows, drawing.part):
+def _drawing_launches(graph: Graph, target: Target, drawing: PartDrawing | None) -> Iterator[tuple[Launch, str]]:
+    """What steps launch beside the graph, of all numbers of rows that are drawn differently, each with its key."""
+    for rows in [1] if drawing is None else rows_apart(drawing.most_rows):
+        for each in beside_the_graph(graph, target, 1, rows, None if drawing is None else drawing.part):
             yield each.launch, each.key
+
+
+def _check_kernels(gone: Sequence[str]) -> None:
+    if gone:
+        raise TargetError(
+            "kernel-missing",
+            f"the native layer has no kernel for some steps, of {', '.join(gone)}",
+            fix="load the bundle with backend='torch', or add the layer again with this release of Precast",
+        )
 
 
 def target_of(device: DriverDevice, table: Table | None) -> Target:
