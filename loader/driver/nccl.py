@@ -55,7 +55,7 @@ class Nccl:
         all; RuntimeError with NCCL's words where ranks can't connect."""
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        problem, unique = "", _Id()
+        problem, unique, library = "", _Id(), None
         try:
             library = _library()
             if among.rank == 0:
@@ -66,6 +66,7 @@ class Nccl:
         if problems:
             fix = "pip install nvidia-nccl-cu13 (or -cu12) on all ranks, or load with backend='torch'"
             raise TargetError("dependency-missing", f"NCCL can't be loaded: {'; '.join(problems)}", fix=fix)
+        assert library is not None, "it is loaded on all ranks"
         unique = _Id.from_buffer_copy(exchange("nccl/id", bytes(unique))[0])
         self._communicator = c_void_p()
         _check(library.ncclCommInitRank(byref(self._communicator), among.size, unique, among.rank), "ncclCommInitRank")
