@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from cuda.bindings import driver
 
+from precast.ir.graph.schema import Dtype
 from precast.kernels.collectives.group import Connected
 from precast.kernels.collectives.launches import Among, Kind, Norm, launch_of, norm_pieces, sum_pieces
 from precast.kernels.collectives.ways import EMPTY, VECTOR_BYTES, Way, half_bytes, ways_for
@@ -148,7 +149,7 @@ class Peers:
     ) -> bool:
         """See `NormsSums`. Whatever decides here is the same on all ranks."""
         num_rows, row_bytes = x.numel() // max(1, x.shape[-1]), x.shape[-1] * x.element_size()
-        dtypes = [NAMES[each.dtype] for each in (x, residual, weight)]
+        dtypes: list[Dtype] = [NAMES[each.dtype] for each in (x, residual, weight)]
         pieces = norm_pieces(self.ways, self._among, dtypes, num_rows, x.shape[-1], norm)
         if pieces is None or not all(map(_has_vectors, (x, residual, weight))):
             return False

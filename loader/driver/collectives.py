@@ -72,7 +72,8 @@ class Collectives:
         x, y = tensors["x"], tensors["out.0"]
         _check_dense(node, x, tensors["residual"], tensors["weight"])
         rows, size = math.prod(x.layout.shape[:-1]), x.layout.shape[-1]
-        norm, dtypes = launches.norm_of(node), [tensors[name].dtype for name in ("x", "residual", "weight")]
+        norm = launches.norm_of(node)
+        dtypes: list[ir.Dtype] = [tensors[name].dtype for name in ("x", "residual", "weight")]
         pieces = launches.norm_pieces(self._ways, self.among, dtypes, rows, size, norm) if self.has_peers else None
         if pieces is None:
             total = Placed(WORKSPACE, 0, x.dtype, contiguous(x.layout.shape))
