@@ -32,13 +32,20 @@ def unpack(packed: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What the recipe makes of its parts (values, scales, then zeros and groups), float32."""
+    """What the recipe makes of its parts (values, scales, zeros, groups, a global scale, as far as it has them)."""
     values, scales = parts[0], parts[1]
-    if recipe.format == "fp8":
+    if recipe.format in ("fp8", "int8"):
         assert recipe.block is not None
-        return _fp8(values.float(), scales.float(), recipe.block)
+        zeros = parts[2].float() if recipe.zeros is not None else torch.zeros_like(scales.float())
+        return _fp8(values.float(), scales.float(), recipe.block, zeros)
     if recipe.format == "mxfp4":
         return _mxfp4(values, scales)
+    if recipe.format in ("nvfp4", "nvfp4_divided"):
+        return _nvfp4(values, scales, parts[2], divided=recipe.format == "nvfp4_divided")
+    if recipe.format in ("packed4", "packed8"):
+        found = list(parts[2:])
+        zeros = found.pop(0) if recipe.zeros is not None else None
+        return _packed(values, scales, zeros, found[0] if found else None, recipe.format, recipe.zero_offset)
     if recipe.format == "awq":
         whole, zeros = unpack(values, AWQ_ORDER), unpack(parts[2], AWQ_ORDER)
         groups = torch.arange(len(whole)) // (len(whole) // len(scales))
@@ -52,13 +59,16 @@ def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tens
     return torch.stack(rows)
 
 
-def _fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def _fp8(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], zeros: torch.Tensor | None = None
+) -> torch.Tensor:
+    zeros = torch.zeros_like(scales) if zeros is None else zeros
     if values.dim() > 2:
-        return torch.stack([_fp8(each, scale, block) for each, scale in zip(values, scales, strict=True)])
+        return torch.stack([_fp8(*each, block, zero) for *each, zero in zip(values, scales, zeros, strict=True)])
     made = values.clone()
     for row, column in _places(scales):
         area = (slice(row * block[0], (row + 1) * block[0]), slice(column * block[1], (column + 1) * block[1]))
-        made[area] = values[area] * scales[row, column]
+        made[area] = (values[area] - zeros[row, column]) * scales[row, column]
     return made
 
 
@@ -73,6 +83,58 @@ def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         for block, exponent in zip(flat, exponents, strict=True)
     ]
     return torch.tensor(made).reshape(*blocks.shape[:-2], -1)
+
+
+def _nvfp4(values: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor, *, divided: bool) -> torch.Tensor:
+    """Sixteen neighbours have one scale of float8, and all of a matrix another of float32.
+
+    The definitions: ModelOpt's `NVFP4QTensor.dequantize`, where both scales are multiplied first (`weight_scale` and
+    `weight_scale_2`), and compressed-tensors' `dequantize`, which divides the one by the other (`weight_global_scale`).
+    """
+    if values.dim() > 2:
+        each = zip(values, scales, whole, strict=True)
+        return torch.stack([_nvfp4(*one, divided=divided) for one in each])
+    scales = scales.float() / whole if divided else scales.float() * whole
+    rows = [
+        [FP4[half] for byte in row for half in (byte % 16, byte // 16)] for row in values.tolist()
+    ]  # the lower half is first
+    return torch.tensor(rows) * scales.repeat_interleave(16, 1)
+
+
+def _packed(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, groups: torch.Tensor | None, format: str,
+    offset: int,
+) -> torch.Tensor:  # fmt: skip
+    """compressed-tensors' `unpack_from_int32` and `dequantize`: four values of eight bits in an int32 or eight of four,
+    in order from the lowest on, of inputs in the values and of outputs in the zeros.
+    """
+    bits = 4 if format == "packed4" else 8
+    whole = unpack_bits(values, bits)
+    if groups is None:
+        groups = torch.arange(whole.shape[1]) // (whole.shape[1] // scales.shape[1])
+    given = torch.zeros(scales.shape, dtype=torch.int64)
+    if zeros is not None:
+        given = unpack_bits(zeros.t(), bits).t()[: len(whole)]
+    columns = [
+        (column - given[:, group] - offset).float() * scales[:, group].float()
+        for column, group in zip(whole.t(), groups.tolist(), strict=True)
+    ]
+    return torch.stack(columns, 1)
+
+
+def pack_bits(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """[a, b] of 0 to 2 ** bits - 1 -> [a, b * bits / 32, rounded up] int32, filled up with zeros."""
+    each = 32 // bits
+    values = torch.nn.functional.pad(values.long(), (0, -values.shape[1] % each))
+    packed = sum(values[:, place::each] << bits * place for place in range(each))
+    assert isinstance(packed, torch.Tensor)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The reverse of `pack_bits`, with what was filled up."""
+    values = [packed.long() % 2**32 >> bits * place & 2**bits - 1 for place in range(32 // bits)]
+    return torch.stack(values, -1).flatten(1)
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------
