@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -151,6 +151,72 @@ def float8(name: str, weight: torch.Tensor, block: tuple[int, int] | None, suffi
     scales = torch.rand(*weight.shape[:-2], -(-rows // block[0]), -(-columns // block[1])) + 0.5
     values = (weight * 100).to(torch.float8_e4m3fn)
     return {name: values, name + suffix: scales.reshape(tuple(scale))}, _fp8(values.float(), scales, block)
+
+
+def nvfp4(name: str, weight: torch.Tensor, *, divided: bool = False) -> Stored:
+    """ModelOpt's tensors, or (`divided`) those of compressed-tensors, whose scale of the whole is the reciprocal."""
+    rows, columns = weight.shape
+    values = torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8)
+    scales = (torch.rand(rows, columns // 16) * 400 + 1).to(torch.float8_e4m3fn)
+    whole = torch.rand(1) * 1e-4 + 1e-5
+    whole = 1 / whole if divided else whole
+    dense = _nvfp4(values, scales, whole, divided=divided)
+    if divided:
+        return {name + "_packed": values, name + "_scale": scales, name + "_global_scale": whole}, dense
+    return {
+        name: values, name + "_scale": scales, name + "_scale_2": whole.reshape(()),
+        name.removesuffix("weight") + "input_scale": torch.rand(()),
+    }, dense  # fmt: skip
+
+
+def integers(
+    name: str, weight: torch.Tensor, bits: int, size: int | None, *, zeros: bool, order: bool, packed: bool
+) -> Stored:
+    """What compressed-tensors stores of signed integers in groups of `size` inputs; None: of all inputs.
+
+    `order`: groups are of inputs anywhere. `packed`: as `pack-quantized`, of `int-quantized` otherwise.
+    """
+    (outputs, inputs), half = weight.shape, 1 << bits - 1
+    groups = torch.arange(inputs) // (size or inputs)
+    groups = groups[torch.randperm(inputs)] if order else groups
+    values = torch.randint(-half, half, (outputs, inputs))
+    points = torch.randint(-half, half, (outputs, int(groups.max()) + 1))
+    scales = (torch.rand(points.shape) * 0.1 / half).bfloat16()
+    dense = (values - (points[:, groups] if zeros else 0)).float() * scales.float()[:, groups]
+    stored = {"_scale": scales}
+    if packed:
+        stored |= {"_packed": pack_bits(values + half, bits), "_shape": torch.tensor([outputs, inputs])}
+    else:
+        stored |= {"": values.to(torch.int8)}
+    if zeros:
+        stored["_zero_point"] = pack_bits((points + half).t(), bits).t() if packed else points.to(torch.int8)
+    if order:
+        stored["_g_idx"] = groups.int()
+    return {name + suffix: tensor.contiguous() for suffix, tensor in stored.items()}, dense
+
+
+def packed_mxfp4(name: str, weight: torch.Tensor) -> Stored:
+    """compressed-tensors' MXFP4: blocks of 32 columns have an exponent."""
+    rows, columns = weight.shape
+    values = torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8)
+    scales = torch.randint(118, 124, (rows, columns // 32)).to(torch.uint8)
+    dense = _mxfp4(values.reshape(rows, columns // 32, 16), scales)
+    return {name + "_packed": values, name + "_scale": scales}, dense
+
+
+def one_by_one(name: str, weight: torch.Tensor, quantise: Callable[[str, torch.Tensor], Stored]) -> Stored:
+    """Stacked experts as quantisers store them: each of its linear layers for itself, gate and up apart."""
+    stem, _, leaf = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+    stored: Tensors = {}
+    experts = []
+    for index, matrix in enumerate(weight):
+        halves = zip(parts, matrix.chunk(len(parts)), strict=True)
+        found = [quantise(f"{stem}.{index}.{part}.weight", half) for part, half in halves]
+        experts.append(torch.cat([dense for _, dense in found]))
+        for tensors, _ in found:
+            stored |= tensors
+    return stored, torch.stack(experts)
 
 
 def awq(stem: str, weight: torch.Tensor, group_size: int) -> Stored:
