@@ -285,7 +285,7 @@ def _modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
         if not _linear(model, weight) or any(map(is_kept, found)):
             return None
         if layers is None:
-            return options.get("quant_algo", None)  # type: ignore[no-any-return]
+            return options.get("quant_algo", None)
         return next((layers[part]["quant_algo"] for name in found for part in _outer(name) if part in layers), None)
 
     def recipe(weight: Weight) -> Recipe:
