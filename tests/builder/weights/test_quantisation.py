@@ -21,6 +21,7 @@ from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Graph, Param, TensorType, Tie
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.recipes import leaves
 from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
@@ -389,6 +390,31 @@ def test_groups_of_different_formats(tmp_path: Path) -> None:
         return quantised.float8(name, tensor, (1, 1 << 20), "_scale", (tensor.shape[0], 1))
 
     check(config_of("llama"), entries, projections(stored), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "model.language_model.layers.0.mlp*"],
+        },
+        groups("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"})
+        | {"ignore": ["lm_head", "model.language_model.layers.0.mlp.down_proj"]},
+    ],
+    ids=["ModelOpt", "compressed-tensors"],
+)
+def test_layers_by_the_names_of_a_multimodal_checkpoint(entries: dict[str, Any]) -> None:
+    """Which the text model's checkpoint doesn't have, and which transformers reads as well."""
+    meta = make_module(shrink(AutoConfig.for_model("qwen3_5_text")), "float32")
+    names = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
+
+    made = ModelCheckpoint(meta, entries).recipes(names)
+
+    read = [[leaf.tensor.rpartition("down_proj.")[2] for leaf in leaves(made[name])] for name in names]
+    assert read[0] == ["weight"]
+    assert len(read[1]) > 1
 
 
 # --- what isn't known --------------------------------------------------------------------------------------------
