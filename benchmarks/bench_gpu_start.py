@@ -126,7 +126,7 @@ os._exit(0)
 
 def build(folder: Path, shape: str) -> None:
     """The bundle of a published shape, with its layer."""
-    import shapes
+    from support import shapes
 
     import precast
 
@@ -159,8 +159,8 @@ def measured(folder: Path, shape: str, place: Path) -> dict[str, Any]:
     digest = Bundle.open(bundle).digest
     if not (checkpoint / "model.safetensors.index.json").exists():
         write = (
-            "import sys; sys.path.insert(0, sys.argv[1]); import random_checkpoints; from pathlib import Path; "
-            "from precast.ir.artifact import Bundle; "
+            "import sys; sys.path.insert(0, sys.argv[1]); from support import random_checkpoints; "
+            "from pathlib import Path; from precast.ir.artifact import Bundle; "
             "random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))"
         )
         subprocess.run([sys.executable, "-c", write, Path(__file__).parent, bundle, checkpoint], check=True)
