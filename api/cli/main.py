@@ -611,6 +611,10 @@ def run(
         timeline = AnnouncedTimeline(progress)
         from precast.ir.artifact import Bundle
         from precast.ir.trust.loading import repository_of, rules_of
+        from precast.loader.driver.context import begin_early
+
+        if tp in (None, 1) and pp == 1 and launched() is None:
+            begin_early(device)  # while the bundle is opened and the prompts are looked at
         from precast.loader.engine.params import SamplingParams
         from precast.loader.engine.prompts import check_prompts
         from precast.loader.engine.tokenizer import Tokenizer
