@@ -19,11 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
-import random_checkpoints
 import torch
-from activation_ops import Run, WatchedOps
-from shapes import SHAPES
+from support import harness, random_checkpoints
+from support.activation_ops import Run, WatchedOps
+from support.shapes import SHAPES
 
 from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols

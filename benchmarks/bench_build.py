@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import harness
-import shapes
+from support import harness, shapes
 
 GOALS = {"llama-3.1-8b": (20.0, 2.0), "llama-3.1-405b": (60.0, 4.0)}
 RUNS = {"llama-3.1-8b": 3, "llama-3.1-405b": 1}

@@ -11,9 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import harness
-import shapes
 from bench_build import BUILD
+from support import harness, shapes
 
 BASELINE = "llama-3.1-8b"
 SHAPES = (

@@ -1,10 +1,10 @@
 """Claim: at least 97 % of the cache bytes that are allocated are useful, and more sequences fit the same memory.
 
 Six published geometries under three workloads, with the cache plan that the builder makes, in the memory that H200s
-leave beside the weights: the real allocators, tables, prefixes and scheduler, no tensors (`cache_simulation.py` says
-what counts as useful). Beside it, in the same run, the same requests and bytes under uniform pages, under one table
-for all layers, and under a static split (`cache_baselines.py`); the split is made for the mixed workload. The claim
-is without prefix reuse; figures with reuse stand beside it.
+leave beside the weights: the real allocators, tables, prefixes and scheduler, no tensors
+(`support/cache_simulation.py` says what counts as useful). Beside it, in the same run, the same requests and bytes
+under uniform pages, under one table for all layers, and under a static split (`support/cache_baselines.py`); the split
+is made for the mixed workload. The claim is without prefix reuse; figures with reuse stand beside it.
 
 Then sequences of 32,768 tokens of Gemma 3 12B in 102.48 GiB, the memory in which vLLM 0.25.1 says at start that 14.0
 of them fit, with chunks of 8,192 tokens.
@@ -23,12 +23,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import cache_baselines
-import cache_geometries
-import harness
-import workloads
-from cache_simulation import MAX_NUM_TOKENS, System, simulate
-from long_sequences import measure_long_sequences
+from support import cache_baselines, cache_geometries, harness, workloads
+from support.cache_simulation import MAX_NUM_TOKENS, System, simulate
+from support.long_sequences import measure_long_sequences
 
 from precast.ir.graph.schema import CachePlan
 from precast.ir.memory import caches

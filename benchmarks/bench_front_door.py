@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import harness
-import shapes
+from support import harness, shapes
 
 RUNS = 7
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +25,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import torch
-from launch_compiler import compile_launch
+from support import harness
+from support.gpu_times import microseconds
+from support.launch_compiler import compile_launch
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
@@ -271,26 +271,6 @@ def compile_all(names: list[str], cases: list[Case], *, sweep: bool) -> float:
     for problem in sorted(problems)[:5]:
         print("not compiled:", problem[:300], file=sys.stderr)
     return time.perf_counter() - began
-
-
-def microseconds(calls: list[Callable[[], Any]], *, runs: int = 5) -> float:
-    """The median time of a call, all of them captured in one graph."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times)
 
 
 def calls_of(given: list[Given], model: Model, case: Case, choice: Choice) -> list[Callable[[], Any]]:

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness
-import shapes
 import torch
-from random_model import RandomModel
+from support import harness, shapes
+from support.random_model import RandomModel
 
 import precast
 from precast.ir.artifact import Bundle

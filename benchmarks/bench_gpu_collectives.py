@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
+from support import harness
 from torch import distributed
 
 from precast.kernels.collectives.group import Norm

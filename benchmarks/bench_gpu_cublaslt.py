@@ -1,10 +1,10 @@
-"""On a GPU: the linear layers of three models by cuBLASLt, with its first choice of an algorithm and the fastest one.
+"""On a GPU: the linear layers of models by cuBLASLt, with its first choice of an algorithm and the fastest one.
 
 Claim: choosing by measurement among what cuBLASLt proposes makes the products of a step faster than `torch.mm`, the
 baseline in the same run. Each layer is timed for rows of 16 to 8192, its head for up to 256, over more weights than L2
 holds, as a CUDA graph; results are compared with the product in float32. Steps are the sums over a model's layers.
 
-    python benchmarks/bench_gpu_cublaslt.py [--out FILE] [--table FILE] [--seconds N]
+    python benchmarks/bench_gpu_cublaslt.py [--out FILE] [--table FILE] [--seconds N] [MODEL ...]
 
 `--table` also puts what was measured into a table of choices, in the place of what that said of these products. Both
 files are written after each layer. What the seconds leave no time for has no figures.
@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import torch
-from bench_gpu_experts import product_flops_per_second, read_bytes_per_second
 from msgspec.structs import replace
+from support import harness
+from support.gpu_times import product_flops_per_second, read_bytes_per_second
 
 from precast.kernels import machine
 from precast.kernels.linear.tuning import tune
@@ -56,8 +56,15 @@ MODELS: dict[str, dict[str, Layer]] = {
         "qkv": Layer(5120, 2048, 24), "o": Layer(2048, 4096, 24), "router": Layer(128, 2048, 24),
         "head": Layer(151936, 2048, 1),
     },
+    "llama-3.1-8b, a half": {
+        "qkv": Layer(3072, 4096, 32), "o": Layer(4096, 2048, 32), "gate_up": Layer(14336, 4096, 32),
+        "down": Layer(4096, 7168, 32), "head": Layer(64128, 4096, 1),
+    },
+    "qwen3-30b-a3b-half, a half": {
+        "qkv": Layer(2560, 2048, 24), "o": Layer(2048, 2048, 24), "head": Layer(75968, 2048, 1),
+    },
 }  # fmt: skip
-"""The products of the models' steps but those of experts."""
+"""The products of the models' steps but those of experts; "a half" are those of one of two ranks."""
 
 
 class Measurement:
@@ -146,6 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_cublaslt.json")
     parser.add_argument("--table", type=Path)
     parser.add_argument("--seconds", type=float, default=45)
+    parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA GPU: nothing measured")
@@ -155,7 +163,8 @@ def main() -> None:
     figures: dict[str, Any] = {"rates": rates()}
     print("microseconds of torch / first choice / fastest of how many")
     with torch.inference_mode():
-        for name, model in MODELS.items():
+        for name in given.models:
+            model = MODELS[name]
             print(name, flush=True)
             for table in measure(model, measurement):
                 figures[name] = {"milliseconds": steps(model, table), "microseconds": table}

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_gpu_attention as attention
-import harness
 import torch
 from bench_gpu_attention import MODELS, PLAIN, Case, Choice, Given, Model
+from support import harness
 
 from precast.kernels import cuda_launch
 from precast.kernels.attention.decode import MOST_SHARED_BYTES, Decode, decode_launch, shared_bytes
@@ -56,13 +56,10 @@ FEW = [
     Decode(8, 4, 2), Decode(8, 4, 4), Decode(8, 2, 2), Decode(8, 2, 4), Decode(8, 8, 2), Decode(4, 4, 2),
     Decode(4, 4, 1), Decode(4, 4, 4), Decode(4, 8, 2), Decode(2, 4, 2), Decode(2, 4, 4),
     Decode(2, 8, 1), Decode(2, 8, 2), Decode(2, 8, 3), Decode(1, 8, 2), Decode(1, 16, 1),
-    Decode(8, 4, 2, early=False), Decode(4, 4, 2, early=False), Decode(2, 8, 2, early=False),
-    Decode(8, 4, 2, barrier=True), Decode(4, 4, 2, barrier=True), Decode(2, 8, 2, barrier=True),
 ]  # fmt: skip
 MANY = [
     Decode(1, 4, 2), Decode(1, 4, 1), Decode(1, 4, 3), Decode(1, 4, 4), Decode(1, 2, 2), Decode(1, 2, 4),
     Decode(1, 2, 6), Decode(1, 8, 1), Decode(1, 8, 2), Decode(1, 8, 3), Decode(2, 4, 2), Decode(2, 2, 3),
-    Decode(1, 4, 2, early=False),
 ]  # fmt: skip
 WIDE, NARROW = Tile(16, 128, 8, 2), Tile(16, 64, 4, 3)
 OTHERS = {

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import harness
 import msgspec
 import torch
+from support import harness
+from support.gpu_times import copy_rate, microseconds
 
 from precast.kernels import registry
 from precast.kernels.choices import records_of
@@ -87,27 +88,6 @@ OPS: dict[str, tuple[Callable[..., Sample], tuple[int, ...]]] = {
 def record_of(op: str, variant: str = "") -> Record:
     name = f"triton.stateful_{op}{variant}"
     return next(each for each in records_of(f"precast.stateful_{op}", 1) if each.name == name)
-
-
-def microseconds(calls: list[Callable[[], Any]], *, runs: int = 5) -> float:
-    """The time of one of these calls, captured in a row: the median over `runs` replays."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times)
 
 
 def samples(op: str, lengths: list[int], *, least: int = 1) -> list[Sample]:
@@ -234,13 +214,6 @@ def eager(call: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         times.append(1e6 * (time.perf_counter() - started))
     return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """Bytes a second that are read and written by a copy of 1 GiB."""
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    return 2 * x.numel() / microseconds([lambda: y.copy_(x)] * 10) * 1e6
 
 
 def product_rate() -> float:

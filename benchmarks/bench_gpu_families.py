@@ -16,8 +16,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
+from support import harness
 
 LENGTHS = (3, 40, 97)
 NUM_TOKENS = 32

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import bench_gpu_steps
-import harness
-import step_floors
 import torch
-from bench_gpu_experts import product_flops_per_second, read_bytes_per_second
-from random_model import RandomModel, collect
+from support import harness, step_floors
+from support.gpu_times import product_flops_per_second, read_bytes_per_second
+from support.random_model import RandomModel, collect
 
 from precast import SamplingParams
 from precast.ir.artifact import Bundle

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import torch
+from support import harness
 
 from precast.ir.graph.schema import Const, DtypeArg, Items, Ref, Step, Steps
 from precast.kernels.choices import records_of

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_gpu_steps
-import harness
 import torch
-from random_model import RandomModel, collect
-from step_parts import StepParts
+from support import harness
+from support.random_model import RandomModel, collect
+from support.step_parts import StepParts
 
 import precast
 from precast.ir.artifact import Bundle

@@ -25,10 +25,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
-from bench_gpu_attention import Case, microseconds, product_rate, read_rate
-from launch_compiler import compile_launch
+from bench_gpu_attention import Case, product_rate, read_rate
+from support import harness
+from support.gpu_times import microseconds
+from support.launch_compiler import compile_launch
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand

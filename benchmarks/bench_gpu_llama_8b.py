@@ -19,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import harness
-import shapes
 import torch
+from support import harness, shapes
 
 SHAPE = "llama-3.1-8b"
 DTYPES = ("float32", "bfloat16")

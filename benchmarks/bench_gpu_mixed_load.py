@@ -23,11 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness
-import random_checkpoints
-import shapes
 import torch
-from mixed_load import (
+from support import harness, random_checkpoints, shapes
+from support.mixed_load import (
     GOAL_PADDING,
     GOAL_RATIO,
     Clock,
@@ -39,7 +37,7 @@ from mixed_load import (
     over_time,
     prompts,
 )
-from simulated_engine import SimulatedEngine
+from support.simulated_engine import SimulatedEngine
 
 import precast
 from precast.ir.artifact import Bundle

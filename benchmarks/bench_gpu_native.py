@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import harness
-import random_checkpoints
+from support import harness, random_checkpoints
 
 from precast.ir.artifact import Bundle
 

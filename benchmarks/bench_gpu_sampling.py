@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
+from support import harness
 
 from precast.kernels import registry
 from precast.kernels.sampling import limits

@@ -14,17 +14,17 @@ import argparse
 import contextlib
 import io
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import harness
 import msgspec
 import torch
 import triton
 import triton.language as tl
+from support import harness
+from support.gpu_times import copy_rate, microseconds
 
 from precast.kernels import registry
 from precast.kernels.choices import records_of
@@ -115,27 +115,6 @@ def moved_bytes(sample: Sample, results: tuple[torch.Tensor, ...]) -> int:
     return sum(x.numel() * x.element_size() for x in (*read, *written))
 
 
-def microseconds(calls: list[Callable[[], Any]], *, runs: int = 5) -> float:
-    """The time of one of these calls, captured in a row: the median over `runs` replays."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times)
-
-
 def without_pdl(record: Record) -> Record:
     """The record with launches that begin when the one in front has ended."""
     runs = record.runs
@@ -205,13 +184,6 @@ def empty(has_pdl: bool) -> float:
     x = torch.zeros(1, device="cuda")
     launch: Any = empty_kernel[(1,)]
     return microseconds([lambda: launch(x, PDL=has_pdl, launch_pdl=has_pdl)] * 50)
-
-
-def copy_rate() -> float:
-    """Bytes a second that are read and written by a copy of 1 GiB."""
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    return 2 * x.numel() / microseconds([lambda: y.copy_(x)] * 10) * 1e6
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
+from support import harness
 
 from precast.ir.artifact import Bundle
 
@@ -164,7 +164,7 @@ class Start(NamedTuple):
 
 def build(folder: Path, shape: str) -> None:
     """The bundle of a published shape, with its layer."""
-    import shapes
+    from support import shapes
 
     import precast
 
@@ -317,7 +317,7 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
 def write_checkpoint(bundle: Path, folder: Path) -> None:
     """Random weights, by a process of its own."""
     write = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import random_checkpoints; from pathlib import Path; "
+        "import sys; sys.path.insert(0, sys.argv[1]); from support import random_checkpoints; from pathlib import Path; "
         "from precast.ir.artifact import Bundle; "
         "random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))"
     )
@@ -342,7 +342,7 @@ def main() -> None:
             build(arguments.build, shape)
         return
     machine = harness.fresh_process(
-        "import json, sys; sys.path.insert(0, sys.argv[1]); import harness; print(json.dumps(harness.machine()))",
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from support import harness; print(json.dumps(harness.machine()))",
         str(Path(__file__).parent),
     )
     figures: dict[str, Any] = {}

@@ -22,16 +22,16 @@ import io
 import itertools
 import multiprocessing
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import msgspec
 import torch
+from support import harness
+from support.gpu_times import microseconds
 
 from precast.kernels import registry
 from precast.kernels.choices import records_of
@@ -119,27 +119,6 @@ def held(case: Case, step: Sequence[tuple[int, int]], first: int, states: torch.
 def states_of(case: Case, count: int) -> torch.Tensor:
     dtype = torch.bfloat16 if case.op == "causal_conv" else torch.float32
     return torch.randn(count, *case.state, device=CUDA, dtype=dtype) * 0.1
-
-
-def microseconds(calls: Sequence[Callable[[], Any]], *, runs: int = 5) -> float:
-    """The time of one of these calls, captured in a row: the median over `runs` replays."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times)
 
 
 def rates() -> dict[str, float]:

@@ -17,10 +17,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import harness
-import shapes
 import torch
-from random_model import RandomModel, collect
+from support import harness, shapes
+from support.random_model import RandomModel, collect
 
 import precast
 from precast.ir.artifact import Bundle

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
+from support import harness
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.kernels import cuda_launch

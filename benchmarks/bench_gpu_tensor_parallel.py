@@ -24,9 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
-import random_checkpoints
-import shapes
+from support import harness, random_checkpoints, shapes
 
 WORLDS: dict[str, tuple[tuple[int, int], ...]] = {
     "llama-3.1-8b": ((2, 1),),
@@ -177,6 +175,19 @@ def tokens(engine: Any) -> list[list[int]]:
     return [output.token_ids for output in engine.generate(asked, params)]
 
 
+def first_tokens(bundle: Path, checkpoint: Path, tp: int, ep: int, runs: int = 3) -> dict[str, Any]:
+    """Seconds from a new process to its first token, and of its phases; kernels are compiled, files in memory."""
+    from precast.bench import startup
+
+    command = [sys.executable, "-m", "precast", "run", str(bundle), "--weights", str(checkpoint), "--device", "cuda"]
+    command += ["--tp", str(tp), "--ep", str(ep), "--token-ids", "1", "--max-tokens", "1", "--ignore-eos", "--json"]
+    asked = startup.participants(bundle, checkpoint, [], "cuda", (), None)[0]._replace(command=tuple(command))
+    starts = sorted(startup.start(asked, CASE_SECONDS) for _ in range(runs))
+    median = starts[runs // 2]
+    phases = {phase: round(seconds, 2) for phase, seconds in median.phases.items() if seconds}
+    return {"seconds": [round(start.seconds, 2) for start in starts], "phases_s": phases}
+
+
 def measure(name: str, worlds: Sequence[tuple[int, int]], given: argparse.Namespace, found: dict[str, Any]) -> None:
     """All these worlds of a shape; `found` is written after each."""
     from precast.ir.artifact import Bundle
@@ -200,6 +211,11 @@ def measure(name: str, worlds: Sequence[tuple[int, int]], given: argparse.Namesp
                 error = f"{type(failed).__name__}: {failed}"[-200:]
                 print(f"{name} {label}: {error}", flush=True)
             one = json.loads(out.read_text()) if out.exists() else {}
+        try:
+            one["first_token"] = first_tokens(bundle, checkpoint, tp, ep)
+            print(f"{name} {label}: first_token {one['first_token']}", flush=True)
+        except Exception as failed:  # noqa: BLE001 - whatever it is, the other figures stay
+            error = error or f"{type(failed).__name__}: {failed}"[-200:]
         answers.append(one.pop("tokens", []))
         one["first_tokens_equal"] = sum(a[:1] == b[:1] for a, b in zip(answers[0], answers[-1], strict=False))
         found.setdefault(name, {})[label] = one | ({"error": error} if error else {})

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import bench_scheduler
-import harness
 import msgspec
 import torch
-from step_parts import StepParts
+from support import harness
+from support.step_parts import StepParts
 
 from precast.ir.graph.schema import TensorType, Value
 from precast.ir.manifest import ModelInfo

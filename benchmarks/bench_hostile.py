@@ -12,8 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import harness
-import hostile
+from support import harness, hostile
 
 GOALS = {"seconds": 1.0, "peak_mb": 200}
 _LOAD = (

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness
 import msgspec
 from bench_weights import HIDDEN, MLP, graph, write_checkpoint
+from support import harness
 
 from precast.ir.graph.schema import Cast, Dequantise, Graph, Param, Read, Recipe, TensorType, Transpose
 from precast.ir.weights.tensorfile import encode

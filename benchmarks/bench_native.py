@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import harness
-import shapes
+from support import harness, shapes
 
 from precast.builder.build import build
 from precast.builder.native.layer import native_layer, target_named, what_is_left

@@ -14,7 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
-import harness
+from support import harness
 
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.pages import PagePool

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import harness
+from support import harness
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "configs"
 

@@ -20,7 +20,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import harness
+from support import harness
 
 JOB = 8 << 20
 THREADS = (1, 4, 8, 16)

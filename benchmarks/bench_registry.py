@@ -23,10 +23,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import harness
 import msgspec
-import plain_registry
-import shapes
+from support import harness, plain_registry, shapes
 
 RUNS = 25
 LAYER_BYTES = 3_000_000

@@ -16,8 +16,8 @@ import time
 from array import array
 from pathlib import Path
 
-import harness
 import numpy as np
+from support import harness
 
 from precast.ir.graph.schema import (
     CachePlan,

@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import harness
-import shapes
+from support import harness, shapes
 
 RUNS = 3
 MOST_SECONDS, MOST_BYTES = 1.2, 1.1

@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-import harness
+from support import harness
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "recite" / "model"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

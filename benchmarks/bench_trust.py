@@ -18,8 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import harness
-import shapes
+from support import harness, shapes
 
 RUNS = 7
 CHECK = """

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
+from support import harness
 
 from precast.ir.graph.schema import Concat, Graph, Param, Read, Recipe, TensorType
 from precast.ir.manifest import Checkpoint

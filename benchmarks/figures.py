@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import kernel_figures
+from support import kernel_figures
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
@@ -152,6 +152,43 @@ def native_page() -> str:
     return _table(heads, rows)
 
 
+def sharding_page() -> str:
+    """The figures of docs/sharding.md."""
+    found, sums, alone = result("gpu_tensor_parallel"), result("gpu_collectives"), result("gpu_steps")
+    counts = ("1", "8", "64", "256")
+    rows = []
+    for name, worlds in found.items():
+        one = alone[name]["captured"]
+        decode = (f"{one[count]['ms']:.2f}" for count in counts)
+        rows.append((STEPPED[name], "one GPU, another day", *decode, f"{one['prefill_tokens_per_s']['1 x 4096']:,.0f}"))
+        for world, two in worlds.items():
+            decode = (f"{two['decode_ms'][count]:.2f}" for count in counts)
+            rows.append((STEPPED[name], world, *decode, f"{two['prefill_tokens_per_s']:,.0f}"))
+    first = found["llama-3.1-8b"]["tp 2"]["first_token"]["seconds"]
+    text = (
+        "Milliseconds of a decode step as served, by sequences, and tokens a second of a prompt of 4,096 tokens; "
+        f"weights are random, in bfloat16; two NVIDIA H200 and {_machine('gpu_tensor_parallel')}.\n\n"
+    )
+    text += _table(("shape", "world", *counts, "prefill"), rows)
+    text += (
+        f"\nThe start of a process to the first token of Llama-3.1-8B on both takes {first[len(first) // 2]:.1f} s "
+        "with torch, kernels compiled and files in the page cache.\n\n"
+        "Microseconds of an all-reduce of rows of 4,096 bfloat16 numbers in a CUDA graph, and with the residual "
+        f"sum and the norm; a copy between the GPUs runs at {sums['copy_gigabytes_per_second']} GB/s.\n\n"
+    )
+    kinds = {"NCCL": "nccl", "one shot": "one_shot", "two shots": "two_shot", "with norm": "norm"}
+    rows = [
+        (f"{int(count):,}", *(f"{_fastest(times, kind):.1f}" for kind in kinds.values()), f"{times['moved']:.1f}")
+        for count, times in sums["rows"].items()
+    ]
+    return text + _table(("rows", *kinds, "the bytes alone"), rows)
+
+
+def _fastest(times: dict[str, float], kind: str) -> float:
+    """Of all grids that were tried."""
+    return min(time for name, time in times.items() if name.startswith(kind))
+
+
 def registry_page() -> str:
     """The figures of docs/registry.md."""
     found = result("registry")
@@ -206,6 +243,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme, "docs/caches.md": caches_page, "docs/kernel_speed.md": kernels_page,
     "docs/native.md": native_page,
     "docs/registry.md": registry_page,
+    "docs/sharding.md": sharding_page,
     "docs/trust.md": trust_page,
 }  # fmt: skip
 

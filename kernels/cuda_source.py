@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 Constants = tuple[tuple[str, int | float | bool | str], ...]
 """Macros by name: True defines the name alone, False leaves it undefined, others give it a value."""
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
 def is_installed() -> bool:
@@ -37,8 +39,19 @@ def compiled(file: str, constants: Constants, capability: tuple[int, int]) -> by
     Equal sources and constants give equal bytes. Compute capability 9.0 is compiled as sm_90a, with all that Hopper
     has. Raises TargetError `dependency-missing` where the bindings or NVRTC are missing.
     """
-    source = (Path(__file__).parent / file).read_text(encoding="utf-8")
-    return _compile(source, Path(file).name, (_architecture(capability), "--std=c++17", *_defines(constants)))
+    source = _text(file)
+    headers = {name: _text(name) for name in included(source)}
+    options = (_architecture(capability), "--std=c++17", *_defines(constants))
+    return _compile(source, Path(file).name, headers, options)
+
+
+def included(source: str) -> list[str]:
+    """The headers that a source includes: files below `precast.kernels`, which include nothing themselves."""
+    return _INCLUDE.findall(source)
+
+
+def _text(file: str) -> str:
+    return (Path(__file__).parent / file).read_text(encoding="utf-8")
 
 
 def _architecture(capability: tuple[int, int]) -> str:
@@ -51,9 +64,10 @@ def _defines(constants: Constants) -> Iterator[str]:
             yield f"-D{name}" if value is True else f"-D{name}={value}"
 
 
-def _compile(source: str, name: str, options: tuple[str, ...]) -> bytes:
+def _compile(source: str, name: str, headers: Mapping[str, str], options: tuple[str, ...]) -> bytes:
     nvrtc = _nvrtc()
-    (program,) = _checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    texts, names = [text.encode() for text in headers.values()], [each.encode() for each in headers]
+    (program,) = _checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), len(names), texts, names))
     try:
         found = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         assert found[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, f"{name} {options}: {_log(nvrtc, program)}"

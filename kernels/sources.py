@@ -8,11 +8,12 @@ import re
 from functools import cache, partial
 from pathlib import Path
 
+from precast.kernels.cuda_source import included
 from precast.kernels.records import Launches, Record
 
-_ROOM = "precast.kernels."
-_CUDA = ".cu"
-_NAME = re.compile(r"precast\.kernels(\.[a-z_0-9]+)+|precast\.kernels\.[a-z_0-9]+/[a-z_0-9]+\.cu")
+_ROOM = "precast.kernels"
+_CUDA = (".cu", ".cuh")
+_NAME = re.compile(r"precast\.kernels(\.[a-z_0-9]+)+|precast\.kernels(\.[a-z_0-9]+)?/[a-z_0-9]+\.cuh?")
 
 
 def digest(record: Record) -> str:
@@ -45,9 +46,9 @@ def _reached(first: str) -> tuple[str, ...]:
     wanted, found = [first], set[str]()
     while wanted:
         name = wanted.pop()
-        if name.startswith(_ROOM) and _file(name).is_file() and name not in found:
+        if _NAME.fullmatch(name) and _file(name).is_file() and name not in found:
             found.add(name)
-            wanted += [] if name.endswith(_CUDA) else _imported(name)
+            wanted += _included(name) if name.endswith(_CUDA) else _imported(name)
     return tuple(sorted(found))
 
 
@@ -61,7 +62,12 @@ def _imported(name: str) -> list[str]:
     imports = [each for each in nodes if isinstance(each, ast.ImportFrom)]
     modules = [f"{each.module}{end}" for each in imports for end in ("", *(f".{alias.name}" for alias in each.names))]
     strings = [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-    return modules + [text.partition(":")[0] for text in strings if text.startswith(_ROOM)]
+    return modules + [text.partition(":")[0] for text in strings if text.startswith(f"{_ROOM}.")]
+
+
+def _included(name: str) -> list[str]:
+    """The headers that a file of CUDA C++ includes, as this module names files."""
+    return [f"{_ROOM}/{header}" for header in included(_file(name).read_text(encoding="utf-8"))]
 
 
 def _module(launches: Launches) -> str:
@@ -71,6 +77,5 @@ def _module(launches: Launches) -> str:
 
 
 def _file(name: str) -> Path:
-    if name.endswith(_CUDA):
-        return Path(__file__).parent / name.removeprefix(_ROOM)
-    return Path(__file__).parent.joinpath(*name.removeprefix(_ROOM).split(".")).with_suffix(".py")
+    inner = name.removeprefix(_ROOM)[1:]
+    return Path(__file__).parent / (inner if name.endswith(_CUDA) else inner.replace(".", "/") + ".py")

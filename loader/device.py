@@ -143,6 +143,9 @@ class Device(Protocol):
     def stream(self) -> Stream:
         """A new stream."""
 
+    def capture_stream(self) -> Stream:
+        """The stream on which this thread captures: libraries keep memory for each stream that they have worked on."""
+
     def use(self, stream: Stream = None) -> AbstractContextManager[object]:
         """While open, this thread's work goes to this device, and to `stream` if one is given."""
         ...

@@ -7,9 +7,9 @@
 //   scores [16 keys x 8 heads] = keys [16 x SIZE] * queries [SIZE x 8]          mma.m16n8k16, keys as its rows
 //   sums   [SIZE x 8 heads]   += values [16 x SIZE]^T * weights [16 x 8]        the same, elements of a head as its rows
 //
-// At the end each warp writes its sums to the shared memory of the CTAs that join them, each of which writes some of the
-// elements of all heads; after one barrier of the cluster they are added in the order of warps and CTAs. So a result
-// depends on the token's own keys, and on CLUSTER and WARPS, bit for bit.
+// At the end each warp sends its sums to the shared memory of the CTAs that join them, each of which writes some of the
+// elements of all heads. A CTA counts the bytes that come; when all have, it adds them in the order of warps and CTAs. So
+// a result depends on the token's own keys, and on CLUSTER and WARPS, bit for bit.
 //
 // Programmatic dependent launch: the kernel lets the next one start at once. Before it waits for the kernel in front, it
 // reads the lists of the step, and copies the keys of earlier steps: those of this step's tokens, which a kernel in
@@ -21,14 +21,8 @@
 //   SCALE, SOFT_CAP, WINDOW, CHUNK       those of the op; 0 for no cap, no window, no chunks
 //   SINKS, SINKS_FLOAT32, SLOPES         there are such tensors; sinks have the elements' type, or are float32
 //   CLUSTER, WARPS, STAGES               CTAs of a cluster, their warps, and blocks in the ring of a warp
-//   LATE                                 nothing is read before the wait
-//   BARRIER                              warps meet at a barrier of the cluster, else they count bytes
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-typedef u16 Element;
+#include "half.cuh"
 
 constexpr int KEYS = 16;                               // of a block
 constexpr int COLUMNS = 8;                             // heads of a tile
@@ -55,8 +49,6 @@ typedef Element Sink;
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
 // 16 bytes, if `wanted`. `bytes` of them are read, 0 or 16; the others are zeros.
 __device__ __forceinline__ void copy_piece(u32 to, const Element* from, u32 bytes, bool wanted) {
   asm volatile(
@@ -72,12 +64,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four 8 x 8 matrices of elements; lane 8 i + j gives the address of row j of matrix i.
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
-}
-
 __device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
@@ -90,30 +76,7 @@ __device__ __forceinline__ u32 transposed(u32 matrix) {
   return found;
 }
 
-#ifdef FLOAT16
-#define MMA_TYPES "f32.f16.f16.f32"
-#else
-#define MMA_TYPES "f32.bf16.bf16.f32"
-#endif
-
-// sums[16 x 8] += a[16 x 16] * b[16 x 8]
-__device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-               "{%0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ float widened(float value) { return value; }
-__device__ __forceinline__ float widened(Element value) {
-  float wide;
-#ifdef FLOAT16
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
-#else
-  wide = __uint_as_float((u32)value << 16);
-#endif
-  return wide;
-}
 
 // Two neighbours, rounded.
 __device__ __forceinline__ u32 rounded(float first, float second) {
@@ -138,29 +101,12 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-// Writes to the shared memory of a CTA of the cluster.
-__device__ __forceinline__ void store_far(u32 to, u32 rank, float a, float b, float c, float d) {
-  asm volatile(
-      "{ .reg .u32 far; mapa.shared::cluster.u32 far, %0, %1; st.shared::cluster.v4.f32 [far], {%2, %3, %4, %5}; }" ::
-          "r"(to), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
-// The same, and counts the bytes at the barrier of that CTA.
+// Writes to the shared memory of a CTA of the cluster, and counts the bytes at its barrier.
 __device__ __forceinline__ void send(u32 to, u32 rank, float a, float b, float c, float d, u32 barrier) {
   asm volatile(
       "{ .reg .u32 far, at; mapa.shared::cluster.u32 far, %0, %1; mapa.shared::cluster.u32 at, %2, %1; "
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [far], {%3, %4, %5, %6}, [at]; }" ::
           "r"(to), "r"(rank), "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// Arrives, and lets the phase end only when so many bytes have come.
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Until its first phase has ended.
@@ -187,20 +133,9 @@ __device__ __forceinline__ void arrive_with_nothing_written() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// What was written before an arrival is seen after the wait.
-__device__ __forceinline__ void arrive_in_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // --- what a token sees ----------------------------------------------------------------------------------------------
 
@@ -376,11 +311,7 @@ __device__ __forceinline__ void give(u32 to, u32 rank, float a, float b, float c
   if (CLUSTER == 1)
     store_near(to, a, b, c, d);
   else
-#ifdef BARRIER
-    store_far(to, rank, a, b, c, d);
-#else
     send(to, rank, a, b, c, d, barrier);
-#endif
 }
 
 // A warp's sums, to the CTAs that join them. Each joins every CLUSTER-th tile.
@@ -465,13 +396,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   let_next_kernel_start();
   const u32 barrier = shared_address(&all_given);
   if (CLUSTER > 1) {
-    if (threadIdx.x == 0) barrier_init(barrier, 1);
+    if (threadIdx.x == 0) {
+      barrier_init(barrier, 1);
+      barrier_init_fence();
+    }
     __syncwarp();
     arrive_with_nothing_written();    // has begun: its shared memory may be written
   }
-#ifdef LATE
-  wait_for_kernel_in_front();
-#endif
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int rank = blockIdx.x, kv_head = blockIdx.y / GROUPS, of_group = blockIdx.y % GROUPS * COLUMNS;
   const int head = kv_head * GROUP + of_group, num_heads = min(COLUMNS, GROUP - of_group);
@@ -498,9 +429,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
     }
     end_group_of_copies();
   }
-#ifndef LATE
   wait_for_kernel_in_front();
-#endif
   // New tokens are the last of a sequence, and nearly always in one block.
 #pragma unroll 1
   for (int i = min(count, STAGES) - 1; i >= 0 && (first + i * PARTS + 1) * KEYS > seen.old_end; i--) {
@@ -550,24 +479,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
 #pragma unroll
     for (int other = 4; other < 32; other *= 2) sums.total[j] += __shfl_xor_sync(0xffffffff, sums.total[j], other);
   if (CLUSTER > 1) wait_for_cluster();    // all of it has begun
-#ifndef BARRIER
   if (CLUSTER > 1 && threadIdx.x == 0) {
     const int own_tiles = (TILES - rank + CLUSTER - 1) / CLUSTER;
     barrier_expect(barrier, min(num_blocks, PARTS) * (own_tiles * TILE_BYTES + WEIGHT_BYTES));
   }
-#endif
   if (count > 0) hand_over(sums, part, joined, weights, barrier);
   __syncwarp();
-  if (CLUSTER == 1) {
+  if (CLUSTER == 1)
     __syncthreads();
-  } else {
-#ifdef BARRIER
-    arrive_in_cluster();
-    wait_for_cluster();
-#else
+  else
     barrier_wait(barrier);
-#endif
-  }
   for (int tile = warp * CLUSTER + rank; tile < TILES; tile += PARTS)
     join(out + (token * HEADS + head) * SIZE, own_sinks, tile, min(num_blocks, PARTS), num_heads, joined, weights);
 }

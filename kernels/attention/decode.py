@@ -28,14 +28,11 @@ _TILE_BYTES, _WEIGHT_BYTES = 512, 64
 
 
 class Decode(NamedTuple):
-    """Blocks of a cluster, warps of a block, and blocks of keys in a warp's ring; whether keys are read early, and
-    warps meet at a barrier."""
+    """Blocks of a cluster, warps of a block, and blocks of keys in a warp's ring."""
 
     cluster: int
     warps: int
     stages: int
-    early: bool = True
-    barrier: bool = False
 
 
 def launches(use: Use, *, slots: int) -> tuple[Launch, ...]:
@@ -90,8 +87,7 @@ def decode_launch(use: Use, how: Decode) -> Launch:
             "PAGE_SIZE": _number(use, "k_cache", 1), "SCALE": float(scale), "SOFT_CAP": float(cap),
             "WINDOW": window, "CHUNK": chunk, "SINKS": has_sinks,
             "SINKS_FLOAT32": has_sinks and use.width("sinks") == 4, "SLOPES": use.has("slopes"),
-            "CLUSTER": how.cluster, "WARPS": how.warps, "STAGES": how.stages, "LATE": not how.early,
-            "BARRIER": how.barrier,
+            "CLUSTER": how.cluster, "WARPS": how.warps, "STAGES": how.stages,
         },
         block=32 * how.warps,
         shared_bytes=shared_bytes(size, how),

@@ -43,14 +43,16 @@ def all_reduce_residual_rms_norm_into(
     offset: float = 0.0,
     cast_before_scale: bool,
     group: Group | str,
-    out: tuple[torch.Tensor, torch.Tensor],
-) -> None:
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `all_reduce_residual_rms_norm`, into `out`: at once if the group can."""
     norm = Norm(eps, offset, cast_before_scale)
+    out = (x.new_empty(x.shape), x.new_empty(x.shape)) if out is None else out
     if isinstance(group, NormsSums) and group.all_reduce_norm(*out, x, residual, weight, norm):
-        return
+        return out
     normed = _residual_rms_norm(x.device)
     normed(x=all_reduce(x, group=group), residual=residual, weight=weight, **norm._asdict(), out=out)
+    return out
 
 
 @cache

@@ -28,7 +28,7 @@ class Way(NamedTuple):
     ahead: int = 2
 
 
-OF_TWO = (Way("one_shot", 2 << 20, 128), Way("one_shot", None, 264))
+OF_TWO = (Way("one_shot", None, 264, 1),)
 """Between two ranks one shot moves no more than two: each sends half of what it has and half of the sums, or all."""
 OF_MORE = (Way("one_shot", 512 << 10, 64), Way("two_shot", None, 128))
 

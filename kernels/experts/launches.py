@@ -43,7 +43,6 @@ class Tiles(NamedTuple):
     num_stages: int
     swapped: bool
     halvings: int = 0
-    more_n: int = 0
 
 
 class Strips(NamedTuple):
@@ -362,11 +361,11 @@ def _product(
     most = add(floordiv(pairs, tiles.m), minimum(pairs, groups))
     return Launch(
         f"{_GROUPED}:grouped_kernel",
-        (ceildiv(int(constants["SIZE_N"]), tiles.n + tiles.more_n), most),
+        (ceildiv(int(constants["SIZE_N"]), tiles.n), most),
         (*pointers, places.starts, places.pairs, *rows, *_steps(use, weight), *_steps(use, bias, 2)),
         {
             **constants, "SWAPPED": tiles.swapped, "LEAST_M": tiles.m >> tiles.halvings,
-            "HALVINGS": tiles.halvings, "BLOCK_N": tiles.n, "MORE_N": tiles.more_n, "BLOCK_K": tiles.k,
+            "HALVINGS": tiles.halvings, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k,
             "PRECISION": precision, "PDL": has_pdl(use),
         },
         tiles.num_warps,

@@ -254,12 +254,10 @@ def _multiply(  # type: ignore[no-untyped-def]
     SWAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MORE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BLOCK_N and MORE_N numbers of the rows from `first` to `end`, BLOCK_M at most: sums over `last` products, SIZE_K
-    or none.
+    """BLOCK_N numbers of the rows from `first` to `end`, BLOCK_M at most: sums over `last` products, SIZE_K or none.
 
     `weight_ptr` and `bias_ptr` are the expert's.
     """
@@ -272,24 +270,16 @@ def _multiply(  # type: ignore[no-untyped-def]
     target = pair if SCATTERS else row
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
-    first_n = tl.program_id(0) * (BLOCK_N + MORE_N)
+    first_n = tl.program_id(0) * BLOCK_N
     n, is_weight = _rows_of_weight(first_n, BLOCK_N, IS_GATED, SWAPPED, SIZE_N)
     weight_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
     WEIGHTS: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
     y = tl.zeros([WEIGHTS, BLOCK_M] if SWAPPED else [BLOCK_M, WEIGHTS], tl.float32)
-    if MORE_N > 0:
-        n, is_other = _rows_of_weight(first_n + BLOCK_N, MORE_N, IS_GATED, SWAPPED, SIZE_N)
-        other_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
-        OTHERS: tl.constexpr = 2 * MORE_N if IS_GATED else MORE_N
-        z = tl.zeros([OTHERS, BLOCK_M] if SWAPPED else [BLOCK_M, OTHERS], tl.float32)
 
     for start in range(0, last, BLOCK_K):
         is_k = start + k[None, :] < SIZE_K if SIZE_K % BLOCK_K != 0 else True
         x = tl.load(x_ptrs, mask=is_row[:, None] & is_k, other=0.0)
         y = _add_product(y, tl.load(weight_ptrs, mask=is_weight[:, None] & is_k, other=0.0), x, SWAPPED, PRECISION)
-        if MORE_N > 0:
-            z = _add_product(z, tl.load(other_ptrs, mask=is_other[:, None] & is_k, other=0.0), x, SWAPPED, PRECISION)
-            other_ptrs += BLOCK_K * weight_stride_k
         weight_ptrs += BLOCK_K * weight_stride_k
         x_ptrs += BLOCK_K * x_stride_k
 
@@ -297,11 +287,6 @@ def _multiply(  # type: ignore[no-untyped-def]
         y_ptr, y, bias_ptr, bias_stride_n, target, is_row, first_n, last > 0, SIZE_N, HAS_BIAS, IS_GATED, ACTIVATION,
         ALPHA, LIMIT, OFFSET, SWAPPED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    if MORE_N > 0:
-        _store(
-            y_ptr, z, bias_ptr, bias_stride_n, target, is_row, first_n + BLOCK_N, last > 0, SIZE_N, HAS_BIAS, IS_GATED,
-            ACTIVATION, ALPHA, LIMIT, OFFSET, SWAPPED, BLOCK_M, MORE_N,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -337,7 +322,6 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     LEAST_M: tl.constexpr,
     HALVINGS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MORE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -366,7 +350,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
             _multiply(
                 y_ptr, x_ptr, weight_ptr, bias_ptr, pairs_ptr, x_stride_m, x_stride_k, weight_stride_n, weight_stride_k,
                 bias_stride_n, first, end, last, TOP_K, SIZE_K, SIZE_N, HAS_BIAS, IS_GATED, ACTIVATION, ALPHA, LIMIT,
-                OFFSET, GATHERS, SCATTERS, SWAPPED, BLOCK_M >> halving, BLOCK_N, MORE_N, BLOCK_K, PRECISION,
+                OFFSET, GATHERS, SCATTERS, SWAPPED, BLOCK_M >> halving, BLOCK_N, BLOCK_K, PRECISION,
             )  # fmt: skip
 
 

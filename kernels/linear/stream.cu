@@ -26,11 +26,7 @@
 // inputs must be a multiple of 32, w aligned to 16 bytes; x may have any strides, and lies best in rows aligned to 16
 // bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out, the pieces, what shared memory has.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-typedef u16 Element;
+#include "half.cuh"
 
 constexpr int TILE = 16;              // rows of w in a tile
 constexpr int ROWS = 8;               // rows of x at most
@@ -59,23 +55,8 @@ constexpr int TILE_COLUMNS = TILE / HALVES;    // columns of y that a tile makes
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives, and lets the phase end only when copies have brought so many bytes.
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -116,36 +97,6 @@ __device__ __forceinline__ void store_shared(u32 to, Element value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
 }
 
-// Four 8 x 8 matrices of elements; lane 8 i + j gives the address of row j of matrix i.
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
-}
-
-#ifdef FLOAT16
-#define MMA_TYPES "f32.f16.f16.f32"
-#else
-#define MMA_TYPES "f32.bf16.bf16.f32"
-#endif
-
-// sums[16 x 8] += a[16 x 16] * b[16 x 8]
-__device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-               "{%0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float widened(Element value) {
-  float wide;
-#ifdef FLOAT16
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
-#else
-  wide = __uint_as_float((u32)value << 16);
-#endif
-  return wide;
-}
-
 __device__ __forceinline__ Element rounded(float value) {
   Element narrow;
 #ifdef FLOAT16
@@ -155,12 +106,6 @@ __device__ __forceinline__ Element rounded(float value) {
 #endif
   return narrow;
 }
-
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // The warp that arrives goes on; those that sync wait until all threads of the block are here.
 __device__ __forceinline__ void arrive_at_start() { asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory"); }

@@ -41,6 +41,7 @@ class DriverDevice:
         self._streams = threading.local()
         with self.use():
             self._own_stream = self.stream()
+        self._captures_on: int | None = None
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -137,6 +138,12 @@ class DriverDevice:
         with self._pushed():
             found: int = made("cuStreamCreate", c_void_p, library.STREAM_NON_BLOCKING)
         return found
+
+    def capture_stream(self) -> int:
+        """As the interface says."""
+        if self._captures_on is None:
+            self._captures_on = self.stream()
+        return self._captures_on
 
     @contextmanager
     def use(self, stream: Stream = None) -> Iterator[None]:

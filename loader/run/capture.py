@@ -78,7 +78,6 @@ class Captures:
         """`sizes` in the order in which they are wanted."""
         self.sizes = tuple(size.num_tokens for size in sizes)
         self._device = device
-        self._stream = device.stream()
         self._pool = device.pool()
         largest = max(sizes, default=None)
         self._pending = [] if largest is None else [largest, *(size for size in sizes if size != largest)]
@@ -177,7 +176,7 @@ class Captures:
             # The device may still be at the warm-up, and at the step in front of it: what is recorded doesn't run.
             pieces = step.pieces()
             while True:
-                with self._device.capture(self._stream, self._pool) as graph:
+                with self._device.capture(self._device.capture_stream(), self._pool) as graph:
                     call_or_end = next(pieces, None)
                 parts.append(graph)
                 if call_or_end is None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from array import array
 
-import cache_baselines
 import pytest
-import workloads
 from bench_caches import OURS, SPLIT, UNIFORM, system
-from cache_simulation import Server, needed_bytes, sample, simulate
-from long_sequences import CACHE_BYTES, uniform_at_start
+from support import cache_baselines, workloads
+from support.cache_simulation import Server, needed_bytes, sample, simulate
+from support.long_sequences import CACHE_BYTES, uniform_at_start
 
 from precast.builder.passes.plan.plan_pages import choose_page_sizes, with_small_slabs
 from precast.ir.graph.schema import CachePlan, Group, PagedInputs, PagedSpec, Pool, Slot, StateGroup, StateSpec, Value

@@ -10,11 +10,21 @@ from typing import Any, ClassVar
 
 import bench_gpu_mixed_load
 import pytest
-import random_checkpoints
 from bench_gpu_mixed_load import LONG, SATURATED, UNLIMITED, goals
 from bench_scheduler import graph_of
-from mixed_load import GOAL_PADDING, GOAL_RATIO, Load, arrivals, at_once, counted, long_prompts, over_time, percentiles
-from simulated_engine import SimulatedEngine, StepTime
+from support import random_checkpoints
+from support.mixed_load import (
+    GOAL_PADDING,
+    GOAL_RATIO,
+    Load,
+    arrivals,
+    at_once,
+    counted,
+    long_prompts,
+    over_time,
+    percentiles,
+)
+from support.simulated_engine import SimulatedEngine, StepTime
 
 import precast
 from precast.ir.memory.capture import in_order

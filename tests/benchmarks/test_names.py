@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
-IMPORT = re.compile(r"^ *from (precast[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+FILES = {".".join(file.relative_to(FOLDER).with_suffix("").parts): file for file in sorted(FOLDER.rglob("*.py"))}
+IMPORT = re.compile(r"^ *from ((?:precast|support)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_modules_import(file: Path) -> None:
-    importlib.import_module(file.stem)
+@pytest.mark.parametrize("name", FILES)
+def test_modules_import(name: str) -> None:
+    importlib.import_module(name)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_names_that_are_imported_later_exist(file: Path) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_names_that_are_imported_later_exist(name: str) -> None:
     """Those in functions, and in the code that benchmarks run in other processes."""
-    for module, names in IMPORT.findall(file.read_text(encoding="utf-8")):
-        for name in re.findall(r"(\w+)(?: as \w+)?", names):
+    for module, names in IMPORT.findall(FILES[name].read_text(encoding="utf-8")):
+        for each in re.findall(r"(\w+)(?: as \w+)?", names):
             owner = importlib.import_module(module)
-            assert hasattr(owner, name) or importlib.import_module(f"{module}.{name}")
+            assert hasattr(owner, each) or importlib.import_module(f"{module}.{each}")

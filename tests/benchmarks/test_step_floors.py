@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import step_floors
 from graph_text import parse_graph
+from support import step_floors
 
 GRAPH = """
     symbols { T: 1.. B: 1.. R: 1.. S: 0.. }

@@ -10,24 +10,22 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from graph_parts import ints, node, value
+
 from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import (
     Apply,
-    Arg,
     Block,
     CachePlan,
     Call,
     Cast,
     Concat,
     Const,
-    Dim,
-    Dtype,
     DtypeArg,
     Expr,
     Graph,
     Group,
-    Items,
     Node,
     PagedInputs,
     PagedSpec,
@@ -39,28 +37,12 @@ from precast.ir.graph.schema import (
     Symbol,
     TensorType,
     Tie,
-    Value,
 )
 from precast.ir.manifest import Checkpoint, Manifest, ModelInfo, PassRecord
 
 HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB, PAGE = 16, 4, 2, 4, 32, 8
 QKV = (HEADS + 2 * KV_HEADS) * HEAD
 PAGES: tuple[Expr, ...] = ("P_main", PAGE, KV_HEADS, HEAD)
-
-
-def value(name: str, *shape: Expr, dtype: Dtype = "bfloat16") -> Value:
-    """A value of this name, shape and dtype."""
-    return Value(name, TensorType(dtype, shape))
-
-
-def node(op: str, *outputs: Value, **args: Arg) -> Node:
-    """A node whose arguments are given by name."""
-    return Node(op, args, outputs)
-
-
-def ints(*sizes: Expr) -> Items:
-    """A list of integers as an argument: constants as `Const`, everything else as `Dim`."""
-    return Items(tuple(Const(size) if isinstance(size, int) else Dim(size) for size in sizes))
 
 
 # B + 1, in the normal form of precast.ir.graph.symbols

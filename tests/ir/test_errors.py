@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hostile
 import pytest
+from support import hostile
 
 from precast.ir import limits
 from precast.ir.artifact import Bundle

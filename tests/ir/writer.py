@@ -18,9 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import msgspec
+from forks import child
 
 from examples import tiny_manifest, write_tiny
 from precast.ir.artifact import Bundle
@@ -43,19 +45,6 @@ def forever(path: Path) -> None:
     while True:
         write(path, SHORT)
         write(path, LONG)
-
-
-def child(action: Callable[[], object]) -> int:
-    """The process id of a fork that runs `action` and ends, with 0 if nothing was raised."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            action()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
 
 
 def kill_at_moments(path: Path, kills: int) -> None:

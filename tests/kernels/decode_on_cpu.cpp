@@ -201,15 +201,10 @@ inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   __syncwarp();
 }
 
-inline void store_far(u32 to, u32 rank, float a, float b, float c, float d) {
-  const float x[4] = {a, b, c, d};
-  CHECK(cluster_turn > 0 || shared.size() == 1);    // all CTAs have begun
-  CHECK(to % 16 == 0 && rank < shared.size() && to + 16 <= shared[rank].size());
-  memcpy(shared[rank].data() + to, x, 16);
-}
 struct Barrier { int arrivals; i64 bytes; };
 static std::vector<Barrier> barriers;    // one of each CTA
 inline void barrier_init(u32, u32 arrivals) { barriers[blockIdx.x] = {(int)arrivals, 0}; }
+inline void barrier_init_fence() {}
 inline void barrier_expect(u32, u32 bytes) {
   CHECK(barriers[blockIdx.x].arrivals-- == 1);
   barriers[blockIdx.x].bytes += bytes;
@@ -218,8 +213,11 @@ inline void barrier_wait(u32) {
   while (barriers[blockIdx.x].arrivals > 0 || barriers[blockIdx.x].bytes != 0) let_others_run();
 }
 inline void send(u32 to, u32 rank, float a, float b, float c, float d, u32) {
+  const float x[4] = {a, b, c, d};
   CHECK(barriers[rank].arrivals > 0 || barriers[rank].bytes >= 16);
-  store_far(to, rank, a, b, c, d);
+  CHECK(cluster_turn > 0);    // all CTAs have begun
+  CHECK(to % 16 == 0 && rank < shared.size() && to + 16 <= shared[rank].size());
+  memcpy(shared[rank].data() + to, x, 16);
   barriers[rank].bytes -= 16;
 }
 inline void store_near(u32 to, float a, float b, float c, float d) {
@@ -232,13 +230,12 @@ inline float4 load_near(u32 from) {
   memcpy(&x, at(from, 16), 16);
   return x;
 }
-inline void arrive_in_cluster() {
+inline void arrive_with_nothing_written() {
   CHECK(!current->arrived);
   current->arrived = true;
   current->given[7] = cluster_turn;
   if (arrives(of_cluster, fibers.size())) cluster_turn++;
 }
-inline void arrive_with_nothing_written() { arrive_in_cluster(); }
 inline void wait_for_cluster() {
   CHECK(current->arrived);
   current->arrived = false;

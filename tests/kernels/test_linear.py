@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +17,9 @@ from torch.nn import functional
 from precast.kernels import cuda_source
 from precast.kernels.gated_activation.gated_activation import gated_activation
 from precast.kernels.gated_linear.records import RECORDS as GATED_RECORDS
-from precast.kernels.launch import as_function, launched_of
+from precast.kernels.launch import Launched, as_function
 from precast.kernels.linear.records import LONG, MAX_ROWS, RECORDS, SHORT, Way, plan_of, stream
-from precast.kernels.records import Record, nothing
+from precast.kernels.records import Record
 
 FILE, HOPPER = "linear/stream.cu", (9, 0)
 BLOCK_BYTES = 227 << 10
@@ -87,7 +86,8 @@ def test_a_tile_for_each_block_and_none_without() -> None:
 # --- its source on a CPU -----------------------------------------------------------------------------------------
 
 PTX, PLAIN = "// --- what PTX has and C++ has not", "// --- activations"
-"""Between these lines of the source are the functions that `stream_on_cpu.cpp` has too."""
+"""Between these lines of the source are functions that `stream_on_cpu.cpp` has too, as it has those of the header."""
+HEADER = '#include "half.cuh"\n'
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     folder, here = tmp_path_factory.mktemp("stream"), Path(__file__).parent
     source = (here.parents[1] / "kernels" / FILE).read_text(encoding="utf-8")
     plain = source[: source.index(PTX)] + source[source.index(PLAIN) :]
-    plain = re.sub(r"^typedef .*(u16|u32|u64|i64|Element);\n", "", plain, flags=re.MULTILINE).replace('extern "C"', "")
+    plain = plain.replace(HEADER, "").replace('extern "C"', "")
     plain = plain.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
     (folder / "stream.inc").write_text(plain, encoding="utf-8")
 
@@ -192,12 +192,7 @@ def run(
     dtype = "float16" if x.dtype == torch.float16 else "bfloat16"
     kinds = {"bias": "bias" in more, "residual": "residual" in more, "gate": gate}
     launch = stream(len(x), *weight.shape, dtype, **kinds, most=len(x) if most is None else most, way=way)
-    record = Record(
-        name="cuda.tried", op="aten.linear.default", runs=lambda use: (launch._replace(pdl=pdl),), workspace=nothing,
-        kind="cuda", allocates=False,
-    )  # fmt: skip
-    use: Any = None
-    launched_of(record, use)(input=x, weight=weight, out=out, **more)
+    Launched((launch._replace(pdl=pdl),))(input=x, weight=weight, out=out, **more)
     return out
 
 

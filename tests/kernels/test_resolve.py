@@ -23,7 +23,7 @@ from precast.kernels.latent_attention.launches import FEW_TOKENS, SMALL_STEP
 from precast.kernels.linear.records import WAYS, workspace_bytes
 from precast.kernels.measured import Machine, Measured, MeasuredProduct, Table
 from precast.kernels.records import Condition, Pointer, Record, Stride, nothing
-from precast.kernels.sources import digest, sources
+from precast.kernels.sources import digest, file_digest, kernel_sources, sources
 from precast.kernels.stateful.limits import MAX_WALKED
 from precast.kernels.use import GPU, Target, Use, statics_in, types_in, use_of
 
@@ -708,6 +708,12 @@ def test_a_digest_is_that_of_the_sources_that_run() -> None:
     assert "precast.kernels.attention.triton_split" not in sources(torch_)
     assert digest(triton) == digest(triton) != digest(torch_)
     assert all(sources(record) for record in all_records() if not record.op.startswith("aten."))
+
+
+@pytest.mark.parametrize("file", ["precast.kernels.attention/decode.cu", "precast.kernels.linear/stream.cu"])
+def test_headers_are_sources_too(file: str) -> None:
+    assert kernel_sources(f"{file}:kernel") == (file, "precast.kernels/half.cuh")
+    assert file_digest("precast.kernels/half.cuh") not in (None, file_digest(file))
 
 
 def test_a_digest_names_no_place() -> None:

@@ -8,30 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from ptx import ADD
 
 from precast.ir.errors import TargetError
 from precast.loader.device import Buffer, Device, Kernel, host_bytes
 from precast.loader.torch_device import ALLOCATOR_VARIABLES, cut_blocks_to_size, open_device, tensor_of
-
-ADD = b"""
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .entry add(.param .u64 memory, .param .u32 number) {
-  .reg .b64 %address, %offset;
-  .reg .b32 %value, %number, %place;
-  ld.param.u64 %address, [memory];
-  ld.param.u32 %number, [number];
-  cvta.to.global.u64 %address, %address;
-  mov.u32 %place, %ctaid.x;
-  mul.wide.u32 %offset, %place, 4;
-  add.s64 %address, %address, %offset;
-  ld.global.u32 %value, [%address];
-  add.s32 %value, %value, %number;
-  st.global.u32 [%address], %value;
-  ret;
-}
-"""
 
 
 def add(grid: tuple[int, int, int], block: object, args: Any, *rest: object) -> None:
@@ -129,6 +110,10 @@ def test_work_of_a_stream_is_waited_for(device: Device) -> None:
         done.record()
     done.synchronize()
     assert tensor_of(third).tolist() == [1]
+
+
+def test_captures_of_a_thread_share_a_stream(device: Device) -> None:
+    assert device.capture_stream() is device.capture_stream()
 
 
 def test_the_time_between_two_events(device: Device) -> None:

@@ -200,7 +200,7 @@ def test_a_poisoned_graph_is_refused_before_a_tensor_is_read(
     with pytest.raises(BundleError, match=rule) as error:
         load(bad, weights=checkpoint, device=device, timeline=timeline)
     assert error.value.code == "graph-invalid"
-    assert [phase.name for phase in timeline.phases] == ["import", "context", "bundle"]
+    assert [phase.name for phase in timeline.phases] == [*(["import", "context"] if device == "cpu" else []), "bundle"]
 
 
 def test_a_graph_without_logits_is_refused_before_a_tensor_is_read(

@@ -7,26 +7,24 @@ model in plain torch, without pages, chunks or batches: the two share their weig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from graph_parts import ints, node, value
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
     Apply,
-    Arg,
     Block,
     CachePlan,
     Call,
     Cast,
     Const,
-    Dim,
-    Dtype,
     DtypeArg,
     Expr,
     Graph,
     Group,
-    Items,
     Node,
     PagedInputs,
     PagedSpec,
@@ -216,16 +214,7 @@ def _param(name: str, shape: tuple[int, ...], heads: Heads) -> Param:
     return Param(name, TensorType("float32", tuple(sizes)), Cast(recipe, "float32"))
 
 
-def _value(name: str, *shape: Expr, dtype: Dtype = "float32") -> Value:
-    return Value(name, TensorType(dtype, shape))
-
-
-def _node(op: str, *outputs: Value, **args: Arg) -> Node:
-    return Node(op, args, outputs)
-
-
-def _ints(*sizes: Expr) -> Items:
-    return Items(tuple(Const(size) if isinstance(size, int) else Dim(size) for size in sizes))
+_value = partial(value, dtype="float32")
 
 
 def _metadata() -> tuple[Value, ...]:
@@ -266,17 +255,17 @@ def _group(name: str, groups: Groups, layers: Sequence[str], heads: Heads) -> Gr
 
 
 def _projected(source: str, weight: str, name: str, size: Expr) -> Node:
-    return _node("aten.linear.default", _value(name, 1, "T", size), input=Ref(source), weight=Ref(weight))
+    return node("aten.linear.default", _value(name, 1, "T", size), input=Ref(source), weight=Ref(weight))
 
 
 def _heads(source: str, name: str, heads: Expr) -> Node:
     shape = (1, "T", heads, HEAD)
-    return _node("aten.reshape.default", _value(name, *shape), self=Ref(source), shape=_ints(*shape))
+    return node("aten.reshape.default", _value(name, *shape), self=Ref(source), shape=ints(*shape))
 
 
 def _rotated(source: str, name: str, heads: Expr) -> Node:
     result = _value(name, 1, "T", heads, HEAD)
-    return _node("precast.rotary", result, x=Ref(source), cos=Ref("cos"), sin=Ref("sin"), interleaved=Const(False))
+    return node("precast.rotary", result, x=Ref(source), cos=Ref("cos"), sin=Ref("sin"), interleaved=Const(False))
 
 
 def _block(name: str, groups: Groups, heads: Heads) -> Block:
@@ -286,7 +275,7 @@ def _block(name: str, groups: Groups, heads: Heads) -> Block:
     shapes: tuple[tuple[str, tuple[Expr, ...]], ...] = (
         ("norm", (HIDDEN,)), ("q", (query, HIDDEN)), ("k", (key, HIDDEN)), ("v", (key, HIDDEN)), ("o", (HIDDEN, query)),
     )  # fmt: skip
-    summed = _node("precast.all_reduce", _value("all", 1, "T", HIDDEN), x=Ref("out"), group=Const("tp"))
+    summed = node("precast.all_reduce", _value("all", 1, "T", HIDDEN), x=Ref("out"), group=Const("tp"))
     pages = {part: Ref(f"{part}_{name}") for part in ("page_indices", "page_indptr", "page_start")}
     window, chunk = rule_of(name, groups)
     rule = {"window": Const(window)} if chunk is None else {"window": Const(None), "chunk": Const(chunk)}
@@ -297,7 +286,7 @@ def _block(name: str, groups: Groups, heads: Heads) -> Block:
         params=tuple(_value(f"w.{part}", *shape) for part, shape in shapes),
         caches=_cache_values("cache", name, groups, heads),
         nodes=(
-            _node("precast.rms_norm", _value("h", 1, "T", HIDDEN), x=Ref("x"), weight=Ref("w.norm"), **norm),
+            node("precast.rms_norm", _value("h", 1, "T", HIDDEN), x=Ref("x"), weight=Ref("w.norm"), **norm),
             _projected("h", "w.q", "q_flat", query),
             _projected("h", "w.k", "k_flat", key),
             _projected("h", "w.v", "v_flat", key),
@@ -306,16 +295,16 @@ def _block(name: str, groups: Groups, heads: Heads) -> Block:
             _heads("v_flat", "v", heads.kv),
             _rotated("q_plain", "q", heads.query),
             _rotated("k_plain", "k", heads.kv),
-            _node("precast.write_kv", k=Ref("k"), v=Ref("v"), k_cache=Ref("cache.k"), v_cache=Ref("cache.v"),
+            node("precast.write_kv", k=Ref("k"), v=Ref("v"), k_cache=Ref("cache.k"), v_cache=Ref("cache.v"),
                   slot_mapping=Ref(f"slot_mapping_{name}")),
-            _node("precast.paged_attention", _value("seen", 1, "T", heads.query, HEAD), q=Ref("q"),
+            node("precast.paged_attention", _value("seen", 1, "T", heads.query, HEAD), q=Ref("q"),
                   k_cache=Ref("cache.k"), v_cache=Ref("cache.v"), sinks=Const(None), cu_seqlens=Ref("cu_seqlens"),
                   kv_lens=Ref("kv_lens"),
                   scale=Const(0.5), **rule, **pages),
-            _node("aten.reshape.default", _value("flat", 1, "T", query), self=Ref("seen"), shape=_ints(1, "T", query)),
+            node("aten.reshape.default", _value("flat", 1, "T", query), self=Ref("seen"), shape=ints(1, "T", query)),
             _projected("flat", "w.o", "out", HIDDEN),
             *(() if heads == WHOLE else (summed,)),
-            _node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("x"),
+            node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("x"),
                   other=Ref("out" if heads == WHOLE else "all")),
         ),
         outputs=("y",),
@@ -340,10 +329,10 @@ def _mixed() -> tuple[Node, ...]:
     shape = (1, "T", HIDDEN)
     metadata = {"slots": Ref("slot_ids"), "cu_seqlens": Ref("cu_seqlens"), "kv_lens": Ref("kv_lens")}
     return (
-        _node("aten.sigmoid.default", _value("factor", *shape), self=Ref("embedded")),
-        _node("precast.stateful_linear_recurrence", _value("mixed", *shape), x=Ref("embedded"), factor=Ref("factor"),
+        node("aten.sigmoid.default", _value("factor", *shape), self=Ref("embedded")),
+        node("precast.stateful_linear_recurrence", _value("mixed", *shape), x=Ref("embedded"), factor=Ref("factor"),
               state=Ref("mix.state"), kind=Const("sum"), **metadata),
-        _node("aten.add.Tensor", _value("x0", *shape), self=Ref("embedded"), other=Ref("mixed")),
+        node("aten.add.Tensor", _value("x0", *shape), self=Ref("embedded"), other=Ref("mixed")),
     )  # fmt: skip
 
 
@@ -351,12 +340,12 @@ def _main(groups: Groups, layers: Sequence[str], state: bool) -> tuple[Node | Ca
     embedded = _value("embedded" if state else "x0", 1, "T", HIDDEN)
     tables = (_value("cos", 1, "T", HEAD // 2), _value("sin", 1, "T", HEAD // 2))
     return (
-        _node("precast.rotary_tables", *tables, positions=Ref("positions"), inv_freq=Ref("inv_freq"),
+        node("precast.rotary_tables", *tables, positions=Ref("positions"), inv_freq=Ref("inv_freq"),
               scale=Const(1.0), dtype=DtypeArg("float32")),
-        _node("precast.embedding", embedded, ids=Ref("input_ids"), weight=Ref("embed")),
+        node("precast.embedding", embedded, ids=Ref("input_ids"), weight=Ref("embed")),
         *(_mixed() if state else ()),
         *(_call(i, name) for i, name in enumerate(layers)),
-        _node("precast.gather_rows", _value("wanted", 1, "R", HIDDEN), x=Ref(f"x{len(layers)}"),
+        node("precast.gather_rows", _value("wanted", 1, "R", HIDDEN), x=Ref(f"x{len(layers)}"),
               rows=Ref("logit_rows")),
-        _node("aten.linear.default", _value("logits", 1, "R", VOCAB), input=Ref("wanted"), weight=Ref("head")),
+        node("aten.linear.default", _value("logits", 1, "R", VOCAB), input=Ref("wanted"), weight=Ref("head")),
     )  # fmt: skip

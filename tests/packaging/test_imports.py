@@ -77,7 +77,8 @@ def test_front_door_opens_without_torch() -> None:
 
 
 def test_command_line_starts_without_torch(root: Path, package_dirs: dict[str, str]) -> None:
-    commands = [name for name in all_modules("precast", root, package_dirs) if name.startswith("precast.cli.main")]
+    command_line = ("precast.cli.main", "precast.cli.commands")
+    commands = [name for name in all_modules("precast", root, package_dirs) if name.startswith(command_line)]
     loaded = loaded_by("precast", *commands)
 
     assert inside(loaded, "torch", "transformers", "numpy", "triton", "tokenizers") == []

@@ -41,7 +41,7 @@ def test_wheel_holds_the_tree(wheel_names: list[str], tree: list[PurePosixPath])
     expected = {
         str(ROOMS[path.parts[0]].joinpath(*path.parts[1:]))
         for path in tree
-        if path.parts[0] in ROOMS and (path.suffix in (".py", ".cu", ".json") or path.name == "py.typed")
+        if path.parts[0] in ROOMS and (path.suffix in (".py", ".cu", ".cuh", ".json") or path.name == "py.typed")
     }
     packed = {name for name in wheel_names if ".dist-info/" not in name}
 

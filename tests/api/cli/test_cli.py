@@ -632,6 +632,14 @@ main(["build", {str(MODEL)!r}, "-o", {str(tmp_path / "b")!r}, "--json"])
     assert "Traceback" not in ran.stderr
 
 
+def test_help_lists_verbs_in_the_order_of_use() -> None:
+    listed = main.list_commands(click.Context(main))
+
+    assert listed[0] == "build"
+    assert listed[-1] == "run"
+    assert sorted(listed) == sorted(main.commands)
+
+
 def test_every_verb_reports_as_json() -> None:
     """What a script relies on: it is one flag for all of them."""
     for verb in verbs().values():

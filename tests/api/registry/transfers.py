@@ -16,24 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+from forks import child
+
 from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError
 from precast.registry.pull import pull
 from precast.registry.push import push
 from precast.registry.store import Store
-
-
-def child(action: Callable[[], object]) -> int:
-    """The process id of a fork that runs `action` and ends, with 0 if nothing was raised."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            action()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
 
 
 def killed(action: Callable[[], object], seconds: float) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hostile
 import pytest
+from support import hostile
 
 from precast.ir import limits
 from precast.ir.errors import BundleError

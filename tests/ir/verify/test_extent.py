@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hostile
 import pytest
+from support import hostile
 
 from examples import tiny_graph
 from precast.ir import limits

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ptx import ADD
 
 from precast.loader.device import Buffer, host_bytes
 from precast.loader.driver.device import DriverDevice
@@ -19,25 +20,6 @@ from precast.loader.driver.library import DriverError
 pytestmark = pytest.mark.gpu
 
 COUNT = 100
-ADD = """
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .entry add(.param .u64 memory, .param .u32 number) {
-  .reg .b64 %address, %offset;
-  .reg .b32 %value, %number, %place;
-  ld.param.u64 %address, [memory];
-  ld.param.u32 %number, [number];
-  cvta.to.global.u64 %address, %address;
-  mov.u32 %place, %ctaid.x;
-  mul.wide.u32 %offset, %place, 4;
-  add.s64 %address, %address, %offset;
-  ld.global.u32 %value, [%address];
-  add.s32 %value, %value, %number;
-  st.global.u32 [%address], %value;
-  ret;
-}
-\0"""
 
 
 @pytest.fixture
@@ -59,7 +41,7 @@ def numbers(device: DriverDevice, buffer: Buffer) -> list[int]:
 def test_memory_is_zeroed_copied_and_changed_by_kernels(device: DriverDevice) -> None:
     source, target = device.alloc(4 * COUNT), device.alloc(4 * COUNT)
     device.zero(source)
-    kernel = device.load(ADD.encode(), "add")
+    kernel = device.load(ADD + b"\0", "add")
     device.launch(kernel, (COUNT, 1, 1), (1, 1, 1), [source, 5])
     device.copy(target, source)
     assert numbers(device, target) == [5] * COUNT
@@ -68,7 +50,7 @@ def test_memory_is_zeroed_copied_and_changed_by_kernels(device: DriverDevice) ->
 def test_a_graph_runs_again_on_what_is_there_then(device: DriverDevice) -> None:
     target = device.alloc(4 * COUNT)
     device.zero(target)
-    kernel = device.load(ADD.encode(), "add")
+    kernel = device.load(ADD + b"\0", "add")
     with device.capture() as graph:
         device.launch(kernel, (COUNT, 1, 1), (1, 1, 1), [target, 2])
         device.launch(kernel, (COUNT, 1, 1), (1, 1, 1), [target, 1])
@@ -83,14 +65,14 @@ def test_a_capture_that_fails_leaves_the_stream_usable(device: DriverDevice) -> 
     device.zero(target)
     with pytest.raises(ZeroDivisionError), device.capture():
         raise ZeroDivisionError
-    kernel = device.load(ADD.encode(), "add")
+    kernel = device.load(ADD + b"\0", "add")
     device.launch(kernel, (COUNT, 1, 1), (1, 1, 1), [target, 2])
     assert numbers(device, target) == [2] * COUNT
 
 
 def test_events_order_streams_and_time_them(device: DriverDevice) -> None:
     target, other = device.alloc(4 * COUNT), device.stream()
-    kernel = device.load(ADD.encode(), "add")
+    kernel = device.load(ADD + b"\0", "add")
     device.zero(target)
     first, last = device.event(timed=True), device.event(timed=True)
     first.record()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import random_checkpoints
 import torch
+from support import random_checkpoints
 
 import precast
 from precast.ir.artifact import Bundle
@@ -97,6 +97,16 @@ def test_captures_take_no_more_than_is_set_apart(family: str, folder: Path) -> N
         assert LEAST_SHARE * counted <= taken <= counted + LIBRARIES, f"{taken:,} bytes of {counted:,} set apart"
 
 
+def test_engines_that_end_give_their_memory_back(folder: Path) -> None:
+    """What the device has free after the third is what it had after the first, but for a little."""
+    free = []
+    for _ in range(3):
+        with engine_of("qwen3", folder) as engine:
+            engine.wait_until_captured()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[2] > free[0] - (8 << 20), f"{free}, torch holds {torch.cuda.memory_reserved():,}"
+
+
 def test_replays_allocate_nothing(folder: Path) -> None:
     with engine_of("qwen3", folder) as engine:
         engine.wait_until_captured()
@@ -143,8 +153,8 @@ def test_interrupted_captures_give_their_memory_back(folder: Path, times: int, m
                 raise KeyboardInterrupt
             return sample(**_)
 
-        sample = engine._runner._sample_captured
-        monkeypatch.setattr(engine._runner, "_sample_captured", interrupted)
+        sample = engine._runner._drawing._sample_captured
+        monkeypatch.setattr(engine._runner._drawing, "_sample_captured", interrupted)
         for _ in range(times):
             with pytest.raises(KeyboardInterrupt):
                 engine.wait_until_captured()

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping
 from types import FrameType
 
-import hostile
 import msgspec
 import pytest
 import torch
 from hypothesis import given
 from recipe_cases import Tensors, evaluate, params_graph, read, recipe_sets
+from support import hostile
 
 from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Apply, Cast, Concat, Recipe, Reshape, Slice, Stack, Tie, Transpose

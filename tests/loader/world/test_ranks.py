@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from file_server import serving
+from lost_rank import lose_a_rank
 from tiny import reference_answer, tiny_graph
 from tiny_world import WEIGHTS, write, write_checkpoint
 
-from precast.ir.errors import RequestError, TargetError
+from precast.ir.errors import RequestError
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
 from precast.loader.load import load
@@ -168,39 +170,29 @@ def test_two_gpus_give_the_tokens_of_one(world: dict[str, int], capture: str, fo
 def test_worlds_that_end_give_their_memory_back(folder: Path) -> None:
     """What all of the device has free after the second world is what it had after the first, but for a little."""
     needs_gpus()
-    free = []
+    free, reserved = [], []
     for _ in range(3):
         with loaded(folder, device="cuda", tp=2, max_num_seqs=4, max_num_tokens=16) as engine:
             assert tokens(engine) == expected()
         free.append(torch.cuda.mem_get_info(0)[0])
-    assert min(free[1:]) > free[0] - (32 << 20)
+        reserved.append(torch.cuda.memory_reserved(0))
+    assert min(free[1:]) > free[0] - (32 << 20), f"free {free}, torch holds {reserved}"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_a_rank_that_is_lost_ends_the_world(axis: str, how: signal.Signals, device: str, folder: Path) -> None:
-    needs_gpus(device)
-    with loaded(folder, device=device, max_num_tokens=7, **{axis: 2}) as engine:
-        lead, pid = engine._runner._lead, pid_of(engine, 1)
-        assert lead is not None
-        found = {signal.SIGKILL: ("rank-lost", rf"rank 1 \(process {pid}\) was ended by SIGKILL"),
-                 signal.SIGSTOP: ("rank-late", "rank 0 waited 1 s for rank 1")}  # fmt: skip
-        code, message = found[how]
-        stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
-        next(stream)
-        lead.timeouts = lead.timeouts._replace(step=1, end=1)
-        os.kill(pid, how)
-
-        with pytest.raises(TargetError, match=message) as error:
-            for _ in stream:
-                pass
-
-        assert error.value.code == code
-        with pytest.raises(TargetError, match=message):
-            engine.generate([PROMPTS[0]])
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    if device == "cpu":
+        lose_a_rank(folder, axis, how, device)
+        return
+    needs_gpus()
+    # A GPU on which a kernel has waited for the rank in vain is of no use to its process any more.
+    process = multiprocessing.get_context("spawn").Process(target=lose_a_rank, args=(folder, axis, how, device))
+    process.start()
+    process.join(LIMIT)
+    process.kill()
+    assert process.exitcode == 0
 
 
 def test_a_port_that_is_taken(folder: Path) -> None:

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import shapes
-
 from precast.ir.artifact import Bundle
 from precast.ir.graph.schema import CachePlan
+from support import shapes
 
 GPU_BYTES = 141 * 10**9
 """Of an H200."""
@@ -46,7 +45,7 @@ SERVED: dict[str, Serving] = {
 }
 
 LONG_SEQUENCES = "gemma-3-12b"
-"""The shape of `long_sequences.py`, whose memory is given there."""
+"""The shape of `support/long_sequences.py`, whose memory is given there."""
 
 _BUILD = "import sys, precast; precast.build(sys.argv[1], sys.argv[2])"
 

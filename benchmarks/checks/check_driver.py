@@ -1,7 +1,7 @@
 """On a GPU: tiny models of several families, served by the driver alone, give the tokens that torch gives.
 
-    python benchmarks/check_driver.py --build DIR [FAMILY ...]     # without a GPU: bundles and their native layers
-    python benchmarks/check_driver.py --bundles DIR [FAMILY ...]
+    python benchmarks/checks/check_driver.py --build DIR [FAMILY ...]      # without a GPU: bundles, native layers
+    python benchmarks/checks/check_driver.py --bundles DIR [FAMILY ...]
 
 Each family is served twice, by processes of their own: with torch, and without, where an import of torch or Triton
 fails. A family that fails doesn't end the others. The last line is JSON.
@@ -109,11 +109,12 @@ def check(folder: Path, family: str, place: Path) -> dict[str, Any]:
     """Both backends, with all steps captured and with none."""
     checkpoint = place / family
     write = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import random_checkpoints; from pathlib import Path; "
-        "from precast.ir.artifact import Bundle; random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))"
+        "import sys; sys.path.insert(0, sys.argv[1]); from support import random_checkpoints; "
+        "from pathlib import Path; from precast.ir.artifact import Bundle; "
+        "random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))"
     )
     bundle = str(folder / f"{family}.bundle")
-    subprocess.run([sys.executable, "-c", write, str(Path(__file__).parent), bundle, str(checkpoint)], check=True)
+    subprocess.run([sys.executable, "-c", write, str(Path(__file__).parents[1]), bundle, str(checkpoint)], check=True)
     found: dict[str, Any] = {}
     for capture in ("off", "before"):
         try:

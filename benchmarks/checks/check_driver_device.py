@@ -1,6 +1,6 @@
 """The CUDA driver by itself, as the driver backend calls it: context, memory, copies, a kernel, a graph, events.
 
-    python benchmarks/check_driver_device.py
+    python benchmarks/checks/check_driver_device.py
 
 Neither torch nor Triton is imported; NVRTC compiles the kernel. Each step says what it found and how long it took; one
 that fails doesn't end the others. The last line is JSON.
@@ -77,7 +77,7 @@ class Checks:
         from precast.kernels.cuda_source import _compile
 
         major, minor = self._device.capability
-        self.held["image"] = _compile(SOURCE, "add.cu", (f"--gpu-architecture=sm_{major}{minor}",))
+        self.held["image"] = _compile(SOURCE, "add.cu", {}, (f"--gpu-architecture=sm_{major}{minor}",))
         return f"{len(self.held['image'])} bytes"  # type: ignore[arg-type]
 
     def load(self) -> str:

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Sequence
 
 import msgspec
-import random_checkpoints
 import torch
 
 from precast.ir.artifact import Bundle
@@ -23,6 +22,7 @@ from precast.loader.sizing import EngineLimits, captured_sizes
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size, tensor_of
 from precast.loader.torch_load import constant_tensors
+from support import random_checkpoints
 
 
 class RandomModel:

@@ -10,8 +10,6 @@ from array import array
 from collections import deque
 from typing import NamedTuple
 
-from mixed_load import Load
-
 from precast.ir.graph.schema import CachePlan
 from precast.ir.memory import caches
 from precast.loader.cache.arena import Arena
@@ -21,6 +19,7 @@ from precast.loader.engine.results import EngineStats, Event
 from precast.loader.schedule.prefill_budget import PrefillBudget
 from precast.loader.schedule.requests import Request, Step
 from precast.loader.schedule.scheduler import Scheduler
+from support.mixed_load import Load
 
 
 class StepTime(NamedTuple):

@@ -11,15 +11,14 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-import cache_baselines
-from cache_simulation import MAX_NUM_TOKENS
-
 from precast.ir.graph.schema import CachePlan
 from precast.ir.memory import caches
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.tables import PageTables
 from precast.loader.schedule.requests import Request
 from precast.loader.schedule.scheduler import Scheduler
+from support import cache_baselines
+from support.cache_simulation import MAX_NUM_TOKENS
 
 CACHE_BYTES = round(102.48 * 2**30)
 LENGTH, ANSWER = 32_768, 512

@@ -1,0 +1,1 @@
+"""What benchmarks share: timing and results, shapes, random models, workloads, baselines. No claims, and no main."""

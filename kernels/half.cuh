@@ -1,0 +1,62 @@
+// What kernels over elements of 16 bits have in common: types, and what PTX has and C++ has not.
+//
+// Define FLOAT16: elements are float16; else they are bfloat16.
+
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef u16 Element;
+
+__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+// Four 8 x 8 matrices of elements; lane 8 i + j gives the address of row j of matrix i.
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+#ifdef FLOAT16
+#define MMA_TYPES "f32.f16.f16.f32"
+#else
+#define MMA_TYPES "f32.bf16.bf16.f32"
+#endif
+
+// sums[16 x 8] += a[16 x 16] * b[16 x 8]
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float widened(Element value) {
+  float wide;
+#ifdef FLOAT16
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
+#else
+  wide = __uint_as_float((u32)value << 16);
+#endif
+  return wide;
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and lets the phase end only when so many bytes have come.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

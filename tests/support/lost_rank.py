@@ -1,0 +1,40 @@
+"""A world that loses a rank while it generates: what it says, and that its processes end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from precast.ir.errors import TargetError
+from precast.loader.engine.params import SamplingParams
+from precast.loader.load import load
+
+
+def lose_a_rank(folder: Path, axis: str, how: signal.Signals, device: str) -> None:
+    """Rank 1 of two along `axis` is given the signal; the bundle and the weights are those of `tiny_world.py`."""
+    options = {"device": device, "max_num_tokens": 7, axis: 2}
+    with load(folder / "split.bundle", weights=folder / "ckpt", **options) as engine:
+        lead = engine._runner._lead
+        assert lead is not None
+        assert lead._processes is not None
+        pid = lead._processes[1]
+        found = {signal.SIGKILL: ("rank-lost", rf"rank 1 \(process {pid}\) was ended by SIGKILL"),
+                 signal.SIGSTOP: ("rank-late", "rank 0 waited 1 s for rank 1")}  # fmt: skip
+        code, message = found[how]
+        stream = engine.stream([5], SamplingParams(max_tokens=60, ignore_eos=True))
+        next(stream)
+        lead.timeouts = lead.timeouts._replace(step=1, end=1)
+        os.kill(pid, how)
+
+        with pytest.raises(TargetError, match=message) as error:
+            for _ in stream:
+                pass
+
+        assert error.value.code == code
+        with pytest.raises(TargetError, match=message):
+            engine.generate([[5]])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
