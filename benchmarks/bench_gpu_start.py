@@ -317,8 +317,8 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
 def write_checkpoint(bundle: Path, folder: Path) -> None:
     """Random weights, by a process of its own."""
     write = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from support import random_checkpoints; from pathlib import Path; "
-        "from precast.ir.artifact import Bundle; "
+        "import sys; sys.path.insert(0, sys.argv[1]); from support import random_checkpoints; "
+        "from pathlib import Path; from precast.ir.artifact import Bundle; "
         "random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))"
     )
     began = time.perf_counter()
@@ -342,7 +342,8 @@ def main() -> None:
             build(arguments.build, shape)
         return
     machine = harness.fresh_process(
-        "import json, sys; sys.path.insert(0, sys.argv[1]); from support import harness; print(json.dumps(harness.machine()))",
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from support import harness; "
+        "print(json.dumps(harness.machine()))",
         str(Path(__file__).parent),
     )
     figures: dict[str, Any] = {}
