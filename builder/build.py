@@ -76,8 +76,8 @@ def build(
         shard_plan: a JSON file that says how params are split over ranks, by patterns of their names
             (`docs/sharding.md`, A plan of your own). None: as the builder finds.
         disabled_passes: names of passes to leave out, to find the one that makes a mistake.
-        snapshots: a directory for snapshots of the pipeline; a rebuild starts from the one that fits. None: none are
-            read or written.
+        snapshots: a directory for snapshots of the pipeline, and for compiled kernels; a rebuild starts from the one
+            that fits, and compiles what is missing. None: none are read or written.
         snapshot_after: the stage whose result is kept; None: `shard`, the last one whose result page size and kv dtype
             don't change.
         targets: GPUs, such as sm_90, whose kernels are compiled now and stored as native layers of the bundle. They
@@ -126,7 +126,8 @@ def build(
     graph = _planned(graph)
     if gpus:
         say("kernels")
-    native = [native_layer(graph, gpu, choices) for gpu in gpus]
+    kept = None if snapshots is None else Path(snapshots) / "kernels"
+    native = [native_layer(graph, gpu, choices, keep=kept) for gpu in gpus]
     say("pack")
     packed = pack(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,

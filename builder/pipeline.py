@@ -19,6 +19,7 @@ from precast.builder.graph.nodes import eliminate_dead_code, op_counts
 from precast.builder.passes.cache.fuse_rotary_write import fuse_rotary_write
 from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pass
+from precast.builder.passes.lower.copy_before_reshape import copy_before_reshape
 from precast.builder.passes.lower.fuse_gated_linear import fuse_gated_linear
 from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
 from precast.builder.passes.lower.spelled_out import spell_out_gates
@@ -69,7 +70,9 @@ PASSES: tuple[Pass, ...] = (
 )  # fmt: skip
 """THE ordered list."""
 
-LOWERED_PASSES: tuple[LoweredPass, ...] = (SHARD, fuse_gated_linear, spell_out_gates, fuse_pointwise)
+LOWERED_PASSES: tuple[LoweredPass, ...] = (
+    SHARD, fuse_gated_linear, spell_out_gates, fuse_pointwise, copy_before_reshape,
+)  # fmt: skip
 """Those after them, over the graph that the bundle holds."""
 
 _NEEDED = (insert_states, insert_caches, plan_pages, gather_logits)

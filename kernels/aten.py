@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
+from precast.ir.memory.addresses import VIEWS
 from precast.ir.ops import table as ops
 from precast.ir.ops.checks import COMPUTED
 from precast.kernels.records import Condition, Record, nothing
@@ -81,9 +82,10 @@ _INTO = {
     "aten.to.dtype": "to_dtype",
 }
 """Functions of `precast.kernels.aten_into` that do, in the place of an overload."""
-_ANOTHER_DTYPE = Condition(
+ANOTHER_DTYPE = Condition(
     "another dtype than the tensor has", lambda use: use.operands["self"].type.dtype != use.result.dtype
 )
+_SAME_DTYPE = Condition("the dtype that the tensor has", lambda use: not ANOTHER_DTYPE.holds(use))
 
 
 def _records(op: str, version: int) -> list[Record]:
@@ -97,10 +99,13 @@ def _records(op: str, version: int) -> list[Record]:
     if op in _OUT_FORMS:
         return [replace(as_it_is, runs=f"torch:ops.{packet}.{_OUT_FORMS[op]}", allocates=False)]
     if op not in _INTO:
-        return [as_it_is]
+        return [replace(as_it_is, kind="view")] if op in VIEWS else [as_it_is]
     into = replace(as_it_is, runs=f"precast.kernels.aten_into:{_INTO[op]}", allocates=False)
     if op == "aten.to.dtype":  # a tensor that has the dtype is its own result
-        return [replace(into, name="torch.convert", takes=(_ANOTHER_DTYPE,)), as_it_is]
+        return [
+            replace(into, name="torch.convert", takes=(ANOTHER_DTYPE,)),
+            replace(as_it_is, kind="view", takes=(_SAME_DTYPE,)),
+        ]
     return [into]
 
 

@@ -18,7 +18,7 @@ from precast.ir.ops import table as ops
 from precast.kernels import aten
 from precast.kernels.measured import Measured
 from precast.kernels.records import Ranges, Record
-from precast.kernels.use import Target, Use, size, type_bytes
+from precast.kernels.use import COUNTS, Target, Use, of_one_rank, size, type_bytes
 
 _FAMILIES = (
     "attention", "causal_conv", "collectives", "delta_rule", "embedding", "experts", "fused", "gated_activation",
@@ -49,9 +49,10 @@ class Case(NamedTuple):
 
 @cache
 def all_records() -> tuple[Record, ...]:
-    """Every record, family by family, the fastest of an op first."""
+    """Every record, family by family, the fastest of an op first: what stands in for torch comes last."""
     families = [import_module(f"precast.kernels.{family}.records") for family in _FAMILIES]
-    return (*(record for family in families for record in family.RECORDS), *aten.RECORDS)
+    without_torch = import_module("precast.kernels.without_torch.records")
+    return (*(record for family in families for record in family.RECORDS), *aten.RECORDS, *without_torch.RECORDS)
 
 
 def records_of(op: str, version: int) -> tuple[Record, ...]:
@@ -114,7 +115,8 @@ def resolve(use: Use, sizes: Mapping[str, int] | None = None, *, records: Sequen
     What was measured on the target may put others first. Raises TargetError `implementation-missing`, with what each
     record wants.
     """
-    return _resolve(use, sizes or {}, records, _measured(use))
+    use, ranks = of_one_rank(use)
+    return _resolve(use, _of_all(sizes or {}, ranks), records, _measured(use))
 
 
 def _resolve(
@@ -141,6 +143,8 @@ def _resolve(
 
 def fitting(use: Use, sizes: Mapping[str, int] | None = None) -> tuple[Record, ...]:
     """The op's records that take a use in a step of these sizes; None: in steps of some."""
+    use, ranks = of_one_rank(use)
+    sizes = None if sizes is None else _of_all(sizes, ranks)
     wanted = records_of(use.node.op, use.node.version)
     refused = (_refusal_of_any_size(each, use) if sizes is None else _refusal(each, use, sizes) for each in wanted)
     return tuple(record for record, why in zip(wanted, refused, strict=True) if why is None)
@@ -148,17 +152,33 @@ def fitting(use: Use, sizes: Mapping[str, int] | None = None) -> tuple[Record, .
 
 def cases(use: Use, *, records: Sequence[Record] | None = None) -> tuple[Case, ...]:
     """The choice in steps of all sizes: one case, or one for each class of sizes that records or measurements tell
-    apart."""
+    apart. These mean the tokens that the op has; a use with the tokens of all ranks has more than a step of one."""
+    use, ranks = of_one_rank(use)
     given = records_of(use.node.op, use.node.version) if records is None else records
     rows = _measured(use)
     taking = [record for record in given if _refusal_of_any_size(record, use) is None]
     found = []
     for sizes in _classes([*(record.sizes for record in taking), *(row.sizes for row in rows)]):
         least = {symbol: low for symbol, (low, _) in sizes.items()}
-        found.append(Case(sizes, _resolve(use, least, given, rows)))
+        own = _of_each(sizes, ranks)
+        if all(high is None or low <= high for low, high in own.values()):
+            found.append(Case(own, _resolve(use, least, given, rows)))
     if len({case.choice.record.name for case in found}) == 1:
         return (Case({}, found[0].choice),)
     return tuple(found)
+
+
+def _of_all(sizes: Mapping[str, int], ranks: int) -> Mapping[str, int]:
+    """What an op has, of so many ranks in whose steps `sizes` are."""
+    return {symbol: ranks * size if symbol in COUNTS else size for symbol, size in sizes.items()}
+
+
+def _of_each(ranges: Ranges, ranks: int) -> Ranges:
+    """The sizes of each rank's step in which an op with all ranks' tokens has such; some have none."""
+    return {
+        symbol: (-(-low // ranks), None if high is None else high // ranks) if symbol in COUNTS else (low, high)
+        for symbol, (low, high) in ranges.items()
+    }
 
 
 def case_for(found: Sequence[Case], sizes: Mapping[str, int]) -> Case:
@@ -187,8 +207,10 @@ def _unfit(record: Record, target: Target) -> str | None:
     """Why the record doesn't run on a target; None if it does."""
     if target.device not in record.devices:
         return f"it runs on {' and '.join(record.devices)}"
-    if record.kind not in target.kinds:
-        return f"{record.kind} is not installed"
+    # A function is called with tensors of torch's, whatever it launches; of a view nothing but strides is left.
+    wanted = (record.kind, "torch") if isinstance(record.runs, str) and record.kind != "view" else (record.kind,)
+    if missing := next((kind for kind in wanted if kind not in target.kinds), None):
+        return f"{missing} is not installed"
     if target.device == "cuda":
         if target.capability < record.min_capability:
             return f"it wants compute capability {_capability(record.min_capability)} or higher"

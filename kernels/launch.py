@@ -135,7 +135,7 @@ def use_of_tensors(op: str, version: int, arguments: Mapping[str, Any]) -> Use:
     types = {name: TensorType(NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
     results = apply_shape_rule(_definition(op, version), args, types)
     outputs = tuple(Value(f"out.{i}", kind) for i, kind in enumerate(results))
-    operands = {name: Operand(kind, tensors[name].is_contiguous()) for name, kind in types.items() if name in args}
+    operands = {name: Operand(kind, tensors[name].is_contiguous()) for name, kind in types.items()}
     on = next((x.device for x in tensors.values()), torch.device("cpu"))
     capability = torch.cuda.get_device_capability(on) if on.type == "cuda" else (9, 0)
     return Use(Node(op, args, outputs, version), operands, Target("cuda", capability))

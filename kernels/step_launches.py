@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from precast.ir.graph import symbols
-from precast.ir.graph.infer import references
+from precast.ir.graph.infer import named_references, references
 from precast.ir.graph.schema import (
     Arg,
     Block,
@@ -22,7 +22,6 @@ from precast.ir.graph.schema import (
     Dtype,
     Expr,
     Graph,
-    Items,
     Node,
     Ref,
     TensorType,
@@ -102,7 +101,7 @@ class NodeAt(NamedTuple):
 
 def step_launches(graph: Graph, target: Target, sizes: Sizes) -> Iterator[NodeAt]:
     """The nodes of a step in their order, of a graph that is bound to its world. `sizes` are of all its symbols."""
-    return _Walk(graph, target, sizes).main()
+    return GraphLaunches(graph, target).step(sizes)
 
 
 def drawing_launches(logits: TensorType, target: Target, num_rows: int, *, captured: bool) -> tuple[LaunchAt, ...]:
@@ -157,16 +156,55 @@ class _Chosen(NamedTuple):
     is_placed: bool
 
 
-class _Walk:
-    """One walk over a graph, for sizes that are known."""
+class GraphLaunches:
+    """What a graph that is bound to its world launches on a target, in steps of any sizes."""
 
-    def __init__(self, graph: Graph, target: Target, sizes: Sizes) -> None:
-        self._graph, self._target, self._sizes = graph, target, sizes
+    def __init__(self, graph: Graph, target: Target) -> None:
+        self.graph, self.target = graph, target
         self._blocks = {block.name: block for block in graph.blocks}
         functions: dict[str, Graph | Block] = {"": graph, **self._blocks}
         self._types = {name: types_in(function) for name, function in functions.items()}
         self._statics = {name: statics_in(function) for name, function in functions.items()}
         self._chosen: dict[int, _Chosen] = {}
+        self._returned: dict[str, dict[str, int]] = {}
+
+    def step(self, sizes: Sizes) -> Iterator[NodeAt]:
+        """The nodes of a step in their order, those of blocks once for each call. `sizes` are of all symbols."""
+        return _Walk(self, sizes).main()
+
+    def of(self, node: Node, function: str) -> _Chosen:
+        """What computes a node of `main` or of a block."""
+        if id(node) not in self._chosen:
+            use = use_of(node, self._types[function], self.target, self._statics[function])
+            found = cases(use)
+            records = {case.choice.record.name: case.choice.record for case in found}
+            types: dict[str, Dtype] = {name: operand.type.dtype for name, operand in use.operands.items()}
+            types |= {f"out.{i}": value.type.dtype for i, value in enumerate(node.outputs)}
+            launches = {
+                name: tuple(_keyed(launch, types) for launch in record.runs(use))
+                for name, record in records.items()
+                if not isinstance(record.runs, str)
+            }
+            is_placed = any(not record.allocates for record in records.values())
+            self._chosen[id(node)] = _Chosen(use, found, launches, is_placed)
+        return self._chosen[id(node)]
+
+    def called(self, call: Call) -> tuple[Block, dict[str, str]]:
+        """The block that a call runs, and by the value of it what the memory that it lies in is called in `main`."""
+        block = self._blocks[call.block]
+        if call.block not in self._returned:
+            placed = frozenset(
+                value.name for node in block.nodes if self.of(node, call.block).is_placed for value in node.outputs
+            )
+            self._returned[call.block] = addresses.spans_of(block, {call.block: placed}).returned
+        return block, {name: call.outputs[index].name for name, index in self._returned[call.block].items()}
+
+
+class _Walk:
+    """One walk over a graph, for sizes that are known."""
+
+    def __init__(self, launches: GraphLaunches, sizes: Sizes) -> None:
+        self._launches, self._graph, self._sizes = launches, launches.graph, sizes
 
     def main(self) -> Iterator[NodeAt]:
         """The nodes of `main`, and of the blocks that it calls."""
@@ -182,13 +220,8 @@ class _Walk:
                 yield from self._call(step, frame)
 
     def _call(self, call: Call, frame: dict[str, Held]) -> Iterator[NodeAt]:
-        block = self._blocks[call.block]
+        block, names = self._launches.called(call)
         local = {name: frame[bound] for name, bound in call.args.items()}
-        placed = frozenset(
-            value.name for node in block.nodes if self._of(node, call.block).is_placed for value in node.outputs
-        )
-        returned = addresses.spans_of(block, {call.block: placed}).returned
-        names = {name: call.outputs[index].name for name, index in returned.items()}
         for node in block.nodes:
             yield self._node(node, call.block, local, names)
         for value, name in zip(call.outputs, block.outputs, strict=True):
@@ -196,15 +229,9 @@ class _Walk:
 
     def _node(self, node: Node, function: str, frame: dict[str, Held], returned: Mapping[str, str]) -> NodeAt:
         """The node, whose results are in the frame afterwards. `returned`: what values of a block are in `main`."""
-        chosen = self._of(node, function)
+        chosen = self._launches.of(node, function)
         record = case_for(chosen.cases, self._sizes).choice.record
-        tensors = {}
-        for name, arg in node.args.items():
-            if isinstance(arg, Ref):
-                tensors[name] = frame[arg.name]
-            elif isinstance(arg, Items):
-                listed = [item.name for item in arg.items if isinstance(item, Ref)]
-                tensors |= {f"{name}.{i}": frame[each] for i, each in enumerate(listed)}
+        tensors = {name: frame[value] for name, value in named_references(node.args)}
         for i, value in enumerate(node.outputs):
             memory = Memory("value", returned.get(value.name, value.name), "" if value.name in returned else function)
             frame[value.name] = tensors[f"out.{i}"] = self._result(node, value, frame, memory, record)
@@ -224,26 +251,6 @@ class _Walk:
         }
         tensors = {name: _outside(name, kind, "value") for name, kind in types.items()}
         return _outside_a_graph([launch], tensors, {"T": rows})
-
-    def _of(self, node: Node, function: str) -> _Chosen:
-        if id(node) not in self._chosen:
-            use = use_of(node, self._types[function], self._target, self._statics[function])
-            found = cases(use)
-            records = {case.choice.record.name: case.choice.record for case in found}
-            types: dict[str, Dtype] = {name: operand.type.dtype for name, operand in use.operands.items()}
-            types |= {f"out.{i}": value.type.dtype for i, value in enumerate(node.outputs)}
-            for name, arg in node.args.items():
-                if isinstance(arg, Items):
-                    listed = [item.name for item in arg.items if isinstance(item, Ref)]
-                    types |= {f"{name}.{i}": self._types[function][each].dtype for i, each in enumerate(listed)}
-            launches = {
-                name: tuple(_keyed(launch, types) for launch in record.runs(use))
-                for name, record in records.items()
-                if not isinstance(record.runs, str)
-            }
-            is_placed = any(not record.allocates for record in records.values())
-            self._chosen[id(node)] = _Chosen(use, found, launches, is_placed)
-        return self._chosen[id(node)]
 
     def _result(self, node: Node, value: Value, frame: Mapping[str, Held], memory: Memory, record: Record) -> Held:
         shape = self._numbers(value.type.shape)

@@ -22,7 +22,7 @@ from precast.ir.ops.checks import WORLD
 from precast.kernels.choices import cases, fastest, workspace
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.sampling.records import greedy_workspace
-from precast.kernels.use import LONGEST, Target, Use, type_bytes, types_in, use_of
+from precast.kernels.use import LONGEST, Target, Use, statics_in, type_bytes, types_in, use_of
 
 _OF_VALUES = ("T", "B", "R", *sorted(WORLD))
 """The symbols in the sizes of a value that has an address; page lists have others."""
@@ -41,8 +41,8 @@ def addresses_of(graph: Graph, target: Target, sizes: Mapping[str, int]) -> Addr
 
 def _written(function: Graph | Block, nodes: Sequence[Node], target: Target) -> frozenset[str]:
     """The results that the implementations of these nodes write where they are told."""
-    types = types_in(function)
-    uses = ((node, use_of(node, types, target)) for node in nodes)
+    types, statics = types_in(function), statics_in(function)
+    uses = ((node, use_of(node, types, target, statics)) for node in nodes)
     told = [node for node, use in uses if any(not case.choice.record.allocates for case in cases(use))]
     return frozenset(value.name for node in told for value in node.outputs)
 

@@ -9,17 +9,22 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from precast.ir.graph import symbols
+from precast.ir.graph.infer import flat, named_references
 from precast.ir.graph.schema import Arg, Block, Call, Const, Dim, Dtype, Expr, Graph, Items, Node, Ref, TensorType
 from precast.ir.graph.symbols import mul, numel
 from precast.ir.graph.text import format_arg
 from precast.ir.memory import caches
 from precast.ir.memory.liveness import Operand
+from precast.ir.memory.step_inputs import LOGIT_ROWS, TOKENS
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.measured import NOTHING, Table
 from precast.kernels.native import Native
 
-Kind = Literal["torch", "triton", "cuda", "library"]
+Kind = Literal["torch", "triton", "cuda", "library", "view"]
+"""What an implementation needs to be installed; a view needs nothing: an address and strides are left of it."""
 
 LONGEST = "longest sequence"
 """The symbol for the tokens of the longest sequence of a step, those of its cache among them. No graph has it."""
@@ -32,7 +37,7 @@ class Target(NamedTuple):
     device: Literal["cpu", "cuda"]
     capability: tuple[int, int] = (0, 0)
     tp: int = 1
-    kinds: frozenset[Kind] = frozenset(("torch", "triton", "cuda", "library"))
+    kinds: frozenset[Kind] = frozenset(("torch", "triton", "cuda", "library", "view"))
     table: Table = NOTHING
     native: Native | None = None
 
@@ -47,17 +52,24 @@ class Target(NamedTuple):
         return cls("cuda", (int(found[1]), int(found[2])))
 
     @property
+    def without_torch(self) -> Target:
+        """The same where torch is not installed: what is left computes by launches, which are data."""
+        return self._replace(kinds=self.kinds - {"torch"})
+
+    @property
     def text(self) -> str:
         """The target as `parse` takes it."""
         return self.device if self.device == "cpu" else "sm_{}{}".format(*self.capability)
 
 
+COUNTS = frozenset((TOKENS, LOGIT_ROWS))
+"""Symbols that count what ranks can have more of together: tokens, and rows of logits."""
 GPU = Target("cuda", (9, 0))
 """The GPU that is assumed where none is at hand."""
 
 
 class Use(NamedTuple):
-    """One use of an op: the node, its tensors by argument, without those in lists, and where it runs."""
+    """One use of an op: the node, its tensors by argument, those of lists as "tensors.0", and where it runs."""
 
     node: Node
     operands: Mapping[str, Operand]
@@ -121,10 +133,37 @@ class Use(NamedTuple):
         return self.node.outputs[0].type
 
 
+def of_one_rank(use: Use) -> tuple[Use, int]:
+    """The use as it would be with one rank's tokens, and how many ranks' it has: all those of the target's world where
+    every size that counts tokens `T`, or rows of logits `R`, is so many times these; else 1, and the use itself."""
+    ranks = use.target.tp
+    kinds = [*(each.type for each in use.operands.values()), *(value.type for value in use.node.outputs)]
+    args = [arg.expr for _, arg in flat(use.node.args) if isinstance(arg, Dim)]
+    counts = {size for size in (*(size for kind in kinds for size in kind.shape), *args)
+              if not isinstance(size, int) and symbols.free_symbols(size) & COUNTS}  # fmt: skip
+    of_all = {symbols.mul(ranks, symbol): symbol for symbol in COUNTS}
+    if ranks == 1 or not counts or not counts <= of_all.keys():
+        return use, 1
+
+    def one(kind: TensorType) -> TensorType:
+        return TensorType(kind.dtype, tuple(of_all.get(size, size) for size in kind.shape))
+
+    operands = {name: each._replace(type=one(each.type)) for name, each in use.operands.items()}
+    outputs = tuple(msgspec.structs.replace(value, type=one(value.type)) for value in use.node.outputs)
+    renamed = {name: _of_one(arg, of_all) for name, arg in use.node.args.items()}
+    return Use(msgspec.structs.replace(use.node, args=renamed, outputs=outputs), operands, use.target), ranks
+
+
+def _of_one(arg: Arg, of_all: Mapping[Expr, Expr]) -> Arg:
+    if isinstance(arg, Items):
+        return Items(tuple(_of_one(item, of_all) for item in arg.items))  # type: ignore[misc]
+    return Dim(of_all.get(arg.expr, arg.expr)) if isinstance(arg, Dim) else arg
+
+
 def use_of(node: Node, types: Mapping[str, TensorType], target: Target, statics: Container[str] = frozenset()) -> Use:
     """The use that a node is, by its tensors' types and which are `statics`, as if all lay in row-major order."""
-    refs = {name: arg.name for name, arg in node.args.items() if isinstance(arg, Ref)}
-    operands = {name: Operand(types[value], True, value not in statics) for name, value in refs.items()}
+    refs = named_references(node.args)
+    operands = {name: Operand(types[value], True, value not in statics) for name, value in refs}
     return Use(node, operands, target)
 
 

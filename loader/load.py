@@ -35,6 +35,7 @@ def load(
     tp: int | None = None,
     ep: int = 1,
     pp: int = 1,
+    dp: int = 1,
     max_num_seqs: int = 256,
     max_num_tokens: int = 8192,
     max_prefill_tokens: int | None = None,
@@ -79,7 +80,9 @@ def load(
 
     `tp`: so many ranks share each layer, each a process with a GPU of its own, and `ep`, which divides `tp`, says over
     how many groups of them experts are split. `pp`: the layers are divided over so many stages of `tp` ranks each, for
-    a model that one host has no room for. This process is rank 0, and starts the others on this host; they end with the
+    a model that one host has no room for. `dp` as many as `tp`: each rank has sequences of its own, computes attention
+    for these alone, and has caches for no other; `max_num_seqs`, `max_num_tokens` and `cache_bytes` are then those of
+    each rank. This process is rank 0, and starts the others on this host; they end with the
     engine. Where a launcher such as `torchrun` has started all processes, each is its rank: on rank 0 this function
     returns the engine, on the others it raises SystemExit once that is closed. `tp` None: as many as the launcher has
     started for each stage, or 1. `world_port`: rank 0 listens there for the others; None: on a free port. `timeouts`:
@@ -117,10 +120,10 @@ def load(
     )  # fmt: skip
     options.folder()  # refuses what is no address of a checkpoint, before anything is started
     timeline = Timeline() if timeline is None else timeline
-    if (tp, ep, pp) != (None, 1, 1) or timeouts or "WORLD_SIZE" in os.environ:
+    if (tp, ep, pp, dp) != (None, 1, 1, 1) or timeouts or "WORLD_SIZE" in os.environ:
         from precast.loader.ranks import RankOptions, load_with_ranks
 
-        ranks = RankOptions(tp, ep, pp, world_port, timeouts, processes)
+        ranks = RankOptions(tp, ep, pp, dp, world_port, timeouts, processes)
         if (engine := load_with_ranks(options, ranks, timeline, choices, backend)) is not None:
             return engine
     if backend != "torch":

@@ -35,6 +35,7 @@ class RankOptions(NamedTuple):
     tp: int | None
     ep: int
     pp: int
+    dp: int
     world_port: int | None
     timeouts: Mapping[str, float] | None
     processes: Processes | None
@@ -52,6 +53,7 @@ class _Given(NamedTuple):
     capture: Capture | None
     native: list[str]
     pp: int
+    dp: int
     weights_timeout: float
 
     @property
@@ -81,24 +83,24 @@ def load_with_ranks(
     SystemExit on the other ranks, when all has ended.
     """
     waits, found = timeouts_of(ranks.timeouts), launched()
-    check_world(1, 1, pp=ranks.pp)
+    check_world(1, 1, pp=ranks.pp, dp=ranks.dp)
     tp = ranks.tp
     if tp is None:
         tp = 1 if found is None else found.num_ranks // ranks.pp or 1
     check_world(tp, ranks.ep, pp=ranks.pp)
-    if tp * ranks.pp == 1:
+    if tp * ranks.pp == 1 == ranks.dp:
         return None
     if backend == "driver":
         fix = "load it with backend='torch', or leave the choice to Precast"
         raise TargetError("backend-unfit", "the driver backend doesn't run models that ranks share", fix=fix)
     ranks = ranks._replace(tp=tp)
     opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
-    check_world(tp, ranks.ep, opened.graph, pp=ranks.pp)
+    check_world(tp, ranks.ep, opened.graph, pp=ranks.pp, dp=ranks.dp)
     options = options._replace(bundle=opened, trust=options.rules(opened))
     given = _Given(
         str(options.weights), options.max_num_seqs, options.max_num_tokens, options.cache_bytes,
         options.allow_config_mismatch, None if choices is None else str(choices), options.capture,
-        list(options.native), ranks.pp, options.weights_timeout,
+        list(options.native), ranks.pp, ranks.dp, options.weights_timeout,
     )  # fmt: skip
     with timeline.phase("ranks"):
         world = _join(opened, given, found, ranks, options.device, waits)
@@ -140,10 +142,10 @@ def _load_lead(
     from precast.loader.run.rank_runner import RankRunner
     from precast.loader.torch_load import Ranks, capture_before, engine_of, load_rank
 
-    tp, ep, pp = lead.num_ranks // ranks.pp, ranks.ep, ranks.pp
+    tp, ep, pp, dp = lead.num_ranks // ranks.pp, ranks.ep, ranks.pp, ranks.dp
     try:
         loaded = load_rank(
-            options, lambda: place(options.device, tp=tp, ep=ep, pp=pp, local_rank=local_rank), timeline,
+            options, lambda: place(options.device, tp=tp, ep=ep, pp=pp, dp=dp, local_rank=local_rank), timeline,
             Ranks(world, given.common),
         )  # fmt: skip
         timelines = lead.gather("loaded", Loaded(timeline.to_json().encode()))
@@ -173,17 +175,17 @@ def follow(
     assert isinstance(side, Follower)
     try:
         given = _Given(**options)
-        tp, pp = side.num_ranks // given.pp, given.pp
+        tp, pp, dp = side.num_ranks // given.pp, given.pp, given.dp
         loaded = load_rank(
             given.options(bundle, device),
-            lambda: place(device, rank=side.rank, tp=tp, ep=ep, pp=pp, local_rank=local_rank), timeline,
+            lambda: place(device, rank=side.rank, tp=tp, ep=ep, pp=pp, dp=dp, local_rank=local_rank), timeline,
             Ranks(world, given.common),
         )  # fmt: skip
         side.gather("loaded", Loaded(timeline.to_json().encode()))
         runner = loaded.runner
         assert isinstance(runner, RankRunner)
         for raw in side.orders(spins=runner.device.kind == "cuda"):
-            runner.obey(*runner.orders.decode(raw))
+            runner.obey(*runner.decode(raw))
     except Ended:
         pass
     except Exception as error:

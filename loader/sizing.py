@@ -42,12 +42,21 @@ and a node of experts launches a dozen."""
 
 
 class EngineLimits(NamedTuple):
-    """What an engine takes: sequences at once, tokens of a step, tokens of a sequence; bytes of its cache, or None."""
+    """What an engine takes: sequences at once, tokens of a step, tokens of a sequence; bytes of its cache, or None.
+
+    `dp` ranks have sequences of their own, each of them within these limits.
+    """
 
     max_num_seqs: int
     max_num_tokens: int
     max_seq_len: int
     cache_bytes: int | None = None
+    dp: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """The most sequences of one rank that a step draws tokens for."""
+        return min(self.max_num_seqs, self.max_num_tokens)
 
 
 class ArenaSize(NamedTuple):
@@ -140,9 +149,9 @@ def size_arena(
 
 def capacities(graph: Graph, limits: EngineLimits, num_slabs: int) -> Capacities:
     """The arrays of a step, the graph's inputs and how tokens are drawn, and how long each can become."""
-    num_seqs, num_pages = min(limits.max_num_seqs, limits.max_num_tokens), _list_lengths(graph, limits, num_slabs)
+    num_seqs, num_pages = limits.num_rows, _list_lengths(graph, limits, num_slabs)
     arrays = BatchInputs(graph).capacities(num_seqs=num_seqs, num_tokens=limits.max_num_tokens, num_pages=num_pages)
-    draws: Capacities = {name: (dtype, num_seqs) for name, dtype in DTYPES.items()}
+    draws: Capacities = {name: (dtype, limits.dp * num_seqs) for name, dtype in DTYPES.items()}
     return {**arrays, **draws}
 
 
@@ -201,7 +210,7 @@ def step_bytes(graph: Graph, limits: EngineLimits, peak: Expr) -> Callable[[int]
     """
     if peak == 0:
         return lambda num_slabs: 0
-    plan, (max_num_seqs, max_num_tokens, max_seq_len, _) = graph.caches, limits
+    plan, (max_num_seqs, max_num_tokens, max_seq_len, *_) = graph.caches, limits
     per_slab = {pool.name: pool.pages_per_slab for pool in plan.pools}
     num_seqs = min(max_num_seqs, max_num_tokens)
     whole = [group for group in plan.groups if caches.first_visible(group.spec, max_seq_len) == 0]
@@ -234,8 +243,10 @@ def check_limits(graph: Graph, limits: EngineLimits) -> None:
     most = {symbol.name: symbol.max for symbol in graph.symbols}
     for name, symbol in (("max_num_seqs", "B"), ("max_num_tokens", "T")):
         value, limit = getattr(limits, name), most.get(symbol)
-        if limit is not None and value > limit:
-            found = f"{name} is {value}, and a step of this bundle takes at most {limit}"
+        ranks = limits.dp if symbol == "T" else 1  # what is split computes with the tokens of all ranks
+        if limit is not None and ranks * value > limit:
+            each = f" of each of {ranks} ranks" if ranks > 1 else ""
+            found = f"{name} is {value}{each}, and a step of this bundle takes at most {limit}"
             raise RequestError("engine-option-invalid", found)
     plan = graph.caches
     if limits.cache_bytes is not None and limits.cache_bytes < len(plan.pools) * plan.slab_bytes:

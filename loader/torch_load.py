@@ -38,6 +38,7 @@ from precast.loader.run.batch import BatchInputs
 from precast.loader.run.drawing import Drawing, sampler_on
 from precast.loader.run.rank_runner import RankRunner
 from precast.loader.run.runner import Runner
+from precast.loader.run.share_runner import ShareRunner
 from precast.loader.run.stages import stages_of
 from precast.loader.sizing import ArenaSize, EngineLimits, captured_sizes
 from precast.loader.timeline import Timeline
@@ -99,7 +100,7 @@ def load_rank(
             rules = options.rules(opened)
             graph = bind_world(opened.graph, placement)
             graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-            limits = options.limits(opened.manifest.model.max_seq_len)
+            limits = options.limits(opened.manifest.model.max_seq_len)._replace(dp=placement.dp)
             sizing.check_limits(graph, limits)
             BatchInputs(graph)  # refuses a graph without logits, and one that no step's inputs can be made for
             check_tokenizer(opened.files("tokenizer"))
@@ -143,7 +144,7 @@ def _in_parts(
     if on.type == "cpu":
         return found.graph, part, None
     dtype = BY_NAME[types_in(found.graph)[found.graph.outputs["logits"]].dtype]
-    sampler = sampler_on(part, dtype, min(limits.max_num_seqs, limits.max_num_tokens))
+    sampler = sampler_on(part, dtype, limits.dp * limits.num_rows)
     return (graph, None, None) if sampler is None else (found.graph, part, sampler)
 
 
@@ -168,10 +169,9 @@ def _pools(
         runner = Runner(program, graph, memory, device, limits, captured_sizes=sizes, target=target, drawing=drawing)
         return runner, size
     side = ranks.world.side
-    shared = RankRunner(
-        program, graph, memory, device, limits, side, captured_sizes=sizes, target=target, drawing=drawing
-    )
-    side.share_orders(shared.orders.max_bytes)
+    kind = RankRunner if limits.dp == 1 else ShareRunner
+    shared = kind(program, graph, memory, device, limits, side, captured_sizes=sizes, target=target, drawing=drawing)
+    side.share_orders(shared.max_order_bytes)
     return shared, size
 
 

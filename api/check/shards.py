@@ -34,7 +34,7 @@ from precast.loader.program.restore import restore
 from precast.loader.run.drawing import Drawing
 from precast.loader.run.runner import Runner
 from precast.loader.run.stages import stages_of
-from precast.loader.schedule.requests import Chunk, Request, Step
+from precast.loader.schedule.requests import Chunk, Request, Sizes, Step
 from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import open_device
 from precast.loader.torch_load import constant_tensors
@@ -69,12 +69,14 @@ class Proof(NamedTuple):
     rank_bytes: tuple[int, ...]
     model_bytes: int
     pp: int = 1
+    dp: int = 1
 
     @property
     def text(self) -> str:
         """The world in words."""
         ranks = f"{self.tp} ranks" if self.pp == 1 else f"{self.pp} stages of {self.tp} rank{'s' * (self.tp > 1)}"
-        return ranks + (f", and the experts into {self.ep} parts" if self.ep > 1 else "")
+        ranks += f", and the experts into {self.ep} parts" if self.ep > 1 else ""
+        return ranks + (", each with sequences of its own" if self.dp > 1 else "")
 
     @property
     def holds(self) -> bool:
@@ -90,7 +92,8 @@ class _Model(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The logits of each step, `[R, V]` or this rank's columns of it, and the bytes that were needed for them."""
+    """The logits of each step, `[R, V]` in the order of the sequences, or this rank's columns of it, and the bytes that
+    were needed for them."""
 
     logits: list[torch.Tensor]
     num_bytes: int
@@ -101,9 +104,11 @@ def unsharded(bundle: Bundle, weights: Path) -> _Found:
     return _compute(_Model(bundle, CheckpointFiles.open(weights)), _placement(0, 1, 1), {})
 
 
-def prove(bundle: Bundle, weights: Path, *, tp: int, ep: int = 1, pp: int = 1, alone: _Found | None = None) -> Proof:
+def prove(
+    bundle: Bundle, weights: Path, *, tp: int, ep: int = 1, pp: int = 1, dp: int = 1, alone: _Found | None = None
+) -> Proof:
     """Compare `pp` stages of `tp` ranks, `ep` of which share the experts, with one rank, on the CPU; `weights` are
-    those of the bundle.
+    those of the bundle. With `dp` as many as `tp`, each rank has some of the sequences, and perhaps none.
 
     The graph should be one of float32: the error is that of sums in another order. `alone` is `unsharded`, if that is
     known. Raises RequestError for a world that the bundle excludes, what loading raises, and RuntimeError where the
@@ -112,14 +117,14 @@ def prove(bundle: Bundle, weights: Path, *, tp: int, ep: int = 1, pp: int = 1, a
     model = _Model(bundle, CheckpointFiles.open(weights))
     expected = _compute(model, _placement(0, 1, 1), {}) if alone is None else alone
     found = run_stages(
-        pp, tp, lambda groups: _compute(model, _placement(groups["tp"].rank, tp, ep, groups["pp"].rank, pp), groups)
+        pp, tp, lambda groups: _compute(model, _placement(groups["tp"].rank, tp, ep, groups["pp"].rank, pp, dp), groups)
     )
     errors = [
         relative_error(_whole(parts[start : start + tp], wanted), wanted)
         for parts, wanted in zip(zip(*(each.logits for each in found), strict=True), expected.logits, strict=True)
         for start in range(0, pp * tp, tp)
     ]
-    return Proof(tp, ep, max(errors), tuple(each.num_bytes for each in found), expected.num_bytes, pp)
+    return Proof(tp, ep, max(errors), tuple(each.num_bytes for each in found), expected.num_bytes, pp, dp)
 
 
 def proofs(bundle: Bundle, weights: Path, *, most: int) -> Iterator[Proof]:
@@ -143,13 +148,13 @@ class Excerpt(NamedTuple):
     all_layers: int
 
 
-def prove_with_random_weights(bundle: Bundle, *, tp: int, ep: int = 1, pp: int = 1) -> Excerpt:
+def prove_with_random_weights(bundle: Bundle, *, tp: int, ep: int = 1, pp: int = 1, dp: int = 1) -> Excerpt:
     """Compare ranks with one in float32, for whoever has no checkpoint. Of a large model one layer of each kind is
     kept, with all its sizes, or as many as there are stages.
 
     Raises what `prove` raises, and TargetError (device-memory) where not even that fits this machine's memory.
     """
-    check_world(tp, ep, bundle.graph, pp=pp)
+    check_world(tp, ep, bundle.graph, pp=pp, dp=dp)
     kept = in_float32(bundle)
     if checkpoint_numbers(of_one_rank(kept.graph)) > MOST_NUMBERS:
         kept = some_of_each_layer(kept, pp)
@@ -157,7 +162,7 @@ def prove_with_random_weights(bundle: Bundle, *, tp: int, ep: int = 1, pp: int =
     _check_room(checkpoint_numbers(plain))
     with tempfile.TemporaryDirectory() as folder:
         weights = random_checkpoint(plain, Path(folder))
-        proof = prove(kept, weights, tp=tp, ep=ep, pp=pp)
+        proof = prove(kept, weights, tp=tp, ep=ep, pp=pp, dp=dp)
     return Excerpt(proof, *(sum(isinstance(step, Call) for step in each.graph.main) for each in (kept, bundle)))
 
 
@@ -173,8 +178,8 @@ def _check_room(num_numbers: int) -> None:
         )
 
 
-def _placement(rank: int, tp: int, ep: int, stage: int = 0, pp: int = 1) -> Placement:
-    return Placement(rank, tp, ep, open_device("cpu"), stage, pp)
+def _placement(rank: int, tp: int, ep: int, stage: int = 0, pp: int = 1, dp: int = 1) -> Placement:
+    return Placement(rank, tp, ep, open_device("cpu"), stage, pp, dp)
 
 
 def _whole(parts: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
@@ -206,14 +211,44 @@ def _compute(model: _Model, placement: Placement, groups: Mapping[str, Group]) -
     on = torch.device("cpu")
     drawing = Drawing(graph, on, target_of(on), stages=stages_of(whole, placement, groups))
     runner = Runner(program, graph, memory, device, limits, drawing=drawing)
-    return _Found([_logits_of_step(runner, requests, lengths) for lengths in STEPS], weights.bytes_needed)
+    share = _Share(placement.rank, placement.dp)
+    return _Found([_logits_of_step(runner, requests, lengths, share) for lengths in STEPS], weights.bytes_needed)
 
 
-def _logits_of_step(runner: Runner, requests: Sequence[Request], lengths: Sequence[int]) -> torch.Tensor:
-    """Compute the next tokens of each request; the logits of all of them."""
-    chunks = [Chunk(request, length, "all") for request, length in zip(requests, lengths, strict=True) if length]
-    ticket = runner.launch(Step([], chunks))
+class _Share(NamedTuple):
+    """Of `dp` ranks that have sequences of their own, the rank: it has each `dp`-th one."""
+
+    rank: int
+    dp: int
+
+    def of(self, rank: int, items: Sequence[int]) -> Sequence[int]:
+        """Those of a rank, of one item for each sequence."""
+        return items[rank % self.dp :: self.dp]
+
+    def sizes(self, lengths: Sequence[int]) -> Sizes | None:
+        """How large the step of each rank is made, for these tokens of each sequence; None: there are no others."""
+        num_tokens = max(sum(self.of(rank, lengths)) for rank in range(self.dp))
+        return Sizes(num_tokens, -(-len(lengths) // self.dp), num_tokens) if self.dp > 1 else None
+
+    def rows(self, lengths: Sequence[int], num_rows: int) -> list[int]:
+        """Where the logits of all sequences lie, in their order, among `num_rows` of each rank."""
+        starts = [rank * num_rows for rank in range(self.dp)]
+        found: list[int] = []
+        for sequence, length in enumerate(lengths):
+            start = starts[sequence % self.dp]
+            found += range(start, start + length)
+            starts[sequence % self.dp] += length
+        return found
+
+
+def _logits_of_step(runner: Runner, requests: Sequence[Request], lengths: Sequence[int], share: _Share) -> torch.Tensor:
+    """Compute the next tokens of each request, or of those of a rank; the logits of all of them."""
+    own = share.of(share.rank, range(len(requests)))
+    chunks = [Chunk(requests[i], lengths[i], "all") for i in own if lengths[i]]
+    sizes = share.sizes(lengths)
+    ticket = runner.launch(Step([], chunks, sizes=sizes))
     for chunk in chunks:
         chunk.request.num_computed = chunk.end
     assert ticket.logits is not None, "a step that draws nothing gives its logits"
-    return ticket.logits.float().clone()
+    rows = share.rows(lengths, sum(lengths) if sizes is None else sizes.num_rows)
+    return ticket.logits.float()[rows]

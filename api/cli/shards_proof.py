@@ -7,15 +7,15 @@ from precast.cli.show import Report
 from precast.ir.artifact import Bundle
 
 
-def proof_of(bundle: Bundle, tp: int, ep: int, pp: int) -> Report:
+def proof_of(bundle: Bundle, tp: int, ep: int, pp: int, dp: int) -> Report:
     """Whether so many ranks give the logits of one; raises what `prove_with_random_weights` raises."""
     with stages(("ranks",), "comparing"):
         from precast.check.shards import TOLERANCE, prove_with_random_weights
 
-        proof, layers, all_layers = prove_with_random_weights(bundle, tp=tp, ep=ep, pp=pp)
+        proof, layers, all_layers = prove_with_random_weights(bundle, tp=tp, ep=ep, pp=pp, dp=dp)
     share = max(proof.rank_bytes) / proof.model_bytes
     fields = {
-        "tp": tp, "ep": ep, "pp": pp, "holds": proof.holds, "error": proof.error, "layers": layers,
+        "tp": tp, "ep": ep, "pp": pp, "dp": dp, "holds": proof.holds, "error": proof.error, "layers": layers,
         "all_layers": all_layers, "rank_bytes": list(proof.rank_bytes), "model_bytes": proof.model_bytes,
     }  # fmt: skip
     each = "one" if pp == 1 else f"up to {pp}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
 from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
-from precast.ir.graph import stages, symbols
+from precast.ir.graph import all_tokens, data_parallel, stages, symbols
 from precast.ir.graph.schema import Call, Graph, Param, ShardPlan, ShardRow, Tie
 from precast.ir.ops.checks import WORLD
 
@@ -30,6 +31,9 @@ def shards(bundle: Bundle) -> Report:
     compared = _compared(bundle)
     if compared is not None:
         fields["tp_plan"] = msgspec.to_builtins(compared)
+    own = _own_sequences(graph)
+    if own is not None:
+        fields["dp"] = msgspec.to_builtins(own)
     if not plan.worlds:
         text = "one rank: the bundle has no plan for several"
         return Report(fields, text)
@@ -40,11 +44,71 @@ def shards(bundle: Bundle) -> Report:
         table(worlds),
         table(_rows(graph)),
         share,
+        *([] if own is None else [_own_text(own)]),
         *_pipelines(graph),
         *_overrides(plan),
         *([] if compared is None else [_compared_text(compared)]),
     ]
     return Report(fields, "\n\n".join(parts))
+
+
+# --- sequences of their own ------------------------------------------------------------------------------------------
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """Which tokens layers of a kind see: `own`, and their weights are whole, or those of `all` ranks."""
+
+    kind: str
+    tokens: Literal["own", "all"]
+    layers: int
+
+
+class _OwnSequences(msgspec.Struct, frozen=True):
+    """What `dp` does to a plan; `refused`: why it can't be."""
+
+    refused: str | None
+    shards: tuple[_Seen, ...] = ()
+    replicated_share: float = 1.0
+
+
+def _own_sequences(graph: Graph) -> _OwnSequences | None:
+    """None where there are no several ranks."""
+    tp = next((world.tp for world in graph.shards.worlds if world.tp > 1), None)
+    if tp is None:
+        return None
+    why = data_parallel.unfit(graph, tp)
+    if why is not None:
+        return _OwnSequences(why)
+    found = {name: all_tokens.all_tokens(function) for name, function in all_tokens.functions(graph).items()}
+    steps = {block.name: block.nodes for block in graph.blocks} | {"": graph.main}
+    taken = {
+        name: {each for index in of.steps for each in stages.read_by(steps[name][index])} for name, of in found.items()
+    }
+    made = {
+        name: {value.name for index in of.steps for value in steps[name][index].outputs} for name, of in found.items()
+    }
+    calls = _calls(graph)
+    layers: dict[tuple[str, Literal["own", "all"]], set[str]] = {}
+    for row in graph.shards.rows:
+        if row.kind != "other":
+            sees_all = not taken[row.block].isdisjoint(row.params) or not made[row.block].isdisjoint(row.nodes)
+            layers.setdefault((row.kind, "all" if sees_all else "own"), set()).add(row.block)
+    shown = tuple(_Seen(kind, tokens, sum(calls.get(block, 0) for block in blocks))
+                  for (kind, tokens), blocks in layers.items())  # fmt: skip
+    split = all_tokens.params_with_all_tokens(graph, found, AssertionError)
+    kept = {param.name for param in _whole(graph)}
+    whole = [param for param in graph.params if param.name not in split or param.name in kept]
+    total = _elements(graph.params, _one_rank())
+    return _OwnSequences(None, shown, round(_elements(whole, _one_rank()) / total, 4) if total else 1.0)
+
+
+def _own_text(found: _OwnSequences) -> str:
+    if found.refused is not None:
+        return f"no sequences of their own (dp): {found.refused}"
+    titles = ("with sequences of their own (dp)", "tokens", "layers")
+    words = {"own": "own", "all": "of all ranks"}
+    rows = [(each.kind, words[each.tokens], str(each.layers)) for each in found.shards]
+    return f"{table([titles, *rows])}\n\n{100 * found.replicated_share:.2f} % of the parameters are on every rank then"
 
 
 # --- beside the plan of transformers ---------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from precast.builder.native.variants import Variant, nodes_without_launches, variants
+from precast.builder.native.kept import Kept
+from precast.builder.native.variants import Variant, known_targets, nodes_without_launches, variants
 from precast.builder.native.worker import Job, Made
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Graph
@@ -26,6 +27,8 @@ from precast.kernels.sources import file_digest
 from precast.kernels.use import Target
 
 Versions = Mapping[str, str]
+_LEAST_JOBS = 8
+"""Of a process, where several share them."""
 
 
 def target_named(text: str) -> Target:
@@ -36,17 +39,22 @@ def target_named(text: str) -> Target:
     return Target.parse(text)
 
 
-def native_layer(graph: Graph, target: Target, tables: Sequence[Table] = ()) -> NativeLayer:
+def native_layer(
+    graph: Graph, target: Target, tables: Sequence[Table] = (), *, keep: Path | None = None
+) -> NativeLayer:
     """The layer of a bundle's graph, for a world of one rank.
 
-    It has what is launched by the choices that come with Precast for GPUs of this target, and by those of `tables`.
+    It has what is launched by the choices that come with Precast for GPUs of this target, and by those of `tables`;
+    also where torch is not installed, if the graph can do without. Kernels that lie in the folder `keep` are not
+    compiled, and others are put there.
     Raises BuildError (`dependency-missing`) where a compiler isn't installed.
     """
     versions, graph = compilers(target), unsharded(graph)
     known = [table for table in (*shipped_tables(), *tables) if table.machine.capability == target.capability]
-    wanted = variants(graph, [target, *(target._replace(table=table) for table in known)])
+    wanted = variants(graph, known_targets(graph, target, known))
     with tempfile.TemporaryDirectory(prefix="precast-") as folder:
-        made = _compiled([_job(variant, target) for variant in wanted], Path(folder))
+        kept = None if keep is None else Kept(keep, versions)
+        made = _compiled([_job(variant, target) for variant in wanted], Path(folder), kept)
         images = {each.image: (Path(folder) / each.image).read_bytes() for each in made}
     kernels = [_kernel(variant, each) for variant, each in zip(wanted, made, strict=True)]
     sources = sorted({name for each in made for name in each.sources})
@@ -94,11 +102,28 @@ def _kernel(variant: Variant, made: Made) -> NativeKernel:
     )  # fmt: skip
 
 
-def _compiled(jobs: Sequence[Job], folder: Path) -> list[Made]:
-    """What became of the jobs, in their order; as many processes as there are processors share them."""
-    count = min(os.cpu_count() or 1, len(jobs)) or 1
+def _compiled(jobs: Sequence[Job], folder: Path, kept: Kept | None) -> list[Made]:
+    """What became of the jobs, in their order; their images are in `folder`."""
+    if kept is None:
+        return _compiled_now(jobs, folder)
+    found: dict[int, Made] = {}
+    for i, job in enumerate(jobs):
+        if (held := kept.read(job)) is not None:
+            found[i], image = held
+            (folder / found[i].image).write_bytes(image)
+    missing = [i for i in range(len(jobs)) if i not in found]
+    for i, made in zip(missing, _compiled_now([jobs[i] for i in missing], folder), strict=True):
+        kept.write(jobs[i], made, (folder / made.image).read_bytes())
+        found[i] = made
+    return [found[i] for i in range(len(jobs))]
+
+
+def _compiled_now(jobs: Sequence[Job], folder: Path) -> list[Made]:
+    """What became of the jobs, in their order; as many processes as there are processors share them, if each has some:
+    its start takes as long as a few kernels."""
+    count = min(os.cpu_count() or 1, -(-len(jobs) // _LEAST_JOBS))
     shares = [jobs[i::count] for i in range(count)]
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(count or 1) as pool:
         done = list(pool.map(lambda share: _worker(share, folder), shares))
     return [done[i % count][i // count] for i in range(len(jobs))]
 

@@ -9,19 +9,22 @@ sequences, a second kernel is compiled for those. So a launch has two kernels at
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
 from typing import NamedTuple
 
+from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Apply, Graph, Node
 from precast.ir.memory.capture import MOST_TOKENS
 from precast.kernels.choices import Case, cases
 from precast.kernels.launch_key import ALIGNED, MOST_INT32
+from precast.kernels.measured import Table
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.step_launches import (
+    GraphLaunches,
     LaunchAt,
     Sizes,
     drawing_launches,
     known_ids_launches,
-    step_launches,
 )
 from precast.kernels.use import Target, types_in, uses_in
 
@@ -34,6 +37,7 @@ MOST_STEP = 8192
 """Tokens of a step: the engine's default."""
 
 
+_Choices = tuple[tuple[tuple[tuple[str, tuple[int, int | None]], ...], str], ...]
 Places = tuple[int, ...]
 """Of arguments, among those of a launch."""
 
@@ -57,19 +61,39 @@ def variants(graph: Graph, targets: Sequence[Target]) -> list[Variant]:
     """
     seen: dict[str, _Seen] = {}
     for target in targets:
+        launches = GraphLaunches(graph, target)
         for sizes in sample_sizes(graph, target):
             is_round = sizes["T"] % _ROUND == sizes["B"] % _ROUND == 0
-            for launch in engine_launches(graph, target, sizes):
+            for launch in engine_launches(launches, sizes):
                 if launch.key:
                     seen.setdefault(launch.key, _Seen(launch)).add(launch.values(), is_round=is_round)
     in_order = sorted(seen, key=lambda key: (seen[key].kernel, key))
     return [variant for key in in_order for variant in seen[key].variants()]
 
 
-def engine_launches(graph: Graph, target: Target, sizes: Sizes) -> Iterator[LaunchAt]:
+def known_targets(graph: Graph, target: Target, tables: Sequence[Table]) -> list[Target]:
+    """A GPU with each of these tables and with none; and where launches alone compute the graph, all of them without
+    torch, which other implementations may then stand in for. Of those that choose alike, the first."""
+    known = [target, *(target._replace(table=table) for table in tables)]
+    found: dict[_Choices, Target] = {}
+    for each in (*known, *(each.without_torch for each in known)):
+        with suppress(TargetError):
+            found.setdefault(_choices(graph, each), each)
+    return list(found.values())
+
+
+def _choices(graph: Graph, target: Target) -> _Choices:
+    """What computes each node, by the sizes of a step. Raises TargetError for what nothing computes."""
+    return tuple(
+        (tuple(case.sizes.items()), case.choice.record.name) for use in uses_in(graph, target) for case in cases(use)
+    )
+
+
+def engine_launches(launches: GraphLaunches, sizes: Sizes) -> Iterator[LaunchAt]:
     """What an engine launches in a step: the graph's nodes, tokens put in their places, tokens drawn."""
+    graph, target = launches.graph, launches.target
     yield from known_ids_launches(target, sizes["T"])
-    for node in step_launches(graph, target, sizes):
+    for node in launches.step(sizes):
         yield from (*node.launches, *node.within)
     logits = types_in(graph).get(graph.outputs.get("logits", ""))
     if logits is not None:

@@ -46,6 +46,15 @@ def references(args: Mapping[str, Arg]) -> Iterator[str]:
     return (arg.name for _, arg in flat(args) if isinstance(arg, Ref))
 
 
+def named_references(args: Mapping[str, Arg]) -> Iterator[tuple[str, str]]:
+    """What the arguments refer to, each with its argument's name; of those in a list "tensors.0", "tensors.1", ..."""
+    for name, arg in args.items():
+        if isinstance(arg, Ref):
+            yield name, arg.name
+        elif isinstance(arg, Items):
+            yield from ((f"{name}.{i}", item.name) for i, item in enumerate(arg.items) if isinstance(item, Ref))
+
+
 def flat(args: Mapping[str, Arg]) -> Iterator[tuple[str, Ref | Const | Dim | DtypeArg]]:
     """The arguments by name, those of a list one by one, and of a fused op's steps those that are no names."""
     for name, arg in args.items():

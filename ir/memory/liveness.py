@@ -15,8 +15,8 @@ from typing import NamedTuple
 from precast.ir import limits
 from precast.ir.errors import BundleError
 from precast.ir.graph import symbols
-from precast.ir.graph.infer import references
-from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Node, Ref, TensorType, Value
+from precast.ir.graph.infer import named_references, references
+from precast.ir.graph.schema import Arg, Call, Const, Dim, Expr, Graph, Node, TensorType, Value
 from precast.ir.memory import caches, strides
 from precast.ir.memory.addresses import Addresses
 from precast.ir.memory.strides import Layout
@@ -27,7 +27,6 @@ ROUNDING = 512
 """torch's CUDA allocator gives multiples of so many bytes."""
 
 _GENERIC = (1009, 757, 1213, 881, 1103, 613, 929, 1151)
-"""Sizes without common factors: what is a view for these is one for all sizes, but for some that are 1."""
 
 
 class Operand(NamedTuple):
@@ -114,13 +113,16 @@ def allocated_bytes(kind: TensorType) -> Expr:
     return symbols.add(exact, ROUNDING)
 
 
-def _sample_sizes(graph: Graph) -> list[dict[str, int]]:
-    generic = {
+def generic_sizes(graph: Graph) -> dict[str, int]:
+    """Sizes of its symbols without common factors: what is a view for these is one for all, but for some that are 1."""
+    return {
         symbol.name: _GENERIC[i % len(_GENERIC)] + 2 * len(_GENERIC) * (i // len(_GENERIC))
         for i, symbol in enumerate(graph.symbols)
     }
-    smallest = {symbol.name: 1 for symbol in graph.symbols}
-    return [generic, smallest]
+
+
+def _sample_sizes(graph: Graph) -> list[dict[str, int]]:
+    return [generic_sizes(graph), {symbol.name: 1 for symbol in graph.symbols}]
 
 
 class _Walk:
@@ -207,7 +209,7 @@ class _Walk:
 
     def _workspace(self, node: Node, frame: Mapping[str, _Held]) -> Expr:
         """Of a block's node, the same in all its calls if its arguments lie alike."""
-        held = {name: frame[arg.name] for name, arg in node.args.items() if isinstance(arg, Ref)}
+        held = {name: frame[value] for name, value in named_references(node.args)}
         facts = [(each.layout.is_contiguous, each.storage is not None) for each in held.values()]
         key = (id(node), tuple(facts))
         if key not in self._workspaces:

@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 
 from precast.ir import limits
-from precast.ir.graph import stages, symbols
+from precast.ir.graph import partial_sums, stages, symbols
 from precast.ir.graph.infer import references
-from precast.ir.graph.schema import Arg, Expr, Node, Ref, Steps, TensorType
+from precast.ir.graph.schema import Expr, Node, Ref
 from precast.ir.ops.checks import WORLD
 from precast.ir.verify.facts import Facts, Fault, Rule, Scope, duplicates
 
@@ -152,11 +152,11 @@ def _sums_of(scope: Scope) -> Iterator[Fault]:
             elif not inside:
                 yield where, f"%{names[0] if names else ''} is no part of a sum: the ranks would add what they all have"
             continue
-        made = isinstance(step, Node) and _makes_parts(step, scope.types)
+        made = isinstance(step, Node) and partial_sums.makes_parts(step, scope.types)
         if inside and (made or not isinstance(step, Node)):
             yield where, f"takes %{inside[0]}, a part of a sum, before it is summed"
         elif isinstance(step, Node) and (made or inside):
-            kept = [step.outputs[0].name] if made else _kept(step, partial)
+            kept = [step.outputs[0].name] if made else partial_sums.kept(step, partial)
             if not kept:
                 yield where, f"takes %{inside[0]}, a part of a sum, before it is summed"
             partial.update(dict.fromkeys(kept, where))
@@ -167,59 +167,6 @@ def _sums_of(scope: Scope) -> Iterator[Fault]:
 
 _MAKE_SUMS = ("precast.all_reduce", "precast.all_reduce_residual_rms_norm")
 """Ops that add up what ranks have of their argument `x`."""
-_SUMMED: Mapping[str, tuple[tuple[str, int], ...]] = {
-    "aten.linear.default": (("weight", 1),),
-    "precast.gated_linear": (("weight", 1),),
-    "aten.addmm.default": (("mat2", 0),),
-    "aten.matmul.default": (("self", -1),),
-    "precast.experts": (("down", 0), ("down", 2)),
-    "precast.grouped_linear": (("weight", 0), ("weight", 2)),
-    "precast.sharded_embedding": (("weight", 0),),
-}
-"""The dimensions of arguments over which ops sum."""
-
-
-def _makes_parts(node: Node, types: Mapping[str, TensorType]) -> bool:
-    for arg, dim in _SUMMED.get(node.op, ()):
-        given = node.args.get(arg)
-        kind = types.get(given.name) if isinstance(given, Ref) else None
-        if kind is not None and len(kind.shape) > max(dim, 0) and not isinstance(kind.shape[dim], int):
-            return bool(symbols.free_symbols(kind.shape[dim]) & WORLD)
-    return False
-
-
-def _kept(node: Node, partial: Collection[str]) -> list[str]:
-    """The results that are parts of sums as what the node takes is; none where it computes with parts alone."""
-    body = node.args.get("steps")
-    if not isinstance(body, Steps):
-        return [node.outputs[0].name] if _keeps(node.op, node.args, partial) else []
-    inside = {name for name, arg in node.args.items() if isinstance(arg, Ref) and arg.name in partial}
-    for index, step in enumerate(body.steps):
-        if inside.isdisjoint(references(step.args)):
-            continue
-        if not _keeps(step.op, step.args, inside):
-            return []
-        inside.add(f"s{index}")
-    return [value.name for name, value in zip(body.results, node.outputs, strict=False) if name in inside]
-
-
-_VIEWS = frozenset(f"aten.{name}" for name in (
-    "reshape.default", "unsqueeze.default", "squeeze.dim", "transpose.int", "permute.default", "expand.default",
-    "slice.Tensor", "select.int", "neg.default",
-))  # fmt: skip
-
-
-def _keeps(op: str, args: Mapping[str, Arg], partial: Collection[str]) -> bool:
-    """Whether a sum over ranks may be made after the op as well as before."""
-    names = list(references(args))
-    parts = [name in partial for name in names]
-    if op in _VIEWS:
-        return True
-    if op in ("aten.add.Tensor", "aten.sub.Tensor"):
-        return len(parts) == 2 and all(parts)
-    if op == "aten.mul.Tensor":
-        return parts.count(True) == 1
-    return op == "aten.div.Tensor" and parts == [True, *([False] * (len(parts) - 1))]
 
 
 SHARD_RULES = (

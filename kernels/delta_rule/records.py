@@ -50,4 +50,6 @@ RECORDS = (
         "delta_rule", launches.walk, variant=".walk", sizes={"T": (0, MAX_WALKED)}, takes=(launches.HAS_KNOWN_SIZES,)
     ),
     *form_records("delta_rule", "chunked", _delta_rule),
+    # Where torch is not installed.
+    *launch_records("delta_rule", launches.walk, variant=".walk_all", takes=(launches.HAS_KNOWN_SIZES,)),
 )  # fmt: skip

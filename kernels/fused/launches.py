@@ -68,32 +68,40 @@ def is_row_wise(steps: Steps) -> bool:
 def launches(use: Use) -> tuple[Launch, ...]:
     """The one launch: a tile of rows and columns for each program."""
     steps, types = steps_of(use)
+    return (launch_of(steps, types, pdl=use.target.capability >= (9, 0)),)
+
+
+def launch_of(
+    steps: Steps, types: Mapping[str, TensorType], *, pdl: bool, given: Mapping[str, tuple[str, Sequence[int]]] = {}
+) -> Launch:
+    """The launch of `steps`, whose operands and what they make have these `types`.
+
+    `given`: of operands that the launch has under another name, or with its axes in another order, that name, and the
+    place of each of the operand's axes there.
+    """
     where = space_of(types)
     columns, rows = tile(where.columns, whole=is_row_wise(steps))
     operands = [name for name in types if name.startswith("x")]
     rank = len(space(types.values()))
     seen = [_axes(types[name].shape, rank, where) for name in operands]
-    pointers = [*map(Pointer, operands), *[None] * (MAX_OPERANDS - len(operands))]
+    named = [given.get(name, (name, range(rank))) for name in operands]
+    pointers = [*(Pointer(name) for name, _ in named), *[None] * (MAX_OPERANDS - len(operands))]
     outs = [Pointer(f"out.{i}") for i in range(len(steps.results))]
     strides = [
-        None if i >= len(operands) or seen[i][place] is None else Stride(operands[i], seen[i][place] or 0)
+        None if i >= len(operands) or (axis := seen[i][place]) is None else Stride(named[i][0], named[i][1][axis])
         for place in range(MAX_AXES + 1)
         for i in range(MAX_OPERANDS)
     ]
     sizes = [*[None] * (MAX_AXES - len(where.sizes)), *where.sizes]
-    num_rows, has_pdl = numel(where.sizes), use.target.capability >= (9, 0)
-    return (
-        Launch(
-            "precast.kernels.fused.triton:fused_kernel",
-            (ceildiv(num_rows, rows), ceildiv(where.columns, columns)),
-            (*pointers, *outs, *[None] * (MAX_FUSED_RESULTS - len(outs)), *strides, *sizes, num_rows, where.columns),
-            constants={
-                "STEPS": _text(steps, types, where, seen), "ROWS": rows, "COLUMNS": columns, "PDL": has_pdl,
-            },
-            num_warps=max(1, min(16, rows * columns // 256)),
-            pdl=has_pdl,
-        ),
-    )  # fmt: skip
+    num_rows = numel(where.sizes)
+    return Launch(
+        "precast.kernels.fused.triton:fused_kernel",
+        (ceildiv(num_rows, rows), ceildiv(where.columns, columns)),
+        (*pointers, *outs, *[None] * (MAX_FUSED_RESULTS - len(outs)), *strides, *sizes, num_rows, where.columns),
+        constants={"STEPS": _text(steps, types, where, seen), "ROWS": rows, "COLUMNS": columns, "PDL": pdl},
+        num_warps=max(1, min(16, rows * columns // 256)),
+        pdl=pdl,
+    )
 
 
 def tile(columns: Expr, *, whole: bool) -> tuple[int, int]:
@@ -152,12 +160,16 @@ class _Written:
             for key, arg in step.args.items()
             if isinstance(arg, (Ref, Const))
         }
-        x = given["self"]
+        x = given.get("self")
         if name in _TWO:
             return self._add(name, x, given["other"], dtype=dtype)
         match name:
             case "to":
                 return self._add("to", x, dtype=dtype)
+            case "full_like":
+                return self._add("to", given["fill_value"], dtype=dtype)
+            case "bitwise_not" if dtype == "bool":
+                return self._add("logical_not", x, dtype=dtype)
             case "rsub":
                 return self._add("sub", given["other"], x, dtype=dtype)
             case "pow" if given["exponent"] == 3:
@@ -218,7 +230,7 @@ _WIDENED = {"bool": "int32", "float16": "float32", "bfloat16": "float32"}
 def _common(name: str, values: Sequence[Any], dtype: Dtype) -> str:
     """The element type of what a step combines: that of its result, or of what it converts or compares."""
     if name in ("to", "logical_not"):
-        return str(values[0].dtype)
+        return str(values[0].dtype if isinstance(values[0], _Value) else dtype)
     if name in _COMPARISONS:
         return promoted([TensorType(v.dtype, (2,)) if isinstance(v, _Value) else v for v in values])
     return dtype

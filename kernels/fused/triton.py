@@ -123,6 +123,8 @@ def of_one(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
         result = -x
     elif NAME == "abs":
         result = tl.abs(x)
+    elif NAME == "floor":
+        result = tl.floor(x)
     elif NAME == "relu":
         result = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif NAME == "exp":

@@ -4,13 +4,17 @@ gate a part of the rows at a time; else the reference."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
 from precast.ir.graph.schema import Const, Expr, Node, Ref, TensorType, Value
 from precast.ir.graph.symbols import add, ceildiv, floordiv, minimum, mul, numel
 from precast.ir.memory.liveness import Operand
 from precast.kernels.gated_activation.launches import gated_activation
 from precast.kernels.gated_linear.limits import MAX_ROWS_AT_ONCE
 from precast.kernels.linear import records as linear
-from precast.kernels.records import Condition, Launch, Pointer, Record, Stride, Within, reference
+from precast.kernels.records import Condition, Launch, Launches, Pointer, Record, Stride, Within, reference
 from precast.kernels.rows import COMPUTED
 from precast.kernels.use import Use, copied, size, wide, width
 
@@ -81,6 +85,18 @@ def _reference(use: Use) -> Expr:
     return add(mul(total - width(given), numel(use.result.shape)), _input(use))
 
 
+def _beside_half(use: Use) -> Expr:
+    """What the library takes, and the products of half of the rows."""
+    rows = ceildiv(numel(use.shape("input")[:-1]), 2)
+    return add(linear.workspace(use), mul(use.width("input"), rows, use.shape("weight")[0]))
+
+
+def _of_any(name: str, sizes: tuple[int, int | None], runs: Launches, held: Callable[[Use], Expr]) -> Record:
+    """The product and its gate, for all types and so many tokens."""
+    one = linear.library(f"{name}_of_any", "precast.gated_linear", "T", "tokens", runs=runs, held=held)
+    return replace(one, sizes={"T": sizes}, dtypes=dict.fromkeys(("input", "weight", "bias"), COMPUTED))
+
+
 _KNOWN = Condition("outputs whose number is known at load", lambda use: bool(use.number("weight", 0)))
 _CONTIGUOUS = Condition("an input without gaps", lambda use: use.operands["input"].is_contiguous)
 
@@ -101,4 +117,7 @@ RECORDS = (
         within=Within(gate, "precast.kernels.gated_linear.rows_at_once:gating_with"),
     ),
     reference("precast.gated_linear", "gated_linear.gated_linear", _reference),
+    # Where torch is not installed: of all types, in steps of all sizes.
+    _of_any(linear.LIBRARY[2], (0, MAX_ROWS_AT_ONCE), product_and_gate, _beside_cublaslt),
+    _of_any("cublaslt.gated_linear_in_two", (MAX_ROWS_AT_ONCE + 1, None), in_two, _beside_half),
 )  # fmt: skip

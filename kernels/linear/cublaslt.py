@@ -29,8 +29,8 @@ KEPT_SIZES = 64
 """For so many numbers of rows a product keeps what it made."""
 
 _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
-_TYPES = {"float16": 2, "bfloat16": 14}
-_ELEMENT_BYTES = 2
+_TYPES = {"float32": (0, 4), "float16": (2, 2), "bfloat16": (14, 2)}
+"""By element type what the library calls it, and its bytes. Sums and products are in float32: no TF32."""
 _TRANSA, _TRANSB, _EPILOGUE, _BIAS_ADDRESS = 3, 4, 7, 8
 _TRANSPOSED, _PLUS_BIAS = 1, 4
 _WORKSPACE_BYTES, _REDUCTIONS, _FIRST_ALIGNMENT = 1, 3, 5
@@ -87,7 +87,8 @@ class Product:
         self, *, dtype: str, outputs: int, inputs: int, bias: bool, workspace_bytes: int, algorithms: str = "0"
     ) -> None:
         self._library, self._handle = _library(), _handle_here()
-        self._type, self._outputs, self._inputs, self._has_bias = _TYPES[dtype], outputs, inputs, bias
+        self._type, self._element_bytes = _TYPES[dtype]
+        self._outputs, self._inputs, self._has_bias = outputs, inputs, bias
         self._workspace_bytes = workspace_bytes
         measured_with, *pairs = algorithms.split()
         of_classes = {int(rows): data for rows, _, data in (pair.partition(":") for pair in pairs)}
@@ -108,7 +109,7 @@ class Product:
         by_columns = element_stride != 1
         if by_columns and row_stride != 1:
             raise RuntimeError(f"cuBLASLt takes no input whose strides are {row_stride} and {element_stride}: one is 1")
-        alignment = _ELEMENT_BYTES if (out | input | weight | (bias or 0)) % ALIGNED else ALIGNED
+        alignment = self._element_bytes if (out | input | weight | (bias or 0)) % ALIGNED else ALIGNED
         plan = self.plan(_Size(rows, element_stride if by_columns else row_stride, by_columns, alignment))
         if bias is not None:
             _set("MatmulDesc", plan.product, _BIAS_ADDRESS, c_uint64(bias))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import ceildiv, mul
 from precast.kernels.blocks import num_warps, power_of_two
@@ -200,6 +202,7 @@ def product_into(use: Use, out: Pointer, workspace: Pointer, part: tuple[Expr, E
     assert use.dtype is not None
     has_bias, table = use.has("bias"), use.target.table
     first, rows = part or (0, mul(*use.shape("input")[:-1]))
+    axis = _axis_of_rows(use)
     measured = table.algorithms(use.dtype, outputs, inputs, bias=has_bias)
     return Launch(
         "precast.kernels.linear.cublaslt:Product",
@@ -207,7 +210,7 @@ def product_into(use: Use, out: Pointer, workspace: Pointer, part: tuple[Expr, E
         args=(
             out, Pointer("input", offset=mul(use.width("input"), inputs, first)), Pointer("weight"),
             Pointer("bias") if has_bias else None, workspace, rows,
-            Stride("input", -2), Stride("input", -1),
+            Stride("input", axis) if use.shape("input")[:-1] else inputs, Stride("input", -1),
         ),
         constants={
             "dtype": use.dtype, "outputs": outputs, "inputs": inputs, "bias": has_bias,
@@ -216,6 +219,16 @@ def product_into(use: Use, out: Pointer, workspace: Pointer, part: tuple[Expr, E
         },
         library=True,
     )  # fmt: skip
+
+
+def _axis_of_rows(use: Use) -> int:
+    """The axis of the input that has the rows: the one before the last, if several have one index."""
+    shape = use.shape("input")
+    return next((axis - len(shape) for axis, size in enumerate(shape[:-2]) if size != 1), -2)
+
+
+def _has_one_axis(use: Use) -> bool:
+    return sum(size != 1 for size in use.shape("input")[:-1]) <= 1
 
 
 def _has_steps(use: Use) -> bool:
@@ -277,6 +290,15 @@ def library(
         name=name, op=op, runs=runs, workspace=held, kind="library", devices=("cuda",), min_capability=(8, 0),
         allocates=False, sizes={symbol: (more_than + 1, most)}, dtypes=_16_BITS,
         takes=(_rows(symbol, of), Condition("sizes of the weight known at load", _has_numbers), _STATIC, *takes),
+    )  # fmt: skip
+
+
+def any_rows(name: str) -> Record:
+    """cuBLASLt's product of a linear layer, in steps of all sizes: where nothing else is there."""
+    one = library(name, "aten.linear.default", "T", "tokens")
+    return replace(
+        one, sizes={}, dtypes=dict.fromkeys(("input", "weight", "bias"), COMPUTED),
+        takes=(Condition("an input with rows along one axis", _has_one_axis), *one.takes[1:]),
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class PageTables:
 
         At best: those given back may lie on slabs of which other pages stay.
         """
-        return self._slabs_left(pages, freed or {}) >= 0
+        return self.slabs_left(pages, freed or {}) >= 0
 
     def by_pool(self, pages: Mapping[str, int]) -> dict[str, int]:
         """Pages by pool, from those by group."""
@@ -147,7 +147,7 @@ class PageTables:
             f"{'; '.join(clauses)}: {needed} slabs of {self.plan.slab_bytes} bytes needed, {self.arena.num_slabs} there"
         )
 
-    def _slabs_left(self, pages: Mapping[str, int], freed: Mapping[str, int]) -> int:
+    def slabs_left(self, pages: Mapping[str, int], freed: Mapping[str, int]) -> int:
         """Free slabs, once `freed` pages by pool are given back and `pages` by group taken; below 0: so many lack."""
         slabs, wanted = self.arena.num_free, self.by_pool(pages)
         for name, pool in self.pools.items():
@@ -165,7 +165,7 @@ class PageTables:
         assert self.can_take(missing), f"pages {missing} wanted, {self.arena.num_free} slabs are free"
         # Pages that stay until the sequence ends are given back together: they get slabs of their own, as long as that
         # leaves the others half of the free ones.
-        spare = self._slabs_left(missing, {}) // 2 // max(1, len(self._lasting))
+        spare = self.slabs_left(missing, {}) // 2 // max(1, len(self._lasting))
         for name, count in missing.items():
             pool = self.pool_of[name]
             table.pages[name].extend(pool.allocate(count, spare=spare if name in self._lasting else 0))

@@ -14,7 +14,7 @@ from precast.ir.graph.schema import Block, Graph, Node, Value
 from precast.ir.memory import caches, strides
 from precast.ir.memory.addresses import Addresses
 from precast.kernels import step_memory
-from precast.kernels.choices import fastest
+from precast.kernels.choices import runnable
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.use import Target, statics_in, types_in, use_of
 from precast.loader.device import Buffer
@@ -47,11 +47,10 @@ def covered(graph: Graph, target: Target, limits: EngineLimits) -> tuple[NativeP
 
     Raises NotCoveredError with the first op that stands in the way, and BundleError for sizes without a value.
     """
-    most = most_sizes(graph, limits)
+    most, target = most_sizes(graph, limits), target.without_torch
     logits = types_in(graph)[graph.outputs["logits"]]
-    record = fastest("precast.sample", SAMPLE_VERSION, target, control="static", dtypes={"logits": logits.dtype})
-    if isinstance(record.runs, str):
-        raise NotCoveredError(f"precast.sample of {logits.dtype} is computed by {record.name}")
+    if not runnable("precast.sample", SAMPLE_VERSION, target, control="static", dtypes={"logits": logits.dtype}):
+        raise NotCoveredError(f"precast.sample of {logits.dtype} is computed by torch")
     program = NativeProgram(graph, target, most)
     addresses = step_memory.addresses_of(graph, target, most)
     for num_tokens, num_seqs in _TRIED:
@@ -63,7 +62,7 @@ def covered(graph: Graph, target: Target, limits: EngineLimits) -> tuple[NativeP
 
 def uncovered(graph: Graph, target: Target, limits: EngineLimits) -> list[str]:
     """What stands in the way of a verified graph that is bound to its world, each of it once: empty if nothing does."""
-    most = most_sizes(graph, limits)
+    most, target = most_sizes(graph, limits), target.without_torch
     functions: list[Graph | Block] = [graph, *graph.blocks]
     found = dict.fromkeys(why for function in functions for why in _uncovered(function, target, most))
     if not found:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from precast.ir.errors import TargetError
 from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols as exprs
-from precast.ir.graph.infer import references
+from precast.ir.graph.infer import named_references, references
 from precast.ir.memory import strides
 from precast.ir.memory.addresses import VIEWS, Addresses, spans_of
 from precast.ir.memory.strides import Layout
@@ -301,7 +302,7 @@ def steps_of(
 def _step(node: ir.Node, types: Mapping[str, ir.TensorType], use: Use, most: Sizes) -> _Step:
     if is_view(use):
         return _Step(node, (), {})
-    tensors = dict(_tensors(node))
+    tensors = dict(named_references(node.args))
     kinds: dict[str, ir.Dtype] = {name: types[value].dtype for name, value in tensors.items()}
     kinds |= {f"out.{i}": value.type.dtype for i, value in enumerate(node.outputs)}
     known: dict[str, tuple[_Keyed, ...]] = {}
@@ -326,8 +327,12 @@ def covered_cases(use: Use, most: Sizes) -> list[Case]:
 
     Raises NotCoveredError where one of them runs anything but launches.
     """
+    try:
+        chosen = cases(use)
+    except TargetError:  # nothing does it without torch
+        chosen = cases(use._replace(target=use.target._replace(kinds=use.target.kinds | {"torch"})))
     found = []
-    for case in cases(use):
+    for case in chosen:
         if any(high == 0 or low > most[symbol] for symbol, (low, high) in case.sizes.items()):
             continue
         record = case.choice.record
@@ -351,15 +356,6 @@ def keyed(record: Record, use: Use, kinds: Mapping[str, ir.Dtype]) -> tuple[_Key
         _Keyed(launch, "" if launch.library else launch_key(launch, forms(launch, dtype_of)))
         for launch in record.runs(use)
     )
-
-
-def _tensors(node: ir.Node) -> Iterator[tuple[str, str]]:
-    """The values that a node takes, by the names that launches give them."""
-    for name, arg in node.args.items():
-        if isinstance(arg, ir.Ref):
-            yield name, arg.name
-        elif isinstance(arg, ir.Items):
-            yield from ((f"{name}.{i}", item.name) for i, item in enumerate(arg.items) if isinstance(item, ir.Ref))
 
 
 def _written(steps: Sequence[_Step]) -> Iterator[str]:

@@ -119,8 +119,10 @@ def _as_launches(
 
 
 def target_of(device: DriverDevice, table: Table | None) -> Target:
-    """The target that a device is: what `precast.kernels.registry.target_of` says of it where all is installed."""
-    return GPU._replace(capability=device.capability, table=table_of(device.model) if table is None else table)
+    """The target that a device is: what `precast.kernels.registry.target_of` says of it where all but torch is
+    installed."""
+    target = GPU._replace(capability=device.capability, table=table_of(device.model) if table is None else table)
+    return target.without_torch
 
 
 def _table(opened: Bundle, device: DriverDevice) -> Table | None:

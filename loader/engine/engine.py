@@ -41,6 +41,7 @@ from precast.loader.run.steps import StepRunner, Ticket
 from precast.loader.schedule.prefill_budget import PrefillBudget
 from precast.loader.schedule.requests import Request, Step
 from precast.loader.schedule.scheduler import Scheduler
+from precast.loader.schedule.shares import Share, Shares, usage_of
 from precast.loader.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -89,19 +90,14 @@ class Engine:
         self._runner = runner
         self._model = model
         self._tokenizer_files = tokenizer_files
-        rotations = Rotations(runner.graph)
-        self._tables = PageTables(runner.graph.caches, Arena(runner.num_slabs))
-        self._prefixes = Prefixes(self._tables, kind_of=rotations.kind_of, reuses=reuses_prefixes)
         self._max_prefill_tokens = max_prefill_tokens
         self._budget = PrefillBudget(runner.limits.max_num_tokens, runner.captures.sizes)
-        self._scheduler = Scheduler(
-            self._tables,
-            max_num_seqs=runner.limits.max_num_seqs,
-            max_num_tokens=runner.limits.max_num_tokens,
-            restart_length=rotations.restart_length,
-            prefixes=self._prefixes,
-            most_beside=self._most_beside,
-        )
+        rotations = Rotations(runner.graph)
+        self._shares = [self._new_share(rotations, reuses_prefixes) for _ in range(runner.limits.dp)]
+        self._tables, self._prefixes, scheduler = self._shares[0]
+        self._scheduler: Scheduler | Shares = scheduler
+        if len(self._shares) > 1:
+            self._scheduler = Shares(self._shares, runner.limits.max_num_seqs)
         self._owner = Owner()
         self._answers: dict[int, Answer] = {}
         self._events: deque[Event] = deque()  # of the requests of `submit`, until `step` returns them
@@ -112,6 +108,21 @@ class Engine:
         self._has_sampled = False
         self._flights: deque[_Flight] = deque()  # launched, and not collected yet
         self._runs_ahead = runs_ahead
+
+    def _new_share(self, rotations: Rotations, reuses_prefixes: bool) -> Share:
+        """The pages and the scheduler of one rank's sequences."""
+        runner = self._runner
+        tables = PageTables(runner.graph.caches, Arena(runner.num_slabs))
+        prefixes = Prefixes(tables, kind_of=rotations.kind_of, reuses=reuses_prefixes)
+        scheduler = Scheduler(
+            tables,
+            max_num_seqs=runner.limits.max_num_seqs,
+            max_num_tokens=runner.limits.max_num_tokens,
+            restart_length=rotations.restart_length,
+            prefixes=prefixes,
+            most_beside=self._most_beside,
+        )
+        return Share(tables, prefixes, scheduler)
 
     # --- whole answers -----------------------------------------------------------------------------------------
 
@@ -204,7 +215,7 @@ class Engine:
             raise RequestError("engine-option-invalid", message, fix="load the bundle with backend='torch'")
         self._land()
         ids = token_ids_of(prompt, self._model, lambda: self.tokenizer, add_special_tokens=add_special_tokens)
-        return prompt_logits(ids, self._runner, self._scheduler, self._tables, self._prefixes)
+        return prompt_logits(ids, self._runner, *self._shares[0])
 
     # --- requests of a server ----------------------------------------------------------------------------------
 
@@ -275,12 +286,12 @@ class Engine:
             requests_waiting=self._scheduler.num_waiting,
             requests_running=self._scheduler.num_running,
             preemptions=self._scheduler.num_preemptions,
-            prefill_budget=self._most_beside(max(len(self._scheduler.decoding), 1)),
+            prefill_budget=self._most_beside(max(self._scheduler.most_decoding, 1)),
             tokens_reused=self._scheduler.num_tokens_reused,
-            prefix_spans=self._prefixes.num_spans,
-            slabs=self._tables.arena.num_slabs,
-            slabs_free=self._tables.arena.num_free,
-            pools=self._tables.usage(self._prefixes.reclaimable()),
+            prefix_spans=sum(share.prefixes.num_spans for share in self._shares),
+            slabs=sum(share.tables.arena.num_slabs for share in self._shares),
+            slabs_free=sum(share.tables.arena.num_free for share in self._shares),
+            pools=usage_of(self._shares),
             eager_reasons=dict(self._why_eager),
             graphs=self._runner.captures.num_captured,
             graphs_pending=self._runner.captures.num_pending,
@@ -303,7 +314,8 @@ class Engine:
     @one_thread
     def forget_prefixes(self) -> None:
         """Give up what ended requests left for reuse."""
-        self._prefixes.clear()
+        for share in self._shares:
+            share.prefixes.clear()
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -462,7 +474,7 @@ class Engine:
         """Tell the budget how long a step took, which was collected."""
         step, ticket = flight.step, flight.ticket
         if ticket.began is not None:
-            num_tokens = step.num_tokens + ticket.padding
+            num_tokens = (step.num_tokens + ticket.padding) // len(self._shares)
             self._budget.measured(num_tokens, self._runner.seconds(ticket), has_prompts=bool(step.chunks))
 
     def _hand_out(self, requests: Sequence[Request], token_ids: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def prompt_logits(
-    ids: array[int], runner: StepRunner, scheduler: Scheduler, tables: PageTables, prefixes: Prefixes
+    ids: array[int], runner: StepRunner, tables: PageTables, prefixes: Prefixes, scheduler: Scheduler
 ) -> torch.Tensor:
     """`[T, V]` float32, computed in steps of its own: of the engine, `_advance` and this alone call `Runner.launch`.
 

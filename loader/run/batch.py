@@ -16,7 +16,7 @@ from precast.ir.graph.schema import Dtype, Graph, Group
 from precast.ir.memory import caches
 from precast.ir.memory.step_inputs import STEP_INPUTS, group_inputs
 from precast.loader.schedule.decoding import DecodeBatch
-from precast.loader.schedule.requests import Chunk
+from precast.loader.schedule.requests import Chunk, Sizes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -100,6 +100,13 @@ class BatchInputs:
             made[name] = Padding(length, None if name in self._bounds else -1 if name in self._nowhere else 0)
         return made
 
+    def padded(self, arrays: Arrays, sizes: Sizes) -> Arrays:
+        """A step's arrays, made as long as those of a step of these sizes: see `padding`."""
+        padding = self.padding(sizes.num_tokens, sizes.num_seqs)
+        if "logit_rows" in padding:
+            padding["logit_rows"] = Padding(sizes.num_rows, 0)
+        return {name: longer(values, padding[name]) if name in padding else values for name, values in arrays.items()}
+
     def _decode_arrays(self, rows: DecodeBatch) -> Arrays:
         token_ids, positions, bounds, numbers = rows.tokens()
         ends = positions + 1
@@ -167,6 +174,15 @@ class BatchInputs:
         lists = {group.inputs.page_indices: num_seqs * num_pages[group.name] for group in self._groups}
         lengths = lists | dict.fromkeys({"logit_rows", *self._of_tokens}, num_tokens)
         return {name: (dtype, lengths.get(name, num_seqs + 1)) for name, (dtype, _) in self._kinds.items()}
+
+
+def longer(values: Array, padding: Padding) -> Array:
+    """The array with its padding; the same one if it is long enough."""
+    length, fill = padding
+    missing = length - len(values)
+    if not missing:
+        return values
+    return np.concatenate((values, np.full(missing, values[-1] if fill is None else fill, values.dtype)))
 
 
 def _listed(group: Group, chunk: Chunk, positions: Array) -> Listed:

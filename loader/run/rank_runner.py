@@ -49,7 +49,18 @@ class RankRunner(Runner):
         self._lead = world if isinstance(world, Lead) else None
         self._at_close: list[Callable[[], object]] = []
 
-    def launch(self, step: Step, decoding: DecodeBatch | None = None, *, is_timed: bool = False) -> Ticket:
+    @property
+    def max_order_bytes(self) -> int:
+        """The longest that rank 0 orders."""
+        return self.orders.max_bytes
+
+    def decode(self, raw: memoryview) -> tuple[Order, list[Part]]:
+        """What rank 0 has ordered this rank to do, for `obey`. Raises what `Orders.decode` raises."""
+        return self.orders.decode(raw)
+
+    def launch(
+        self, step: Step, decoding: DecodeBatch | Sequence[DecodeBatch] | None = None, *, is_timed: bool = False
+    ) -> Ticket:
         """As `StepRunner.launch`, on all ranks."""
         assert self._lead is not None, "the others obey"
         with self._lead.step():
@@ -85,8 +96,12 @@ class RankRunner(Runner):
         """As `StepRunner.capture_next`, on all ranks: what one of them can't capture is captured by none."""
         assert self._lead is not None, "the others obey"
         with self._lead.step("capture"):
-            self._lead.send(self.orders.encode(Order(Kind.CAPTURE)))
+            self._lead.send(self._message(Order(Kind.CAPTURE)))
             self._capture_together()
+
+    def _message(self, order: Order) -> list[bytes | memoryview]:
+        """An order without inputs, for all other ranks."""
+        return self.orders.encode(order)
 
     def _capture_together(self) -> None:
         """Capture the next size; it is kept if all ranks could."""
@@ -104,7 +119,7 @@ class RankRunner(Runner):
         assert self._lead is not None, "the others obey"
         if listed := list(copies):
             with self._lead.step():
-                self._lead.send(self.orders.encode(Order(Kind.COPIES, listed)))
+                self._lead.send(self._message(Order(Kind.COPIES, listed)))
                 self._copy(listed)
 
     def _fill(self, order: Order, arrays: Arrays, until: Event, layout: Layout) -> None:

@@ -114,7 +114,7 @@ class Runner(StepRunner):
         outputs: dict[str, torch.Tensor] = {}
         yield from (program.warm_up if is_warm_up else program.cut)(outputs, **self._given(tensors))
         drawing = {name: tensors[name] for name in DTYPES}
-        yield from self._drawing.captured(_logits(outputs), drawing, self._drawn[: size.num_seqs])
+        yield from self._drawing.captured(_logits(outputs), drawing, self._drawn[: self.limits.dp * size.num_seqs])
 
     def _memory(self) -> Memory:
         program, _, places = self.opened()

@@ -48,7 +48,8 @@ class Ticket(NamedTuple):
     """A step that was launched. It draws `num_rows` tokens, which `arrived` says are in `token_ids` on the host.
 
     `logits` are `[R, V]` on the device, of a step whose logits are wanted. `ran` says how it ran: "captured",
-    "piecewise", or why it ran op by op. The device works on it from `began`, if that was asked for, to `arrived`.
+    "piecewise", or why it ran op by op. The device works on it from `began`, if that was asked for, to `arrived`. The
+    tokens are the first ones of `token_ids`, or those at `rows`.
     """
 
     ran: str
@@ -58,6 +59,23 @@ class Ticket(NamedTuple):
     token_ids: npt.NDArray[np.int64]
     arrived: Event
     began: Event | None
+    rows: npt.NDArray[np.int64] | None = None
+
+
+class Given(NamedTuple):
+    """What a step is: the graph's inputs, how each row draws (nothing: the logits are wanted), and the pages that are
+    copied first; the captured `size` that it fits, or None.
+
+    `padding` tokens are of no sequence. It draws `num_rows` tokens: those of the first rows, or of `rows`.
+    """
+
+    arrays: Arrays
+    drawing: Arrays
+    copies: Sequence[PageCopy]
+    size: Size | None
+    padding: int
+    num_rows: int
+    rows: npt.NDArray[np.int64] | None
 
 
 class _Arrival(NamedTuple):
@@ -104,12 +122,12 @@ class StepRunner(ABC):
         self.native = native
         self._inputs = BatchInputs(graph)
         places = Places(sizing.capacities(graph, limits, memory.num_slabs), device)
-        num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
+        num_rows = limits.dp * limits.num_rows
         # What the last step drew, for the next one; and what two steps have drawn, for the host.
         self._drawn_bytes = device.alloc(8 * num_rows)
         self._arrivals = deque(_arrival(device.alloc(8 * num_rows, pinned=True), device) for _ in range(2))
         self._prepared = device.event()  # of the inputs of a step that is captured
-        self._sizes = {n: Size(n, min(n, num_rows)) for n in captured_sizes}
+        self._sizes = {n: Size(n, min(n, limits.num_rows)) for n in captured_sizes}
         self.captures = Captures(device, list(self._sizes.values()))
         self._largest = max(captured_sizes, default=0)
         self._layouts: dict[Size, Layout] = {}
@@ -117,44 +135,57 @@ class StepRunner(ABC):
         self._nothing = self._inputs.arrays([]) | draw_arrays(empty)
         self._held: tuple[CacheMemory, Places] | None = (memory, places)
 
-    def launch(self, step: Step, decoding: DecodeBatch | None = None, *, is_timed: bool = False) -> Ticket:
+    def launch(
+        self, step: Step, decoding: DecodeBatch | Sequence[DecodeBatch] | None = None, *, is_timed: bool = False
+    ) -> Ticket:
         """Begin a step: copy its pages, fill its inputs, run the program, draw.
 
-        `decoding` has those of `step.decodes`; None: the logits are wanted, and nothing is drawn. `is_timed`:
-        `seconds` will be asked for.
+        `decoding` has those of `step.decodes`, by rank where ranks have sequences of their own; None: the logits are
+        wanted, and nothing is drawn. `is_timed`: `seconds` will be asked for.
 
         At most two steps may be launched whose tokens are not collected. Raises RequestError after `close`, and what
         running the step raises.
         """
         self.opened()
-        arrays = self._inputs.arrays(step.chunks, decoding)
-        drawing = {} if decoding is None else draw_arrays(decoding, step.chunks)
-        num_rows = 0 if decoding is None else len(step.sampled)
-        size = None if decoding is None else self.captures.size_for(step.num_tokens)
+        given = self._inputs_for(step, decoding)
+        arrays, drawing, copies, size, padding, num_rows, rows = given
         self._arrivals.rotate()
         arrival = self._arrivals[0]
         with self.device.use(), self.device.no_autograd():
             try:
                 if is_timed:
                     arrival.began.record()
-                copies = [*step.saves, *step.restores]
-                logits, padding = None, 0
+                logits = None
                 if size is None:
                     logits = self._run_eagerly(arrays, drawing, copies, arrival.arrived)
-                    ran = self._why_eager(step.num_tokens, is_drawn=decoding is not None)
+                    ran = self._why_eager(len(arrays["input_ids"]), is_drawn=decoding is not None)
                 else:
                     order = Order(Kind.STEP, copies, size.num_tokens)
                     self._fill(order, arrays | drawing, arrival.arrived, self._layout_of(size))
                     num_graphs = self.captures.replay(size, self._memory())
-                    ran, padding = "captured" if num_graphs == 1 else "piecewise", size.num_tokens - step.num_tokens
+                    ran = "captured" if num_graphs == 1 else "piecewise"
                 # What was drawn for whatever rows; nobody waits for it here.
                 self.device.copy(arrival.pinned, self._drawn_bytes)
             finally:
                 arrival.arrived.record()
         began = arrival.began if is_timed else None
         return Ticket(
-            ran, padding, logits if decoding is None else None, num_rows, arrival.token_ids, arrival.arrived, began
-        )
+            ran, padding, logits if decoding is None else None, num_rows, arrival.token_ids, arrival.arrived, began,
+            rows,
+        )  # fmt: skip
+
+    def _inputs_for(self, step: Step, decoding: DecodeBatch | Sequence[DecodeBatch] | None) -> Given:
+        """The step's inputs on this rank."""
+        assert decoding is None or isinstance(decoding, DecodeBatch), "one rank has all sequences"
+        arrays, copies = self._inputs.arrays(step.chunks, decoding), [*step.saves, *step.restores]
+        if step.sizes is not None:
+            arrays = self._inputs.padded(arrays, step.sizes)
+        if decoding is None:
+            return Given(arrays, {}, copies, None, 0, 0, None)
+        size = self.captures.size_for(step.num_tokens)
+        padding = 0 if size is None else size.num_tokens - step.num_tokens
+        drawing = draw_arrays(decoding, step.chunks)
+        return Given(arrays, drawing, copies, size, padding, len(step.sampled), None)
 
     def collect(self, ticket: Ticket) -> list[int]:
         """Wait for a step: the token id of each row that draws, -1 (`NO_TOKEN`) where its logits are not finite."""
@@ -163,7 +194,8 @@ class StepRunner(ABC):
         ticket.arrived.synchronize()
         if self._held is not None:
             self._held[1].passed(ticket.arrived)
-        token_ids: list[int] = ticket.token_ids[: ticket.num_rows].tolist()
+        drawn = ticket.token_ids[: ticket.num_rows] if ticket.rows is None else ticket.token_ids[ticket.rows]
+        token_ids: list[int] = drawn.tolist()
         return token_ids
 
     def seconds(self, ticket: Ticket) -> float:
@@ -273,7 +305,7 @@ class StepRunner(ABC):
     def _layout_of(self, size: Size) -> Layout:
         """Places for the arrays of a captured step, and for those of what it draws."""
         if size not in self._layouts:
-            padding = self._inputs.padding(*size) | draw_padding(size.num_seqs)
+            padding = self._inputs.padding(*size) | draw_padding(self.limits.dp * size.num_seqs)
             self._layouts[size] = self._places.layout(padding)
         return self._layouts[size]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -103,17 +104,30 @@ class Chunk:
         return self.request.token_ids[self.start : self.end]
 
 
+class Sizes(NamedTuple):
+    """Tokens, sequences and rows of logits of a step: at least one of each."""
+
+    num_tokens: int
+    num_seqs: int
+    num_rows: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What is computed together: one token of each request that decodes, and chunks of others.
 
     Before that, all `saves` are copied, and then all `restores`: a page that is saved may be one to restore from.
+    `sizes`: the step is made so large by tokens and slots of no sequence, as other ranks' steps are, which compute
+    other sequences at the same time; None: it is as large as it is. Where ranks have sequences of their own, a step of
+    all of them has a step of each in `shares`, of which the copies are, too.
     """
 
     decodes: list[Request]
     chunks: list[Chunk]
     saves: list[PageCopy] = dataclasses.field(default_factory=list)
     restores: list[PageCopy] = dataclasses.field(default_factory=list)
+    sizes: Sizes | None = None
+    shares: Sequence[Step] = ()
 
     @cached_property
     def num_tokens(self) -> int:
@@ -126,4 +140,6 @@ class Step:
     @cached_property
     def sampled(self) -> list[Request]:
         """The requests that get a token, in the order of the logits' rows."""
+        if self.shares:
+            return [request for share in self.shares for request in share.sampled]
         return [*self.decodes, *(chunk.request for chunk in self.chunks if chunk.samples)]

@@ -78,8 +78,18 @@ class Scheduler:
         self._is_short = False  # of pages, in this step: one that runs was preempted as another grew
 
     @property
+    def waiting(self) -> Sequence[Request]:
+        """The requests that wait, in the order of their ranks."""
+        return self._waiting
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def most_decoding(self) -> int:
+        """How many sequences decode."""
+        return len(self.decoding)
 
     @property
     def num_running(self) -> int:

@@ -89,13 +89,25 @@ def _connected(placement: Placement, meeting: Meeting, timeout: timedelta) -> It
     store = meeting.store(placement.tp * placement.pp)
     rank, tp, device = placement.rank, placement.tp, torch.device(placement.device.name)
     if placement.pp == 1:
-        yield "tp", connect(store, rank, tp, device, timeout)
+        group = connect(store, rank, tp, device, timeout)
+        if placement.dp > 1:
+            _move_tokens(group, device)
+        yield "tp", group
         return
     if tp > 1:
         yield "tp", connect(part_of(store, f"stage/{placement.stage}"), rank, tp, device, timeout)
     stages = connect(part_of(store, f"line/{rank}"), placement.stage, placement.pp, device, timeout, sums=False)
     _exchange(stages, device)
     yield "pp", stages
+
+
+def _move_tokens(group: Connected, device: torch.device) -> None:
+    """What ranks with sequences of their own call in each layer, of one number each: see `_exchange`."""
+    x = torch.zeros(group.size, 1, device=device)
+    group.all_gather(x, x[0].clone())
+    group.reduce_scatter(x[0].clone(), x)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _exchange(stages: Connected, device: torch.device) -> None:

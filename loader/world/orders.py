@@ -88,6 +88,24 @@ class Orders:
                   np.array([(part.start, len(part.data)) for part in parts], np.int64))  # fmt: skip
         return [head, *(table.tobytes() for table in tables), *(part.data for part in parts)]
 
+    def max_bytes_of_each(self, count: int) -> int:
+        """The longest of `encode_each`, for so many followers."""
+        return count * (8 + self.max_bytes)
+
+    def encode_each(self, orders: Sequence[Sequence[bytes | memoryview]]) -> list[bytes | memoryview]:
+        """Several orders, one for each follower, as one: how long each is, int64[followers], and all of them."""
+        lengths = np.array([sum(map(len, order)) for order in orders], np.int64)
+        return [lengths.tobytes(), *(part for order in orders for part in order)]
+
+    def decode_own(self, raw: memoryview, follower: int, count: int) -> tuple[Order, list[Part]]:
+        """As `decode`, of the order for one of `count` followers, counted from 0."""
+        lengths = np.frombuffer(raw[: 8 * count], np.int64).tolist() if len(raw) >= 8 * count else []
+        if len(lengths) != count or min(lengths) < 0 or 8 * count + sum(lengths) != len(raw):
+            found = f"rank 0 sent {len(raw)} bytes that are no orders for {count} ranks"
+            raise TargetError("ranks-differ", found, fix="run the same release of precast on all ranks")
+        start = 8 * count + sum(lengths[:follower])
+        return self.decode(raw[start : start + lengths[follower]])
+
     def decode(self, raw: memoryview) -> tuple[Order, list[Part]]:
         """The order that these bytes are, and the inputs, which lie in `raw`.
 

@@ -12,6 +12,7 @@ import pytest
 
 import precast
 from precast.check.shards import prove, unsharded
+from precast.ir.graph.data_parallel import refusal
 from precast.ir.graph.schema import Graph
 
 WORLDS = {
@@ -44,6 +45,10 @@ def test_ranks_together_give_the_logits_of_one(variant: str, tmp_path: Path) -> 
     alone = unsharded(bundle, tmp_path / "ckpt")
     for tp, ep in (world for world in worlds if 1 < world[0] <= 4):
         assert prove(bundle, tmp_path / "ckpt", tp=tp, ep=ep, alone=alone).holds
+        if refusal(bundle.graph, tp, tp) is None:
+            assert prove(bundle, tmp_path / "ckpt", tp=tp, ep=ep, dp=tp, alone=alone).holds
+        else:
+            assert variant == "mamba"
 
 
 def worlds_of(graph: Graph) -> list[tuple[int, int]]:

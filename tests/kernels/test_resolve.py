@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph.schema import Arg, Const, Dtype, Expr, Node, Ref, TensorType, Value
-from precast.ir.graph.symbols import add, evaluate
+from precast.ir.graph.symbols import add, evaluate, mul
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops import table as ops
 from precast.kernels.choices import Case, all_records, cases, records_of, resolve, workspace
@@ -729,3 +729,44 @@ def test_ref_arguments_alone_are_operands() -> None:
 
     assert {arg for arg, value in use.node.args.items() if isinstance(value, Ref)} == use.operands.keys()
     assert not use.has("sinks")
+
+
+def product_over(rows: Expr, target: Target) -> Use:
+    """A linear layer over so many rows."""
+    x, weight = (TensorType("bfloat16", shape) for shape in ((1, rows, 256), (512, 256)))
+    made = Value("y", TensorType("bfloat16", (1, rows, 512)))
+    node = Node("aten.linear.default", {"input": Ref("x"), "weight": Ref("w")}, (made,))
+    return use_of(node, {"x": x, "w": weight}, target, {"w"})
+
+
+def ranges(use: Use, symbol: str) -> list[tuple[str, int, int | None]]:
+    return [(case.choice.record.name, *case.sizes[symbol]) for case in cases(use)]
+
+
+def test_with_the_tokens_of_all_ranks_a_step_of_each_has_fewer() -> None:
+    four = GPU._replace(tp=4)
+    assert ranges(product_over("T", four), "T") == [
+        ("torch.linear.default", 0, 0), ("cuda.linear", 1, 2), ("cuda.linear_from_3", 3, 8),
+        ("cublaslt.linear", 9, None),
+    ]  # fmt: skip
+
+    assert ranges(product_over(mul(4, "T"), four), "T") == [
+        ("torch.linear.default", 0, 0), ("cuda.linear_from_3", 1, 2), ("cublaslt.linear", 3, None),
+    ]  # fmt: skip
+    assert ranges(product_over(mul(4, "R"), four), "R")[-1] == ("cublaslt.linear_of_logits", 3, None)
+    assert resolve(product_over(mul(4, "T"), four), {"T": 2}).record.name == "cuda.linear_from_3"
+    assert resolve(product_over(mul(4, "T"), four), {"T": 3}).record.name == "cublaslt.linear"
+
+
+def test_other_multiples_of_tokens_are_no_tokens_of_ranks() -> None:
+    assert [case.choice.record.name for case in cases(product_over(mul(4, "T"), GPU))] == ["torch.linear.default"]
+    assert [case.choice.record.name for case in cases(product_over(mul(3, "T"), PAIR))] == ["torch.linear.default"]
+
+
+def test_launches_are_over_the_tokens_of_all_ranks() -> None:
+    use = product_over(mul(2, "T"), PAIR)
+    runs = next(case.choice.record.runs for case in cases(use) if case.choice.record.name == "cuda.linear")
+
+    assert not isinstance(runs, str)
+    (launch,) = runs(use)
+    assert mul(2, "T") in launch.args

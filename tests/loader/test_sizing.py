@@ -11,11 +11,12 @@ from tiny import tiny_graph
 
 from precast.ir.errors import RequestError, TargetError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Expr, Graph
+from precast.ir.graph.schema import Expr, Graph, Symbol
 from precast.ir.memory import caches
 from precast.kernels import step_memory
 from precast.kernels.registry import target_of
 from precast.kernels.use import Target
+from precast.loader.run.draws import DTYPES
 from precast.loader.run.places import places_bytes
 from precast.loader.sizing import (
     CUDA_FRACTION,
@@ -199,3 +200,21 @@ def test_where_all_has_its_memory_nothing_else_is_set_apart_for_steps() -> None:
     assert planned.activations == addresses.num_bytes < counted.activations
     assert 0 < planned.graphs < counted.graphs
     assert (planned.inputs, planned.reserve) == (counted.inputs, counted.reserve)
+
+
+def test_of_ranks_with_sequences_of_their_own_each_draws_the_rows_of_all() -> None:
+    alone, shared = (capacities(GRAPH, EngineLimits(30, 256, 640, dp=dp), 100) for dp in (1, 4))
+
+    assert {name: length // alone[name][1] for name, (_, length) in shared.items()} == {
+        name: 4 if name in DTYPES else 1 for name in alone
+    }
+
+
+def test_a_step_of_all_ranks_has_no_more_tokens_than_the_graph_takes() -> None:
+    graph = msgspec.structs.replace(GRAPH, symbols=tuple(
+        Symbol("T", 1, 512) if symbol.name == "T" else symbol for symbol in GRAPH.symbols
+    ))  # fmt: skip
+    check_limits(graph, EngineLimits(8, 256, 64, dp=2))
+
+    with pytest.raises(RequestError, match=r"max_num_tokens is 257 of each of 2 ranks, and a step .* at most 512"):
+        check_limits(graph, EngineLimits(8, 257, 64, dp=2))

@@ -1,7 +1,8 @@
 """A decoder in miniature for tests of the engine: float32, random weights, windowed and full layers, no bundle.
 
-With `state` a recurrence stands before the layers, with `tp` heads are split over ranks. `reference_logits` is the same
-model in plain torch, without pages, chunks or batches: the two share their weights only.
+With `state` a recurrence stands before the layers, with `mlp` each has a feed-forward layer, with `tp` heads and
+channels are split over ranks. `reference_logits` is the same model in plain torch, without pages, chunks or batches:
+the two share their weights only.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from precast.ir.manifest import ModelInfo
 
 HIDDEN, HEADS, KV_HEADS, HEAD, VOCAB = 16, 4, 2, 4, 48
 QUERY, KEY = HEADS * HEAD, KV_HEADS * HEAD
+CHANNELS = 12
 EPS = 1e-6
 
 Groups = dict[str, tuple[int | None, int, str]]
@@ -77,7 +79,7 @@ def tiny_model(max_seq_len: int = 64, eos: tuple[int, ...] = ()) -> ModelInfo:
     return ModelInfo("TinyForCausalLM", "tiny", "float32", VOCAB, max_seq_len, len(LAYERS), 1, eos_token_ids=eos)
 
 
-def random_weights(seed: int = 0, num_layers: int = len(LAYERS)) -> dict[str, torch.Tensor]:
+def random_weights(seed: int = 0, num_layers: int = len(LAYERS), *, mlp: bool = False) -> dict[str, torch.Tensor]:
     """The params and the constant by name: large enough that the likeliest token depends on the context."""
     made = torch.Generator().manual_seed(seed)
 
@@ -89,6 +91,9 @@ def random_weights(seed: int = 0, num_layers: int = len(LAYERS)) -> dict[str, to
         weights[f"layers.{i}.norm"] = 1 + 0.1 * normal(HIDDEN)
         for part, rows, columns in (("q", QUERY, HIDDEN), ("k", KEY, HIDDEN), ("v", KEY, HIDDEN), ("o", HIDDEN, QUERY)):
             weights[f"layers.{i}.{part}"] = 0.7 * normal(rows, columns)
+    for i in range(num_layers if mlp else 0):
+        weights[f"layers.{i}.up"] = 0.7 * normal(CHANNELS, HIDDEN)
+        weights[f"layers.{i}.down"] = 0.7 * normal(HIDDEN, CHANNELS)
     weights["inv_freq"] = torch.tensor([1.0, 0.1])
     return weights
 
@@ -101,7 +106,7 @@ def reference_logits(
     *,
     state: bool = False,
 ) -> torch.Tensor:
-    """Logits `[T, VOCAB]` of the whole sequence at once."""
+    """Logits `[T, VOCAB]` of the whole sequence at once. There are feed-forward layers if they have weights."""
     count = len(token_ids)
     positions = torch.arange(count)
     angles = positions[:, None] * weights["inv_freq"]
@@ -135,6 +140,8 @@ def reference_logits(
         scores = torch.einsum("qhd,khd->hqk", q, k) * 0.5
         shares = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         x = x + torch.einsum("hqk,khd->qhd", shares, v).reshape(count, QUERY) @ weights[f"layers.{i}.o"].T
+        if f"layers.{i}.up" in weights:
+            x = x + (x @ weights[f"layers.{i}.up"].T).tanh() @ weights[f"layers.{i}.down"].T
     return x @ weights["head"].T
 
 
@@ -158,8 +165,9 @@ def reference_answer(
 
 
 def tiny_graph(
-    groups: Groups | None = None, layers: Sequence[str] = LAYERS, *, state: bool = False, tp: bool = False
-) -> Graph:
+    groups: Groups | None = None, layers: Sequence[str] = LAYERS, *, state: bool = False, tp: bool = False,
+    mlp: bool = False,
+) -> Graph:  # fmt: skip
     """The graph of the layers, by default over `near` (window 6) and `far` (full), each with a pool of its own.
 
     With `tp` its symbols `tp`, `ep` and `rank` are those of up to 4 ranks, and its layers can be two stages.
@@ -171,7 +179,7 @@ def tiny_graph(
     inputs += [value for name in groups for value in _group_values(name)]
     if state:
         inputs.append(_value("slot_ids", "B", dtype="int32"))
-    params = {name: tensor for name, tensor in random_weights(0, len(layers)).items() if name != "inv_freq"}
+    params = {name: tensor for name, tensor in random_weights(0, len(layers), mlp=mlp).items() if name != "inv_freq"}
     return Graph(
         symbols=(
             *(Symbol(name, 1) for name in ("T", "B", "R")),
@@ -182,8 +190,8 @@ def tiny_graph(
         inputs=(*inputs, _value("logit_rows", "R", dtype="int64")),
         params=tuple(_param(name, tuple(tensor.shape), heads) for name, tensor in params.items()),
         constants=(_value("inv_freq", HEAD // 2),),
-        blocks=tuple(_block(name, groups, heads) for name in groups),
-        main=_main(groups, layers, state),
+        blocks=tuple(_block(name, groups, heads, mlp) for name in groups),
+        main=_main(groups, layers, state, mlp),
         outputs={"logits": "logits"},
         caches=CachePlan(
             pools=tuple(Pool(pool, f"P_{pool}") for pool in pools),
@@ -204,14 +212,27 @@ def _param(name: str, shape: tuple[int, ...], heads: Heads) -> Param:
     """A param, whole or this rank's part of it."""
     recipe: Recipe = Read(name, shape)
     part, sizes = name.rpartition(".")[2], list[Expr](shape)
-    of_rank = {"q": (0, heads.query, HEADS), "k": (0, heads.kv, KV_HEADS), "v": (0, heads.kv, KV_HEADS),
-               "o": (1, heads.query, HEADS)}  # fmt: skip
+    kv, kv_first = symbols.mul(HEAD, heads.kv), symbols.mul(HEAD, _first(KV_HEADS))
+    query, first, channels = symbols.mul(HEAD, heads.query), symbols.mul(HEAD, _first(HEADS)), _channels(heads)
+    of_rank = {
+        "q": (0, query, first), "k": (0, kv, kv_first), "v": (0, kv, kv_first),
+        "o": (1, query, first), "up": (0, channels, symbols.mul("rank", channels)),
+        "down": (1, channels, symbols.mul("rank", channels)),
+    }  # fmt: skip
     if heads != WHOLE and part in of_rank:
-        dim, count, total = of_rank[part]
-        sizes[dim] = symbols.mul(HEAD, count)
-        first = symbols.floordiv(symbols.mul("rank", total), "tp")
-        recipe = Slice(recipe, dim, symbols.mul(HEAD, first), sizes[dim])
+        dim, sizes[dim], start = of_rank[part]
+        recipe = Slice(recipe, dim, start, sizes[dim])
     return Param(name, TensorType("float32", tuple(sizes)), Cast(recipe, "float32"))
+
+
+def _first(count: int) -> Expr:
+    """The first of a rank's share of so many heads."""
+    return symbols.floordiv(symbols.mul("rank", count), "tp")
+
+
+def _channels(heads: Heads) -> Expr:
+    """Of a feed-forward layer, on one rank."""
+    return CHANNELS if heads == WHOLE else symbols.floordiv(CHANNELS, "tp")
 
 
 _value = partial(value, dtype="float32")
@@ -268,13 +289,14 @@ def _rotated(source: str, name: str, heads: Expr) -> Node:
     return node("precast.rotary", result, x=Ref(source), cos=Ref("cos"), sin=Ref("sin"), interleaved=Const(False))
 
 
-def _block(name: str, groups: Groups, heads: Heads) -> Block:
+def _block(name: str, groups: Groups, heads: Heads, mlp: bool) -> Block:
     """One layer over the cache of group `name`: x [1, T, 16] -> y [1, T, 16]."""
     tables = (_value("cos", 1, "T", HEAD // 2), _value("sin", 1, "T", HEAD // 2))
     query, key = symbols.mul(HEAD, heads.query), symbols.mul(HEAD, heads.kv)
     shapes: tuple[tuple[str, tuple[Expr, ...]], ...] = (
         ("norm", (HIDDEN,)), ("q", (query, HIDDEN)), ("k", (key, HIDDEN)), ("v", (key, HIDDEN)), ("o", (HIDDEN, query)),
     )  # fmt: skip
+    shapes += (("up", (_channels(heads), HIDDEN)), ("down", (HIDDEN, _channels(heads)))) if mlp else ()
     summed = node("precast.all_reduce", _value("all", 1, "T", HIDDEN), x=Ref("out"), group=Const("tp"))
     pages = {part: Ref(f"{part}_{name}") for part in ("page_indices", "page_indptr", "page_start")}
     window, chunk = rule_of(name, groups)
@@ -304,10 +326,24 @@ def _block(name: str, groups: Groups, heads: Heads) -> Block:
             node("aten.reshape.default", _value("flat", 1, "T", query), self=Ref("seen"), shape=ints(1, "T", query)),
             _projected("flat", "w.o", "out", HIDDEN),
             *(() if heads == WHOLE else (summed,)),
-            node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("x"),
+            node("aten.add.Tensor", _value("mid" if mlp else "y", 1, "T", HIDDEN), self=Ref("x"),
                   other=Ref("out" if heads == WHOLE else "all")),
+            *(_feed_forward(heads) if mlp else ()),
         ),
         outputs=("y",),
+    )  # fmt: skip
+
+
+def _feed_forward(heads: Heads) -> tuple[Node, ...]:
+    """y = mid + down(tanh(up(mid)))."""
+    summed = node("precast.all_reduce", _value("down_all", 1, "T", HIDDEN), x=Ref("down"), group=Const("tp"))
+    return (
+        _projected("mid", "w.up", "up", _channels(heads)),
+        node("aten.tanh.default", _value("act", 1, "T", _channels(heads)), self=Ref("up")),
+        _projected("act", "w.down", "down", HIDDEN),
+        *(() if heads == WHOLE else (summed,)),
+        node("aten.add.Tensor", _value("y", 1, "T", HIDDEN), self=Ref("mid"),
+             other=Ref("down" if heads == WHOLE else "down_all")),
     )  # fmt: skip
 
 
@@ -317,8 +353,10 @@ def rule_of(name: str, groups: Groups) -> tuple[int | None, int | None]:
     return (None, size) if name.startswith("chunk") else (size, None)
 
 
-def _call(i: int, name: str) -> Call:
-    bound = {f"w.{part}": f"layers.{i}.{part}" for part in ("norm", "q", "k", "v", "o")}
+def _call(i: int, name: str, mlp: bool) -> Call:
+    bound = {
+        f"w.{part}": f"layers.{i}.{part}" for part in ("norm", "q", "k", "v", "o", *(("up", "down") if mlp else ()))
+    }
     bound |= {"x": f"x{i}", "cache.k": f"layers.{i}.cache.k", "cache.v": f"layers.{i}.cache.v"}
     bound |= {same: same for same in ("cos", "sin", *(value.name for value in (*_metadata(), *_group_values(name))))}
     return Call(name, bound, (_value(f"x{i + 1}", 1, "T", HIDDEN),))
@@ -336,7 +374,7 @@ def _mixed() -> tuple[Node, ...]:
     )  # fmt: skip
 
 
-def _main(groups: Groups, layers: Sequence[str], state: bool) -> tuple[Node | Call, ...]:
+def _main(groups: Groups, layers: Sequence[str], state: bool, mlp: bool) -> tuple[Node | Call, ...]:
     embedded = _value("embedded" if state else "x0", 1, "T", HIDDEN)
     tables = (_value("cos", 1, "T", HEAD // 2), _value("sin", 1, "T", HEAD // 2))
     return (
@@ -344,7 +382,7 @@ def _main(groups: Groups, layers: Sequence[str], state: bool) -> tuple[Node | Ca
               scale=Const(1.0), dtype=DtypeArg("float32")),
         node("precast.embedding", embedded, ids=Ref("input_ids"), weight=Ref("embed")),
         *(_mixed() if state else ()),
-        *(_call(i, name) for i, name in enumerate(layers)),
+        *(_call(i, name, mlp) for i, name in enumerate(layers)),
         node("precast.gather_rows", _value("wanted", 1, "R", HIDDEN), x=Ref(f"x{len(layers)}"),
               rows=Ref("logit_rows")),
         node("aten.linear.default", _value("logits", 1, "R", VOCAB), input=Ref("wanted"), weight=Ref("head")),

@@ -31,8 +31,11 @@ def write(path: Path, graph: Graph | None = None) -> Path:
     return path
 
 
-def write_checkpoint(path: Path) -> Path:
+def write_checkpoint(path: Path, *, mlp: bool = False) -> Path:
     """The tiny model's weights."""
     path.mkdir(exist_ok=True)
-    save_file({name: tensor for name, tensor in WEIGHTS.items() if name != "inv_freq"}, path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in random_weights(mlp=mlp).items() if name != "inv_freq"},
+        path / "model.safetensors",
+    )
     return path

@@ -101,7 +101,7 @@ def cover(model_type: str) -> Row:
     """Cover one model type in this process. Raises whatever the model's own code raises."""
     row = Row(model_type, _architecture(model_type), "red")
     try:
-        config = _config(model_type)
+        config = config_of(model_type)
     except (StrictDataclassError, ValueError, TypeError) as error:
         return _red(row, f"transformers refuses its own default config: {_sentence(str(error))}")
     outside = _outside(config)
@@ -127,7 +127,7 @@ def split(model_type: str) -> Row:
     row = Row(model_type, _architecture(model_type), "green")
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "checkpoint"
-        random_model(shrink(_config(model_type))).save_pretrained(weights)
+        random_model(shrink(config_of(model_type))).save_pretrained(weights)
         bundle = build(weights, Path(folder) / "bundle", dtype="float32")
         found = list(proofs(bundle, weights, most=MAX_RANKS))
     rows = bundle.graph.shards.rows
@@ -145,7 +145,8 @@ def worlds_text(found: Sequence[Proof]) -> str:
     return (over or "1") + (f"; experts {parts}" if parts else "")
 
 
-def _config(model_type: str) -> Any:
+def config_of(model_type: str) -> Any:
+    """The type's default config, completed where that alone makes no model."""
     return CONFIG_MAPPING[model_type](**COMPLETIONS.get(model_type, {}))
 
 

@@ -49,6 +49,9 @@ RANKS = together(
     ),
     click.option("--pp", type=int, default=1, metavar="P", help="Stages that have the layers, each of --tp ranks."),
     click.option(
+        "--dp", type=int, default=1, metavar="N", help="As many as --tp: each rank has sequences of its own, or 1."
+    ),
+    click.option(
         "--world-port", type=int, metavar="PORT", help="Rank 0 listens there for the others. Default: a free one."
     ),
     click.option(
@@ -177,12 +180,12 @@ def _loaded(bundle: Path | str, asked: Asked, *, trust: Path | None, **options: 
     check_prompts(prompts, params, opened.manifest.model, lambda: tokenizer, add_special_tokens=add_special_tokens)
     from precast.loader.load import load
 
-    engine = load(opened, trust=rules, processes=_early_ranks(options["tp"], options["pp"]), **options)
+    engine = load(opened, trust=rules, processes=_early_ranks(options["tp"], options["pp"], options["dp"]), **options)
     engine.tokenizer = tokenizer
     return engine
 
 
-def _early_ranks(tp: int | None, pp: int) -> Processes | None:
+def _early_ranks(tp: int | None, pp: int, dp: int) -> Processes | None:
     """Processes for the ranks that `load` will start, which import torch while this one does."""
     from precast.loader.placement import check_world
     from precast.loader.world.processes import Processes
@@ -191,7 +194,7 @@ def _early_ranks(tp: int | None, pp: int) -> Processes | None:
     tp = 1 if tp is None else tp
     if tp * pp == 1 or launched() is not None:
         return None
-    check_world(tp, 1, pp=pp)
+    check_world(tp, 1, pp=pp, dp=dp)
     return Processes(tp * pp)
 
 

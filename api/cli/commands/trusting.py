@@ -52,6 +52,9 @@ SIGNERS = together(
 @click.option(
     "--pp", type=int, metavar="P", help="Divide the layers over P stages, of --shards ranks each.  [default: 1]"
 )
+@click.option(
+    "--dp", type=int, metavar="N", help="Of --shards: N gives each of N ranks sequences of its own.  [default: 1]"
+)
 @SIGNERS
 @TRUST
 @click.option(
@@ -61,7 +64,7 @@ SIGNERS = together(
 @AS_JSON
 def verify(
     bundle: Path | str, weights: str | None, weights_timeout: float, shards: int | None, ep: int | None,
-    pp: int | None, keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...],
+    pp: int | None, dp: int | None, keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...],
     attestations: tuple[str, ...], trust: Path | None, repository: str | None, plain_http: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Check BUNDLE byte by byte, its graph rule by rule, who signed it, and --weights, config and recipes.
@@ -71,6 +74,8 @@ def verify(
     """
     if ep is not None and shards is None:
         raise click.UsageError("--ep goes with --shards")
+    if dp is not None and shards is None:
+        raise click.UsageError("--dp goes with --shards")
     from precast.cli import trust as trusting
     from precast.cli.show import Report
     from precast.ir.artifact import Bundle
@@ -89,7 +94,8 @@ def verify(
     if shards is not None or pp is not None:
         from precast.cli.shards_proof import proof_of
 
-        reports.append(proof_of(opened, 1 if shards is None else shards, ep or 1, 1 if pp is None else pp))
+        tp, stages, shares = (1 if each is None else each for each in (shards, pp, dp))
+        reports.append(proof_of(opened, tp, ep or 1, stages, shares))
     fields = {name: value for each in reports for name, value in each.fields.items()}
     print_report(Report(fields, "\n".join(each.text for each in reports)), as_json)
     if "shards" in fields and not fields["shards"]["holds"]:

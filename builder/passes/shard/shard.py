@@ -101,6 +101,8 @@ SHARD = LoweredPass("shard", 1, shard, "shard")
 def _split_layers(system: System) -> Iterator[Outcome]:
     for layer in layers(system):
         if system.dims((layer.function, layer.value)):
+            if layer.kind == "head":
+                yield Outcome(layer, "", frozenset())  # its weights are the embedding's, which has them in its row
             continue  # its caches are those of a layer that is split, and it with them
         reason = ""
         for attempt, through_norms in zip(layer.attempts, layer.through_norms, strict=False):

@@ -73,6 +73,32 @@ def test_worlds_that_the_bundle_excludes_are_named(bundle: Path, command: Comman
     assert re.search("3, and the bundle can be split over 1, 2", said.stderr)
 
 
+def test_each_rank_with_sequences_of_its_own(bundle: Path, command: Command) -> None:
+    said = command("verify", bundle, "--shards", "2", "--dp", "2", "--json")
+
+    found = json.loads(said.stdout)["shards"]
+    assert (said.exit_code, found["tp"], found["dp"], found["holds"]) == (0, 2, 2, True)
+    alike = json.loads(command("verify", bundle, "--shards", "2", "--json").stdout)["shards"]
+    assert found["rank_bytes"][0] > alike["rank_bytes"][0], "attention is whole on each rank"
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["--shards", "4", "--dp", "2"], "dp is 2, and tp is 4: either each of the ranks .* give 4, or 1"),
+        (["--shards", "2", "--dp", "2", "--pp", "2"], "dp is 2, and pp is 2: stages share all sequences"),
+        (["--dp", "2"], "--dp goes with --shards"),
+    ],
+)
+def test_numbers_of_ranks_that_cannot_have_sequences_of_their_own(
+    options: list[str], found: str, bundle: Path, command: Command
+) -> None:
+    said = command("verify", bundle, *options)
+
+    assert said.exit_code == 2
+    assert re.search(found, said.stderr)
+
+
 @pytest.mark.usefixtures("large")
 def test_what_does_not_fit_into_memory_is_refused_with_its_sizes(
     bundle: Path, command: Command, monkeypatch: pytest.MonkeyPatch

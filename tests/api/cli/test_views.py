@@ -558,3 +558,38 @@ def test_stages_are_shown_with_their_layers(bundle: Path, command: Command) -> N
     assert re.search(
         rf"stages \(pp\) +layers of each +parameters of the largest\n.*\n{layers} +{one_each} ", text, re.S
     )
+
+
+def test_what_ranks_with_sequences_of_their_own_change_is_shown(bundle: Path, command: Command) -> None:
+    fields, text = fields_of(command, "inspect", bundle, "--shards"), command("inspect", bundle, "--shards").stdout
+
+    layers = sum(isinstance(step, Call) for step in Bundle.open(bundle).graph.main)
+    assert fields["dp"]["refused"] is None
+    assert {each["kind"]: (each["tokens"], each["layers"]) for each in fields["dp"]["shards"]} == {
+        "attention": ("own", layers),
+        "feed-forward": ("all", layers),
+        "embedding": ("all", 1),
+        "head": ("all", 1),
+    }
+    assert fields["replicated_share"] < fields["dp"]["replicated_share"] < 1
+    assert re.search(rf"with sequences of their own \(dp\) +tokens +layers\nattention +own +{layers}\n", text)
+
+
+def test_why_ranks_of_a_model_have_no_sequences_of_their_own_is_shown(tmp_path: Path, command: Command) -> None:
+    families.make_config("mamba").save_pretrained(tmp_path)
+    command("build", tmp_path, "-o", tmp_path / "b")
+
+    text = command("inspect", tmp_path / "b", "--shards").stdout
+
+    assert "no sequences of their own (dp): nothing of this model's layers would stay split" in text
+
+
+def test_a_head_that_is_tied_to_the_embedding_has_a_row(tmp_path: Path, command: Command) -> None:
+    families.make_config("llama-tied-bias").save_pretrained(tmp_path)
+    command("build", tmp_path, "-o", tmp_path / "b")
+
+    rows = {row["kind"]: row for row in fields_of(command, "inspect", tmp_path / "b", "--shards")["shards"]}
+
+    assert rows["embedding"]["params"] == ["model.embed_tokens.weight"]
+    head = {name: rows["head"][name] for name in ("mode", "params", "units", "collective")}
+    assert head == {"mode": "vocab", "params": [], "units": 131, "collective": "all_gather"}

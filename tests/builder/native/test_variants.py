@@ -23,7 +23,7 @@ from precast.kernels.dtypes import BY_NAME
 from precast.kernels.launch import launched_of
 from precast.kernels.records import Launch, Pointer, Record, Stride
 from precast.kernels.registry import Implementation, function_of
-from precast.kernels.step_launches import Address, step_launches
+from precast.kernels.step_launches import Address, GraphLaunches, step_launches
 from precast.kernels.use import GPU, Target, Use
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.program.restore import restore
@@ -50,16 +50,16 @@ def random_sizes(graph: Graph, draw: random.Random) -> dict[str, int]:
     return others | {"T": tokens, "B": sequences, "R": draw.randint(1, sequences)}
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_the_launch_of_any_step_finds_its_kernel(graph: Graph, target: str) -> None:
-    gpu, draw = Target.parse(target), random.Random(7)
+@pytest.mark.parametrize("gpu", [Target.parse("sm_80"), GPU, GPU.without_torch], ids=["sm_80", "sm_90", "no torch"])
+def test_the_launch_of_any_step_finds_its_kernel(graph: Graph, gpu: Target) -> None:
+    draw = random.Random(7)
     by_key: dict[str, list[Any]] = {}
     for variant in variants(graph, [gpu]):
         by_key.setdefault(variant.key, []).append(variant)
 
     asked = 0
     for _ in range(40):
-        for launch in engine_launches(graph, gpu, random_sizes(graph, draw)):
+        for launch in engine_launches(GraphLaunches(graph, gpu), random_sizes(graph, draw)):
             if launch.key:
                 found, values = by_key.get(launch.key, []), launch.values()
                 assert any(takes(each.aligned, each.ones, (), values) for each in found), launch
@@ -104,7 +104,7 @@ def recorded(use: Use, into: list[tuple[Any, ...]]) -> tuple[Implementation, ...
 def _implementation(sizes: Any, record: Record, use: Use, into: list[tuple[Any, ...]]) -> Implementation:
     if isinstance(record.runs, str):
         # A function of Triton's kernels has no device here: the reference computes the same.
-        is_torch = record.kind == "torch"
+        is_torch = record.kind in ("torch", "view")
         others = records_of(record.op, use.node.version)
         known = record if is_torch else next(each for each in others if each.name.startswith("reference."))
         return Implementation(sizes, function_of(known), known.allocates, known.control == "host")

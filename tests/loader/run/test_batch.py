@@ -16,7 +16,7 @@ from precast.ir.graph.schema import Graph, StateGroup, StateSpec, TensorType, Va
 from precast.loader.cache.tables import SequenceTable
 from precast.loader.run.batch import BatchInputs
 from precast.loader.schedule.decoding import DecodeBatch
-from precast.loader.schedule.requests import Chunk, Request
+from precast.loader.schedule.requests import Chunk, Request, Sizes
 
 GRAPH = tiny_graph()
 
@@ -204,6 +204,22 @@ def test_padding_is_empty_slots_and_tokens_of_no_sequence() -> None:
         "page_indptr_far": [0, 1, 1, 1], "page_start_far": [0, 0, 0],
         "slot_mapping_far": [*slots["slot_mapping_far"], -1, -1],
     }  # fmt: skip
+
+
+def test_a_step_is_made_as_large_as_those_of_other_ranks() -> None:
+    inputs = BatchInputs(GRAPH)
+    arrays = inputs.arrays([chunk(3, [7, 8], near=[4, 5], far=[2])])
+
+    padded = inputs.padded(arrays, Sizes(num_tokens=4, num_seqs=3, num_rows=2))
+
+    assert {name: len(padded[name]) for name in ("input_ids", "slot_mapping_far", "cu_seqlens", "logit_rows")} == {
+        "input_ids": 4, "slot_mapping_far": 4, "cu_seqlens": 4, "logit_rows": 2,
+    }  # fmt: skip
+    assert padded["slot_mapping_near"].tolist()[2:] == [-1, -1]
+    assert padded["cu_seqlens"].tolist() == [0, 2, 2, 2]
+    assert padded["page_indices_near"] is arrays["page_indices_near"]
+    assert all(padded[name].dtype == values.dtype for name, values in arrays.items())
+    assert inputs.padded(arrays, Sizes(2, 1, 1)) == arrays
 
 
 def test_without_wanted_logits_there_is_one_row_to_ignore() -> None:

@@ -59,3 +59,31 @@ def test_bytes_that_are_no_order_are_refused(bad: bytes, why: str) -> None:
     with pytest.raises(TargetError, match=why) as error:
         ORDERS.decode(memoryview(bad))
     assert error.value.code == "ranks-differ"
+
+
+def test_each_follower_reads_its_own_of_several_orders() -> None:
+    orders = [Order(Kind.STEP, [], 8, num_rows=2), Order(Kind.STEP, [PageCopy("far", 1, 2)], 8, num_rows=2)]
+    parts = [[Part(0, memoryview(b"12345678"))], [Part(4, memoryview(b"ab"))]]
+    each = [ORDERS.encode(order, own) for order, own in zip(orders, parts, strict=True)]
+
+    sent = b"".join(ORDERS.encode_each(each))
+
+    for follower, order in enumerate(orders):
+        found, inputs = ORDERS.decode_own(memoryview(sent), follower, 2)
+        assert found == order
+        assert [(part.start, bytes(part.data)) for part in inputs] == [
+            (part.start, bytes(part.data)) for part in parts[follower]
+        ]
+    assert len(sent) <= ORDERS.max_bytes_of_each(2)
+
+
+@pytest.mark.parametrize("change", ["", "x", "one order"])
+def test_bytes_that_are_no_orders_for_all_are_refused(change: str) -> None:
+    each = ORDERS.encode(Order(Kind.CAPTURE))
+    sent = b"".join(ORDERS.encode_each([each] * 2))
+    bad = {"": sent[:9], "x": sent + b"x", "one order": b"".join(ORDERS.encode_each([each]))}[change]
+
+    with pytest.raises(TargetError, match=f"{len(bad)} bytes that are no orders for 2 ranks") as error:
+        ORDERS.decode_own(memoryview(bad), 0, 2)
+
+    assert error.value.code == "ranks-differ"

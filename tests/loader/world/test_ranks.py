@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
@@ -18,7 +19,7 @@ import pytest
 import torch
 from file_server import serving
 from lost_rank import lose_a_rank
-from tiny import reference_answer, tiny_graph
+from tiny import random_weights, reference_answer, tiny_graph
 from tiny_world import WEIGHTS, write, write_checkpoint
 
 from precast.ir.errors import RequestError
@@ -48,20 +49,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(path / "split.bundle")
     write(path / "state.bundle", tiny_graph(state=True, tp=True))
     write(path / "whole.bundle", tiny_graph())
+    write(path / "mlp.bundle", tiny_graph(tp=True, mlp=True))
+    write(path / "state-mlp.bundle", tiny_graph(state=True, tp=True, mlp=True))
     write_checkpoint(path / "ckpt")
+    write_checkpoint(path / "mlp-ckpt", mlp=True)
     return path
 
 
 def loaded(folder: Path, bundle: str = "split.bundle", *, device: str = "cpu", **options: Any) -> Engine:
-    return load(folder / bundle, weights=folder / "ckpt", device=device, **options)
+    weights = folder / ("mlp-ckpt" if "mlp" in bundle else "ckpt")
+    return load(folder / bundle, weights=weights, device=device, **options)
 
 
 def tokens(engine: Engine, params: Any = GREEDY, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
     return [output.token_ids for output in engine.generate(list(prompts), params)]
 
 
-def expected(*, state: bool = False) -> list[list[int]]:
-    return [reference_answer(WEIGHTS, prompt, 12, state=state) for prompt in PROMPTS]
+def expected(*, state: bool = False, mlp: bool = False) -> list[list[int]]:
+    weights = random_weights(mlp=True) if mlp else WEIGHTS
+    return [reference_answer(weights, prompt, 12, state=state) for prompt in PROMPTS]
 
 
 def pid_of(engine: Engine, rank: int) -> int:
@@ -103,6 +109,77 @@ def test_ranks_give_the_tokens_of_one_process(world: dict[str, int], bundle: str
             os.kill(pid, 0)
 
 
+@pytest.mark.parametrize(
+    ("tp", "bundle", "slabs"), [(2, "state-mlp.bundle", 9), (2, "mlp.bundle", 9), (4, "mlp.bundle", 9)]
+)
+def test_ranks_with_sequences_of_their_own_give_the_tokens_of_one_process(
+    tp: int, bundle: str, slabs: int, folder: Path
+) -> None:
+    """Each with a cache that is too small for all of its prompts at once; and of four ranks some have none."""
+    options: dict[str, Any] = {"max_num_tokens": 7, "max_num_seqs": 4}
+    wanted, prompts = expected(state="state" in bundle, mlp=True) * 2, PROMPTS * 2
+    with loaded(folder, bundle, **options) as alone:
+        drawn, logits = tokens(alone, DRAWN), alone.logits(PROMPTS[1])
+    with loaded(folder, bundle, tp=tp, dp=tp, cache_bytes=1024 * slabs, **options) as engine:
+        assert tokens(engine, prompts=prompts) == wanted
+        assert engine.stats.preemptions > 0
+        assert tokens(engine, DRAWN) == drawn
+        reused = engine.stats.tokens_reused
+        for _ in range(2):
+            assert tokens(engine, prompts=PROMPTS[1:2]) == wanted[1:2]
+        assert engine.stats.tokens_reused >= reused + 16
+        torch.testing.assert_close(engine.logits(PROMPTS[1]), logits)
+        assert engine.stats.slabs == tp * slabs
+
+
+@pytest.mark.parametrize("capture", ["off", "background"])
+def test_requests_that_come_and_go_on_ranks_with_sequences_of_their_own(capture: str, folder: Path) -> None:
+    """Of all priorities, with prefixes in common, cancelled at any time: each answer is that of one process, as far as
+    it came, and all pages come back."""
+    draw, weights = random.Random(1), random_weights(mlp=True)
+    options: dict[str, Any] = {"max_num_tokens": 9, "max_num_seqs": 2, "cache_bytes": 1024 * 13, "capture": capture}
+    with loaded(folder, "state-mlp.bundle", tp=2, dp=2, **options) as engine:
+        prompts: dict[int, list[int]] = {}
+        found: dict[int, list[int]] = {}
+        running: set[int] = set()
+        while len(prompts) < 40 or running:
+            if len(prompts) < 40 and draw.random() < 0.5:
+                begin = draw.choice(PROMPTS)
+                prompt = begin[: draw.randint(1, len(begin))] + [draw.randrange(48) for _ in range(draw.randrange(4))]
+                params = SamplingParams(max_tokens=draw.randint(1, 14), ignore_eos=True)
+                number = engine.submit(prompt, params, priority=draw.choice([0, 0, 0, 1]))
+                prompts[number], found[number] = prompt, []
+                running.add(number)
+            if running and draw.random() < 0.05:
+                engine.cancel(draw.choice(sorted(running)))
+            for event in engine.step():
+                found[event.request_id] += event.token_ids
+                running -= {event.request_id} if event.finish_reason else set()
+        for number, token_ids in found.items():
+            assert token_ids == reference_answer(weights, prompts[number], len(token_ids), state=True)
+        assert engine.stats.preemptions > 0
+        engine.forget_prefixes()
+        assert engine.stats.slabs_free == engine.stats.slabs == 26
+
+
+def test_sequences_of_their_own_take_no_room_from_others(folder: Path) -> None:
+    """Prompts that no cache of one rank holds together run together on two ranks."""
+    options: dict[str, Any] = {"max_num_tokens": 16, "cache_bytes": 1024 * 10}
+    prompts = [[5] * 15, [9] * 15]
+    running = []
+    for dp in (1, 2):
+        with loaded(folder, "mlp.bundle", tp=2, dp=dp, **options) as engine:
+            for prompt in prompts:
+                engine.submit(prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+            most = 0
+            while engine.has_work:
+                engine.step()
+                most = max(most, engine.stats.requests_running)
+            running.append((most, engine.stats.preemptions > 0))
+    assert running[1] == (2, False)
+    assert running[0] != running[1]
+
+
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_each_rank_reads_weights_from_a_server(axis: str, folder: Path) -> None:
     files = {f"m/{file.name}": file.read_bytes() for file in (folder / "ckpt").iterdir()}
@@ -113,11 +190,11 @@ def test_each_rank_reads_weights_from_a_server(axis: str, folder: Path) -> None:
         assert tokens(engine) == expected()
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("world", [{"tp": 2}, {"pp": 2}, {"tp": 2, "dp": 2}], ids=str)
 def test_the_order_of_a_step_leaves_before_the_tokens_of_the_step_before_are_waited_for(
-    axis: str, folder: Path
+    world: dict[str, int], folder: Path
 ) -> None:
-    engine = loaded(folder, **{axis: 2})
+    engine = loaded(folder, "mlp.bundle", **world)
     lead = engine._runner._lead
     assert lead is not None
     engine.submit([5], GREEDY)
@@ -138,10 +215,22 @@ def test_captured_steps_run_on_all_ranks(world: dict[str, int], folder: Path) ->
         assert (stats.graphs, stats.graphs_pending, stats.eager_steps) == (6, 0, 0)
 
 
-def test_ranks_on_other_hosts_get_orders_by_their_channel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_are_of_one_size_on_ranks_with_sequences_of_their_own(folder: Path) -> None:
+    with loaded(folder, "mlp.bundle", tp=2, dp=2, max_num_tokens=16, max_num_seqs=4, capture="before") as engine:
+        assert tokens(engine) == expected(mlp=True)
+        stats = engine.stats
+        assert (stats.graphs, stats.graphs_pending, stats.eager_steps) == (6, 0, 0)
+        computed = stats.tokens_prefilled + stats.tokens_decoded
+        assert (computed + stats.tokens_padded) % 2 == 0
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_ranks_on_other_hosts_get_orders_by_their_channel(
+    dp: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rings, "create", lambda _: None)
-    with loaded(folder, tp=2, max_num_tokens=7) as engine:
-        assert tokens(engine) == expected()
+    with loaded(folder, "mlp.bundle", tp=2, dp=dp, max_num_tokens=7) as engine:
+        assert tokens(engine) == expected(mlp=True)
 
 
 def needs_gpus(device: str = "cuda") -> None:
@@ -161,6 +250,23 @@ def test_two_gpus_give_the_tokens_of_one(world: dict[str, int], capture: str, fo
         assert tokens(engine) == expected(state=True)
     with loaded(folder, device="cuda", **options) as engine:
         assert tokens(engine) == expected()
+        assert tokens(engine, DRAWN) == drawn
+        assert (engine.stats.captured_steps > 0) == (capture != "off")
+        assert (engine.stats.eager_steps > 0) == (capture != "before")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", ["before", "background", "off"])
+def test_two_gpus_with_sequences_of_their_own_give_the_tokens_of_one(capture: str, folder: Path) -> None:
+    needs_gpus()
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_num_tokens": 16}
+    with loaded(folder, "mlp.bundle", device="cuda", **options) as alone:
+        drawn = tokens(alone, DRAWN)
+    options |= {"tp": 2, "dp": 2, "capture": capture}
+    with loaded(folder, "state-mlp.bundle", device="cuda", **options) as engine:
+        assert tokens(engine) == expected(state=True, mlp=True)
+    with loaded(folder, "mlp.bundle", device="cuda", **options) as engine:
+        assert tokens(engine) == expected(mlp=True)
         assert tokens(engine, DRAWN) == drawn
         assert (engine.stats.captured_steps > 0) == (capture != "off")
         assert (engine.stats.eager_steps > 0) == (capture != "before")
@@ -212,6 +318,11 @@ def test_a_port_that_is_taken(folder: Path) -> None:
         ("split.bundle", {"pp": 9}, r"pp is 9, and the graph calls \d layers or parts of them: each stage takes"),
         ("whole.bundle", {"pp": 2}, "pp is 2, and the bundle was built without a plan of stages"),
         ("split.bundle", {"pp": 0}, "pp is 0, expected an integer of 1 to 1024"),
+        ("mlp.bundle", {"tp": 4, "dp": 2}, "dp is 2, and tp is 4: .*; give 4, or 1"),
+        ("mlp.bundle", {"dp": 2}, "dp is 2, and tp is 1: .*; give 1"),
+        ("mlp.bundle", {"tp": 2, "pp": 2, "dp": 2}, "dp is 2, and pp is 2: stages share all sequences"),
+        ("mlp.bundle", {"tp": 2, "dp": 0}, "dp is 0, expected an integer of 1 to 1024"),
+        ("split.bundle", {"tp": 2, "dp": 2}, "nothing of this model's layers would stay split"),
         ("split.bundle", {"tp": 0}, "tp is 0, expected an integer of 1 to 1024"),
         ("split.bundle", {"tp": 2, "timeouts": {"joining": 3}}, "timeouts has 'joining', expected join, agree"),
         ("split.bundle", {"tp": 2, "world_port": 0}, "world_port is 0"),

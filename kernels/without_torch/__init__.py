@@ -1,0 +1,1 @@
+"""What computes torch's own ops where there is no torch: launches, which are data."""

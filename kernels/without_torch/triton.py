@@ -1,0 +1,55 @@
+"""The kernels of this room: a copy between tensors with any strides, and products of matrices. Offsets have 64 bits.
+
+They are simple, and made for shapes of which no model has many.
+"""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from precast.kernels.triton_chain import wait_for_previous
+
+
+@triton.jit
+def copy_kernel(  # type: ignore[no-untyped-def]
+    x, out, num_rows, num_columns, size_a, size_b, size_c,
+    x_a, x_b, x_c, x_column, out_a, out_b, out_c, out_column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    mask = (row < num_rows) & (column < num_columns)
+    c = row % size_c
+    b = row // size_c % size_b
+    a = row // size_c // size_b % size_a
+    wait_for_previous(PDL)
+    values = tl.load(x + a * x_a + b * x_b + c * x_c + column * x_column, mask=mask)
+    tl.store(out + a * out_a + b * out_b + c * out_c + column * out_column, values, mask=mask)
+
+
+@triton.jit
+def matmul_kernel(  # type: ignore[no-untyped-def]
+    a, b, out, num_rows, num_columns, num_inner, size_batch,
+    a_outer, a_batch, a_row, a_inner, b_outer, b_batch, b_inner, b_column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    matrix = tl.program_id(0).to(tl.int64) // num_tiles
+    row = (tl.program_id(0) % num_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
+    a += matrix // size_batch * a_outer + matrix % size_batch * a_batch + row * a_row
+    b += matrix // size_batch * b_outer + matrix % size_batch * b_batch + column * b_column
+    wait_for_previous(PDL)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, num_inner, INNER):
+        inner = (begin + tl.arange(0, INNER)).to(tl.int64)
+        left = tl.load(a + inner[None, :] * a_inner, mask=(row < num_rows) & (inner < num_inner)[None, :], other=0)
+        right = tl.load(
+            b + inner[:, None] * b_inner, mask=(column < num_columns) & (inner < num_inner)[:, None], other=0
+        )
+        total = tl.dot(left, right, total, input_precision="ieee")
+    mask = (row < num_rows) & (column < num_columns)
+    tl.store(out + (matrix * num_rows + row) * num_columns + column, total.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,110 @@
+"""What stands in for torch's own ops, against torch: odd sizes, gaps, other orders of axes, mixed dtypes; in Triton's
+interpreter and on GPUs. `test_triton.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from operator import attrgetter
+from typing import Any
+
+import pytest
+import torch
+
+from precast.kernels.launch import as_function
+from precast.kernels.without_torch.records import RECORDS
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+# The interpreter holds bfloat16 as integers, and computes with those.
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
+TRITON = {record.op.removeprefix("aten."): record for record in RECORDS if record.kind == "triton"}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same in each run, with gaps between its rows."""
+    wide = torch.randn((*shape[:-1], shape[-1] + 3), generator=torch.Generator().manual_seed(sum(shape)))
+    return wide.to(dtype)[..., 1 : shape[-1] + 1]
+
+
+X, Y = draw(1, 7, 3, 20), draw(1, 7, 3, 20) + 0.2
+POSITIVE = X.abs() + 0.1
+MASK = X > 0
+COUNTS = torch.arange(14).reshape(2, 7) - 5
+CASES: dict[str, list[dict[str, Any]]] = {
+    "add.Tensor": [
+        {"self": X, "other": Y}, {"self": X.to(HALF), "other": 1.7}, {"self": COUNTS, "other": 3},
+        {"self": X.transpose(1, 2), "other": draw(3, 1, 20)}, {"self": draw(5, 1), "other": draw(1, 9)},
+        {"self": draw(2, 3, 4, 5), "other": draw(4, 1)},
+    ],
+    "bitwise_not.default": [{"self": MASK}],
+    "cat.default": [
+        {"tensors": [X, Y[..., :7]], "dim": -1}, {"tensors": [X.to(HALF), Y.to(HALF), X[:, :4].to(HALF)], "dim": 1},
+        {"tensors": [COUNTS.t(), COUNTS.t()], "dim": 0}, {"tensors": [draw(5), draw(2)], "dim": 0},
+        {"tensors": [X.permute(3, 1, 0, 2), Y.permute(3, 1, 0, 2)], "dim": 3},
+    ],
+    "clamp.default": [{"self": X, "min": -0.5, "max": 0.7}, {"self": X.to(HALF), "max": 0.7}],
+    "eq.Scalar": [{"self": COUNTS, "other": 2}, {"self": MASK, "other": 0}],
+    "floor.default": [{"self": 3 * X}],
+    "full_like.default": [{"self": X.to(HALF), "fill_value": 2.5}, {"self": COUNTS, "fill_value": -3}],
+    "gelu.default": [{"self": X.to(HALF), "approximate": "tanh"}, {"self": X}],
+    "log.default": [{"self": POSITIVE}],
+    "log1p.default": [{"self": POSITIVE}],
+    "logical_not.default": [{"self": MASK}],
+    "masked_fill.Scalar": [{"self": COUNTS, "mask": COUNTS > 0, "value": 9}],
+    "matmul.default": [
+        {"self": draw(35, 40), "other": draw(40, 33)}, {"self": draw(5, 8), "other": draw(1, 7, 8).transpose(1, 2)},
+        {"self": draw(1, 6, 4, 5), "other": draw(1, 6, 5, 5)}, {"self": draw(7, 6, 1, 8), "other": draw(6, 8, 8)},
+        {"self": draw(3, 2, 9, 4).to(HALF), "other": draw(3, 1, 4, 70).to(HALF)},
+    ],
+    "maximum.default": [{"self": MASK, "other": Y > 0}, {"self": X, "other": Y}],
+    "minimum.default": [{"self": MASK, "other": Y > 0}],
+    "mean.dim": [{"self": X, "dim": [1], "keepdim": True}, {"self": X.to(HALF), "dim": [-1]}],
+    "mul.Tensor": [{"self": X.to(HALF), "other": Y.to(HALF)}, {"self": X.to(HALF), "other": Y}],
+    "pow.Tensor_Scalar": [{"self": X, "exponent": 2}],
+    "rsqrt.default": [{"self": POSITIVE}],
+    "sqrt.default": [{"self": POSITIVE}],
+    "sum.dim_IntList": [
+        {"self": X, "dim": [1]}, {"self": X.to(HALF), "dim": [2], "keepdim": True}, {"self": COUNTS, "dim": [0]},
+        {"self": X.transpose(0, 3), "dim": [-1]},
+    ],
+    "to.dtype": [
+        {"self": X, "dtype": HALF}, {"self": MASK, "dtype": torch.float32}, {"self": COUNTS, "dtype": torch.int32},
+        {"self": 3 * X, "dtype": torch.int64}, {"self": X.to(HALF).transpose(1, 2), "dtype": torch.float32},
+    ],
+    "where.self": [{"condition": MASK, "self": X, "other": Y}],
+}  # fmt: skip
+"""Calls by op; of others `self` and `other`, a scalar or a tensor."""
+
+
+def calls(op: str) -> list[dict[str, Any]]:
+    if op in CASES:
+        return CASES[op]
+    if op.endswith(".Scalar"):
+        return [{"self": X, "other": 0.7}]
+    return [{"self": X, "other": Y}] if op.endswith(".Tensor") else [{"self": X.to(HALF)}, {"self": X}]
+
+
+def moved(value: Any) -> Any:
+    if isinstance(value, list):
+        return [moved(each) for each in value]
+    return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("op", TRITON)
+def test_launches_give_what_torch_gives(op: str) -> None:
+    for given in calls(op):
+        found = as_function(TRITON[op])(**{name: moved(value) for name, value in given.items()})
+        expected = overload(op)(**given)
+
+        assert (found.dtype, found.shape, found.is_contiguous()) == (expected.dtype, expected.shape, True)
+        # Sums have an order of their own, and functions differ by a unit or two in the last place.
+        step = 0.0 if not expected.is_floating_point() else 32 * torch.finfo(expected.dtype).eps
+        torch.testing.assert_close(found.cpu(), expected, rtol=step, atol=step)
+
+
+def overload(op: str) -> Any:
+    """The op as torch has it."""
+    return attrgetter(op)(torch.ops.aten)
