@@ -31,6 +31,7 @@ from precast.ir.manifest import Checkpoint
 from precast.ir.memory import caches
 from precast.ir.native import NativeKernel, NativeLayer, NativeParam
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.sources import LocalFolder
 from precast.kernels.linear import cublaslt
 from precast.kernels.step_launches import drawing_launches, known_ids_launches
 from precast.kernels.use import GPU
@@ -213,11 +214,32 @@ def test_a_checkpoint_that_changes_while_it_is_read(
     assert str(file) in str(error.value)
 
 
-def test_a_model_that_turns_out_unfit_ends_the_reads(model: Model, driver: CudaDriver) -> None:
+def test_a_model_that_turns_out_unfit_ends_the_reads(
+    model: Model, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread reads a part of a quarter of a megabyte, and is not done with it until the reads are ended."""
+    monkeypatch.setattr(weights, "THREADS", 1)
+    monkeypatch.setattr(weights, "BUFFER_BYTES", 1 << 18)
+    stop, stopped, stops = LocalFolder.stop, threading.Event(), []
+
+    def stopping(folder: LocalFolder) -> None:
+        stops.append(folder)
+        stop(folder)
+        stopped.set()
+
+    def before(name: str, *args: Any) -> None:
+        if name == "cuMemcpyAsync" and driver.address_of(args[1])[0] == "pinned":
+            stopped.wait(LONG)
+            stopped.set()
+
+    monkeypatch.setattr(LocalFolder, "stop", stopping)
+    driver.before = before
     lacking = msgspec.structs.replace(model.layer, kernels=model.layer.kernels[1:])
     with pytest.raises(UnfitError, match="the native layer lacks precast") as error:
         loaded(model._replace(layer=lacking))
     assert error.value.opened is model.bundle
+    assert stops
+    assert driver.calls["cuEventSynchronize"] <= 2, "each part begins with one"
 
 
 def test_without_the_library_of_products_it_is_named(
