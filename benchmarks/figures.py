@@ -260,6 +260,7 @@ def image_page() -> str:
     for name, found in result("image").items():
         largest = ", ".join(f"{top} {size / 1e6:.0f}" for top, size in list(found["largest"].items())[:6])
         whole = "-" if found["image_bytes"] is None else f"{found['image_bytes'] / 1e6:,.0f} MB"
+        name += f", {found['torch']}" if found.get("torch") else ""
         rows.append((name, whole, f"{found['installed_bytes'] / 1e6:,.0f} MB", largest))
     return _table(("image", "in all", "of it by pip", "the largest, MB"), rows)
 

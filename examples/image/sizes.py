@@ -34,8 +34,8 @@ GOAL_BYTES = 400 * 10**6
 LISTED_BYTES = 5 * 10**6
 
 
-def installed(extras: str, folder: Path) -> dict[str, int]:
-    """The bytes that each package takes, by the name of what lies at the top."""
+def installed(extras: str, folder: Path) -> tuple[dict[str, int], str]:
+    """The bytes that each package takes, by the name of what lies at the top; and which torch it is, if any."""
     source, target = folder / "source", folder / "installed"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
@@ -54,7 +54,8 @@ def installed(extras: str, folder: Path) -> dict[str, int]:
         if file.is_file() and not file.is_symlink():
             top = file.relative_to(target).parts[0]
             sizes[top.partition("-")[0].partition(".")[0].lower()] += file.stat().st_size
-    return dict(sizes)
+    versions = [found.name.split("-")[1].removesuffix(".dist") for found in target.glob("torch-*.dist-info")]
+    return dict(sizes), "".join(versions)
 
 
 def debian() -> int | None:
@@ -78,10 +79,10 @@ def main() -> None:
     system = debian()
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            sizes = installed(IMAGES[name], Path(folder))
+            sizes, torch = installed(IMAGES[name], Path(folder))
         whole = None if system is None else system + sum(sizes.values())
         found[name] = {
-            "installed_bytes": sum(sizes.values()), "debian_bytes": system, "image_bytes": whole,
+            "torch": torch, "installed_bytes": sum(sizes.values()), "debian_bytes": system, "image_bytes": whole,
             "largest": {top: size for top, size in Counter(sizes).most_common() if size >= LISTED_BYTES},
         }  # fmt: skip
         print(name, json.dumps(found[name]), flush=True)
