@@ -14,16 +14,21 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | git hash-object --stdin)
 SOURCES := api ir kernels builder loader
 
+# Registries and clients of others that tests and the demo run against, where `make tools` could fetch them.
+TOOLS ?= $(CURDIR)/build/tools
+export PRECAST_TEST_TOOLS ?= $(TOOLS)/bin
+
 # The repository root stays off sys.path: `kernels` or `ir` must be importable as precast.kernels and precast.ir only.
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo registry-demo test check lint format types gpu-test bench fuzz fuzz-random models clean
+.PHONY: help install tools demo registry-demo test check lint format types gpu-test bench fuzz fuzz-random models clean
 
 help:
 	@echo "make demo      build, load and run the example model"
-	@echo "make registry-demo  a bundle through a registry, and a release: build, push, pull, sign, attest, verify, recite"
+	@echo "make registry-demo  a release by way of a registry: build, push, sign, attest, pull, verify, recite"
 	@echo "make test      the tests that need no GPU"
+	@echo "make tools     docker-registry, skopeo, oras, crane and cosign, for tests and the demo of registries"
 	@echo "make check     lint, format, types, tests: what must pass before a change lands"
 	@echo "make format    rewrite the sources in the format that check asks for"
 	@echo "make gpu-test  the tests that need a GPU"
@@ -50,9 +55,12 @@ $(PY):
 demo: $(STAMP)
 	$(PY) examples/recite/demo.py
 
-registry-demo: $(STAMP)
+# Where something can't be had, it says so and goes on.
+tools: | $(PY)
+	$(PY) tests/support/real_tools.py $(TOOLS)
+
+registry-demo: $(STAMP) tools
 	$(PY) examples/registry/demo.py
-	$(PY) examples/ci/demo.py
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 15 -m "not gpu"

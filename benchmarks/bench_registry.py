@@ -1,15 +1,17 @@
 """Claim: a bundle goes to a registry and back in about the time that plain sockets take for the same bytes.
 
-The bundle of the Llama-3.1-8B shape with two more layers of 3 MB, in the place of native ones, goes to a registry on
-this machine and comes back into an empty store: docker-registry where it is on the PATH or in `$PRECAST_TEST_TOOLS`,
-else the one of the tests. Beside it, in the same run: plain sockets over as many connections, which ask and check
-nothing, and `oras cp` in a process of its own. And: how much memory a layer of 1 GB takes, how much of 200 bundles that
-differ in the names of tensors alone a store holds twice, and what a pull of what the store has costs.
+The bundle of the Llama-3.1-8B shape with two native layers of 3 MB, of random bytes in the place of kernels, goes to a
+registry on this machine and comes back into an empty store: docker-registry where it is on the PATH or in
+`$PRECAST_TEST_TOOLS`, else the one of the tests. Beside it, in the same run: plain sockets over as many connections,
+which ask and check nothing, and `oras cp` in a process of its own. And: how much memory a layer of 1 GB takes, how
+much of 200 bundles that differ in the names of tensors alone a store holds twice, what that would be were the names in
+a layer of their own, and what a pull of what the store has costs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -24,12 +26,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import zstandard
 from support import harness, plain_registry, shapes
+
+from precast.ir.native import NativeKernel, NativeLayer
 
 RUNS = 25
 LAYER_BYTES = 3_000_000
 LARGE_BYTES = 1_000_000_000
 BUNDLES = 200
+SHAPES = ("llama-3.1-8b", "qwen3-30b-a3b-half")
+"""Of the bundles whose names are counted."""
 PATH = os.pathsep.join(filter(None, (os.environ.get("PRECAST_TEST_TOOLS"), os.environ.get("PATH"))))
 
 MOVE_LARGE = """
@@ -93,18 +100,27 @@ def registry(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def build(folder: Path) -> Path:
-    """The 8B bundle with two more layers."""
+    """The 8B bundle with two native layers."""
     import precast
     from precast.ir.artifact import Bundle, write_bundle
 
-    precast.build(shapes.write_config("llama-3.1-8b", folder / "config"), folder / "plain.bundle")
-    opened = Bundle.open(folder / "plain.bundle")
-    native = {f"native{i}.bin": os.urandom(LAYER_BYTES) for i in range(2)}
+    for shape in SHAPES:
+        precast.build(shapes.write_config(shape, folder / f"{shape}-config"), folder / f"{shape}.bundle")
+    opened = Bundle.open(folder / f"{SHAPES[0]}.bundle")
     manifest = msgspec.structs.replace(opened.manifest, blobs=())
     return write_bundle(
         folder / "b.bundle", manifest_without_blobs=manifest, graph=opened.graph, constants=opened.constants,
-        files=opened.files("tokenizer") | native, provenance={},
+        files=opened.files("tokenizer"), provenance={}, native=[native_layer("sm_80"), native_layer("sm_90")],
     ).path  # fmt: skip
+
+
+def native_layer(target: str) -> NativeLayer:
+    """A layer of one kernel, whose image can't be packed."""
+    module = "precast.kernels.rms_norm.triton"
+    image = b"\x7fELF" + os.urandom(LAYER_BYTES - 4)
+    digest = hashlib.sha256(image).hexdigest()
+    kernel = NativeKernel(f"{module}:rms_norm_kernel", digest, digest, "rms_norm_kernel", 128, 0, ())
+    return NativeLayer(target, 12000, {"triton": "3.7.1"}, {module: digest}, (kernel,), {digest: image})
 
 
 def timed(runs: dict[str, Callable[[int], object]]) -> dict[str, float]:
@@ -170,8 +186,6 @@ def transfers(port: int, bundle: Path, folder: Path) -> dict[str, object]:
 
 def large_layer(port: int, folder: Path) -> dict[str, object]:
     """The memory of processes that push and pull one blob of 1 GB."""
-    import hashlib
-
     file, digest, block = folder / "large", hashlib.sha256(), os.urandom(1_000_000)
     with file.open("wb") as target:
         for index in range(LARGE_BYTES // len(block)):
@@ -191,6 +205,7 @@ def large_layer(port: int, folder: Path) -> dict[str, object]:
 
 def shared(port: int, bundle: Path, folder: Path) -> dict[str, object]:
     """What a store takes for bundles that differ in the names of their checkpoint's tensors alone."""
+    from precast.ir import encoding
     from precast.ir.artifact import Bundle, write_bundle
     from precast.ir.graph.schema import Graph
     from precast.registry.pull import pull
@@ -198,17 +213,21 @@ def shared(port: int, bundle: Path, folder: Path) -> dict[str, object]:
     from precast.registry.store import Store
 
     found = {}
-    for name, path in (("with_native_layers", bundle), ("without", folder / "plain.bundle")):
+    packed: dict[str, bytes] = {}
+    encode, encoding.encode_native = encoding.encode_native, lambda layer: packed[layer.target]  # packed once
+    for name, path in (("with_native_layers", bundle), ("without", folder / f"{SHAPES[0]}.bundle")):
         opened, store = Bundle.open(path), Store(folder / f"shared-{name}")
         encoded = msgspec.msgpack.encode(opened.graph)
         manifest = msgspec.structs.replace(opened.manifest, blobs=())
+        layers = tuple(opened.native.values())
+        packed |= {layer.target: encode(layer) for layer in layers}
         total = 0
         for index in range(BUNDLES):
             names = encoded.replace(b"model.layers.", b"model.w%05d." % index)  # as long as they were
             graph = msgspec.msgpack.decode(names, type=Graph)
             written = write_bundle(
                 folder / "one.bundle", manifest_without_blobs=manifest, graph=graph, constants=opened.constants,
-                files=opened.files("tokenizer"), provenance={},
+                files=opened.files("tokenizer"), provenance={}, native=layers,
             )  # fmt: skip
             total += sum(file.stat().st_size for file in (written.path / "blobs" / "sha256").iterdir())
             push(written.path, f"127.0.0.1:{port}/bench/{name}:v{index}")
@@ -218,7 +237,31 @@ def shared(port: int, bundle: Path, folder: Path) -> dict[str, object]:
             "bundles": len(store.listing()), "bytes_of_all": total, "bytes_in_store": taken,
             "shared": round(1 - taken / total, 4),
         }  # fmt: skip
+    encoding.encode_native = encode
     return found
+
+
+def names_apart(path: Path) -> dict[str, float]:
+    """What bundles that differ in names alone would share, if the recipes, which have the names, were a layer apart."""
+    from precast.ir import encoding
+    from precast.ir.artifact import Bundle
+    from precast.ir.bundle import codec
+    from precast.ir.graph.schema import Read
+
+    opened = Bundle.open(path)
+    nameless = tuple(msgspec.structs.replace(param, recipe=Read("", ())) for param in opened.graph.params)
+    graph = len(encoding.encode_graph(opened.graph))
+    structure = len(encoding.encode_graph(msgspec.structs.replace(opened.graph, params=nameless)))
+    recipes = msgspec.msgpack.encode([param.recipe for param in opened.graph.params], order="sorted")
+    names = len(zstandard.ZstdCompressor(level=codec.ZSTD_LEVEL).compress(recipes))
+    descriptor = 170 + 115  # of one more layer: in the image manifest, and in the manifest
+    whole = sum(file.stat().st_size for file in (path / "blobs" / "sha256").iterdir())
+    total = whole - graph + structure + names + descriptor
+    constants = next(layer.size for layer in opened.layers if layer.name == "constants")
+    return {
+        "bytes": whole, "graph": graph, "graph_without_recipes": structure, "recipes": names,
+        "shared": round((structure + constants) / total, 4),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -232,6 +275,7 @@ def main() -> None:
                 "transfers": transfers(port, bundle, folder),
                 "large_layer": large_layer(port, folder),
                 "shared": shared(port, bundle, folder),
+                "names_apart": {shape: names_apart(folder / f"{shape}.bundle") for shape in SHAPES},
                 "goals": {"over_plain": 1.5, "peak_mib": 64, "shared": 0.8},
                 "runs": RUNS,
             }

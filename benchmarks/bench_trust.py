@@ -1,8 +1,8 @@
-"""Claim: who signed a bundle is known in 50 ms without torch, the import of what does the cryptography included.
+"""Claim: a bundle that a key signed is opened and verified in 50 ms without torch, imports of cryptography included.
 
-Each figure is the median over fresh processes that have opened the bundle: the first check, which imports
-`cryptography`, and the next one, in seconds of the processor, of which one thread takes all. Beside them, likewise, the
-whole command with and without `--key`, and cosign's, if there is one on the PATH or in `$PRECAST_TEST_TOOLS`.
+Each figure is the median over fresh processes, in seconds of the processor, of which one thread takes all: to open the
+bundle; the first check, which imports `cryptography`; and the next one. Beside them, likewise, the whole command with
+and without `--key`, and cosign's, if there is one on the PATH or in `$PRECAST_TEST_TOOLS`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from precast.ir.artifact import Bundle
 from precast.ir.trust import certificates, keys, signatures
 
 bundle, kind, file = sys.argv[1:]
+started = time.process_time()
 bundle = Bundle.open(bundle)
+opened = time.process_time() - started
 seconds = []
 for _ in range(2):
     started = time.process_time()
@@ -36,7 +38,7 @@ for _ in range(2):
     who = keys.public_key(pem) if kind == "key" else certificates.authority(pem)
     signatures.require(signatures.attached_to(bundle.attached), bundle.digest, [who])
     seconds.append(time.process_time() - started)
-print(json.dumps({"seconds": seconds, "torch": "torch" in sys.modules}))
+print(json.dumps({"open": opened, "seconds": seconds, "torch": "torch" in sys.modules}))
 """
 
 
@@ -94,7 +96,11 @@ def main() -> None:
             runs = [harness.fresh_process(CHECK, str(bundle), kind, str(file)) for _ in range(RUNS)]
             assert not any(run["torch"] for run in runs)
             first, again = ([run["seconds"][i] for run in runs] for i in (0, 1))
-            checks[what] = {"first": round(statistics.median(first), 4), "again": round(statistics.median(again), 5)}
+            whole = [run["open"] + run["seconds"][0] for run in runs]
+            checks[what] = {
+                "first": round(statistics.median(first), 4), "again": round(statistics.median(again), 5),
+                "with_open": round(statistics.median(whole), 4),
+            }  # fmt: skip
         key = str(folder / "1.pub")
         commands = {
             "precast verify": processor_seconds(cli, "verify", str(bundle)),
@@ -105,8 +111,8 @@ def main() -> None:
             commands["cosign verify --key"] = processor_seconds(cosign, "verify", *options)
     harness.write(
         harness.RESULTS / "trust.json",
-        "who signed a bundle is known in 50 ms without torch",
-        {"checks_cpu_seconds": checks, "commands_cpu_seconds": commands, "goals": {"first": 0.05}, "runs": RUNS},
+        "a bundle that a key signed is opened and verified in 50 ms without torch",
+        {"checks_cpu_seconds": checks, "commands_cpu_seconds": commands, "goals": {"with_open": 0.05}, "runs": RUNS},
     )
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/figures.py [--check]
 
-Writes each page's figures between its two marks. `--check` writes nothing, and fails where a page says something else.
+Writes each page's figures between its two marks, and the picture of docs/start.md. `--check` writes nothing, and fails
+where a page says something else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from support import kernel_figures
+from support import kernel_figures, start_figures
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
@@ -193,6 +194,8 @@ def registry_page() -> str:
     """The figures of docs/registry.md."""
     found = result("registry")
     moved, large, shared = found["transfers"], found["large_layer"], found["shared"]
+    apart = found["names_apart"].values()
+    would_share = _range((100 * each["shared"] for each in apart), 0)
     seconds = moved["seconds"]
 
     def milliseconds(name: str) -> str:
@@ -207,7 +210,7 @@ def registry_page() -> str:
         ("pull of what the store has, by tag", milliseconds("pull_of_what_the_store_has_by_tag"), "", "", ""),
     ]  # fmt: skip
     text = (
-        f"The bundle of the Llama-3.1-8B shape with two more layers of 3 MB ({moved['bytes'] / 1e6:.1f} MB) to and "
+        f"The bundle of the Llama-3.1-8B shape with two native layers of 3 MB ({moved['bytes'] / 1e6:.1f} MB) to and "
         f"from {found['registry']} on the same machine ({_machine('registry')}), within a running process; beside it "
         "plain sockets over as many connections, which ask and check nothing, and `oras cp`, a process of its own. The "
         f"best of {found['runs']} runs each. To open and verify the bundle, before a push and after a pull, takes "
@@ -220,8 +223,12 @@ def registry_page() -> str:
     text += (
         f"\nThe most memory that a process has while it moves a layer of {large['bytes'] / 1e9:.0f} GB, Python and "
         f"all: {peaks}. {native['bundles']} such bundles that differ in the names of their checkpoint's tensors alone "
-        f"share {_short(100 * native['shared'])} % of their bytes in the store; without the two layers, which are most "
-        f"of the bytes, {_short(100 * without['shared'])} %: the names stand in the graph, and each has its own.\n"
+        f"share {_short(100 * native['shared'])} % of their bytes in the store; without the native layers, "
+        f"{_short(100 * without['shared'])} % of {min(each['bytes'] for each in apart) / 1e3:.0f} kB: the names stand "
+        "in the recipes of the graph, and each has its own.\n\nThe names are no layer of their own, because that would "
+        f"change little: bundles without native layers would share {would_share} % "
+        "(this shape, and one with experts). Most of what differs are the manifest, which names its blobs, the image "
+        "manifest and the provenance record, which every bundle has of its own.\n"
     )
     return text
 
@@ -230,13 +237,42 @@ def trust_page() -> str:
     """The figures of docs/trust.md."""
     found = result("trust")
     rows = [
-        (what, f"{1000 * seconds['first']:.0f} ms", f"{1000 * seconds['again']:.1f} ms")
+        (
+            what,
+            *(f"{1000 * seconds[name]:.0f} ms" for name in ("with_open", "first")),
+            f"{1000 * seconds['again']:.1f} ms",
+        )
         for what, seconds in sorted(found["checks_cpu_seconds"].items(), key=lambda row: row[1]["first"])
     ]
     whole = ", ".join(f"`{name}` {1000 * seconds:.0f} ms" for name, seconds in found["commands_cpu_seconds"].items())
-    text = _table(("signed by", "the first check", "the next"), rows)
+    text = _table(("signed by", "opened and verified", "the first check", "the next"), rows)
     machine = f"of one of {_read('trust')['machine']['cores']} cores"
     return text + f"\nOf the processor, {machine}, in a process without torch. Whole commands:\n{whole}.\n"
+
+
+def start_page() -> str:
+    """The picture and the figures of docs/start.md; what to run, where nothing was measured yet."""
+    if not (RESULTS / "gpu_start.json").exists():
+        return (
+            "Nothing was measured yet with this release: `python benchmarks/bench_gpu_start.py` measures it, on a GPU, "
+            "and\n`python benchmarks/figures.py` then fills in the table and draws the picture.\n"
+        )
+    found = result("gpu_start")
+    shape = start_figures.NAMES.get(next(iter(found)), "")
+    text = f"![both starts of {shape}, phase by phase](start.svg)\n\n"
+    text += f"One {_read('gpu_start')['machine'].get('gpu', 'GPU')} and {_machine('gpu_start')}; medians.\n\n"
+    return text + _table(start_figures.HEADS, start_figures.rows(found)) + f"\n{start_figures.words(found)}"
+
+
+def image_page() -> str:
+    """The table of examples/image/README.md."""
+    rows = []
+    for name, found in result("image").items():
+        largest = ", ".join(f"{top} {size / 1e6:.0f}" for top, size in list(found["largest"].items())[:6])
+        whole = "-" if found["image_bytes"] is None else f"{found['image_bytes'] / 1e6:,.0f} MB"
+        name += f", {found['torch']}" if found.get("torch") else ""
+        rows.append((name, whole, f"{found['installed_bytes'] / 1e6:,.0f} MB", largest))
+    return _table(("image", "in all", "of it by pip", "the largest, MB"), rows)
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -244,12 +280,23 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/native.md": native_page,
     "docs/registry.md": registry_page,
     "docs/sharding.md": sharding_page,
+    "docs/start.md": start_page,
     "docs/trust.md": trust_page,
+    "examples/image/README.md": image_page,
 }  # fmt: skip
 
 
+PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "docs/start.svg": ("gpu_start", start_figures.picture)
+}
+"""Pictures, each with the result that it is drawn from; there is none without."""
+
+
 def filled(page: str) -> str:
-    """The page's text with its figures as the results have them."""
+    """The page's text with its figures as the results have them; the whole picture."""
+    if page in PICTURES:
+        claim, drawn = PICTURES[page]
+        return drawn(result(claim))
     text = (ROOT / page).read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -263,11 +310,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
     check = parser.parse_args().check
-    stale = [page for page in PAGES if filled(page) != (ROOT / page).read_text(encoding="utf-8")]
+    pages = [*PAGES, *(name for name, (claim, _) in PICTURES.items() if (RESULTS / f"{claim}.json").exists())]
+    stale = [page for page in pages if not (ROOT / page).exists() or filled(page) != _text(page)]
     if check:
         sys.exit(f"not what benchmarks/results says: {', '.join(stale)}" if stale else 0)
     for page in stale:
         (ROOT / page).write_text(filled(page), encoding="utf-8")
+
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
 def _read(claim: str) -> dict[str, Any]:

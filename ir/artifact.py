@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from precast.ir.bundle.layout import (
     check_file_name,
     compose_index,
     is_bundle,
+    read_layer,
     read_layout,
     read_shared,
 )
@@ -48,12 +49,14 @@ _ROLES: dict[str, Role] = {
 
 
 class Bundle(msgspec.Struct, frozen=True, eq=False):
-    """An opened bundle: everything in it has been read, decoded and verified.
+    """An opened bundle: all of it has been held against its digests, and all but the native layers decoded and checked.
 
     `digest` is the image manifest's: the bundle's identity. `constants` maps names to (dtype, shape, content).
     `provenance` says who made it, when and where; it is outside of the identity and may be empty. So is `attached`:
     the manifests that others attached (signatures, attestations), and that of the provenance record. `native` has the
-    native layers by target: code, of which nothing is run or loaded here.
+    native layers by target: code, of which nothing is run or loaded here. Each is read and decoded when it is looked
+    up, which raises BundleError for one that is no valid layer, or is not there any more. `held` has the contents of
+    the other layers by digest.
     """
 
     path: Path
@@ -63,6 +66,7 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
     constants: dict[str, Tensor]
     provenance: dict[str, Any]
     layers: tuple[Layer, ...]
+    held: Mapping[str, bytes]
     descriptor: oci.Descriptor
     attached: tuple[Attached, ...] = ()
     native: Mapping[str, NativeLayer] = {}
@@ -97,7 +101,27 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
 
     def files(self, role: str) -> dict[str, bytes]:
         """The contents of all files of this role (`graph`, `constants`, `tokenizer`, `native`) by name."""
-        return {layer.name: layer.data for layer in self.layers if _ROLES[layer.media_type] == role}
+        return {layer.name: self.content(layer) for layer in self.layers if _ROLES[layer.media_type] == role}
+
+    def content(self, layer: Layer) -> bytes:
+        """The bytes of one of the bundle's layers; those of a native layer are read now, and held against its digest.
+
+        Raises BundleError.
+        """
+        held = self.held.get(layer.digest)
+        return read_layer(self.path, layer) if held is None else held
+
+    @staticmethod
+    def open_whole(path: str | os.PathLike[str]) -> Bundle:
+        """The bundle, opened, of which the native layers were decoded too, one at a time. Raises as `open` does."""
+        found = Bundle.open(path)
+        found.check_native()
+        return found
+
+    def check_native(self) -> None:
+        """Decode each native layer, and keep none. Raises BundleError: `native-*` or `limit-exceeded`."""
+        for target in self.native:
+            self.native[target]
 
     def native_digest(self, target: str) -> str:
         """The digest of the native layer for a target that has one: what `--allow-native` takes, and signers name."""
@@ -128,8 +152,7 @@ def write_bundle(
     from precast.ir.bundle.publish import publish
 
     content = _layout(manifest_without_blobs, graph, constants, files, provenance, native)
-    written = publish(Path(path), content, may_replace=is_bundle, check=Bundle.open)
-    return msgspec.structs.replace(written, path=Path(path))
+    return _at(publish(Path(path), content, may_replace=is_bundle, check=Bundle.open), Path(path))
 
 
 def check_output(path: str | os.PathLike[str]) -> None:
@@ -177,8 +200,12 @@ def _replace_attached(path: Path, contents: Contents, attached: Mapping[str, Att
         content |= {oci.blob_path(digest): data for digest, data in extra.blobs().items()}
     content[oci.INDEX_FILE] = compose_index(contents.descriptor, tuple(attached.values()))
     content[oci.LAYOUT_FILE] = oci.MARKER
-    written = publish(path, content, may_replace=is_bundle, check=Bundle.open)
-    return msgspec.structs.replace(written, path=path)
+    return _at(publish(path, content, may_replace=is_bundle, check=Bundle.open), path)
+
+
+def _at(bundle: Bundle, path: Path) -> Bundle:
+    """The bundle, which was opened before it was put in its place."""
+    return msgspec.structs.replace(bundle, path=path, native=_NativeLayers(path, bundle.layers))
 
 
 def ops_of(graph: Graph) -> dict[str, int]:
@@ -215,29 +242,44 @@ def _decode(path: Path, contents: Contents) -> Bundle:
     manifest = encoding.decode_manifest(contents.config)
     _check_manifest(manifest, contents.layers)
     _check_ops_known(manifest)
-    graph_layer, constants_layer = contents.layers[:2]
-    graph = encoding.decode_graph(graph_layer.data, manifest.format)
+    graph_data, constants_data = (contents.held[layer.digest] for layer in contents.layers[:2])
+    graph = encoding.decode_graph(graph_data, manifest.format)
     extent.check(graph)
     if ops_of(graph) != manifest.ops:
         raise BundleError("manifest-invalid", "manifest: its ops are not those that the graph uses")
     check(graph, manifest.model)
-    constants = _decode_constants(constants_layer.data)
+    constants = _decode_constants(constants_data)
     _check_constants(graph, constants)
     provenance: dict[str, Any] = {}
     if contents.provenance is not None:
         provenance = codec.decode_json(contents.provenance, dict[str, Any], "provenance")
     return Bundle(
-        path, contents.descriptor.digest, manifest, graph, constants, provenance, contents.layers, contents.descriptor,
-        contents.attached, _decode_native(contents.layers),
+        path, contents.descriptor.digest, manifest, graph, constants, provenance, contents.layers, contents.held,
+        contents.descriptor, contents.attached, _NativeLayers(path, contents.layers),
     )  # fmt: skip
 
 
-def _decode_native(layers: tuple[Layer, ...]) -> dict[str, NativeLayer]:
-    found = {layer.name: encoding.decode_native(layer.data) for layer in layers if layer.media_type == oci.NATIVE}
-    for name, each in found.items():
-        if each.target != name:
-            raise BundleError("native-invalid", f"the native layer {name} says that it is for {each.target}")
-    return found
+class _NativeLayers(Mapping[str, NativeLayer]):
+    """The native layers of a bundle at `path` by target, each read and decoded when it is looked up."""
+
+    def __init__(self, path: Path, layers: tuple[Layer, ...]) -> None:
+        self._path = path
+        self._layers = {layer.name: layer for layer in layers if layer.media_type == oci.NATIVE}
+
+    def __getitem__(self, target: str) -> NativeLayer:
+        found = encoding.decode_native(read_layer(self._path, self._layers[target]))
+        if found.target != target:
+            raise BundleError("native-invalid", f"the native layer {target} says that it is for {found.target}")
+        return found
+
+    def __contains__(self, target: object) -> bool:
+        return target in self._layers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
 
 def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
@@ -260,7 +302,7 @@ def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
 
 def _blobs(layers: tuple[Layer, ...]) -> tuple[Blob, ...]:
     """The layers as the manifest lists them."""
-    return tuple(Blob(_ROLES[x.media_type], x.name, x.digest, len(x.data)) for x in layers)
+    return tuple(Blob(_ROLES[x.media_type], x.name, x.digest, x.size) for x in layers)
 
 
 def _check_ops_known(manifest: Manifest) -> None:
@@ -304,20 +346,20 @@ def _layout(
     assert not manifest.blobs, "the blobs are listed here"
     for name in files:
         check_file_name(name)
-    layers = (
-        _layer(oci.GRAPH, "graph", encoding.encode_graph(graph)),
-        _layer(oci.CONSTANTS, "constants", _encode_constants(constants)),
-        *(_layer(oci.TOKENIZER, name, files[name]) for name in sorted(files)),
-        *(_layer(oci.NATIVE, each.target, encoding.encode_native(each)) for each in sorted(native, key=_target)),
+    written = (
+        (oci.GRAPH, "graph", encoding.encode_graph(graph)),
+        (oci.CONSTANTS, "constants", _encode_constants(constants)),
+        *((oci.TOKENIZER, name, files[name]) for name in sorted(files)),
+        *((oci.NATIVE, each.target, encoding.encode_native(each)) for each in sorted(native, key=_target)),
     )
+    layers = tuple(Layer(media_type, name, oci.digest_of(data), len(data)) for media_type, name, data in written)
     config = encoding.encode_manifest(msgspec.structs.replace(manifest, blobs=_blobs(layers)))
-    described = tuple(map(_describe, layers))
-    image = codec.encode_json(oci.image(oci.BUNDLE, oci.describe(config, oci.MANIFEST), described))
+    image = codec.encode_json(oci.image(oci.BUNDLE, oci.describe(config, oci.MANIFEST), tuple(map(_describe, layers))))
     descriptor = oci.describe(image, oci.IMAGE_TYPE)
     record = attachments.compose(
         descriptor, oci.PROVENANCE, [(oci.PROVENANCE, codec.encode_json(dict(provenance)))]
     )  # fmt: skip
-    contents = {oci.digest_of(data): data for data in (config, image, *(layer.data for layer in layers))}
+    contents = {oci.digest_of(data): data for data in (config, image, *(data for _, _, data in written))}
     return {
         **{oci.blob_path(digest): data for digest, data in (contents | record.blobs()).items()},
         oci.INDEX_FILE: compose_index(descriptor, (record,)),
@@ -325,17 +367,13 @@ def _layout(
     }
 
 
-def _layer(media_type: str, name: str, data: bytes) -> Layer:
-    return Layer(media_type, name, oci.digest_of(data), data)
-
-
 def _target(layer: NativeLayer) -> str:
     return layer.target
 
 
 def _describe(layer: Layer) -> oci.Descriptor:
-    titled = layer.media_type in oci.TITLED
-    return oci.describe(layer.data, layer.media_type, annotations={oci.TITLE: layer.name} if titled else None)
+    annotations = {oci.TITLE: layer.name} if layer.media_type in oci.TITLED else {}
+    return oci.Descriptor(layer.media_type, layer.digest, layer.size, annotations=annotations)
 
 
 def _encode_constants(constants: Mapping[str, Tensor]) -> bytes:

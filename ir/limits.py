@@ -34,9 +34,9 @@ MAX_FILE_NAME_BYTES = 128
 MAX_TOKENIZER_BYTES = 128 * MIB
 """One tokenizer file. The largest vocabularies in use (262,144 tokens) make 33 MB of JSON."""
 
-MAX_BUNDLE_BYTES = 128 * MIB
-"""All blobs together: they are read into memory when a bundle is opened. The largest tokenizers take 40 MB, tables of
-positions as constants 34 MB."""
+MAX_HELD_BYTES = 128 * MIB
+"""All blobs but native layers together: they are read into memory when a bundle is opened. The largest tokenizers take
+40 MB, tables of positions as constants 34 MB. Native layers, at most 512 MiB, are read one at a time."""
 
 MAX_ATTACHED = 64
 """Manifests that are attached to a bundle: its provenance record, signatures, attestations. One of each by each of ten

@@ -46,8 +46,7 @@ def choose(
 
 
 def _of_target(bundle: Bundle, target: str, rules: Trust, cuda: int) -> Chosen:
-    layer = bundle.native.get(target)
-    if layer is None:
+    if target not in bundle.native:
         listed = ", ".join(sorted(bundle.native))
         return Chosen(None, f"kernels are compiled here: the bundle's native layers are for {listed}, not {target}")
     digest = bundle.native_digest(target)
@@ -55,6 +54,7 @@ def _of_target(bundle: Bundle, target: str, rules: Trust, cuda: int) -> Chosen:
     if isinstance(answer, Refusal):
         said = f"kernels are compiled here: native layer {digest} is not trusted, as {answer.why}"
         return Chosen(None, said)
+    layer = bundle.native[target]  # read now: one that is not trusted isn't even decoded
     unfit = _unfit(layer, cuda)
     if unfit is not None:
         return Chosen(None, f"kernels are compiled here: native layer {digest} {unfit}")

@@ -103,7 +103,7 @@ def _bytes_of(bundle: Bundle) -> int:
     """What the bundle's directory takes; of one that shares a store with others, its blobs."""
     if (bundle.path / oci.INDEX_FILE).is_file():
         return sum(file.stat().st_size for file in bundle.path.rglob("*") if file.is_file())
-    blobs = {layer.digest: len(layer.data) for layer in bundle.layers}
+    blobs = {layer.digest: layer.size for layer in bundle.layers}
     for extra in bundle.attached:
         blobs |= {digest: len(data) for digest, data in extra.blobs().items()}
     return bundle.descriptor.size + sum(blobs.values())

@@ -177,12 +177,14 @@ class Repository:
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
         with content() as stream:
             body = stream if size else b""
-            response = self._send("PUT", url, headers, body)
+            # The body can't be sent twice: this is one try.
+            sent = self._authorization.header()
+            response = self.transport.send("PUT", url, headers=headers, authorization=sent, body=body)
             if isinstance(stream, Upload) and stream.is_wrong():
                 response.close()
                 raise self._wrong_digest(f"/blobs/{digest}", digest, stream.digest())
         if response.status == 401:  # the token ran out on the way
-            challenges, sent = _challenges(response), self._authorization.header()
+            challenges = _challenges(response)
             response.close()
             self._authorization.renew(challenges, sent)
             raise Temporary(RegistryError("registry-denied", "the registry refuses the upload", where=place(url)))
@@ -225,11 +227,6 @@ class Repository:
             response.close()
             self._authorization.renew(challenges, sent)
         return response
-
-    def _send(self, method: str, url: str, headers: Mapping[str, str], body: Any) -> Response:
-        """One try of a request whose body can't be sent twice."""
-        authorization = self._authorization.header()
-        return self.transport.send(method, url, headers=headers, authorization=authorization, body=body)
 
     def _url(self, path: str) -> str:
         """The address of what `path` names in this repository; what is whole already stays."""

@@ -93,7 +93,7 @@ def write_out(store: Store, digest: str, out: Path) -> Bundle:
     content[oci.INDEX_FILE] = compose_index(found.descriptor, found.attached)
     content[oci.LAYOUT_FILE] = oci.MARKER
     with store.reading():
-        return publish(out, content, may_replace=is_bundle, check=Bundle.open)
+        return publish(out, content, may_replace=is_bundle, check=Bundle.open_whole)
 
 
 def _into_store(

@@ -70,7 +70,7 @@ def push(
     Raises BundleError for a bundle that is refused, and RegistryError.
     """
     wanted = Reference.parse(reference) if isinstance(reference, str) else reference
-    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open_whole(bundle)
     path, digest = opened.path, opened.digest
     del opened  # of which little is needed here, and much may be held
     found = survey(path)

@@ -168,7 +168,7 @@ class Store:
             digests = self._digests()
             for digest in digests:
                 try:
-                    Bundle.open_shared(self.path, self.index(digest) or b"")
+                    Bundle.open_shared(self.path, self.index(digest) or b"").check_native()
                 except BundleError as error:
                     problems.append(f"{digest}: {error.message} ({error.code})")
         return Verified(len(digests), len(files), total, tuple(problems))

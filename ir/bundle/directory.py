@@ -7,14 +7,17 @@ it is read is never mixed with the one that takes its place.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from precast.ir.errors import BundleError
 
+_BLOCK_BYTES = 1 << 20
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Non-blocking, because opening a pipe would wait for somebody to write to it.
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -98,10 +101,22 @@ class Directory:
         """
         data = self._read(name, size, "blob-missing")
         if len(data) != size:
-            found = f"{len(data)}" if len(data) < size else "more"
-            fix = "the file was truncated or changed: copy or build the bundle again"
-            raise BundleError("blob-size", f"expected {size} bytes, found {found}", where=name, fix=fix)
+            raise _wrong_size(name, size, len(data))
         return data
+
+    def hash_exactly(self, name: str, size: int) -> str:
+        """The SHA-256 of the file `name`, of exactly `size` bytes, in hex; read block by block.
+
+        Raises what `read_exactly` does.
+        """
+        found, length = hashlib.sha256(), 0
+        with self._file(name, "blob-missing") as file:
+            while length <= size and (data := file.read(_BLOCK_BYTES)):
+                found.update(data)
+                length += len(data)
+        if length != size:
+            raise _wrong_size(name, size, length)
+        return found.hexdigest()
 
     def was_replaced(self, path: Path) -> bool:
         """Whether `path` leads to another directory by now, or to none."""
@@ -112,14 +127,19 @@ class Directory:
 
     def _read(self, name: str, size: int, missing: str) -> bytes:
         """The content of the file, cut after one byte more than `size`."""
+        with self._file(name, missing) as file:
+            # The size comes from the bundle; memory is taken for what is there.
+            return file.read(min(size, os.fstat(file.fileno()).st_size) + 1)
+
+    @contextmanager
+    def _file(self, name: str, missing: str) -> Iterator[BinaryIO]:
+        """The file `name`, opened to be read."""
         fd = self._open(name, _FILE_FLAGS, "a file", missing)
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise BundleError("layout-kind", "expected a file, found something else", where=name)
             with open(fd, "rb", closefd=False) as file:
-                # The size comes from the bundle; memory is taken for what is there.
-                return file.read(min(size, status.st_size) + 1)
+                yield file
         except OSError as error:
             raise BundleError("bundle-unreadable", f"{error.strerror}", where=name) from None
         finally:
@@ -133,3 +153,9 @@ class Directory:
         except OSError as error:
             code = "layout-kind" if error.errno in _WRONG_KIND else "bundle-unreadable"
             raise BundleError(code, f"expected {expected}: {error.strerror}", where=name) from None
+
+
+def _wrong_size(name: str, size: int, length: int) -> BundleError:
+    found = f"{length}" if length < size else "more"
+    fix = "the file was truncated or changed: copy or build the bundle again"
+    return BundleError("blob-size", f"expected {size} bytes, found {found}", where=name, fix=fix)

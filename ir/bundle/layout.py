@@ -6,7 +6,9 @@ name becomes a path before its form is checked.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -31,24 +33,27 @@ _LAYER_LIMITS = {
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """A layer of the bundle: its media type, the name it goes by, and its content."""
+    """A layer of the bundle: its media type, the name it goes by, its digest, and its size in bytes."""
 
     media_type: str
     name: str
     digest: str
-    data: bytes
+    size: int
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """A layout as it was read: the image manifest, and the bytes of all that it and what is attached to it name.
+    """A layout as it was read: the image manifest, and the bytes of what it and what is attached to it name.
 
-    `descriptor` is the image manifest's type, digest and size. The provenance record is among what is attached.
+    `descriptor` is the image manifest's type, digest and size. `held` has the contents of the layers by digest, but for
+    those of native layers, which were held against their digests and are read when they are wanted (`read_layer`). The
+    provenance record is among what is attached.
     """
 
     descriptor: Descriptor
     image: bytes
     config: bytes
     layers: tuple[Layer, ...]
+    held: dict[str, bytes]
     provenance: bytes | None
     attached: tuple[Attached, ...]
 
@@ -183,20 +188,36 @@ def _read_contents(files: Directory, index: Index, *, whole: bool) -> Contents:
         parts = [*index.manifests, image.config, *image.layers]
         named = {part.digest for part in parts} | {part.digest for _, extra in extras for part in extra.parts}
         files.refuse_extra({digest.removeprefix(f"{oci.ALGORITHM}:") for digest in named})
-    config, layers = _read_parts(files, image)
+    config, layers, held = _read_parts(files, image)
     attached = tuple(_read_attached(files, *extra) for extra in extras)
     records = [extra.layers[0].data for extra in attached if extra.artifact_type == oci.PROVENANCE]
-    return Contents(descriptor, data, config, layers, records[0] if records else None, attached)
+    return Contents(descriptor, data, config, layers, held, records[0] if records else None, attached)
 
 
-def _read_parts(files: Directory, image: Image) -> tuple[bytes, tuple[Layer, ...]]:
+def _read_parts(files: Directory, image: Image) -> tuple[bytes, tuple[Layer, ...], dict[str, bytes]]:
     config = _read_blob(files, image.config, "manifest", limits.MAX_JSON_BYTES)
-    layers = []
+    layers, held = [], {}
     for part in image.layers:
-        name = _layer_name(part)
-        data = _read_blob(files, part, name, _LAYER_LIMITS[part.media_type])
-        layers.append(Layer(part.media_type, name, part.digest, data))
-    return config, tuple(layers)
+        layer = Layer(part.media_type, _layer_name(part), part.digest, part.size)
+        if part.media_type == oci.NATIVE:
+            _check_blob(files, part, layer.name)
+        else:
+            held[part.digest] = _read_blob(files, part, layer.name, _LAYER_LIMITS[part.media_type])
+        layers.append(layer)
+    return config, tuple(layers), held
+
+
+def read_layer(path: Path, layer: Layer) -> bytes:
+    """The content of a layer of the bundle, or of the directory of many bundles' blobs, at `path`.
+
+    Raises BundleError: it may have been changed or removed since the bundle was opened.
+    """
+    part = Descriptor(layer.media_type, layer.digest, layer.size)
+    with opened(path) as root, root.entered(oci.BLOBS) as blobs, blobs.entered(oci.ALGORITHM) as files:
+        try:
+            return _read_blob(files, part, layer.name, _LAYER_LIMITS[layer.media_type])
+        except BundleError as error:
+            raise error.inside(str(path)) from None
 
 
 def _read_attached(files: Directory, manifest: bytes, document: Document) -> Attached:
@@ -267,8 +288,8 @@ def _read_manifest(files: Directory, descriptor: Descriptor) -> bytes:
 
 
 def _check_entry(descriptor: Descriptor, image: Image) -> None:
-    # Some tools that copy layouts leave the type out of the index.
-    if descriptor.artifact_type is not None:
+    # Of the tools that copy layouts some leave the type out of the index, and some write the config's there.
+    if descriptor.artifact_type not in (None, image.config.media_type):
         _expect("artifact-type", oci.INDEX_FILE, descriptor.artifact_type, image.artifact_type)
 
 
@@ -286,7 +307,7 @@ def decode_strict(data: bytes) -> Image:
 
 
 def decode_image(data: bytes) -> Image:
-    """A bundle's image manifest: its layers, their order and names, and how large they may be together.
+    """A bundle's image manifest: its layers, their order and names, and how large they may be.
 
     Raises BundleError: `json-*`, `image-invalid`, `artifact-type`, `media-type`, `name-invalid`, `digest-invalid`,
     `blob-size` or `limit-exceeded`.
@@ -295,8 +316,10 @@ def decode_image(data: bytes) -> Image:
     _check_image(image)
     for part in (image.config, *image.layers):
         oci.blob_name(part, "blob")
-    if sum(part.size for part in (image.config, *image.layers)) > limits.MAX_BUNDLE_BYTES:
-        message = f"more than {limits.MAX_BUNDLE_BYTES} bytes in all blobs together"
+        _check_size(part, "blob", _LAYER_LIMITS.get(part.media_type, limits.MAX_JSON_BYTES))
+    held = [image.config, *(part for part in image.layers if part.media_type != oci.NATIVE)]
+    if sum(part.size for part in held) > limits.MAX_HELD_BYTES:
+        message = f"more than {limits.MAX_HELD_BYTES} bytes in all blobs but native layers together"
         raise BundleError("limit-exceeded", message)
     return image
 
@@ -358,6 +381,8 @@ def _layer_name(part: Descriptor) -> str:
 
 def _type_of(files: Directory, descriptor: Descriptor) -> str:
     """The artifact type that the index gives, or the manifest: some tools that copy layouts leave it out."""
+    if descriptor.artifact_type == oci.MANIFEST:  # others write the config's type there
+        return oci.BUNDLE
     return descriptor.artifact_type or attachments.decode(_read_manifest(files, descriptor)).type
 
 
@@ -371,17 +396,42 @@ def _subject_of(files: Directory, descriptor: Descriptor) -> str | None:
 def _read_blob(files: Directory, descriptor: Descriptor, what: str, limit: int) -> bytes:
     """A blob's content, of the size and digest that its descriptor says; `what` names it in messages."""
     name = oci.blob_name(descriptor, what)
-    where = f"{oci.BLOBS}/{oci.ALGORITHM}/{name}"
-    if descriptor.size > limit:
-        message = f"{what}: {descriptor.size} bytes; at most {limit} are allowed"
-        raise BundleError("limit-exceeded", message, where=where)
-    try:
+    _check_size(descriptor, what, limit)
+    with _about(what):
         data = files.read_exactly(name, descriptor.size)
+    _check_digest(descriptor, what, oci.digest_of(data))
+    return data
+
+
+def _check_blob(files: Directory, descriptor: Descriptor, what: str) -> None:
+    """Hold a blob against its size and digest, in little memory."""
+    name = oci.blob_name(descriptor, what)
+    with _about(what):
+        found = files.hash_exactly(name, descriptor.size)
+    _check_digest(descriptor, what, f"{oci.ALGORITHM}:{found}")
+
+
+@contextlib.contextmanager
+def _about(what: str) -> Iterator[None]:
+    """Errors of the directory of blobs, as those of what is read there."""
+    try:
+        yield
     except BundleError as error:
         error.message = f"{what}: {error.message}"
         raise error.inside(f"{oci.BLOBS}/{oci.ALGORITHM}") from None
-    found = oci.digest_of(data)
+
+
+def _check_size(descriptor: Descriptor, what: str, limit: int) -> None:
+    if descriptor.size > limit:
+        message = f"{what}: {descriptor.size} bytes; at most {limit} are allowed"
+        raise BundleError("limit-exceeded", message, where=_where(descriptor))
+
+
+def _check_digest(descriptor: Descriptor, what: str, found: str) -> None:
     if found != descriptor.digest:
-        fix = "the file is damaged: copy or build the bundle again"
-        raise BundleError("blob-digest", f"{what}: expected {descriptor.digest}, found {found}", where=where, fix=fix)
-    return data
+        message, fix = f"{what}: expected {descriptor.digest}, found {found}", "copy or build the bundle again"
+        raise BundleError("blob-digest", message, where=_where(descriptor), fix=f"the file is damaged: {fix}")
+
+
+def _where(descriptor: Descriptor) -> str:
+    return oci.blob_path(descriptor.digest)

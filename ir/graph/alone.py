@@ -43,23 +43,23 @@ def _kept(steps: Sequence[Step]) -> tuple[tuple[Step, ...], dict[str, str]]:
             continue
         args = {name: renamed(arg, names) for name, arg in step.args.items()}
         given = args.get("x")
-        if is_collective(step) and step.op not in _OF_PARTS and isinstance(given, Ref):
+        if is_collective(step) and step.op not in OF_PARTS and isinstance(given, Ref):
             names[step.outputs[0].name] = given.name
         else:
-            kept.append(_of_the_whole(msgspec.structs.replace(step, args=args)))
+            kept.append(of_the_whole(msgspec.structs.replace(step, args=args)))
     return tuple(kept), names
 
 
-def _of_the_whole(step: Step) -> Step:
+def of_the_whole(step: Step) -> Step:
     """An op of parts, as that of the whole."""
-    if isinstance(step, Call) or step.op not in _OF_PARTS:
+    if isinstance(step, Call) or step.op not in OF_PARTS:
         return step
-    op, arg = _OF_PARTS[step.op]
+    op, arg = OF_PARTS[step.op]
     args = {name: given for name, given in step.args.items() if name != arg}
     return msgspec.structs.replace(step, op=op, version=1, args=args)
 
 
-_OF_PARTS = {
+OF_PARTS = {
     "precast.sharded_embedding": ("precast.embedding", "start"),
     "precast.all_reduce_residual_rms_norm": ("precast.residual_rms_norm", "group"),
 }

@@ -25,7 +25,7 @@ from precast.ir.graph.all_tokens import (
     functions,
     params_with_all_tokens,
 )
-from precast.ir.graph.alone import is_collective, renamed
+from precast.ir.graph.alone import OF_PARTS, is_collective, of_the_whole, renamed
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import (
     Arg,
@@ -198,11 +198,11 @@ class _Rewritten:
 
     def _add_own(self, node: Node) -> None:
         names = {name: self.own(name) for name in references(node.args)}
-        if is_collective(node):  # nobody else has a part of it
-            (name,) = names.values()
-            self._names[node.outputs[0].name] = name
+        given = node.args.get("x")
+        if is_collective(node) and node.op not in OF_PARTS and isinstance(given, Ref) and node.outputs:
+            self._names[node.outputs[0].name] = names[given.name]  # nobody else has a part of it
         else:
-            self.steps.append(self._bound(node, names, ALONE))
+            self.steps.append(of_the_whole(self._bound(node, names, ALONE)))
 
     def _bound(self, node: Node, names: Mapping[str, str], world: Mapping[str, Expr]) -> Node:
         args = {name: renamed(arg, names) for name, arg in node.args.items()}

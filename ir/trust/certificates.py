@@ -18,6 +18,9 @@ from precast.ir.patterns import matches
 from precast.ir.trust import keys
 from precast.ir.trust.keys import PublicKey
 
+_LOGGED_IN = ("1.3.6.1.4.1.57264.1.1", "1.3.6.1.4.1.57264.1.8")
+"""The extensions by which Fulcio says at which service somebody logged in to get the certificate
+(github.com/sigstore/fulcio, docs/oid-info.md)."""
 CLOCK_SKEW = datetime.timedelta(minutes=5)
 """How far the clock of who issued a certificate may be ahead of ours. An expired certificate has no such grace."""
 
@@ -30,7 +33,8 @@ class Authority(msgspec.Struct, frozen=True, eq=False):
     """Certificates that are trusted to name signers.
 
     `roots` are where a path must end, `intermediates` may stand in it. `identities` are patterns of the signers' names
-    (e-mail addresses, URIs, DNS names of the certificate), of which one must match; empty: any name.
+    (e-mail addresses, URIs, DNS names of the certificate), of which one must match; empty: any name, but none of those
+    who get a certificate by logging in somewhere, as by cosign's keyless signatures: that anybody can.
     """
 
     roots: tuple[Any, ...]
@@ -77,6 +81,9 @@ def _signer(trusted: Authority, certificates: tuple[bytes, ...], now: datetime.d
     who = " ".join(map(shown, names)) or shown(leaf.subject.rfc4514_string())
     _check_dates(leaf, who, now)
     _check_path(trusted, leaf, others, who, max(now, leaf.not_valid_before_utc))
+    if not trusted.identities and (service := _logged_in_at(leaf)) is not None:
+        message = f"the certificate is of {who}, who logged in at {shown(service)}, as anybody may"
+        raise NotTrusted(f"{message}; it counts where identities are named")
     if trusted.identities and not any(matches(each, name) for each in trusted.identities for name in names):
         raise NotTrusted(f"the certificate is of {who}, which is none of {', '.join(trusted.identities)}")
     return key, who
@@ -147,6 +154,15 @@ def _may_sign(policy: object, certificate: object, usage: Any) -> None:
 def _may_issue(policy: object, certificate: object, usage: Any) -> None:
     if usage is not None and not usage.key_cert_sign:
         raise ValueError("the issuer's key is not for certificates")
+
+
+def _logged_in_at(leaf: Any) -> str | None:
+    """The service where the certificate's holder logged in to get it, by its own words; None if it says nothing."""
+    for extension in leaf.extensions:
+        if extension.oid.dotted_string in _LOGGED_IN:
+            value: bytes = extension.value.value
+            return "".join(chr(byte) for byte in value if 0x20 <= byte < 0x7F) or "a service"
+    return None
 
 
 def _names(leaf: Any) -> list[str]:

@@ -6,17 +6,19 @@ It runs a graph if every op, in every size class that a step of the engine's lim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from precast.ir.artifact import Bundle
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Block, Graph, Node, Value
 from precast.ir.memory import caches, strides
 from precast.ir.memory.addresses import Addresses
+from precast.ir.native import NativeLayer
 from precast.kernels import step_memory
 from precast.kernels.choices import runnable
+from precast.kernels.native import Native
 from precast.kernels.sampling.limits import SAMPLE_VERSION
+from precast.kernels.step_launches import LaunchAt, drawing_launches, known_ids_launches
 from precast.kernels.use import Target, statics_in, types_in, use_of
 from precast.loader.device import Buffer
 from precast.loader.driver.program import (
@@ -25,6 +27,7 @@ from precast.loader.driver.program import (
     WORKSPACE,
     NativeProgram,
     NotCoveredError,
+    Number,
     Sizes,
     covered_cases,
     is_view,
@@ -33,14 +36,6 @@ from precast.loader.sizing import EngineLimits
 
 _TRIED = ((7, 3), (1, 1), (64, 64))
 """Tokens and sequences of steps in which views are looked at; of what is larger, strides differ in sizes alone."""
-
-
-class UnfitError(Exception):
-    """The driver alone doesn't run the model: it says why in a few words. `opened`: the bundle, if it was opened."""
-
-    def __init__(self, why: str, opened: Bundle | None = None) -> None:
-        super().__init__(why)
-        self.opened = opened
 
 
 def most_sizes(graph: Graph, limits: EngineLimits) -> dict[str, int]:
@@ -80,6 +75,39 @@ def uncovered(graph: Graph, target: Target, limits: EngineLimits) -> list[str]:
         except (NotCoveredError, BundleError) as error:
             found[str(error)] = None
     return list(found)
+
+
+def lacking(program: NativeProgram, graph: Graph, addresses: Addresses, layer: NativeLayer, most: Sizes) -> list[str]:
+    """The kernels of steps of up to these sizes that a layer doesn't have, by name: of one step of each class."""
+    native, wanted = Native(layer), set[tuple[str, str, tuple[int, ...]]]()
+    for tokens, count in _steps_of_classes(program, most):
+        sizes = {**most, "T": tokens, "B": count, "R": count} | {pool.pages: 1 for pool in graph.caches.pools}
+        for each in program.ready(sizes, _anywhere(graph, sizes), addresses)[0]:
+            if each.key:
+                wanted.add((each.launch.kernel, each.key, _integers(each.values)))
+        for launch in beside_the_graph(graph, program.target, tokens, count):
+            wanted.add((launch.launch.kernel, launch.key, tuple(launch.values())))
+    return sorted({kernel for kernel, key, values in wanted if native.find(key, values) is None})
+
+
+def beside_the_graph(graph: Graph, target: Target, num_tokens: int, num_rows: int) -> Iterator[LaunchAt]:
+    """What a step launches before the graph and behind it: tokens are put in their places, and drawn."""
+    yield from known_ids_launches(target, num_tokens)
+    yield from drawing_launches(types_in(graph)[graph.outputs["logits"]], target, num_rows, captured=True)
+
+
+def _steps_of_classes(program: NativeProgram, most: Sizes) -> list[tuple[int, int]]:
+    """Tokens and sequences of steps at the ends of the classes of sizes, with the fewest sequences and the most."""
+    ends = {symbol: {1, most[symbol]} for symbol in ("T", "B", "R")}
+    for symbol, numbers in program.ends.items():
+        ends[symbol] |= {number for number in numbers if 1 <= number <= most[symbol]}
+    steps = {(tokens, count) for tokens in ends["T"] for count in (1, min(tokens, most["B"]))}
+    return sorted(steps | {(max(count, 1), count) for count in ends["B"] | ends["R"]})
+
+
+def _integers(values: Sequence[Number]) -> tuple[int, ...]:
+    """Arguments as conditions on kernels see them."""
+    return tuple(value if isinstance(value, int) else 0 for value in values)
 
 
 def _uncovered(function: Graph | Block, target: Target, most: Sizes) -> Iterator[str]:

@@ -42,11 +42,14 @@ class Kernels:
             function, ready.grid, (kernel.threads, 1, 1), kernel.shared_bytes, values, pdl=kernel.pdl
         ).launch  # fmt: skip
 
-    def make_products(self, launches: Iterable[tuple[Launch, str]]) -> None:
-        """Make what the library's launches among these, each with its key, call; the library is loaded with it."""
-        for launch, _ in launches:
+    def load(self, launches: Iterable[tuple[Launch, str]]) -> None:
+        """Load whatever kernels these launches, each with its key, may take, and make the library's products."""
+        for launch, key in launches:
             if launch.library:
                 self._product(launch)
+            else:
+                for kernel in self._native.of_key(key):
+                    self._function(kernel, is_cuda=bool(launch.block))
 
     def _kernel_for(self, ready: Ready) -> NativeKernel:
         numbers = [value if isinstance(value, int) else 0 for value in ready.values]
@@ -56,7 +59,7 @@ class Kernels:
         raise TargetError(
             "kernel-missing",
             f"the native layer has no kernel {ready.launch.kernel} for these arguments: {ready.values}",
-            fix="load the bundle with backend='torch', or add the layer again with this release of Precast",
+            fix="load the bundle with backend='torch', and report the message",
         )
 
     def _function(self, kernel: NativeKernel, *, is_cuda: bool) -> int:

@@ -127,6 +127,15 @@ class NativeProgram:
                     found |= exprs.free_symbols(expr)
         return frozenset(found)
 
+    @property
+    def ends(self) -> Mapping[str, set[int]]:
+        """By symbol, the sizes at which the classes begin and end that its choices tell apart."""
+        found: dict[str, set[int]] = {}
+        for way in (way for steps in self._steps.values() for step in steps for way in step.ways):
+            for symbol, (low, high) in way.sizes.items():
+                found.setdefault(symbol, set()).update({low} if high is None else {low, high})
+        return found
+
     def workspace_bytes(self, sizes: Sizes) -> int:
         """What the launches hold at most beside results, in steps of up to these sizes."""
         found = [0]

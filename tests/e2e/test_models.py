@@ -6,11 +6,12 @@ The sweep is these tests: with a worker for each core they run side by side.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
-from model_sweep import COMPLETIONS, cover, is_causal, model_types, sweep
+from model_sweep import COMPLETIONS, cover, is_causal, model_types, resolve, sweep
 from models_page import green_types, page
 from transformers import AutoConfig
 
@@ -77,3 +78,16 @@ def test_error_of_a_models_code_is_the_rows_reason(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("model_type", "expected"), [("qwen3", True), ("bert", False)])
 def test_encoders_are_not_causal(model_type: str, expected: bool) -> None:
     assert is_causal(random_model(shrink(AutoConfig.for_model(model_type)))) == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llama", "yes"), ("granitemoe", "yes"), ("deepseek_v3", "yes"), ("falcon_h1", "yes"), ("mamba", "yes"),
+        ("qwen3_next", "yes"), ("glm", "yes"), ("mpt", "in float32"), ("gptj", "aten.gather.default of float32"),
+    ],
+)  # fmt: skip
+def test_a_type_of_each_kind_is_served_without_torch_as_the_page_says(model_type: str, expected: str) -> None:
+    assert resolve(model_type).without_torch == expected
+    assert re.search(rf"^\| `{model_type}` .*\| {re.escape(expected)} \|  \|$", PAGE, re.MULTILINE)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from model_sweep import Row, worlds_text
-from models_page import PAGE, green_types, line, main, page, with_ranks
+from models_page import PAGE, green_types, line, main, page, with_columns
 
 from precast.check.shards import Proof
 
@@ -23,9 +23,9 @@ def test_page_has_a_row_for_each_type_by_name() -> None:
     found = page(ROWS)
 
     assert found.splitlines()[-3:] == [
-        "| `a` | AForCausalLM | green | yes | yes | yes | 98.8 % |  |  |  |",
-        "| `b` | BForCausalLM | red | yes | no | no | 50.0 % |  |  | logits differ by 1e-02 \\| &lt;far> |",
-        "| `c` | CModel | out of scope |  |  |  |  |  |  | an encoder |",
+        "| `a` | AForCausalLM | green | yes | yes | yes | 98.8 % |  |  |  |  |",
+        "| `b` | BForCausalLM | red | yes | no | no | 50.0 % |  |  |  | logits differ by 1e-02 \\| &lt;far> |",
+        "| `c` | CModel | out of scope |  |  |  |  |  |  |  | an encoder |",
     ]
     assert "has 3 model types" in found
     assert "**1 are green**, 1 are not, 1 are out of scope" in found
@@ -40,14 +40,17 @@ def test_line_of_a_row() -> None:
     assert line(ROWS[2]).endswith("out of scope           an encoder")
 
 
-def test_columns_about_ranks_are_filled_and_nothing_else_changes() -> None:
-    before = page(ROWS)
+def test_columns_are_filled_and_nothing_else_changes() -> None:
+    before, begin = page(ROWS), "| `a` | AForCausalLM | green | yes | yes | yes | 98.8 % |"
 
-    found = with_ranks(before, [Row("a", "", "green", ranks="2, 4; experts 2", whole="attention, other")])
+    split = with_columns(before, [Row("a", "", "green", ranks="2, 4; experts 2", whole="attention, other")], "split")
+    both = with_columns(split, [Row("a", "", "green", without_torch="yes")], "resolve")
 
-    changed = "| `a` | AForCausalLM | green | yes | yes | yes | 98.8 % | 2, 4; experts 2 | attention, other |  |"
-    assert found.splitlines()[-3] == changed
-    assert with_ranks(found, [Row("a", "", "green")]) == before
+    assert split.splitlines()[-3] == f"{begin} 2, 4; experts 2 | attention, other |  |  |"
+    assert both.splitlines()[-3] == f"{begin} 2, 4; experts 2 | attention, other | yes |  |"
+    assert (
+        with_columns(with_columns(both, [Row("a", "", "green")], "split"), [Row("a", "", "green")], "resolve") == before
+    )
 
 
 def test_worlds_in_words() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import families
 import pytest
+import torch
 from reference import relative_error
 
 import precast
@@ -51,3 +52,28 @@ def test_ranks_give_the_tokens_of_one_process(variant: str, several: dict[str, i
     (alone, answers), (shared, shared_answers) = found
     assert all(relative_error(a, b) < 1e-4 for a, b in zip(shared, alone, strict=True))
     assert shared_answers == answers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["deepseek_v3", "gpt_neox"])
+def test_two_gpus_with_sequences_of_their_own_give_the_logits_of_one(variant: str, tmp_path: Path) -> None:
+    """Experts and latents, and a model whose layers have one sum; in captured steps, and op by op for the logits."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+    families.make_model(variant).save_pretrained(tmp_path / "ckpt")
+    precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32")
+    options: dict[str, Any] = {
+        "device": "cuda", "max_num_seqs": 4, "max_num_tokens": 16, "capture": "before", "backend": "torch",
+        "cache_bytes": 1 << 24,
+    }  # fmt: skip
+
+    found = []
+    for world in ({}, {"tp": 2, "dp": 2}):
+        with precast.load(tmp_path / "b", weights=tmp_path / "ckpt", **options, **world) as engine:
+            answers = arrive_one_after_another(engine, PROMPTS, NUM_TOKENS)
+            found.append(([engine.logits(list(prompt)) for prompt in PROMPTS], answers))
+            assert engine.stats.captured_steps > 0
+
+    (alone, answers), (shared, shared_answers) = found
+    assert all(relative_error(a.cpu(), b.cpu()) < 1e-3 for a, b in zip(shared, alone, strict=True))
+    assert [len(answer) for answer in shared_answers] == [len(answer) for answer in answers]

@@ -1,4 +1,4 @@
-"""`make registry-demo` goes through: built, pushed, pulled, verified, recited."""
+"""`make registry-demo` goes through: built, pushed, signed, attested, tagged, pulled, verified, recited."""
 
 from __future__ import annotations
 

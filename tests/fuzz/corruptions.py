@@ -80,7 +80,7 @@ def reseal(_: Path, path: Path, rng: random.Random) -> None:
 
 def _outcome(path: Path, original: Bundle, *, sealed: bool) -> str:
     try:
-        bundle = Bundle.open(path)
+        bundle = Bundle.open_whole(path)
     except BundleError as error:
         str(error)
         return error.code

@@ -71,7 +71,7 @@ def _part(name: str) -> Callable[[bytes, Path], object]:
         else:
             forgery.edit(name, lambda _: data)
         forgery.write(folder / "x.bundle")
-        Bundle.open(folder / "x.bundle")
+        Bundle.open_whole(folder / "x.bundle")
 
     return read
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from native_layers import DIGEST, IMAGE, KERNEL, LAYER, MODULE, layer, with_kern
 from examples import write_tiny
 from precast.ir import encoding, limits, native
 from precast.ir.artifact import Bundle
-from precast.ir.bundle import oci
+from precast.ir.bundle import codec, oci
 from precast.ir.bundle.scan import NATIVE_CAPS
 from precast.ir.errors import BundleError
 from precast.ir.native import NO_ARGUMENT, NativeLayer, NativeParam
@@ -153,7 +156,7 @@ def test_a_layer_under_another_target_s_name_is_refused(tmp_path: Path) -> None:
         image["layers"][-1]["annotations"][oci.TITLE] = "sm_80"
 
     with pytest.raises(BundleError) as error:
-        Bundle.open(retold(found, rename, tmp_path / "other"))
+        Bundle.open_whole(retold(found, rename, tmp_path / "other"))
     assert error.value.code == "native-invalid"
     assert "sm_80 says that it is for sm_90" in error.value.message
 
@@ -189,3 +192,54 @@ def retold(bundle: Bundle, change: Any, path: Path) -> Path:
 
 def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+# --- larger than what is held --------------------------------------------------------------------------------------
+
+PEAK = """
+import sys
+from precast.ir.artifact import Bundle
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+before = peak()
+opened = Bundle.open(sys.argv[1])
+print(opened.digest, len(opened.native), peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs what Linux says of a process's memory")
+def test_layers_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """140 MiB of native layers, more than all else in a bundle may have together."""
+    monkeypatch.setattr(codec, "ZSTD_LEVEL", 1)  # nothing here can be packed
+    images = [b"\x7fELF" + os.urandom(limits.MAX_IMAGE_BYTES - 4) for _ in range(7)]
+    digests = [hashlib.sha256(image).hexdigest() for image in images]
+    kernels = [msgspec.structs.replace(KERNEL, image=digest, key=digest) for digest in sorted(digests)]
+    made = layer(kernels=tuple(kernels), images=dict(zip(digests, images, strict=True)))
+    targets = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
+    bundle = write_tiny(tmp_path / "large", native=[msgspec.structs.replace(made, target=each) for each in targets])
+
+    done = subprocess.run([sys.executable, "-c", PEAK, bundle.path], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    digest, count, grown = done.stdout.split()
+    assert sum(found.size for found in bundle.layers) > limits.MAX_HELD_BYTES
+    assert (digest, int(count)) == (bundle.digest, 5)
+    assert int(grown) < 32 << 20
+    assert bundle.native["sm_89"].images.keys() == set(digests)
+
+
+def test_layer_that_was_changed_since_the_bundle_was_opened(bundle: Bundle) -> None:
+    file = bundle.path / oci.BLOBS / bundle.native_digest("sm_90").replace(":", "/")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+    with pytest.raises(BundleError) as changed:
+        bundle.native["sm_90"]
+    file.unlink()
+    with pytest.raises(BundleError) as removed:
+        bundle.native["sm_90"]
+
+    assert (changed.value.code, removed.value.code) == ("blob-digest", "blob-missing")
+    assert bundle.native["sm_80"].target == "sm_80"

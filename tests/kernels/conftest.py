@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +13,11 @@ import torch
 from op_samples.draw import Draw, Sample
 
 from precast.kernels.spec import OpSpec
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import quick_interpreter
+
+    quick_interpreter.install()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -28,9 +28,15 @@ from precast.builder.source.shrink import random_model, shrink
 from precast.check.agreement import PROMPTS, TOLERANCE, agreement, hf_logits, relative_error
 from precast.check.shards import Proof, proofs
 from precast.ir.errors import PrecastError
+from precast.ir.graph.world import unsharded
 from precast.ir.ops.flops import precast_share
+from precast.kernels.use import GPU
+from precast.loader.driver.coverage import uncovered
+from precast.loader.sizing import EngineLimits
 
 Status = Literal["green", "red", "out of scope"]
+Look = Literal["cover", "split", "resolve"]
+"""What is asked of a type: `cover`, `split` or `resolve`."""
 
 SECONDS = 300.0
 """A type that takes longer than this is stopped, and red."""
@@ -77,7 +83,8 @@ class Row(msgspec.Struct, frozen=True):
     """What was found of one model type. `reason` says why it isn't green; `share` is of floating-point work, 0 to 1.
 
     `ranks` are the worlds in which ranks give the unsharded logits, in words, or what went wrong; `whole` are the kinds
-    of layers that each rank has whole. Both are empty where nobody has looked.
+    of layers that each rank has whole. Both are empty where nobody has looked. `without_torch`: "yes" if a GPU serves
+    it without torch, else the first op that stands in the way.
     """
 
     model_type: str
@@ -89,6 +96,7 @@ class Row(msgspec.Struct, frozen=True):
     share: float | None = None
     ranks: str = ""
     whole: str = ""
+    without_torch: str = ""
     reason: str = ""
 
 
@@ -133,6 +141,25 @@ def split(model_type: str) -> Row:
     rows = bundle.graph.shards.rows
     whole = sorted({each.kind for each in rows if each.mode == "replicated"})
     return msgspec.structs.replace(row, ranks=worlds_text(found), whole=", ".join(whole))
+
+
+def resolve(model_type: str) -> Row:
+    """A row of whether the driver alone serves the type in bfloat16, and nothing else; for a type that is green.
+
+    Of a type that is built in float32 alone, it says that.
+    """
+    row = Row(model_type, _architecture(model_type), "green")
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config"
+        model = random_model(shrink(config_of(model_type)))
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(config)
+        try:
+            bundle, dtype = build(config, Path(folder) / "bundle", dtype="bfloat16"), "yes"
+        except PrecastError:
+            bundle, dtype = build(config, Path(folder) / "bundle", dtype="float32"), "in float32"
+        found = uncovered(unsharded(bundle.graph), GPU, EngineLimits(256, 8192, bundle.manifest.model.max_seq_len))
+    return msgspec.structs.replace(row, without_torch=found[0].partition(" is computed")[0] if found else dtype)
 
 
 def worlds_text(found: Sequence[Proof]) -> str:
@@ -187,11 +214,11 @@ def _compared(row: Row, model: Any, folder: Path) -> Row:
 
 
 def sweep(
-    wanted: Sequence[str], *, workers: int = 1, done: Callable[[Row], None] | None = None, splits: bool = False
+    wanted: Sequence[str], *, workers: int = 1, done: Callable[[Row], None] | None = None, look: Look = "cover"
 ) -> list[Row]:
     """Cover these model types, `workers` at a time, each in a process of its own; rows in the order given.
 
-    `done` is called with each row as it is there. `splits`: ask how they are split over ranks, instead.
+    `done` is called with each row as it is there.
     """
     _import_all()
     context = multiprocessing.get_context("fork")
@@ -201,7 +228,7 @@ def sweep(
         while waiting and len(running) < workers:
             name = waiting.pop(0)
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(theirs, name, splits), daemon=True)
+            process = context.Process(target=_child, args=(theirs, name, look), daemon=True)
             process.start()
             theirs.close()
             running[ours] = (name, process, time.monotonic() + SECONDS)
@@ -240,13 +267,13 @@ def _finished(running: dict[Connection, tuple[str, BaseProcess, float]]) -> Iter
         yield row
 
 
-def _child(pipe: Connection, model_type: str, splits: bool) -> None:
+def _child(pipe: Connection, model_type: str, look: Look) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the exporter prints the whole graph of what it can't trace
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        row = (split if splits else cover)(model_type)
+        row = {"cover": cover, "split": split, "resolve": resolve}[look](model_type)
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises is this type's row
         reason = f"{type(error).__name__}: {_sentence(str(error))}"
         row = Row(model_type, _architecture(model_type), "red", reason=reason)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import transformers
-from model_sweep import MAX_RANKS, Row, model_types, sweep
+from model_sweep import MAX_RANKS, Look, Row, model_types, sweep
 
 from precast.check.agreement import CHUNK, NUM_TOKENS, PROMPTS, TOLERANCE
 from precast.check.shards import TOLERANCE as SPLIT_TOLERANCE
@@ -18,10 +18,12 @@ from precast.ir.ops.flops import TOKENS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 _GREEN = re.compile(r"^\| `(?P<model_type>[^`]+)` \| \S+ \| green \|", re.MULTILINE)
-_RANKS = re.compile(
-    r"^(?P<before>\| `(?P<model_type>[^`]+)` (?:\|[^|]*){6}\|)[^|]*\|[^|]*\|(?P<after>.*)$", re.MULTILINE
+_COLUMNS = re.compile(
+    r"^(?P<before>\| `(?P<model_type>[^`]+)` (?:\|[^|]*){6}\|)"
+    r"(?P<ranks>[^|]*\|[^|]*\|)(?P<torch>[^|]*\|)(?P<after>.*)$",
+    re.MULTILINE,
 )
-"""A row; between `before` and `after` stand the two columns that are about ranks."""
+"""A row, with the two columns that are about ranks and the one about torch."""
 
 _TEXT = """\
 # Models
@@ -47,20 +49,27 @@ experts; in all of these worlds the ranks, run together on a CPU, give the unsha
 ([sharding.md](sharding.md#the-proof)). A large model has more heads, and can be split further. **whole on each** are
 the kinds of layers that every rank has whole; `precast inspect --shards` says why.
 
-A green row that turns red fails `tests/e2e/test_models.py`. To cover one type again: `make models ONLY=llama`; to
-fill the columns about ranks again: `make models ONLY=--shards`. To try a config of your own: `precast build --check`.
+**without torch**: whether a GPU serves the shrunk model in bfloat16 [without torch](without_torch.md), or in float32,
+if it is built in that alone; else the first op that only torch computes.
 
-| model type | architecture | status | builds | logits | tokens | precast ops | ranks | whole on each | why not |
-|---|---|---|---|---|---|---|---|---|---|
+A green row that turns red fails `tests/e2e/test_models.py`. To cover one type again: `make models ONLY=llama`; to
+fill the columns about ranks again: `make models ONLY=--shards`, and the one about torch: `make models
+ONLY=--without-torch`. To try a config of your own: `precast build --check`.
+
 {rows}
 """
+_HEADS = (
+    "model type", "architecture", "status", "builds", "logits", "tokens", "precast ops", "ranks", "whole on each",
+    "without torch", "why not",
+)  # fmt: skip
 
 
 def line(row: Row) -> str:
     """A row for a terminal."""
     share = "" if row.share is None else f"{100 * row.share:.1f} %"
     ranks = row.ranks and f"ranks {row.ranks}" + (f"; whole on each: {row.whole}" if row.whole else "")
-    return f"{row.model_type:26}{row.status:14}{share:9}{ranks or row.reason}".rstrip()
+    torch = row.without_torch and f"without torch: {row.without_torch}"
+    return f"{row.model_type:26}{row.status:14}{share:9}{ranks or torch or row.reason}".rstrip()
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -70,7 +79,10 @@ def page(rows: Sequence[Row]) -> str:
         version=transformers.__version__, total=len(rows), green=counts["green"], red=counts["red"],
         outside=counts["out of scope"], prompts=len(PROMPTS), tolerance=TOLERANCE, chunk=CHUNK, num_tokens=NUM_TOKENS,
         tokens=TOKENS, ranks=MAX_RANKS, split=SPLIT_TOLERANCE,
-        rows="\n".join(map(_cells, sorted(rows, key=lambda row: row.model_type))),
+        rows="\n".join([
+            f"| {' | '.join(_HEADS)} |", f"|{'---|' * len(_HEADS)}",
+            *map(_cells, sorted(rows, key=lambda row: row.model_type)),
+        ]),
     )  # fmt: skip
 
 
@@ -84,7 +96,8 @@ def _cells(row: Row) -> str:
     found = ["" if outside else "yes" if value else "no" for value in (row.builds, row.logits, row.tokens)]
     share = "" if row.share is None else f"{100 * row.share:.1f} %"
     reason = _plain(row.reason)
-    cells = [f"`{row.model_type}`", row.architecture, row.status, *found, share, row.ranks, row.whole, reason]
+    looks = [row.ranks, row.whole, row.without_torch]
+    cells = [f"`{row.model_type}`", row.architecture, row.status, *found, share, *looks, reason]
     return f"| {' | '.join(cells)} |"
 
 
@@ -93,49 +106,58 @@ def _plain(reason: str) -> str:
     return reason.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
-def with_ranks(text: str, rows: Sequence[Row]) -> str:
-    """The page with what these rows say of ranks."""
+def with_columns(text: str, rows: Sequence[Row], look: Look) -> str:
+    """The page with what these rows say of ranks (`split`), or of torch (`resolve`)."""
     known = {row.model_type: row for row in rows}
 
     def filled(match: re.Match[str]) -> str:
         row = known.get(match["model_type"])
-        return (
-            match[0] if row is None else f"{match['before']} {row.ranks or row.reason} | {row.whole} |{match['after']}"
-        )
+        if row is None:
+            return match[0]
+        ranks, torch = match["ranks"], match["torch"]
+        if look == "split":
+            ranks = f" {row.ranks or row.reason} | {row.whole} |"
+        else:
+            torch = f" {_plain(row.without_torch or row.reason)} |"
+        return f"{match['before']}{ranks}{torch}{match['after']}"
 
-    return _RANKS.sub(filled, text)
+    return _COLUMNS.sub(filled, text)
 
 
 @click.command()
 @click.argument("only", nargs=-1, metavar="[TYPE]...")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model types covered at once.")
 @click.option("--shards", is_flag=True, help="Only split what is green over ranks, and fill those columns.")
-def main(only: tuple[str, ...], workers: int, shards: bool) -> None:
+@click.option("--without-torch", is_flag=True, help="Only say what is served without torch, and fill that column.")
+def main(only: tuple[str, ...], workers: int, shards: bool, without_torch: bool) -> None:
     """Cover these model types, or cover all and write docs/models.md; each row is printed as soon as it is known."""
     unknown = sorted({*only} - {*model_types()})
     if unknown:
         types = ", ".join(unknown)
         raise click.UsageError(f"transformers {transformers.__version__} has no causal language model of type {types}")
-    if not shards:
+    if not shards and not without_torch:
         rows = sweep(only or model_types(), workers=workers, done=_show)
         if not only:
             PAGE.write_text(page(rows), encoding="utf-8")
         if not any(row.status == "green" for row in rows):
             return
         only = tuple(row.model_type for row in rows if row.status == "green") if only else ()
-    _split(only, workers)
+    if shards or not without_torch:
+        _look(only, workers, "split")
+    if without_torch or not shards:
+        _look(only, workers, "resolve")
 
 
-def _split(only: Sequence[str], workers: int) -> None:
-    """Split these types over ranks; or those that the page calls green, and fill its columns as they are known."""
+def _look(only: Sequence[str], workers: int, look: Look) -> None:
+    """Ask this of these types; or of those that the page calls green, and fill its columns as they are known."""
 
     def done(row: Row) -> None:
         _show(row)
         if not only:
-            PAGE.write_text(with_ranks(PAGE.read_text(encoding="utf-8"), [row]), encoding="utf-8")
+            PAGE.write_text(with_columns(PAGE.read_text(encoding="utf-8"), [row], look), encoding="utf-8")
 
     wanted = only or green_types(PAGE.read_text(encoding="utf-8"))
-    sweep(wanted, workers=workers, done=done, splits=True)
+    sweep(wanted, workers=workers, done=done, look=look)
 
 
 def _show(row: Row) -> None:

@@ -105,9 +105,13 @@ def certificate(
     issues: bool = True,
     start: datetime.datetime = NOW - DAY,
     end: datetime.datetime = NOW + DAY,
+    logged_in_at: str = "",
 ) -> x509.Certificate:
-    """A certificate, self-signed without an issuer. `name` is its subject, and its e-mail address if it is no CA's."""
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    """A certificate, self-signed without an issuer. `name` is its subject, and its address or URI if it is no CA's.
+
+    `logged_in_at`: the service that Fulcio writes into the certificates of who signs without a key of their own.
+    """
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
     by = issuer_key or key
     made = (
         x509.CertificateBuilder()
@@ -125,10 +129,19 @@ def certificate(
         )
     )
     if not ca:
-        made = made.add_extension(x509.SubjectAlternativeName([x509.RFC822Name(name)]), critical=False)
+        made = made.add_extension(x509.SubjectAlternativeName([_name(name)]), critical=False)
         if usage is not None:
             made = made.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+    if logged_in_at:
+        for number in ("1", "8"):
+            text = logged_in_at.encode() if number == "1" else bytes([12, len(logged_in_at)]) + logged_in_at.encode()
+            oid = x509.ObjectIdentifier(f"1.3.6.1.4.1.57264.1.{number}")
+            made = made.add_extension(x509.UnrecognizedExtension(oid, text), critical=False)
     return made.sign(by, None if isinstance(by, ed25519.Ed25519PrivateKey) else hashes.SHA256())
+
+
+def _name(name: str) -> x509.GeneralName:
+    return x509.UniformResourceIdentifier(name) if "://" in name else x509.RFC822Name(name)
 
 
 def certificates_pem(*certificates: x509.Certificate) -> bytes:

@@ -85,7 +85,7 @@ def verify(
     if attestations and not who:
         raise click.UsageError("--attestation goes with --key or --ca")
     trusting.refresh(bundle, plain_http)
-    opened = Bundle.open(bundle)
+    opened = Bundle.open_whole(bundle)
     whole = Report({"digest": opened.digest}, f"{opened.digest}\nbundle: whole, canonical, and valid by every rule")
     decided = trusting.decided(opened, trust, repository or repository_of(bundle))
     reports = [whole, *([trusting.vouched(opened, who, attestations)] if who else []), decided]

@@ -28,6 +28,7 @@ def _alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("PRECAST_STORE", str(home / "store"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
     for name in ("REGISTRY_AUTH_FILE", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 

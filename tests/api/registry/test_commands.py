@@ -70,7 +70,7 @@ def test_addresses_in_place_of_paths(registry: FakeRegistry, tiny: Bundle, comma
 
     assert command("digest", address).output.strip() == tiny.digest
     shown = json.loads(command("inspect", address, "--json").stdout)
-    assert shown["bytes"]["total"] > sum(len(layer.data) for layer in tiny.layers)
+    assert shown["bytes"]["total"] > sum(layer.size for layer in tiny.layers)
     assert list(shown["attached"].values()) == ["application/vnd.dev.sigstore.bundle.v0.3+json"]
     assert command("verify", address).exit_code == 0
 

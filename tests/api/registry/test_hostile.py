@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -219,7 +221,7 @@ def test_blob_with_another_content(
     reference: str, registry: FakeRegistry, client: Client, store: Store, tiny: Bundle
 ) -> None:
     layer = tiny.layers[0]
-    registry.blobs["org/tiny", layer.digest] = b"x" * len(layer.data)
+    registry.blobs["org/tiny", layer.digest] = b"x" * layer.size
 
     error = refused(reference, client, store)
 
@@ -241,7 +243,7 @@ def test_blob_that_is_packed_on_the_way(
 ) -> None:
     """Nothing was asked to be packed; what comes is taken as it is, and is something else."""
     layer = tiny.layers[1]
-    registry.misbehave("GET", layer.digest, status(200, gzip.compress(layer.data), Content_Encoding="gzip"))
+    registry.misbehave("GET", layer.digest, status(200, gzip.compress(tiny.content(layer)), Content_Encoding="gzip"))
 
     assert refused(reference, client, store).code in ("blob-size", "blob-digest")
 
@@ -342,6 +344,31 @@ def big(document: dict[str, Any]) -> None:
     document["layers"] = [{"mediaType": "x", "digest": "sha256:" + "0" * 64, "size": limits.MAX_ATTACHED_BYTES + 1}]
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"digest": "sha256:../../../../etc/passwd", "size": 2, "mediaType": oci.IMAGE_TYPE},
+        {"digest": "sha256:" + "0" * 64, "size": -1, "mediaType": oci.IMAGE_TYPE},
+        {"digest": "sha256:" + "0" * 64, "size": 10 << 40, "mediaType": oci.IMAGE_TYPE},
+        {"digest": "sha256:" + "0" * 64, "size": 2, "mediaType": "text/html"},
+    ],
+    ids=["a path", "a negative size", "10 TB", "another type"],
+)
+def test_list_that_points_outside_is_asked_for_nothing(
+    entry: dict[str, Any], reference: str, registry: FakeRegistry, store: Store, tiny: Bundle
+) -> None:
+    tag = "sha256-" + tiny.digest[7:]
+    index = json.loads(registry.manifests["org/tiny", tag][0])
+    index["manifests"].append(entry)
+    registry.put_manifest("org/tiny", tag, json.dumps(index).encode(), oci.INDEX_TYPE)
+
+    found = pull(reference, store=store)
+
+    assert len(found.attached) == 2
+    assert len(found.notes) == 1
+    assert registry.count("GET", entry["digest"]) == 0
+
+
 PASSED_OVER: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("attached to another", lambda x: x["subject"].update(digest="sha256:" + "0" * 64)),
     ("attached to nothing", lambda x: x.pop("subject")),
@@ -420,6 +447,19 @@ def test_redirects_that_are_never_followed(
     registry.misbehave("GET", "blobs", status(307, Location=location))
 
     assert refused(reference, client, store).code == "registry-answer"
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "http://169.254.169.254/latest/", "http://[fe80::1]/x", ""])
+def test_uploads_that_are_led_elsewhere_send_nothing(
+    location: str, registry: FakeRegistry, client: Client, tiny: Bundle
+) -> None:
+    registry.misbehave("POST", "blobs/uploads", status(202, Location=location))
+
+    with pytest.raises(RegistryError) as caught:
+        push(tiny.path, f"{registry.host}/org/tiny:v1", repository=client())
+
+    assert caught.value.code == "registry-answer"
+    assert registry.count("PUT") == 0
 
 
 def test_loop_of_redirects_ends(reference: str, registry: FakeRegistry, client: Client, store: Store) -> None:
@@ -555,6 +595,37 @@ def test_token_that_runs_out_is_renewed(tiny: Bundle, store: Store) -> None:
         assert registry.count("GET", "/token") >= 2
 
 
+def test_upload_that_is_refused_after_another_renewed_the_token(tiny: Bundle) -> None:
+    """By a service that gives the same token for as long as it is valid: who asks for no reason gets no other."""
+    with FakeRegistry(tokens=True) as registry:
+        both_sent, renewed_came = threading.Event(), threading.Event()
+        number = itertools.count(1)
+
+        def refuse(handler: Any) -> bool:
+            which = next(number)
+            if which == 1:  # waits for the second, so that both are sent with the first token
+                both_sent.wait(30)
+                registry.valid_tokens.clear()
+            elif which == 2:  # is refused when the first has a new token already
+                both_sent.set()
+                renewed_came.wait(30)
+            elif handler.headers["Authorization"] != "Bearer token-1":
+                renewed_came.set()
+            return False
+
+        def same_token(handler: Any) -> bool:
+            registry.valid_tokens = registry.valid_tokens or {f"token-{registry.count('GET', '/token')}"}
+            handler.answer(200, json.dumps({"token": next(iter(registry.valid_tokens))}).encode())
+            return True
+
+        registry.misbehave("PUT", "blobs/uploads", refuse)
+        registry.misbehave("GET", "/token", same_token)
+
+        push(tiny.path, f"{registry.host}/org/tiny:v1")
+
+        assert registry.count("GET", "/token") == 2
+
+
 @pytest.mark.parametrize("by_token", [False, True])
 def test_wrong_password(by_token: bool, tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeRegistry(user="me", password="other", tokens=by_token) as registry:
@@ -579,6 +650,22 @@ def test_loop_of_401_ends(registry: FakeRegistry, client: Client, tiny: Bundle, 
 
         assert error.code == "registry-denied"
         assert registry.count("HEAD") <= 3
+
+
+def test_loop_of_401_at_uploads_ends(tiny: Bundle, waits: list[float]) -> None:
+    """Tokens that are good for all but what is sent."""
+    with FakeRegistry(tokens=True) as registry:
+        bearer = f'Bearer realm="http://{registry.host}/token",service="x"'
+        registry.misbehave("PUT", "blobs/uploads", status(401, WWW_Authenticate=bearer))
+        wanted = Reference.parse(f"{registry.host}/org/tiny:v1")
+        transport = Transport(registry.host, pause=waits.append)
+
+        with pytest.raises(RegistryError) as caught:
+            push(tiny.path, wanted, repository=Repository(wanted, transport=transport, writes=True))
+
+        assert caught.value.code == "registry-denied"
+        assert registry.count("PUT") <= 4 * TRIES
+        assert registry.manifests == {}
 
 
 @pytest.mark.parametrize(

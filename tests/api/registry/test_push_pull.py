@@ -343,7 +343,7 @@ def test_bundles_share_blobs(registry: FakeRegistry, tiny: Bundle, store: Store)
 
     found = pull(f"{registry.host}/org/tiny:v2", store=store)
 
-    shared = {layer.digest: len(layer.data) for layer in tiny.layers}
+    shared = {layer.digest: layer.size for layer in tiny.layers}
     expected = sum(shared[layer.digest] for layer in other.layers)
     assert found.shared_bytes >= expected
     assert registry.count("GET", "blobs/" + other.layers[0].digest) == 1
@@ -441,7 +441,7 @@ def test_broken_download_goes_on_where_it_broke(
     push(bundle.path, f"{registry.host}/org/tiny:v1")
     blob = bundle.layers[2]
     # Ten times, which are more than there are tries: each brings some of it.
-    registry.misbehave("GET", blob.digest, cut_after(300_000, lambda: blob.data), times=10)
+    registry.misbehave("GET", blob.digest, cut_after(300_000, lambda: bundle.content(blob)), times=10)
 
     pull(f"{registry.host}/org/tiny:v1", store=store, repository=client())
 
@@ -462,7 +462,7 @@ def test_pull_goes_on_with_what_an_earlier_one_left(
     bundle = large(tmp_path)
     push(bundle.path, f"{registry.host}/org/tiny:v1")
     blob = bundle.layers[2]
-    registry.misbehave("GET", blob.digest, cut_after(2_000_000, lambda: blob.data), times=1)
+    registry.misbehave("GET", blob.digest, cut_after(2_000_000, lambda: bundle.content(blob)), times=1)
     registry.misbehave("GET", blob.digest, hang_up, times=4)
     with pytest.raises(RegistryError) as caught:
         pull(f"{registry.host}/org/tiny:v1", store=store, repository=client())
@@ -495,9 +495,9 @@ def test_registry_without_ranges_begins_anew(
     bundle = large(tmp_path)
     push(bundle.path, f"{registry.host}/org/tiny:v1")
     blob = bundle.layers[2]
-    registry.misbehave("GET", blob.digest, cut_after(700_000, lambda: blob.data), times=1)
-    wrong = status(206, blob.data[9:], Content_Range=f"bytes 9-{len(blob.data) - 1}/{len(blob.data)}")
-    registry.misbehave("GET", blob.digest, wrong if answers_range else status(200, blob.data), times=1)
+    registry.misbehave("GET", blob.digest, cut_after(700_000, lambda: bundle.content(blob)), times=1)
+    wrong = status(206, bundle.content(blob)[9:], Content_Range=f"bytes 9-{blob.size - 1}/{blob.size}")
+    registry.misbehave("GET", blob.digest, wrong if answers_range else status(200, bundle.content(blob)), times=1)
 
     pull(f"{registry.host}/org/tiny:v1", store=store, repository=client())
 

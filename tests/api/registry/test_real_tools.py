@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from precast.ir.artifact import Bundle
+from precast.ir.artifact import Bundle, detach
 from precast.registry.pull import pull
 from precast.registry.push import push
 from precast.registry.store import Store
@@ -169,3 +169,21 @@ def test_cranes_registry(tiny: Bundle, tmp_path: Path) -> None:
             server.send_signal(signal.SIGKILL)
 
     assert Bundle.open(tmp_path / "out.bundle").attached == tiny.attached
+
+
+def test_crane_copies_what_was_pushed(host: str, tiny: Bundle, tmp_path: Path) -> None:
+    push(tiny.path, f"{host}/org/tiny:v1")
+
+    run("crane", "pull", "--insecure", "--format", "oci", f"{host}/org/tiny:v1", str(tmp_path / "copy"))
+
+    assert Bundle.open(tmp_path / "copy").digest == tiny.digest
+    pull(f"{host}/org/tiny:v1", tmp_path / "copy", store=Store(tmp_path / "store"))  # is ours to replace
+
+
+def test_what_crane_pushed_is_pulled(host: str, tiny: Bundle, tmp_path: Path) -> None:
+    bare = detach(tiny.path, *(extra.digest for extra in tiny.attached))  # crane pushes layouts of one manifest
+    run("crane", "push", "--insecure", str(bare.path), f"{host}/org/tiny:v1")
+    run("crane", "copy", "--insecure", f"{host}/org/tiny:v1", f"{host}/org/copy:v2")
+
+    assert pull(f"{host}/org/tiny:v1", store=Store(tmp_path / "store")).digest == tiny.digest
+    assert pull(f"{host}/org/copy:v2", store=Store(tmp_path / "other")).digest == tiny.digest

@@ -59,7 +59,7 @@ def test_listing(reference: str, registry: FakeRegistry, tiny: Bundle, store: St
 
     assert (first.digest, first.reference) == (tiny.digest, reference)
     assert (second.digest, second.used) == (other.digest, 0)
-    shared = {x.digest: len(x.data) for x in tiny.layers if x.digest in {y.digest for y in other.layers}}
+    shared = {x.digest: x.size for x in tiny.layers if x.digest in {y.digest for y in other.layers}}
     empty = 2  # the config of what is attached
     assert first.bytes - first.own_bytes == second.bytes - second.own_bytes == sum(shared.values()) + empty + _record()
 
@@ -196,10 +196,13 @@ def test_store_that_can_only_be_read(
     probe = ["unshare", "--mount", "--map-root-user", "mount", "--bind", "-o", "ro", str(store.path), str(store.path)]
     if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode != 0:
         pytest.skip("this system lets tests mount nothing")
+    other = write_tiny(tmp_path / "other.bundle", num_layers=1)
+    push(other.path, f"{registry.host}/org/tiny:other")
     code = (
         "from precast.ir.artifact import Bundle; from precast.registry.store import Store; "
         f"print(Bundle.open('oci://{registry.host}/org/tiny@{tiny.digest}').digest, len(Store().listing()), "
-        "Store().verify().problems)"
+        "Store().verify().problems, flush=True); from precast.cli.main import main; "
+        f"main(['pull', '{registry.host}/org/tiny:other'])"
     )
     shell = f'mount --bind -o ro {store.path} {store.path} && exec {sys.executable} -c "{code}"'
     done = subprocess.run(
@@ -208,6 +211,10 @@ def test_store_that_can_only_be_read(
     )  # fmt: skip
 
     assert done.stdout.split() == [tiny.digest, "1", "()"], done.stderr
+    assert done.returncode == 1
+    assert "write-failed" in done.stderr
+    assert "PRECAST_STORE" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_store_that_can_t_be_made(reference: str, tmp_path: Path) -> None:
@@ -317,3 +324,25 @@ def test_ctrl_c_ends_a_pull(registry: FakeRegistry, reference: str, tiny: Bundle
     assert (pulling.returncode, said.strip()) == (130, "interrupted")
     assert not (tmp_path / "out.bundle").exists()
     assert pull(reference, tmp_path / "out.bundle", store=Store(tmp_path / "store")).digest == tiny.digest
+
+
+def test_ctrl_c_ends_a_push(registry: FakeRegistry, tiny: Bundle, tmp_path: Path) -> None:
+    """While the registry doesn't answer: there is no tag, and a later push ends well."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stall(handler: Any) -> bool:
+        reached.set()
+        go_on.wait(60)
+        return False
+
+    registry.misbehave("PUT", "blobs/uploads", stall, times=1)
+    command = [sys.executable, SCRIPT, "interrupted-push", registry.host, str(tiny.path), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as pushing:
+        assert reached.wait(60)
+        pushing.send_signal(signal.SIGINT)
+        _, said = pushing.communicate(timeout=60)
+    go_on.set()
+
+    assert (pushing.returncode, said.strip()) == (130, "interrupted")
+    assert ("org/interrupted", "v1") not in registry.manifests
+    assert push(tiny.path, f"{registry.host}/org/interrupted:v1").digest == tiny.digest

@@ -124,6 +124,13 @@ def kill_pushes(host: str, bundle: Path, place: Path, count: int) -> None:
     sys.stdout.write(f"{tags < count}")
 
 
+def interrupted_push(host: str, bundle: Path, place: Path, count: int) -> None:
+    """Push by the command line, in this process."""
+    from precast.cli.main import main
+
+    main(["push", str(bundle), f"{host}/org/interrupted:v1"])
+
+
 def interrupted(host: str, bundle: Path, place: Path, count: int) -> None:
     """Pull by the command line, in this process."""
     from precast.cli.main import main
@@ -151,6 +158,7 @@ if __name__ == "__main__":
         "steps": kill_pull_steps,
         "pushes": kill_pushes,
         "interrupted": interrupted,
+        "interrupted-push": interrupted_push,
         "together": together,
     }
     verbs[verb](host, Path(bundle), Path(place), int(more[0]) if more else 0)

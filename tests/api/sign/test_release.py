@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import signers
+import yaml
 from fake_registry import FakeRegistry, status
 from recitation import RECITE
 
+from precast.cli.main import main
 from precast.ir.artifact import Bundle
 from precast.ir.trust import signatures, statements
 from precast.registry.pull import pull
@@ -77,3 +81,29 @@ def test_a_signature_that_is_not_stored_is_noticed(bundle: Path, tmp_path: Path)
 
         assert done.returncode != 0
         assert (NAME, "v1") not in registry.manifests
+
+
+WORKFLOWS = [RECIPE.with_name("github.yml"), RECIPE.with_name("gitlab-ci.yml")]
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=[file.name for file in WORKFLOWS])
+def test_workflows_call_what_there_is(file: Path) -> None:
+    """Each command and option that a workflow or the recipe types is one of the command line's."""
+    text = file.read_text(encoding="utf-8") + RECIPE.read_text(encoding="utf-8")
+    yaml.safe_load(file.read_text(encoding="utf-8"))
+    typed = re.findall(r"^[^#\n]*?(?:^|[\s(=])precast ([a-z]+)([^\n]*)", text, re.MULTILINE)
+
+    assert {verb for verb, _ in typed} == {"build", "digest", "diff", "push", "pull", "sign", "attest", "verify"}
+    for verb, rest in typed:
+        options = {name for each in main.get_command(click.Context(main), verb).params for name in each.opts}
+        assert set(re.findall(r"(?<= )--?[a-z][a-z-]*", rest)) <= options, (verb, rest)
+    added = set(re.findall(r"--[a-z]+(?= \"\$TARGET\"| snapshots)", text))  # to `precast build "$@"`
+    assert added == {"--target", "--snapshots"}
+    assert added <= {name for each in main.get_command(click.Context(main), "build").params for name in each.opts}
+
+
+def test_actions_are_pinned_to_commits() -> None:
+    used = re.findall(r"uses: (\S+)", WORKFLOWS[0].read_text(encoding="utf-8"))
+
+    assert used
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", each) for each in used)

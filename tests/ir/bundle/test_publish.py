@@ -132,6 +132,18 @@ def test_empty_directory_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["x.bundle"]
 
 
+def test_index_that_names_the_type_of_the_config(tmp_path: Path) -> None:
+    """As crane writes it."""
+    path = tmp_path / "x.bundle"
+    digest = write_tiny(path).digest
+    index = json.loads((path / "index.json").read_bytes())
+    index["manifests"][0]["artifactType"] = oci.MANIFEST
+    (path / "index.json").write_text(json.dumps(index))
+
+    assert Bundle.open(path).digest == digest
+    assert write_tiny(path).digest == digest
+
+
 def other_image(path: Path) -> None:
     """An OCI layout of something else."""
     write_tiny(path)

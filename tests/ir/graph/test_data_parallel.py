@@ -173,6 +173,22 @@ def test_a_bias_that_one_rank_adds_is_added_by_all_where_nothing_is_summed() -> 
     assert not any("bias_once" in line for line in made)
 
 
+NORMED = ONE_AFTER_THE_OTHER.replace("%mid: float32[1, T, 8] = aten.add.Tensor(self=%x, other=%sum)", "").replace(
+    '%sum: float32[1, T, 8] = precast.all_reduce(x=%seen, group="tp")',
+    "%mid: float32[1, T, 8], %kept: float32[1, T, 8] = precast.all_reduce_residual_rms_norm(x=%seen, residual=%x, "
+    'weight=%bias, eps=1e-05, cast_before_scale=true, group="tp")',
+)
+
+
+def test_a_sum_that_is_normed_at_once_is_a_norm_where_nothing_is_summed() -> None:
+    made = nodes_of(on_rank(graph_of(NORMED)))
+
+    assert (
+        "%mid: float32[1, T, 8], %kept: float32[1, T, 8] = precast.residual_rms_norm@1(x=%seen, residual=%x, "
+        "weight=%bias, eps=1e-05, cast_before_scale=true)"
+    ) in made
+
+
 TWO_SHAPES = ONE_AFTER_THE_OTHER.replace("input=%mid, weight=%up", "input=%mid2, weight=%up").replace(
     "%h:", "%mid2: float32[1, T, 8] = aten.reshape.default(self=%mid, shape=[1, T, 8])\n  %h:"
 )

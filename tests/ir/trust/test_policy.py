@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from precast.ir.errors import TrustError
 from precast.ir.trust import signatures
 from precast.ir.trust.policy import Decision, Policy
 
+MINUTE = datetime.timedelta(minutes=1)
 KEY, STRANGER = signers.p256(), signers.p256()
 SIGNED = (signatures.read("sha256:" + "01" * 32, document(KEY)),)
 
@@ -135,6 +137,53 @@ def test_an_authority_and_its_identities(tmp_path: Path) -> None:
     assert admitted()
     assert admitted(identities=["*@acme.example"])
     assert not admitted(identities=["*@other.example"])
+
+
+# --- signed without a key of one's own: Fulcio's certificate of ten minutes, an entry of Rekor's log ---------------
+
+FULCIO_KEY = signers.p256()
+FULCIO = signers.certificate("fulcio", FULCIO_KEY, ca=True)
+LOGGED_IN = signers.certificate(
+    "https://github.com/acme/models/.github/workflows/release.yml@refs/tags/v1", KEY, FULCIO, FULCIO_KEY,
+    start=NOW - 5 * MINUTE, end=NOW + 5 * MINUTE, logged_in_at="https://token.actions.githubusercontent.com",
+)  # fmt: skip
+
+
+def keyless() -> list[signatures.Found]:
+    """A keyless signature, whose entry in a log and time stamp nobody has made."""
+    found = signers.envelope(KEY, signers.claim(), LOGGED_IN)
+    entry = {"logIndex": "1", "integratedTime": str(int(NOW.timestamp())), "inclusionPromise": {}}
+    found["verificationMaterial"] |= {"tlogEntries": [entry], "timestampVerificationData": {}}
+    return [signatures.read("sha256:0", json.dumps(found).encode())]
+
+
+FULCIO_PEM = signers.certificates_pem(FULCIO).decode()
+OTHER_PEM = signers.certificates_pem(signers.certificate("acme", signers.p256(), ca=True)).decode()
+NAMED = {"ca": FULCIO_PEM, "identities": ["https://github.com/acme/*"]}
+
+
+@pytest.mark.parametrize(
+    ("rules", "later", "admitted", "why"),
+    [
+        ([], 0, False, "nobody"),
+        ([{"key": signers.public_pem(STRANGER).decode()}], 0, False, "not by one that is trusted"),
+        ([{"ca": OTHER_PEM}], 0, False, "doesn't lead to the authority"),
+        ([{"ca": FULCIO_PEM}], 0, False, "logged in at https://token.actions.githubusercontent.com, as anybody may"),
+        ([{"ca": FULCIO_PEM, "identities": ["https://github.com/other/*"]}], 0, False, "none of https"),
+        ([NAMED], 0, True, "signed by https://github.com/acme/models"),
+        ([NAMED], 6, False, "is valid from"),
+    ],
+    ids=["no rule", "a key", "another authority", "anybody", "somebody else", "named", "named, and over"],
+)
+def test_keyless_signatures(tmp_path: Path, rules: list[Any], later: int, admitted: bool, why: str) -> None:
+    """They count by an authority that a rule names, for names that it names, while the certificate is valid."""
+    named = [{"name": "ci", "scope": "native"} | each for each in rules]
+    policy = Policy.read(write(tmp_path / "trust.json", *named))
+
+    decision = policy.admits("native", DIGEST, keyless(), now=NOW + later * MINUTE)
+
+    assert decision.admitted == admitted
+    assert why in decision.why
 
 
 def test_a_key_in_a_file_beside_the_policy(tmp_path: Path) -> None:

@@ -595,6 +595,9 @@ REJECTED = [
     ),
     bad("IR035", "don't fit", param('%p: int8[2] = concat([read("a", [1], int8), read("b", [1, 1], int8)], dim=0)')),
     bad("IR035", "no parts", param("%p: int8[2] = stack([], dim=0)")),
+    # After one of the same recipe that is good, and after one that is as bad.
+    bad("IR035", "%q: expected int8", param('%p: int8[4] = read("a", [4], int8) %q: int8[5] = read("b", [4], int8)')),
+    bad("IR035", "%q: expected int8", param('%p: int8[5] = read("a", [4], int8) %q: int8[5] = read("b", [4], int8)')),
     bad("IR035", "dimension 2 is not one of 2", param('%p: int8[1, 1] = transpose(read("a", [1, 1], int8), 0, 2)')),
     bad("IR035", "has other elements", param('%p: int8[5] = reshape(read("a", [2, 3], int8), [5])')),
     bad("IR035", "are past the 8", param('%p: int8[5] = slice(read("a", [8], int8), dim=0, start=4, length=5)')),

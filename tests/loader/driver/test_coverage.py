@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from precast.builder.build import build
+from precast.builder.native.variants import known_targets, variants
 from precast.ir.artifact import Bundle
 from precast.ir.graph.schema import Graph
+from precast.ir.native import NativeKernel, NativeLayer
 from precast.kernels.use import GPU
-from precast.loader.driver.coverage import uncovered
+from precast.loader.driver.coverage import covered, lacking, most_sizes, uncovered
 from precast.loader.placement import Placement, bind_world
 from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import CpuDevice
@@ -84,3 +87,44 @@ def test_types_of_steps_count(tmp_path: Path) -> None:
         of_one_rank(bundle), without_library, limits(bundle)
     )
     assert len(uncovered(of_one_rank(bundle), oldest, limits(bundle))) > 5
+
+
+def layer_of(bundle: Bundle) -> NativeLayer:
+    """A layer with the kernels of all steps, none of which is compiled."""
+    graph = of_one_rank(bundle)
+    kernels = tuple(
+        NativeKernel(each.launch.kernel, each.key, "", "", 32, 0, (), each.aligned, each.ones, pdl=False)
+        for each in variants(graph, known_targets(graph, GPU, ()))
+    )
+    return NativeLayer("sm_90", 0, {}, {}, kernels, {})
+
+
+def gone(bundle: Bundle, layer: NativeLayer) -> list[str]:
+    graph = of_one_rank(bundle)
+    program, addresses = covered(graph, GPU, limits(bundle))
+    return lacking(program, graph, addresses, layer, most_sizes(graph, limits(bundle)))
+
+
+def test_kernels_that_a_step_of_some_size_wants_are_missed_before_any_is_served(tmp_path: Path) -> None:
+    bundle = built("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, tmp_path)
+    layer = layer_of(bundle)
+    of_many = "precast.kernels.experts.triton:count_kernel"
+    drawing = "precast.kernels.sampling.triton:finish_kernel"
+    kernels = {each.kernel for each in layer.kernels}
+    assert {of_many, drawing} <= kernels, kernels
+
+    def without(name: str) -> NativeLayer:
+        return replace(layer, kernels=tuple(each for each in layer.kernels if each.kernel != name))
+
+    assert gone(bundle, layer) == []
+    assert gone(bundle, without(of_many)) == [of_many]
+    assert gone(bundle, without(drawing)) == [drawing]
+
+
+def test_kernels_for_other_arguments_are_missed(tmp_path: Path) -> None:
+    bundle = built("llama", {}, tmp_path)
+    layer = layer_of(bundle)
+
+    picky = replace(layer, kernels=tuple(replace(each, ones=(*each.aligned[:1],)) for each in layer.kernels))
+
+    assert gone(bundle, picky)

@@ -387,19 +387,20 @@ def launcher() -> Iterator[Launcher]:
 
 
 def asked(folder: Path, bundle: str = "split.bundle") -> list[str | Path]:
-    return [folder / bundle, "--weights", folder / "ckpt", "--token-ids", "5", "--max-tokens", "12", "--ignore-eos"]
+    weights = folder / ("mlp-ckpt" if "mlp" in bundle else "ckpt")
+    return [folder / bundle, "--weights", weights, "--token-ids", "5", "--max-tokens", "12", "--ignore-eos"]
 
 
-@pytest.mark.parametrize("axis", [(), ("--pp", "2")], ids=["ranks", "stages"])
+@pytest.mark.parametrize("axis", [(), ("--pp", "2"), ("--dp", "2")], ids=["ranks", "stages", "own sequences"])
 def test_ranks_that_a_launcher_has_started(axis: Sequence[str], folder: Path, launcher: Launcher) -> None:
     for rank in (0, 1):
-        launcher.start(rank, *asked(folder), *axis, "--json")
+        launcher.start(rank, *asked(folder, "mlp.bundle"), *axis, "--json")
 
     (code, out, err), follower = launcher.ended()
 
     assert (code, err, follower) == (0, "", (0, "", ""))
     answer = json.loads(out)
-    assert answer["outputs"][0]["token_ids"] == expected()[0]
+    assert answer["outputs"][0]["token_ids"] == expected(mlp=True)[0]
     assert list(answer["timeline"]["ranks"]) == ["1"]
 
 

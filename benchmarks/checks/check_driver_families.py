@@ -1,7 +1,7 @@
 """On a GPU: tiny models of every type that the driver alone runs give the tokens that torch gives.
 
-    python benchmarks/check_driver_families.py --build FOLDER [TYPE ...]     # without a GPU: bundles, kernels compiled
-    python benchmarks/check_driver_families.py --bundles FOLDER [TYPE ...]
+    python benchmarks/checks/check_driver_families.py --build FOLDER [TYPE ...]  # without a GPU: bundles, kernels
+    python benchmarks/checks/check_driver_families.py --bundles FOLDER [TYPE ...]
 
 The build takes the green types of docs/models.md that need no torch, shrunk, in float32 and a few in bfloat16, and what
 torch answers on the CPU in float32. Kernels are kept beside, so that it can be run again in little time. The
@@ -48,7 +48,7 @@ def build_all(folder: Path, wanted: Sequence[str], *, only_missing: bool) -> Non
     """Bundles, checkpoints' answers, and what stands in the way of types that have none."""
     import multiprocessing
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
     from models_page import PAGE, green_types
 
     import precast.builder.build
