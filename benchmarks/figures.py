@@ -2,7 +2,8 @@
 
     python benchmarks/figures.py [--check]
 
-Writes each page's figures between its two marks. `--check` writes nothing, and fails where a page says something else.
+Writes each page's figures between its two marks, and the picture of docs/start.md. `--check` writes nothing, and fails
+where a page says something else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from support import kernel_figures
+from support import kernel_figures, start_figures
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
@@ -249,17 +250,53 @@ def trust_page() -> str:
     return text + f"\nOf the processor, {machine}, in a process without torch. Whole commands:\n{whole}.\n"
 
 
+def start_page() -> str:
+    """The picture and the figures of docs/start.md; what to run, where nothing was measured yet."""
+    if not (RESULTS / "gpu_start.json").exists():
+        return (
+            "Nothing was measured yet with this release: `python benchmarks/bench_gpu_start.py` measures it, on a GPU, "
+            "and\n`python benchmarks/figures.py` then fills in the table and draws the picture.\n"
+        )
+    found = result("gpu_start")
+    shape = start_figures.NAMES.get(next(iter(found)), "")
+    text = f"![both starts of {shape}, phase by phase](start.svg)\n\n"
+    text += f"One {_read('gpu_start')['machine'].get('gpu', 'GPU')} and {_machine('gpu_start')}; medians.\n\n"
+    return text + _table(start_figures.HEADS, start_figures.rows(found)) + f"\n{start_figures.words(found)}"
+
+
+def image_page() -> str:
+    """The table of examples/image/README.md."""
+    rows = []
+    for name, found in result("image").items():
+        largest = ", ".join(f"{top} {size / 1e6:.0f}" for top, size in list(found["largest"].items())[:6])
+        whole = "-" if found["image_bytes"] is None else f"{found['image_bytes'] / 1e6:,.0f} MB"
+        name += f", {found['torch']}" if found.get("torch") else ""
+        rows.append((name, whole, f"{found['installed_bytes'] / 1e6:,.0f} MB", largest))
+    return _table(("image", "in all", "of it by pip", "the largest, MB"), rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme, "docs/caches.md": caches_page, "docs/kernel_speed.md": kernels_page,
     "docs/native.md": native_page,
     "docs/registry.md": registry_page,
     "docs/sharding.md": sharding_page,
+    "docs/start.md": start_page,
     "docs/trust.md": trust_page,
+    "examples/image/README.md": image_page,
 }  # fmt: skip
 
 
+PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "docs/start.svg": ("gpu_start", start_figures.picture)
+}
+"""Pictures, each with the result that it is drawn from; there is none without."""
+
+
 def filled(page: str) -> str:
-    """The page's text with its figures as the results have them."""
+    """The page's text with its figures as the results have them; the whole picture."""
+    if page in PICTURES:
+        claim, drawn = PICTURES[page]
+        return drawn(result(claim))
     text = (ROOT / page).read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -273,11 +310,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
     check = parser.parse_args().check
-    stale = [page for page in PAGES if filled(page) != (ROOT / page).read_text(encoding="utf-8")]
+    pages = [*PAGES, *(name for name, (claim, _) in PICTURES.items() if (RESULTS / f"{claim}.json").exists())]
+    stale = [page for page in pages if not (ROOT / page).exists() or filled(page) != _text(page)]
     if check:
         sys.exit(f"not what benchmarks/results says: {', '.join(stale)}" if stale else 0)
     for page in stale:
         (ROOT / page).write_text(filled(page), encoding="utf-8")
+
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
 def _read(claim: str) -> dict[str, Any]:

@@ -132,6 +132,7 @@ CODES: dict[str, str] = {
     "kernel-missing": "a native layer has no kernel for a launch",
     "device-invalid": "a device that Precast does not run on",
     "device-memory": "the device has not enough free memory",
+    "host-memory": "the host has not the memory that goes to the device",
     "implementation-missing": "no implementation computes a node on this target",
     "native-refused": "a native layer was asked for by its digest, and can't be used on this machine",
     "group-missing": "a collective in the graph is about ranks that this one is not connected with",

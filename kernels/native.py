@@ -29,6 +29,10 @@ class Native:
                 return kernel
         return None
 
+    def of_key(self, key: str) -> list[NativeKernel]:
+        """All kernels with this key, whatever arguments they take."""
+        return [kernel for kernel, _ in self._by_key.get(key, ())]
+
     def image(self, kernel: NativeKernel) -> bytes:
         """The cubin that a kernel of this layer is in."""
         assert self._layer is not None, "kernels come from a layer"

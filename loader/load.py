@@ -97,9 +97,9 @@ def load(
     With torch on a GPU, its allocator is configured for the whole process (`torch_device.cut_blocks_to_size`).
 
     Raises BundleError for a bundle that is refused, WeightsError for a checkpoint that doesn't fit it, TargetError for
-    a device that is missing or too small, for ranks that are lost or differ, and (`backend-unfit`) for a backend that
-    doesn't run the model, RequestError for options outside their range; all but what the device has no room for before
-    a tensor is read.
+    a device that is missing or too small, for ranks that are lost or differ, (`backend-unfit`) for a backend that
+    doesn't run the model and (`dependency-missing`) for one that is not installed, RequestError for options outside
+    their range. What is wrong with a file is said before the engine is there; with torch, before a tensor is read.
     """
     if backend is not None and backend not in get_args(Backend):
         found = f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}"
@@ -132,9 +132,24 @@ def load(
         if not isinstance(loaded, LoadOptions):
             return loaded
         options = loaded
+    return _load_with_torch(options, timeline)
+
+
+def _load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
+    """Torch finds the GPU's context made, or under way: what the driver does for it takes no turns with an import."""
+    from precast.loader.driver.context import begin_early
+
+    begin_early(options.device)
     is_timed = any(phase.name == "import" for phase in timeline.phases)  # by the caller
     with nullcontext() if is_timed else timeline.phase("import"):
-        from precast.loader.torch_load import load_with_torch
+        try:
+            from precast.loader.torch_load import load_with_torch
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "triton"):
+                raise
+            why = next((f": {phase.note}" for phase in timeline.phases if phase.name == "backend"), "")
+            found = f"torch is to serve the model, and {error.name} is not installed{why}"
+            raise TargetError("dependency-missing", found, fix="pip install 'precast[torch]'") from error
     return load_with_torch(options, timeline)
 
 
@@ -154,8 +169,8 @@ def _load_with_driver(options: LoadOptions, timeline: Timeline, *, must: bool) -
         if must:
             raise
         return options  # torch says what it sees
-    from precast.loader.driver.coverage import UnfitError
     from precast.loader.driver.load import load_with_driver
+    from precast.loader.driver.unfit import UnfitError
 
     try:
         return load_with_driver(options, timeline, context)

@@ -5,6 +5,7 @@ Made once, first; all that follows is told. Nothing else knows the symbols of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -106,20 +107,29 @@ def bind_world(graph: Graph, placement: Placement) -> Graph:
     Raises RequestError for a world that the graph's plan doesn't have, and BundleError (graph-invalid) for a graph that
     makes no sense with these values.
     """
-    world = {each.name: placement.world[each.name] for each in graph.symbols if each.name in placement.world}
-    if not world:
-        return _staged(graph, graph, placement)
-    _check_plan(graph, placement.tp, placement.ep, placement.pp)
+    made = bind_unverified(graph, placement.world, placement.pp, placement.dp)
+    if made is not graph:
+        verifier.check(made)
+    return _staged(graph, made, placement)
+
+
+def bind_unverified(graph: Graph, world: Mapping[str, int], pp: int = 1, dp: int = 1) -> Graph:
+    """As `bind_world`, of all layers, for who verifies it later (`precast.ir.verify.verifier.check`).
+
+    `world` has `rank`, `tp` and `ep`. Raises RequestError.
+    """
+    values = {each.name: world[each.name] for each in graph.symbols if each.name in world}
+    if not values:
+        return graph
+    _check_plan(graph, world["tp"], world["ep"], pp)
     for symbol in graph.symbols:
-        size = world.get(symbol.name)
+        size = values.get(symbol.name)
         if size is not None and (size < symbol.min or (symbol.max is not None and size > symbol.max)):
             allowed = f"{symbol.min} to {'any' if symbol.max is None else symbol.max}"
             found = f"{symbol.name} is {size}, and the bundle allows {allowed}"
             raise RequestError("engine-option-invalid", found)
-    _check_sequences(graph, placement.tp, placement.pp, placement.dp)
-    made = bound(graph, placement.world, dp=placement.dp)
-    verifier.check(made)
-    return _staged(graph, made, placement)
+    _check_sequences(graph, world["tp"], pp, dp)
+    return bound(graph, world, dp=dp)
 
 
 def _staged(graph: Graph, made: Graph, placement: Placement) -> Graph:

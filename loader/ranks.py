@@ -210,10 +210,9 @@ def _load_rank_with_driver(
     options: LoadOptions, given: _Given, world: World, ep: int, local_rank: int, timeline: Timeline
 ) -> _Rank:
     """As `_load_rank`, by the CUDA driver alone. Raises TargetError (backend-unfit) for what it doesn't run."""
-    from precast.loader.driver import load as driver_load
+    from precast.loader.driver import rank_load, ready
     from precast.loader.driver.context import begin
-    from precast.loader.driver.coverage import UnfitError
-    from precast.loader.driver.runner import DriverRankRunner
+    from precast.loader.driver.unfit import UnfitError
 
     if options.device is not None and str(options.device) != "cuda":
         found = f"device is {str(options.device)!r}, and each rank takes a GPU of its own"
@@ -221,17 +220,14 @@ def _load_rank_with_driver(
     side, context = world.side, begin(f"cuda:{local_rank}")
     among, folder = Among(side.rank, side.num_ranks), Path(world.meeting.file).parent
     try:
-        loaded = driver_load.load_rank(
-            options, timeline, context, ranks=driver_load.Ranks(side, among, ep, folder, given.common)
-        )
+        ranks = rank_load.Ranks(side, among, ep, folder, given.common)
+        opened, runner = rank_load.load_rank(options, timeline, context, ranks)
     except UnfitError as error:
         fix = "load it with backend='torch', or leave the choice to Precast"
         raise TargetError("backend-unfit", f"the driver backend doesn't run the model: {error}", fix=fix) from None
-    runner = loaded.runner
-    assert isinstance(runner, DriverRankRunner)
     return _Rank(
-        runner, partial(driver_load.capture_before, runner),
-        lambda timeline: driver_load.engine_of(loaded, options, timeline),
+        runner, partial(ready.capture_before, runner),
+        lambda timeline: ready.engine_of(runner, options, timeline, opened),
     )  # fmt: skip
 
 

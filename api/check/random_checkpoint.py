@@ -12,11 +12,16 @@ import torch
 
 from precast.ir.graph.schema import Dequantise, Dtype, Each, Graph, Read, Recipe
 from precast.ir.weights import recipes
+from precast.ir.weights.quantised import PACKED
 from precast.ir.weights.tensorfile import FILE_DTYPES, element_bytes
 from precast.kernels.dtypes import BY_NAME
 
 _ANY_FLOAT: Dtype = "bfloat16"
 """What is stored where any floating type is taken: the smallest of them that every number here fits."""
+
+
+_SCALES = {("awq", "gptq", "packed4"): 0.005, ("packed8", "int8"): 0.0003, ("nvfp4", "nvfp4_divided"): 1.0}
+"""The size of scales, by the formats whose numbers aren't about 1."""
 
 
 class _Stored(NamedTuple):
@@ -69,11 +74,13 @@ def _stored(recipe: Recipe, role: str = "weight", num_groups: int = 0) -> Iterat
         for index in range(recipe.count):
             yield from _stored(recipes.nth(recipe, index), role, num_groups)
     elif isinstance(recipe, Dequantise):
-        groups = recipes.shape(recipe.scales)[0]
+        groups = recipes.shape(recipe.scales)[1 if recipe.format in PACKED else 0]
         yield from _stored(recipe.of, "bits")
         yield from _stored(recipe.scales, f"scales of {recipe.format}")
         if recipe.zeros is not None:
             yield from _stored(recipe.zeros, "bits")
+        if recipe.global_scale is not None:
+            yield from _stored(recipe.global_scale, f"global scale of {recipe.format}")
         if recipe.groups is not None:
             yield from _stored(recipe.groups, "groups", groups if isinstance(groups, int) else 1)
     else:
@@ -89,8 +96,10 @@ def _content(stored: _Stored, drawn: torch.Generator) -> torch.Tensor:
     if stored.role.startswith("scales"):
         if dtype == torch.uint8:  # powers of two, counted from 127
             return torch.randint(118, 124, shape, generator=drawn).to(dtype)
-        few_bits = stored.role.endswith(("awq", "gptq"))
-        return ((torch.rand(shape, generator=drawn) + 0.5) * (0.005 if few_bits else 0.02)).to(dtype)
+        size = next((each for ends, each in _SCALES.items() if stored.role.endswith(ends)), 0.02)
+        return ((torch.rand(shape, generator=drawn) + 0.5) * size).to(dtype)
+    if stored.role.startswith("global scale"):
+        return torch.full(shape, 50.0 if stored.role.endswith("divided") else 0.02).to(dtype)
     if stored.role == "bits" and not dtype.is_floating_point:
         ends = torch.iinfo(dtype)
         return torch.randint(ends.min, ends.max + 1, shape, generator=drawn, dtype=torch.int64).to(dtype)

@@ -108,9 +108,70 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             continue
         if name not in allowed or not allowed[name](value):
             raise refuse(method, _described(str(name), value), where)
-    if method == "modelopt" and entries.get("quant_algo") and not {"ignore", "exclude_modules"} & set(entries):
-        raise refuse(method, "no list of the modules that are not (ignore, exclude_modules)", where)
+    if method == "modelopt":
+        _check_modelopt(entries, where)
+    if method == "compressed-tensors":
+        if "config_groups" not in entries:
+            raise refuse(method, "no config_groups", where)
+        for name, group in entries.get("config_groups", {}).items():
+            if stored_as(group, entries.get("format")) is None:
+                raise refuse(method, _described_group(str(name), group, entries.get("format")), where)
     return Quantised(method, entries)
+
+
+def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
+    """What is quantised must be said: by a list of what is not, or of each layer with its format, where they differ."""
+    algorithm, layers = entries.get("quant_algo"), entries.get("quantized_layers")
+    if (algorithm == "MIXED_PRECISION") != bool(layers):
+        raise refuse("modelopt", f"quant_algo = {algorithm!r} and {len(layers or ())} quantized_layers", where)
+    if algorithm and not layers and not {"ignore", "exclude_modules"} & set(entries):
+        raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where)
+    for name, group in (entries.get("config_groups") or {}).items():
+        found = {_MODELOPT[each] for each in ([algorithm] if not layers else _MODELOPT)} if algorithm else set()
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping) or _modelopt_weights(weights) not in found:
+            raise refuse("modelopt", _described_group(str(name), group), where)
+    if entries.get("group_size") is not None and algorithm == "FP8":
+        raise refuse("modelopt", f"group_size = {entries['group_size']!r} and quant_algo = 'FP8'", where)
+
+
+def _modelopt_weights(weights: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """The bits and the group of ModelOpt's weights of floating point; None: they are something else."""
+    is_float = weights.get("type") == "float" and weights.get("symmetric", True) is True
+    return (weights.get("num_bits"), weights.get("group_size") or None) if is_float else None
+
+
+_MODELOPT = {"FP8": (8, None), "NVFP4": (4, 16), "W4A16_NVFP4": (4, 16)}
+"""The formats of ModelOpt that are known: the bits of a value, and how many of a row share a scale; None: all."""
+
+
+def stored_as(group: Any, format: str | None) -> str | None:
+    """What compressed-tensors makes of the weights of a group of layers: fp8, int8, packed4, packed8, nvfp4 or mxfp4.
+
+    `format` is what the config says of groups that name no format of their own. None: it isn't known.
+    """
+    if not isinstance(group, Mapping) or not _names(group.get("targets")) or not group.get("targets"):
+        return None
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        return None
+    format = group.get("format") or format or "float-quantized"
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    kind = (weights.get("num_bits"), weights.get("type", "int"))
+    symmetric = weights.get("symmetric", True) is True
+    in_groups = strategy == "group" and type(size) is int and size > 0
+    if kind == (8, "float") and symmetric and format in ("float-quantized", "naive-quantized"):
+        block = weights.get("block_structure")
+        return "fp8" if strategy in ("tensor", "channel") or (strategy == "block" and block and _block(block)) else None
+    if kind == (8, "int") and format in ("int-quantized", "naive-quantized"):
+        return "int8" if strategy in ("tensor", "channel") or in_groups else None
+    if kind in ((4, "int"), (8, "int")) and format == "pack-quantized":
+        return f"packed{kind[0]}" if strategy == "channel" or in_groups else None
+    if kind == (4, "float") and symmetric and format == "nvfp4-pack-quantized":
+        return "nvfp4" if strategy == "tensor_group" and size == 16 else None
+    if kind == (4, "float") and symmetric and format == "mxfp4-pack-quantized":
+        return "mxfp4" if in_groups and size == 32 else None
+    return None
 
 
 def refuse(method: str, what: str, where: str | None = None) -> BuildError:
@@ -124,17 +185,20 @@ def refuse(method: str, what: str, where: str | None = None) -> BuildError:
 
 
 def _described(name: str, value: Any) -> str:
-    """An option that isn't known, in few words: of groups of layers, the first that isn't."""
-    if name == "config_groups" and isinstance(value, Mapping):
-        group = next((f"{name}.{key}" for key, each in value.items() if not _float8_group(each)), name)
-        value = value.get(group.partition(".")[2])
-        weights = value.get("weights") if isinstance(value, Mapping) else None
-        told = ("num_bits", "type", "strategy", "symmetric", "group_size", "block_structure")
-        if isinstance(weights, Mapping):
-            said = ", ".join(f"{key} = {weights[key]!r}" for key in told if weights.get(key) is not None)
-            return cut(f"{group}.weights: {said}")
-        name = group
+    """An option that isn't known, in few words."""
     return cut(f"{name} = {value!r}")
+
+
+def _described_group(name: str, group: Any, format: str | None = None) -> str:
+    """A group of layers that isn't known, in few words."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return _described(f"config_groups.{name}", group)
+    told = ("num_bits", "type", "strategy", "symmetric", "group_size", "block_structure")
+    said = [f"{key} = {weights[key]!r}" for key in told if weights.get(key) is not None]
+    format = group.get("format") or format
+    said += [f"format = {format!r}"] if format else []
+    return cut(f"config_groups.{name}.weights: {', '.join(said)}")
 
 
 def cut(text: str) -> str:
@@ -171,33 +235,23 @@ def _modules(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(each, str) or _names(each) for each in value))
 
 
-def _float8_groups(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(_float8_group(group) for group in value.values())
+def _groups(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value)
 
 
-def _float8_group(group: Any) -> bool:
-    if not isinstance(group, Mapping) or not _names(group.get("targets")) or not group.get("targets"):
-        return False
-    weights = group.get("weights")
-    if group.get("format") not in (None, *_FLOAT8_FORMATS) or not isinstance(weights, Mapping):
-        return False
-    strategy = weights.get("strategy")
-    has_block = strategy != "block" or (_block(weights.get("block_structure")) and weights.get("block_structure"))
-    return _float8(weights) and strategy in ("tensor", "channel", "block") and bool(has_block)
+def _modelopt_layers(value: Any) -> bool:
+    """ModelOpt's list of layers whose formats differ, or none."""
+    if value is None or not isinstance(value, Mapping):
+        return value is None
+    return all(isinstance(each, Mapping) and _is_modelopt(each) for each in value.values())
 
 
-def _per_tensor_groups(groups: Any) -> bool:
-    """ModelOpt's, which name no strategy: one scale a tensor."""
-    each = groups.values() if isinstance(groups, Mapping) else [None]
-    weights = [group.get("weights") if isinstance(group, Mapping) else None for group in each]
-    return all(isinstance(one, Mapping) and _float8(one) and not one.get("group_size") for one in weights)
+def _is_modelopt(layer: Mapping[str, Any]) -> bool:
+    known = _MODELOPT.get(str(layer.get("quant_algo")))
+    return known is not None and layer.get("group_size", known[1]) == known[1] and set(layer) <= _LAYER
 
 
-def _float8(weights: Mapping[str, Any]) -> bool:
-    return (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True)) == (8, "float", True)
-
-
-_FLOAT8_FORMATS = ("float-quantized", "naive-quantized")
+_LAYER = {"quant_algo", "group_size"}
 _NO_SPARSITY: Check = lambda value: not value or value.get("format", "dense") == "dense"  # noqa: E731
 _EMPTY: Check = lambda value: not value  # noqa: E731
 _gemm: Check = lambda value: str(getattr(value, "value", value)).lower() == "gemm"  # noqa: E731
@@ -223,12 +277,15 @@ _KNOWN: dict[str, dict[str, Check]] = {
     },
     "fbgemm_fp8": {"modules_to_not_convert": _names},
     "compressed-tensors": {
-        "config_groups": _float8_groups, "format": _one_of(*_FLOAT8_FORMATS), "ignore": _names,
+        "config_groups": _groups, "ignore": _names, "format": _one_of(
+            "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
+            "mxfp4-pack-quantized", "mixed-precision",
+        ),
         "sparsity_config": _NO_SPARSITY, "transform_config": _EMPTY,
     },
     "modelopt": {
-        "quant_algo": _one_of("FP8", None), "ignore": _names, "exclude_modules": _names,
-        "config_groups": _per_tensor_groups, "group_size": _one_of(None),
+        "quant_algo": _one_of(*_MODELOPT, "MIXED_PRECISION", None), "ignore": _names, "exclude_modules": _names,
+        "config_groups": _groups, "group_size": _one_of(None, 16), "quantized_layers": _modelopt_layers,
     },
     "mxfp4": {"modules_to_not_convert": _names},
     "awq": {

@@ -6,9 +6,11 @@ The module is built as if nothing were quantised; each weight that the checkpoin
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import translate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +18,11 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from precast.builder.source.quantised_options import Quantised, check_options, refuse
-from precast.ir.graph.schema import Dequantise, Read, Recipe, Reshape, Transpose
+from precast.builder.source.quantised_options import Quantised, check_options, refuse, stored_as
+from precast.builder.weights.conversions import other_prefixes, saved_tensors
+from precast.ir.graph.schema import Concat, Dequantise, Each, Read, Recipe, Reshape, Transpose
+from precast.ir.weights.quantised import NVFP4_BLOCK, PACKED
+from precast.ir.weights.recipes import map_reads
 
 INT32 = 8
 """Values of four bits in an int32."""
@@ -128,6 +133,22 @@ def _scaled(weight: Weight, scales: _Scales) -> Recipe:
     return Dequantise(Read(weight.name, weight.shape, "float8_e4m3fn"), scales.recipe, "fp8", scales.tile)
 
 
+def _names(model: PreTrainedModel) -> Callable[..., tuple[str, ...]]:
+    """What a config may call a layer, by its names in module and checkpoint: these, or those of a multimodal model."""
+    prefixes = other_prefixes(model)
+
+    def names(*found: str) -> tuple[str, ...]:
+        others = (
+            other + name.removeprefix(prefix)
+            for name in found
+            for prefix, other in prefixes.items()
+            if name.startswith(prefix)
+        )
+        return (*found, *others)
+
+    return names
+
+
 def _per_tensor(weight: Weight, name: str, stored: tuple[int, ...] = ()) -> _Scales:
     *outer, rows, columns = weight.shape
     whole: tuple[int, ...] = (*outer, 1, 1)
@@ -148,27 +169,98 @@ def _compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
     groups = list(options.get("config_groups", {}).values())
     ignore = list(options.get("ignore", None) or ())
 
+    names = _names(model)
+
+    def called(weight: Weight) -> tuple[str, ...]:
+        return names(weight.module, weight.stem)
+
     def group_of(weight: Weight) -> Any:
-        if not _linear(model, weight) or any(_matches(pattern, weight.stem, weight.module) for pattern in ignore):
+        if not _linear(model, weight) or any(_matches(pattern, *called(weight)) for pattern in ignore):
             return None
-        return next((group for group in groups if _targets(group["targets"], weight)), None)
+        return next((group for group in groups if _targets(group["targets"], called(weight))), None)
 
     def recipe(weight: Weight) -> Recipe:
-        name, args = weight.name + "_scale", group_of(weight)["weights"]
-        if len(weight.shape) != 2:
-            raise refuse("compressed-tensors", f"stacked experts ({weight.name})")
-        if args["strategy"] == "tensor":
-            return _scaled(weight, _per_tensor(weight, name, (1,)))
-        if args["strategy"] == "channel":
-            return _scaled(weight, _per_row(weight, name))
-        return _scaled(weight, _per_tile(weight, name, tuple(args["block_structure"])))
+        group = group_of(weight)
+        args, kind = group["weights"], stored_as(group, options.get("format", None)) or ""
+        return _one_by_one(model, weight, options.method, lambda each: _compressed(each, args, kind))
 
-    ignored = ("*.input_scale", "*.input_zero_point", "*.output_scale", "*.k_scale", "*.v_scale")
+    ignored = (
+        "*.input_scale", "*.input_zero_point", "*.input_global_scale", "*.output_scale", "*.weight_shape", "*.k_scale",
+        "*.v_scale",
+    )  # fmt: skip
     return Scheme("compressed-tensors", lambda weight: group_of(weight) is not None, recipe, ignored)
 
 
-def _targets(targets: list[str], weight: Weight) -> bool:
-    return any(target == "Linear" or _matches(target, weight.stem, weight.module) for target in targets)
+def _compressed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
+    """The recipe of a weight that compressed-tensors stored as `kind`, one of those of `stored_as`."""
+    name, strategy = weight.name + "_scale", args["strategy"]
+    if kind == "nvfp4":
+        return _nvfp4(weight, "_packed", "_global_scale", (1,), divided=True)
+    if kind == "mxfp4":
+        return _packed_mxfp4(weight)
+    if kind in PACKED:
+        return _packed(weight, args, kind)
+    if strategy == "tensor":
+        scales = _per_tensor(weight, name, (1,))
+    elif strategy == "channel":
+        scales = _per_row(weight, name)
+    else:
+        tile = (1, args["group_size"]) if strategy == "group" else tuple(args["block_structure"])
+        scales = _per_tile(weight, name, tile)
+    return _scaled(weight, scales) if kind == "fp8" else _int8(weight, scales, symmetric=args.get("symmetric", True))
+
+
+def _int8(weight: Weight, scales: _Scales, *, symmetric: bool) -> Recipe:
+    values = Read(weight.name, weight.shape, "int8")
+    if symmetric:
+        return Dequantise(values, scales.recipe, "int8", scales.tile)
+
+    def point(read: Read) -> Recipe:
+        return Read(weight.name + "_zero_point", read.shape, "int8")
+
+    return Dequantise(values, scales.recipe, "int8", scales.tile, map_reads(scales.recipe, point))
+
+
+def _packed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
+    """Integers in groups of inputs: signed ones, stored with half of their range added, as their zeros are."""
+    each, (outputs, inputs) = PACKED[kind], weight.shape
+    size = inputs if args["strategy"] == "channel" else args["group_size"]
+    if inputs % each or inputs % size:
+        raise refuse("compressed-tensors", f"{weight.name}: {inputs} inputs, {each} in an int32, in groups of {size}")
+    scales = Read(weight.name + "_scale", (outputs, inputs // size))
+    zeros = groups = None
+    if not args.get("symmetric", True):
+        zeros = Read(weight.name + "_zero_point", (-(-outputs // each), inputs // size), "int32")
+    if args.get("actorder") in (True, "group", "dynamic"):
+        groups = Read(weight.name + "_g_idx", (inputs,), "int32")
+    values = Read(weight.name + "_packed", (outputs, inputs // each), "int32")
+    half = 1 << 32 // each - 1
+    return Dequantise(values, scales, kind, None, zeros, groups, 0 if zeros else half)  # type: ignore[arg-type]
+
+
+_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What transformers stacks, and the linear layers of an expert that quantisers store instead."""
+
+
+def _one_by_one(model: PreTrainedModel, weight: Weight, method: str, recipe: Callable[[Weight], Recipe]) -> Recipe:
+    """The recipe of a linear layer's weight, or of stacked experts, whose linear layers ModelOpt and compressed-tensors
+    store one by one, as `experts.0.gate_proj` and so on; `recipe` makes that of one.
+    """
+    if len(weight.shape) == 2:
+        return recipe(weight)
+    experts, rows, columns = weight.shape
+    stem, _, leaf = weight.name.rpartition(".")
+    parts, module = _EXPERT_PARTS.get(leaf, ()), model.get_submodule(weight.module)
+    plain = (getattr(module, "is_transposed", True), getattr(module, "is_concatenated", False)) == (False, True)
+    if not parts or not plain or not weight.module.endswith(".experts"):
+        raise refuse(method, f"stacked experts ({weight.name})")
+    each = [Weight(f"{stem}.*.{part}.weight", (rows // len(parts), columns), weight.param) for part in parts]
+    made = tuple(Each(recipe(one), 0, experts) for one in each)
+    return made[0] if len(made) == 1 else Concat(made, 1)
+
+
+def _targets(targets: list[str], names: tuple[str, ...]) -> bool:
+    return any(target == "Linear" or _matches(target, *names) for target in targets)
 
 
 def _matches(pattern: str, *names: str) -> bool:
@@ -179,21 +271,68 @@ def _matches(pattern: str, *names: str) -> bool:
 
 
 def _modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
-    """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor; kept as they are: linear layers by pattern."""
+    """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor, and NVFP4; kept as they are: linear layers by
+    pattern. With `quantized_layers`, those alone are quantised, each in its format.
+    """
     kept = options.get("exclude_modules", options.get("ignore", None)) or ()
-    is_quantised = options.get("quant_algo", None) is not None
+    names, layers = _names(model), options.get("quantized_layers", None)
+    is_kept = _listed(kept)
+    _check_names(model, names, kept if layers is None else list(layers))
 
-    def holds(weight: Weight) -> bool:
-        names = (weight.module, weight.stem)
-        is_kept = any(fnmatchcase(name, each) or name.startswith(f"{each}.") for each in kept for name in names)
-        return is_quantised and _linear(model, weight) and not is_kept
+    @functools.cache
+    def algorithm(weight: Weight) -> str | None:
+        found = names(weight.module, weight.stem)
+        if not _linear(model, weight) or any(map(is_kept, found)):
+            return None
+        if layers is None:
+            return options.get("quant_algo", None)
+        return next((layers[part]["quant_algo"] for name in found for part in _outer(name) if part in layers), None)
 
     def recipe(weight: Weight) -> Recipe:
-        if len(weight.shape) != 2:
-            raise refuse("modelopt", f"stacked experts ({weight.name})")
-        return _scaled(weight, _per_tensor(weight, weight.name + "_scale"))
+        is_fp8 = algorithm(weight) == "FP8"
 
-    return Scheme("modelopt", holds, recipe, ("*.input_scale", "*.k_scale", "*.v_scale"))
+        def one(each: Weight) -> Recipe:
+            return (
+                _scaled(each, _per_tensor(each, each.name + "_scale")) if is_fp8 else _nvfp4(each, "", "_scale_2", ())
+            )
+
+        return _one_by_one(model, weight, options.method, one)
+
+    ignored = ("*.input_scale", "*.k_scale", "*.v_scale")
+    return Scheme("modelopt", lambda weight: algorithm(weight) is not None, recipe, ignored)
+
+
+def _listed(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name is one of ModelOpt's patterns, or lies in a module that is."""
+    whole = frozenset(each for each in patterns if not _GLOB.search(each))
+    begins = tuple(each[:-1] for each in patterns if each.endswith("*") and not _GLOB.search(each[:-1]))
+    others = [each for each in patterns if _GLOB.search(each[:-1])]
+    glob = re.compile("|".join(translate(each) + "|" + translate(f"{each}.*") for each in others) or r"(?!)")
+
+    def is_listed(name: str) -> bool:
+        return name.startswith(begins) or any(part in whole for part in _outer(name)) or glob.match(name) is not None
+
+    return is_listed
+
+
+_GLOB = re.compile(r"[*?\[]")
+
+
+def _outer(name: str) -> Iterator[str]:
+    """The modules that this one lies in, from the outermost on, and itself."""
+    return itertools.accumulate(name.split("."), "{}.{}".format)
+
+
+def _check_names(model: PreTrainedModel, names: Callable[..., tuple[str, ...]], patterns: Sequence[str]) -> None:
+    """Refuse a list that names layers, and none of this model's: what it says would be passed over."""
+    numbered = [each for each in patterns if re.search(r"\.\d+", each)]
+    is_listed = _listed(numbered)
+    modules = (path for path, _ in model.named_modules())
+    if not numbered or any(is_listed(name) for path in modules for name in names(path)):
+        return
+    stored = (name.removesuffix(".weight") for name in saved_tensors(model, ()))
+    if not any(is_listed(name) for path in stored for name in names(path)):
+        raise refuse("modelopt", f"names of layers that are none of this model ({numbered[0]})")
 
 
 # --- four bits ---------------------------------------------------------------------------------------------------
@@ -213,6 +352,26 @@ def _mxfp4(model: PreTrainedModel, options: Quantised) -> Scheme:
         return Transpose(Dequantise(blocks, scales, "mxfp4"), 1, 2)
 
     return Scheme("mxfp4", lambda weight: weight.module in known and chosen(weight), recipe, ())
+
+
+def _packed_mxfp4(weight: Weight) -> Recipe:
+    """compressed-tensors' MXFP4, whose rows are not stored in blocks."""
+    rows, columns = weight.shape
+    if columns % 32:
+        raise refuse("compressed-tensors", f"{weight.name}: {columns} inputs in groups of 32")
+    values = Reshape(Read(weight.name + "_packed", (rows, columns // 2), "uint8"), (rows, columns // 32, 16))
+    return Dequantise(values, Read(weight.name + "_scale", (rows, columns // 32), "uint8"), "mxfp4")
+
+
+def _nvfp4(weight: Weight, packed: str, whole: str, stored: tuple[int, ...], *, divided: bool = False) -> Recipe:
+    """`packed` and `whole` end the names of the values and of the scale of all of them, which is `stored` so."""
+    rows, columns = weight.shape
+    if columns % NVFP4_BLOCK:
+        raise refuse("NVFP4", f"{weight.name}: {columns} inputs in groups of {NVFP4_BLOCK}")
+    values = Read(weight.name + packed, (rows, columns // 2), "uint8")
+    scales = Read(weight.name + "_scale", (rows, columns // NVFP4_BLOCK), "float8_e4m3fn")
+    total = Reshape(Read(weight.name + whole, stored), (1, 1))
+    return Dequantise(values, scales, "nvfp4_divided" if divided else "nvfp4", global_scale=total)
 
 
 def _awq(model: PreTrainedModel, options: Quantised) -> Scheme:

@@ -24,7 +24,7 @@ from precast.ir.weights.quantised import expect
 ANY_FLOAT: tuple[schema.Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
 """The stored dtypes that a `Read` without a dtype accepts."""
 
-_PARTS = ("of", "scales", "zeros", "groups")
+_PARTS = quantised.PARTS
 """The fields that hold a recipe, in the order in which what they make is handed on."""
 
 Kind = Literal["missing", "shape", "dtype", "untied", "unexpected"]

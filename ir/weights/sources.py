@@ -10,6 +10,7 @@ is as slow, where the cache is several times faster (`benchmarks/bench_reads.py`
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -115,6 +116,7 @@ class LocalFolder:
         self.root = root.parent if is_file else root
         self.only = root.name if is_file else None
         self.name = str(self.root)
+        self._stopped = threading.Event()
 
     def has(self, file: str) -> bool:
         """As the interface says."""
@@ -125,7 +127,7 @@ class LocalFolder:
 
     def open(self, file: str, stamp: Stamp | None = None) -> LocalFile:
         """As the interface says."""
-        return LocalFile(self.root / file, stamp)
+        return LocalFile(self.root / file, stamp, self._stopped)
 
     def names(self) -> list[str] | None:
         """As the interface says."""
@@ -138,15 +140,20 @@ class LocalFolder:
         raise WeightsError("checkpoint-missing", message, where=self.name, fix="pass the checkpoint's directory")
 
     def stop(self) -> None:
-        """Nothing: reads of files end soon by themselves."""
+        """As the interface says; a read that is under way ends soon by itself."""
+        self._stopped.set()
 
 
 class LocalFile:
     """A regular file. Its stamp is its size, the time of its last change and its inode."""
 
-    def __init__(self, path: Path, stamp: Stamp | None = None) -> None:
-        """Raises WeightsError (`checkpoint-read`), and `checkpoint-changed` if its stamp is none of `stamp`."""
+    def __init__(self, path: Path, stamp: Stamp | None = None, stopped: threading.Event | None = None) -> None:
+        """`stopped`: once it is set, no read begins.
+
+        Raises WeightsError (`checkpoint-read`), and `checkpoint-changed` if its stamp is none of `stamp`.
+        """
         self.name = str(path)
+        self._stopped = stopped
         try:
             self._descriptor = files.open_descriptor(path)
         except OSError as error:
@@ -168,6 +175,8 @@ class LocalFile:
         position = start
         rest = [piece for piece in reversed(memory) if len(piece)]
         while rest:
+            if self._stopped is not None and self._stopped.is_set():
+                raise WeightsError("checkpoint-read", "the read was stopped", where=self.name)
             batch = rest[: -MAX_VECTORS - 1 : -1]
             try:
                 count = os.preadv(self._descriptor, batch, position)

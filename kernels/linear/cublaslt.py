@@ -275,12 +275,21 @@ def _library() -> Any:
     ]
     for name, mode in tries:
         with suppress(OSError):
-            found = ctypes.CDLL(name, mode)
+            found = _opened(name, mode)
             found.cublasLtGetVersion.restype = c_size_t
             # Addresses are passed as integers, of which C would get 32 bits.
             found.cublasLtMatmul.argtypes = [*[c_void_p] * 14, c_size_t, c_void_p]
             return found
     raise OSError(f"none of {', '.join(names)} is installed; pip install nvidia-cublas brings it")
+
+
+def _opened(name: str, mode: int) -> Any:
+    """The library, by way of the system's own call at first, during which other threads run: it takes a while, and
+    ctypes' keeps them waiting."""
+    if mode == ctypes.DEFAULT_MODE:
+        with suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).dlopen(os.fsencode(name), os.RTLD_NOW)
+    return ctypes.CDLL(name, mode)
 
 
 def _installed(names: list[str]) -> Iterator[str]:

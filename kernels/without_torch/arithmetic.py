@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from precast.ir.graph.schema import Const, Dtype, Items, Ref, Step, Steps, TensorType
+from collections.abc import Sequence
+
+from precast.ir.graph.schema import Const, Dim, Dtype, DtypeArg, Items, Ref, Step, Steps, TensorType
 from precast.ir.ops import table as ops
 from precast.ir.ops.checks import INTEGERS
 from precast.ir.ops.rows_fused import EXPONENTS, FUNCTIONS, REDUCTIONS
@@ -16,6 +18,8 @@ OPS = (
     "aten.bitwise_not.default", "aten.floor.default", "aten.full_like.default",
 )  # fmt: skip
 """Pointwise ops, by their names in the op table."""
+_Given = dict[str, tuple[str, Sequence[int]]]
+"""What operands are called here, and the place of each of their axes."""
 _KEPT: frozenset[Dtype] = frozenset((*INTEGERS, *COMPUTED))
 
 
@@ -23,7 +27,7 @@ def pointwise(use: Use) -> tuple[Launch, ...]:
     """One of `OPS`."""
     types, given = _operands(use)
     names = {name: Ref(x) for x, (name, _) in given.items()}
-    others = {name: arg for name, arg in use.node.args.items() if not isinstance(arg, Ref)}
+    others = {name: arg for name, arg in use.node.args.items() if isinstance(arg, (Const, DtypeArg, Items))}
     step = Step(use.node.op, {**names, **others})
     return (_launch(use, step, types | {"s0": use.result}, given),)
 
@@ -35,6 +39,8 @@ def is_pointwise(use: Use) -> bool:
     if isinstance(exponent, Const) and exponent.value not in EXPONENTS:
         return False
     if use.node.op == "aten.bitwise_not.default" and use.result.dtype != "bool":
+        return False
+    if any(isinstance(arg, Dim) for arg in use.node.args.values()):  # the kernel has numbers as constants
         return False
     return dtypes <= _KEPT and len(space_of({"s0": use.result}).sizes) <= MAX_AXES
 
@@ -61,7 +67,7 @@ def is_along_dimension(use: Use) -> bool:
     return count is not None and 0 < count <= MAX_ROW and len(others) <= MAX_AXES
 
 
-def _operands(use: Use) -> tuple[dict[str, TensorType], dict[str, tuple[str, range]]]:
+def _operands(use: Use) -> tuple[dict[str, TensorType], _Given]:
     """The types of the tensors as a fused op names them, in the order of the op's signature, and what they are called
     here; none where nothing is read."""
     definition = ops.lookup(use.node.op, use.node.version)
@@ -81,6 +87,6 @@ def _summed(use: Use) -> int | None:
     return listed[0].value % len(use.shape("self"))
 
 
-def _launch(use: Use, step: Step, types: dict[str, TensorType], given: dict[str, tuple[str, range]]) -> Launch:
+def _launch(use: Use, step: Step, types: dict[str, TensorType], given: _Given) -> Launch:
     steps = Steps((step,), ("s0",))
     return launch_of(steps, types, pdl=use.target.capability >= (9, 0), given=given)

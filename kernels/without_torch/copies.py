@@ -20,7 +20,8 @@ def joined(use: Use) -> tuple[Launch, ...]:
     result, dim = use.result, use.constant("dim") or 0
     assert isinstance(dim, int)
     axis, steps = dim % len(result.shape), _row_major(result.shape)
-    begin, found = 0, []
+    begin: Expr = 0
+    found = []
     for name in _listed(use):
         at = mul(element_bytes(result.dtype), begin, steps[axis])
         found.append(_copy(use, name, Pointer("out.0", offset=at), steps))

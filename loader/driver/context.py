@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from precast.ir.errors import RequestError
+from precast.ir.errors import RequestError, TargetError
 from precast.loader.driver import library
 from precast.loader.driver.device import DriverDevice
 
@@ -34,6 +35,13 @@ def begin(device: Any) -> Future[Begun]:
     made = pool.submit(_opened, index)
     pool.shutdown(wait=False)
     return made
+
+
+def begin_early(device: Any) -> None:
+    """Begin the context for whoever will want it, where there may be such a GPU: nothing is said of it here."""
+    if device is None or str(device).startswith("cuda"):
+        with suppress(TargetError, RequestError):
+            begin(device)
 
 
 def _opened(index: int) -> Begun:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from precast.ir.artifact import Bundle
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Block, Graph, Node, Value
@@ -35,14 +34,6 @@ from precast.loader.sizing import EngineLimits
 
 _TRIED = ((7, 3), (1, 1), (64, 64))
 """Tokens and sequences of steps in which views are looked at; of what is larger, strides differ in sizes alone."""
-
-
-class UnfitError(Exception):
-    """The driver alone doesn't run the model: it says why in a few words. `opened`: the bundle, if it was opened."""
-
-    def __init__(self, why: str, opened: Bundle | None = None) -> None:
-        super().__init__(why)
-        self.opened = opened
 
 
 def most_sizes(graph: Graph, limits: EngineLimits) -> dict[str, int]:

@@ -30,7 +30,8 @@ class Kernels:
         self, native: Native, device: DriverDevice, calls: Mapping[str, Callable[..., None]] | None = None
     ) -> None:
         """`calls`: what connects ranks, by the names that launches have it by."""
-        self._device, self._native, self._calls = device, native, dict(calls or {})
+        self.native = native
+        self._device, self._calls = device, dict(calls or {})
         self._loaded: dict[tuple[str, str], LoadedKernel] = {}
         self._products: dict[tuple[str, tuple[tuple[str, object], ...]], Callable[..., None]] = {}
 
@@ -46,15 +47,19 @@ class Kernels:
             function, ready.grid, (kernel.threads, 1, 1), kernel.shared_bytes, values, pdl=kernel.pdl
         ).launch  # fmt: skip
 
-    def make_products(self, launches: Iterable[tuple[Launch, str]]) -> None:
-        """Make what the library's launches among these, each with its key, call; the library is loaded with it."""
-        for launch, _ in launches:
+    def load(self, launches: Iterable[tuple[Launch, str]]) -> None:
+        """Load whatever kernels these launches, each with its key, may take, and make the library's products."""
+        for launch, key in launches:
             if launch.library:
-                self._product(launch)
+                if launch.kernel not in self._calls:
+                    self._product(launch)
+            else:
+                for kernel in self.native.of_key(key):
+                    self._function(kernel, is_cuda=bool(launch.block))
 
     def _kernel_for(self, ready: Ready) -> NativeKernel:
         numbers = [value if isinstance(value, int) else 0 for value in ready.values]
-        kernel = self._native.find(ready.key, numbers)
+        kernel = self.native.find(ready.key, numbers)
         if kernel is not None:
             return kernel
         raise TargetError(
@@ -66,7 +71,7 @@ class Kernels:
     def _function(self, kernel: NativeKernel, *, is_cuda: bool) -> int:
         name = kernel.image, kernel.function
         if name not in self._loaded:
-            loaded = self._device.load(self._native.image(kernel), kernel.function)
+            loaded = self._device.load(self.native.image(kernel), kernel.function)
             assert isinstance(loaded, LoadedKernel)
             if is_cuda or kernel.shared_bytes > _MUCH_SHARED_BYTES:
                 library.call("cuFuncSetAttribute", loaded.handle, library.FUNCTION_CARVEOUT, 100)

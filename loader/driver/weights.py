@@ -1,17 +1,19 @@
 """A checkpoint's tensors into the params of a graph, without torch: the same read plan, through pinned memory.
 
 Bytes that stand in a file as they will stand in memory are read into pinned buffers and copied from there. A param that
-takes more (transposed, short rows, another element type) is made on the host by numpy, and uploaded when all is read.
+takes more (transposed, short rows, another element type) is made on the host by numpy, and uploaded once it is whole.
 Values of quantised tensors are not computed here (`uncovered`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -24,12 +26,13 @@ from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.sources import Source
 from precast.ir.weights.tensorfile import element_bytes
-from precast.loader.device import Buffer, aligned, host_bytes
+from precast.loader.device import Buffer, Event, aligned, host_bytes
 from precast.loader.driver import library
+from precast.loader.driver.context import Begun
 from precast.loader.driver.device import DriverDevice
 from precast.loader.weights.files import Range, read_ranges
 from precast.loader.weights.jobs import Worker, share
-from precast.loader.weights.parts import Assembly, Casts, param_parts
+from precast.loader.weights.parts import Assembly, Casts, Target, param_parts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Copy, Job, Plan, plan_reads
 from precast.loader.weights.views import View
 
@@ -38,8 +41,9 @@ if TYPE_CHECKING:
 
 THREADS = 12
 """They read the page cache faster than the bus takes it."""
-BUFFERS_A_THREAD, BUFFER_BYTES = 1, 16 << 20
-"""While one thread's buffer is on its way, others read. Smaller buffers keep Python busy, more take longer to pin."""
+BUFFER_BYTES = 16 << 20
+"""Of a thread's pinned buffer: while it is on its way, others read. Smaller ones keep Python busy, more of them take
+longer to pin."""
 PARAM_ALIGNMENT = 256
 """Where params begin, in bytes."""
 
@@ -58,12 +62,12 @@ class Planned(NamedTuple):
     files: CheckpointFiles
 
 
-class Weights(NamedTuple):
-    """The params by name, and what it took to load them, as `precast.loader.weights.stream.Weights` says it."""
+class Made(Protocol):
+    """Targets that are made on the host: which, and the bytes of each."""
 
-    buffers: dict[str, Buffer]
-    bytes_read: int
-    bytes_needed: int
+    @property
+    def targets(self) -> Collection[int]: ...
+    def __getitem__(self, target: int, /) -> npt.NDArray[np.uint8]: ...
 
 
 def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
@@ -101,61 +105,151 @@ def uncovered(what: Planned) -> str:
 
 
 class Ring:
-    """Pinned memory for what goes to a GPU, a part for each thread. It is pinned by a thread of its own: begun when the
-    context is there, it is ready when the first byte is read."""
+    """Pinned memory for what goes to a GPU, a part for each thread. It is pinned by a thread of its own as soon as the
+    context is there: it is ready when the first byte is read.
 
-    def __init__(self, device: DriverDevice) -> None:
-        self.device = device
+    Where the host has not so much to pin, the ring is smaller, and fewer threads read; `note` says so then.
+    """
+
+    def __init__(self, context: Future[Begun]) -> None:
+        """`context`: the device, once its context is made."""
         pool = ThreadPoolExecutor(1, thread_name_prefix="precast-pinning")
-        size = THREADS * BUFFERS_A_THREAD * BUFFER_BYTES
-        self._pinned: Future[Buffer] = pool.submit(device.alloc, size, pinned=True)
+        self._pinned: Future[list[Buffer]] = pool.submit(lambda: pinned_parts(context.result().device))
         pool.shutdown(wait=False)
 
-    def parts(self) -> list[list[Buffer]]:
-        """The buffers of each thread, once they are pinned."""
-        all_of_it = self._pinned.result()
-        each = [all_of_it.view(i * BUFFER_BYTES, (BUFFER_BYTES,)) for i in range(THREADS * BUFFERS_A_THREAD)]
-        return [each[i : i + BUFFERS_A_THREAD] for i in range(0, len(each), BUFFERS_A_THREAD)]
+    def parts(self) -> list[Buffer]:
+        """The threads' buffers, once they are pinned. Raises TargetError (`host-memory`) where none could be."""
+        return list(self._pinned.result())
+
+    @property
+    def note(self) -> str:
+        """What is to be said of it; empty if nothing is."""
+        count = len(self._pinned.result())
+        return "" if count == THREADS else f"the host pins no more than {count} of {THREADS} buffers"
 
 
-def load_weights(what: Planned, graph: Graph, *, ring: Ring) -> Weights:
-    """All params, on the ring's device.
+def pinned_parts(device: DriverDevice) -> list[Buffer]:
+    """`THREADS` pinned buffers of `BUFFER_BYTES`, or as large a part of them as the host pins.
 
-    Raises WeightsError (checkpoint-read) for a file that can't be read to its end, (checkpoint-changed) for one that
-    somebody writes to; TargetError (device-memory) if the params don't fit.
+    Raises TargetError (`host-memory`) where it pins not even one.
     """
-    device, plan = ring.device, what.plan
-    sizes = [math.prod(target.shape) * element_bytes(target.dtype) for target in plan.targets]
+    count = THREADS
+    while count:
+        try:
+            ring = device.alloc(count * BUFFER_BYTES, pinned=True)
+        except library.DriverError as error:
+            if not device.is_out_of_memory(error):
+                raise
+            count //= 2
+        else:
+            return [ring.view(i * BUFFER_BYTES, (BUFFER_BYTES,)) for i in range(count)]
+    fix = "free memory of the host, or raise what this process may lock (`ulimit -l`, a container's memory limit)"
+    raise TargetError("host-memory", f"the host pins not even {BUFFER_BYTES >> 20} MiB of memory", fix=fix)
+
+
+class Params(NamedTuple):
+    """Where the params lie: all of them, the address of each target that is one, and those of the graph by name.
+
+    `zeroed` is passed once there are zeros in all of it: until their bytes come, params are numbers.
+    """
+
+    memory: Buffer
+    at: Mapping[int, int]
+    buffers: Mapping[str, Buffer]
+    zeroed: Event
+
+
+def placed(what: Planned, graph: Graph, device: DriverDevice) -> Params:
+    """Memory for all params. Raises TargetError (device-memory) if they don't fit."""
+    targets = what.plan.targets
     places, total = {}, 0
-    for i, target in enumerate(plan.targets):
+    for i, target in enumerate(targets):
         if target.name is not None:
             places[i] = total
-            total += aligned(sizes[i], PARAM_ALIGNMENT)
+            total += aligned(_num_bytes(target), PARAM_ALIGNMENT)
     if total > (free := device.free_bytes()):
         message = f"the params take {total / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
         raise TargetError("device-memory", message, where=device.name, fix="free memory, or use a device with more")
-    memory = device.alloc(total)
-    made = {i: np.empty(sizes[i], np.uint8) for i in what.on_host}
-    parts = ring.parts()
-    at = {i: memory.pointer + start for i, start in places.items()}
-    threads = min(what.files.folder.readers or THREADS, THREADS)
-    num_bytes = share(plan.jobs, lambda: _worker(at, made, device, parts.pop()), threads, what.files)
-    move_all(plan, made)
+    memory, zeroed = device.alloc(total), device.event()
     with device.use():
-        for i in sorted(what.on_host & places.keys()):
-            _upload(at[i], made[i])
-        device.synchronize()
+        device.zero(memory)
+        zeroed.record()
     buffers = {
         target.name: memory.view(places[i], target.shape, strides=contiguous(target.shape).strides, dtype=target.dtype)
-        for i, target in enumerate(plan.targets)
+        for i, target in enumerate(targets)
         if target.name is not None
     }
     recipe_of = {param.name: param.recipe for param in graph.params}
     named = {param.name: buffers[_made_name(param.name, recipe_of)] for param in graph.params}
-    return Weights(named, num_bytes, plan.bytes_needed)
+    return Params(memory, {i: memory.pointer + start for i, start in places.items()}, named, zeroed)
 
 
-def move_all(plan: Plan, made: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice) -> int:
+    """Bring all params to their places; the bytes that were read.
+
+    Raises WeightsError (checkpoint-read) for a file that can't be read to its end or whose folder is stopped,
+    (checkpoint-changed) for one that somebody writes to.
+    """
+    made = OnHost(what, params.at)
+    parts = ring.parts()
+    threads = min(what.files.folder.readers or len(parts), len(parts))
+    num_bytes = share(what.plan.jobs, lambda: _worker(params, made, device, parts.pop()), threads, what.files)
+    with device.use():
+        made.move_all()
+        library.call("cuStreamSynchronize", None)
+    return num_bytes
+
+
+class OnHost:
+    """Targets that are made on the host. Each has memory from its first byte on, until its last one is made and it is
+    uploaded; temporary ones, and those that take parts of these, until all is read.
+
+    `at`: where targets lie on the device.
+    """
+
+    def __init__(self, what: Planned, at: Mapping[int, int]) -> None:
+        self._plan, self._at = what.plan, at
+        self.targets = what.on_host
+        self._made: dict[int, npt.NDArray[np.uint8]] = {}
+        self._lock = threading.Lock()
+        self._left = Counter(target for job in what.plan.jobs for target in self._of(job))
+        self._kept = {target for move in what.plan.moves for target in (move.source, move.target)}
+
+    def __getitem__(self, target: int) -> npt.NDArray[np.uint8]:
+        """A target's bytes."""
+        with self._lock:
+            if target not in self._made:
+                self._made[target] = np.empty(_num_bytes(self._plan.targets[target]), np.uint8)
+            return self._made[target]
+
+    def done(self, job: Job, stream: int | None) -> None:
+        """The job has put in what it makes: targets for which it was the last go to the device, and are gone."""
+        for target in self._of(job):
+            with self._lock:
+                self._left[target] -= 1
+                is_whole = not self._left[target] and target not in self._kept
+            if is_whole:
+                self._upload(target, stream)
+
+    def move_all(self) -> None:
+        """Move what is in temporary targets to where it belongs, in the plan's order, and upload that."""
+        move_all(self._plan, self)
+        for target in sorted(self._kept & self._at.keys()):
+            self._upload(target, None)
+
+    def _of(self, job: Job) -> set[int]:
+        made = {copy.target for copy in job.copies} | {each.target for each in job.ranges if each.target is not None}
+        return made & self.targets
+
+    def _upload(self, target: int, stream: int | None) -> None:
+        data = self[target]
+        upload(self._at[target], data, stream)
+        library.call("cuStreamSynchronize", stream)
+        with self._lock:
+            del self._made[target]
+
+
+def move_all(plan: Plan, made: Made) -> None:
     """Move what is in temporary targets to where it belongs, in the plan's order; both are on the host."""
     for move in plan.moves:
         dtype = plan.targets[move.source].dtype
@@ -169,35 +263,30 @@ def constants(graph: Graph, given: Mapping[str, Any], device: DriverDevice) -> d
         dtype, shape, data = given[value.name]
         memory = device.alloc(max(len(data), 1))
         with device.use():
-            _upload(memory.pointer, np.frombuffer(data, np.uint8))
-            device.synchronize()
+            upload(memory.pointer, np.frombuffer(data, np.uint8), None)
+            library.call("cuStreamSynchronize", None)
         found[value.name] = memory.view(0, tuple(shape), strides=contiguous(shape).strides, dtype=dtype)
     return found
 
 
-def _upload(address: int, data: npt.NDArray[np.uint8]) -> None:
-    """Copy bytes of the host to the device; what they are may change only when its work is done."""
+def upload(address: int, data: npt.NDArray[np.uint8], stream: int | None) -> None:
+    """Copy bytes of the host to the device; what they are may change only when the stream's work is done."""
     if len(data):
-        library.call("cuMemcpyAsync", address, data.ctypes.data, len(data), None)
+        library.call("cuMemcpyAsync", address, data.ctypes.data, len(data), stream)
 
 
 @contextmanager
-def _worker(
-    at: Mapping[int, int], made: Mapping[int, npt.NDArray[np.uint8]], device: DriverDevice, buffers: list[Buffer]
-) -> Iterator[Worker]:
-    """Reads into pinned buffers in turn, and leaves the rest to the device; its stream has run dry at the end."""
+def _worker(params: Params, made: OnHost, device: DriverDevice, buffer: Buffer) -> Iterator[Worker]:
+    """Reads into a pinned buffer, and leaves the rest to the device; its stream has run dry at the end."""
     with device.use():
-        stream = device.stream()
-        events = [device.event() for _ in buffers]
-        views = [host_bytes(each) for each in buffers]
-        turn = 0
+        stream, emptied, view = device.stream(), device.event(), host_bytes(buffer)
+        params.zeroed.wait(stream)
 
         def run(job: Job, source: Source) -> int:
-            nonlocal turn
-            turn = (turn + 1) % len(buffers)
-            library.call("cuEventSynchronize", events[turn].handle)  # type: ignore[attr-defined]
-            num_bytes = do_job(job, source, buffers[turn].pointer, views[turn], at, made, stream)
-            events[turn].record(stream)
+            library.call("cuEventSynchronize", emptied.handle)  # type: ignore[attr-defined]
+            num_bytes = do_job(job, source, buffer.pointer, view, params.at, made, stream)
+            emptied.record(stream)
+            made.done(job, stream)
             return num_bytes
 
         try:
@@ -213,15 +302,15 @@ def do_job(
     pinned: int,
     view: memoryview,
     at: Mapping[int, int],
-    made: Mapping[int, npt.NDArray[np.uint8]],
+    made: Made,
     stream: int,
 ) -> int:
     """Read a job's bytes, where they belong or through pinned memory, and make its copies; how many were read.
 
-    Targets are on the host (`made`), or on the device (`at` these addresses), where `stream` brings them from `pinned`
-    memory, which is seen by `view`.
+    Targets are made on the host (`made`), or are on the device (`at` these addresses), where `stream` brings them from
+    `pinned` memory, which is seen by `view`.
     """
-    through = sum(each.num_bytes for each in job.ranges if each.target is not None and each.target not in made)
+    through = sum(each.num_bytes for each in job.ranges if each.target is not None and each.target not in made.targets)
     large = np.empty(through if through > len(view) else 0, np.uint8)
     if len(large):  # rare: rows that no job holds whole
         pinned, view = large.ctypes.data, large.data
@@ -233,7 +322,7 @@ def do_job(
         for start, length, offset in each.each():
             if each.target is None:
                 ranges.append(Range(start, staged.data[offset : offset + length]))
-            elif each.target in made:
+            elif each.target in made.targets:
                 ranges.append(Range(start, made[each.target].data[offset : offset + length]))
             else:
                 ranges.append(Range(start, view[used : used + length]))
@@ -253,7 +342,7 @@ def do_job(
     return num_bytes
 
 
-def _copy(copy: Copy, staged: npt.NDArray[np.uint8], made: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+def _copy(copy: Copy, staged: npt.NDArray[np.uint8], made: Made) -> None:
     flat = _seen(staged, copy.dtype)
     first = copy.offset // flat.itemsize
     source = copy.source._replace(offset=first + copy.source.offset)
@@ -299,6 +388,10 @@ def _seen(raw: npt.NDArray[np.uint8], dtype: Dtype) -> npt.NDArray[Any]:
 def _strided(flat: npt.NDArray[Any], view: View) -> npt.NDArray[Any]:
     steps = [stride * flat.itemsize for stride in view.strides]
     return np.lib.stride_tricks.as_strided(flat[view.offset :], view.shape, steps)
+
+
+def _num_bytes(target: Target) -> int:
+    return math.prod(target.shape) * element_bytes(target.dtype)
 
 
 def _made_name(name: str, recipe_of: Mapping[str, Recipe]) -> str:

@@ -24,4 +24,4 @@ class RankRunner(RankSteps, Runner):
     ) -> None:  # fmt: skip
         """`more`: as `Runner`."""
         super().__init__(program, graph, memory, device, limits, **more)
-        self.join(memory, world)
+        self.join(world)

@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from precast.ir.memory import caches
 from precast.loader import sizing
-from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
 from precast.loader.device import Event
 from precast.loader.run.batch import Arrays
@@ -32,9 +31,9 @@ class RankSteps(StepRunner):
     What rank 0 calls raises TargetError besides, for a rank that is lost.
     """
 
-    def join(self, memory: CacheMemory, world: Lead | Follower) -> None:
-        """Be the runner of a rank of this world, with these caches."""
-        capacities = sizing.capacities(self.graph, self.limits, memory.num_slabs)
+    def join(self, world: Lead | Follower) -> None:
+        """Be the runner of a rank of this world."""
+        capacities = sizing.capacities(self.graph, self.limits, self.num_slabs)
         groups = [group.name for group in caches.groups(self.graph.caches)]
         self.orders = Orders(capacities, groups, places_bytes(capacities))
         self._world = world

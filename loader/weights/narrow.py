@@ -6,11 +6,13 @@ Values that share a scale, or a word, are kept together, so what is computed may
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
 from precast.ir.graph import schema as ir
+from precast.ir.weights.quantised import NVFP4_BLOCK, PACKED
 from precast.loader.weights.views import Shape, View, contiguous
 
 _PACKED = 8
@@ -45,8 +47,7 @@ def narrowed(recipe: ir.Dequantise, shape: Shape, shapes: dict[str, Shape], view
         return recipe, view
     extents, axes = found
     rows, columns = extents[-2:]
-    cut = {"fp8": _fp8, "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq}[recipe.format]
-    made, rows, columns = cut(recipe, shapes, rows, columns)
+    made, rows, columns = _CUTS[recipe.format](recipe, shapes, rows, columns)
     size = (*shape[:-2], rows.end - rows.start, columns.end - columns.start)
     if size == shape:
         return recipe, view
@@ -80,18 +81,19 @@ def _box(view: View, shape: Shape) -> tuple[list[_Extent], list[tuple[int, int]]
 _Cut = tuple[ir.Dequantise, _Extent, _Extent]
 
 
-def _fp8(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
+def _in_blocks(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
     assert recipe.block is not None
     wanted = []
     for extent, unit in zip((rows, columns), recipe.block, strict=True):
         blocks = extent.over(unit)
         # Blocks are counted from the first element; of one block any part has one scale.
         wanted.append(extent if blocks.end - blocks.start == 1 else _Extent(blocks.start * unit, extent.end))
-    of, scales = recipe.of, recipe.scales
+    of, scales, zeros = recipe.of, recipe.scales, recipe.zeros
     for dim, extent, unit in zip((-2, -1), wanted, recipe.block, strict=True):
         of = _sliced(of, shapes["of"], dim, extent)
         scales = _sliced(scales, shapes["scales"], dim, extent.over(unit))
-    return msgspec.structs.replace(recipe, of=of, scales=scales), wanted[0], wanted[1]
+        zeros = None if zeros is None else _sliced(zeros, shapes["zeros"], dim, extent.over(unit))
+    return msgspec.structs.replace(recipe, of=of, scales=scales, zeros=zeros), wanted[0], wanted[1]
 
 
 def _mxfp4(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
@@ -100,6 +102,41 @@ def _mxfp4(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, colum
     of = _sliced(_sliced(recipe.of, shapes["of"], -3, rows), shapes["of"], -2, columns.over(unit))
     scales = _sliced(_sliced(recipe.scales, shapes["scales"], -2, rows), shapes["scales"], -1, columns.over(unit))
     return msgspec.structs.replace(recipe, of=of, scales=scales), rows, columns
+
+
+def _nvfp4(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
+    columns = columns.whole(NVFP4_BLOCK)
+    of = _sliced(_sliced(recipe.of, shapes["of"], -2, rows), shapes["of"], -1, columns.over(2))
+    blocks = columns.over(NVFP4_BLOCK)
+    scales = _sliced(_sliced(recipe.scales, shapes["scales"], -2, rows), shapes["scales"], -1, blocks)
+    return msgspec.structs.replace(recipe, of=of, scales=scales), rows, columns
+
+
+def _packed(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
+    """Zeros are packed along the rows, values along the columns. With `groups`, any column may have any scale: those of
+    all columns are kept.
+    """
+    each, (outputs, words), count = PACKED[recipe.format], shapes["of"], shapes["scales"][1]
+    inputs = words * each
+    scales, zeros, groups, kept = recipe.scales, recipe.zeros, recipe.groups, _Extent(0, count)
+    if zeros is not None:
+        rows = rows.whole(each).within(outputs)
+        zeros = _sliced(zeros, shapes["zeros"], 0, rows.over(each))
+    if groups is None and count > 1:
+        size = inputs // count
+        columns = columns.whole(math.lcm(each, size)).within(inputs)
+        kept = columns.over(size)
+    else:
+        columns = columns.whole(each)
+    if zeros is not None:
+        zeros = _sliced(zeros, shapes["zeros"], 1, kept)
+    changes = {
+        "of": _sliced(_sliced(recipe.of, shapes["of"], 0, rows), shapes["of"], 1, columns.over(each)),
+        "scales": _sliced(_sliced(scales, shapes["scales"], 0, rows), shapes["scales"], 1, kept),
+        "zeros": zeros,
+        "groups": None if groups is None else _sliced(groups, shapes["groups"], 0, columns),
+    }
+    return msgspec.structs.replace(recipe, **changes), rows, columns
 
 
 def _awq(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
@@ -127,6 +164,19 @@ def _gptq(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, column
         "groups": _sliced(recipe.groups, shapes["groups"], 0, rows),
     }
     return msgspec.structs.replace(recipe, **changes), rows, columns
+
+
+_CUTS: dict[str, Callable[[ir.Dequantise, dict[str, Shape], _Extent, _Extent], _Cut]] = {
+    "fp8": _in_blocks,
+    "mxfp4": _mxfp4,
+    "awq": _awq,
+    "gptq": _gptq,
+    "nvfp4": _nvfp4,
+    "nvfp4_divided": _nvfp4,
+    "packed4": _packed,
+    "packed8": _packed,
+    "int8": _in_blocks,
+}
 
 
 def _sliced(recipe: ir.Recipe, shape: Shape, dim: int, extent: _Extent) -> ir.Recipe:

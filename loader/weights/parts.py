@@ -19,7 +19,7 @@ import msgspec
 from precast.ir.errors import BundleError, RecipeError
 from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols
-from precast.ir.weights import recipes
+from precast.ir.weights import quantised, recipes
 from precast.loader.weights import views
 from precast.loader.weights.narrow import narrowed
 from precast.loader.weights.views import Shape, View
@@ -31,8 +31,8 @@ Casts = tuple[ir.Dtype, ...]
 """The element types that a value is converted to, one after the other, the target's last; none: it stays as it is."""
 
 
-Inputs = tuple[int, int, int | None, int | None]
-"""The targets of what a computation reads: values, scales, zeros, groups."""
+Inputs = dict[str, int]
+"""The targets of what a computation reads, by the name of the recipe's part."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -112,12 +112,7 @@ class Assembly:
 
     def add_inputs(self, computed: Computed) -> Inputs:
         """Temporary targets for what a computation reads, or for the part of it that `index` says."""
-        recipe = computed.recipe
-        values, scales = self._input(recipe.of, computed), self._input(recipe.scales, computed)
-        zeros, groups = (
-            None if part is None else self._input(part, computed) for part in (recipe.zeros, recipe.groups)
-        )
-        return values, scales, zeros, groups
+        return {name: self._input(part, computed) for name, part in _inputs(computed.recipe).items()}
 
     def _input(self, part: ir.Recipe, computed: Computed) -> int:
         region = _whole(_shape(part))
@@ -185,8 +180,7 @@ class Assembly:
         """Compute the elements that `source` views, and few others, one after the other in the first of three
         dimensions or more.
         """
-        inputs = {name: getattr(recipe, name) for name in ("of", "scales", "zeros", "groups")}
-        shapes = {name: _shape(part) for name, part in inputs.items() if part is not None}
+        shapes = {name: _shape(part) for name, part in _inputs(recipe).items()}
         recipe, source = narrowed(recipe, _shape(recipe), shapes, source)
         shape = _shape(recipe)
         parts = views.split(source, destination, math.prod(shape[1:])) if len(shape) > 2 else None
@@ -209,6 +203,11 @@ class Assembly:
         for dim, (start, length) in enumerate(region):
             view = views.narrow(view, dim, start, length)
         self.moves.append(Move(temporary, view, target, destination))
+
+
+def _inputs(recipe: ir.Dequantise) -> dict[str, ir.Recipe]:
+    """The parts of the recipe that are there, by name."""
+    return {name: part for name in quantised.PARTS if (part := getattr(recipe, name)) is not None}
 
 
 def _leaf(recipe: ir.Recipe) -> tuple[ir.Read | ir.Dequantise, View, Casts] | None:

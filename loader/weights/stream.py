@@ -104,9 +104,8 @@ def _round(
     num_bytes = read_all(plan, read, buffers, files)
     move_all(plan, read)
     tensors = _typed(plan.targets, read)
-    for each, (values, scales, *optional) in zip(computed, inputs, strict=True):
-        zeros, groups = (None if place is None else tensors[place] for place in optional)
-        made = dequantise(each.recipe, tensors[values], tensors[scales], zeros, groups)
+    for each, places in zip(computed, inputs, strict=True):
+        made = dequantise(each.recipe, {name: tensors[place] for name, place in places.items()})
         source = strided(made.contiguous().flatten(), each.source)
         copy_converted(source, memory[each.target], each.destination, each.casts)
         del made, source  # before the next is made

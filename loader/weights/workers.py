@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -103,12 +104,14 @@ class PinnedBuffers:
 
     Pinning takes as long as moving 20 times as many bytes to the device, and the driver lets no copy begin meanwhile.
     So it is best begun early: made when the device's context is there, these are ready when the first byte is read.
-    On leaving the context no more of them are pinned, and those that nobody took are freed.
+    On leaving the context no more of them are pinned, and those that nobody took are freed. Where the host pins no
+    more, the rest is other memory, which copies take longer from; the log says so.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._pinned: deque[Future[_Pinned]] = deque()
+        self._has_warned = False
         if device.kind == "cuda":
             pool = ThreadPoolExecutor(1, thread_name_prefix="precast-pinning")
             self._pinned.extend(pool.submit(self._pin) for _ in range(NUM_BUFFERS))
@@ -133,7 +136,18 @@ class PinnedBuffers:
 
     def _pin(self) -> _Pinned:
         with self.device.use():
-            raw = tensor_of(self.device.alloc(BUFFER_BYTES, pinned=True))
+            try:
+                raw = tensor_of(self.device.alloc(BUFFER_BYTES, pinned=True))
+            except RuntimeError as error:  # torch has no class of its own for memory of the host
+                if "out of memory" not in str(error):
+                    raise
+                raw = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+                if not self._has_warned:
+                    self._has_warned = True
+                    message = (
+                        "warning: the host pins no more memory: weights pass through other memory, and take longer"
+                    )
+                    logging.getLogger("precast").warning(message)
             return _Pinned(raw, raw.numpy().data, self.device.event())
 
 

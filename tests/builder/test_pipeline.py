@@ -126,7 +126,7 @@ def test_disabled_passes_are_left_out() -> None:
     ("name", "message", "fix"),
     [
         ("match_norm", "there is no pass match_norm", "name one of match_norms, match_attention, match_rotary"),
-        ("xyz", "there is no pass xyz", "name one of assemble_copies, cancel_transposes, fold_constants, "),
+        ("xyz", "there is no pass xyz", "name one of assemble_copies, cancel_transposes, copy_before_reshape, "),
         (
             "match_activations",
             "the pass match_activations can't be disabled: fuse_gated_activation can't run without it",

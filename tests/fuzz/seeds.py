@@ -50,6 +50,21 @@ _GPTQ_GROUPS = Read("g", (16,), "int32")
 _GPTQ = Dequantise(
     Read("q", (2, 8), "int32"), Read("s", (3, 8)), "gptq", None, Read("z", (3, 1), "int32"), _GPTQ_GROUPS, 1
 )
+_NVFP4 = Dequantise(
+    Read("q", (6, 24), "uint8"),
+    Read("s", (6, 3), "float8_e4m3fn"),
+    "nvfp4",
+    global_scale=Reshape(Read("t", ()), (1, 1)),
+)
+_PACKED4 = Dequantise(
+    Read("q", (6, 4), "int32"),
+    Read("s", (6, 2)),
+    "packed4",
+    None,
+    Read("z", (1, 2), "int32"),
+    Read("g", (32,), "int32"),
+)
+_INT8 = Dequantise(Read("q", (8, 6), "int8"), Read("s", (8, 1)), "int8", (1, 6), Read("z", (8, 1), "int8"))
 _RECIPES: dict[str, Recipe] = {
     "views": Cast(Slice(Transpose(Reshape(_W, (2, 12)), 0, 1), 0, 3, 5), "float32"),
     "joins": Cast(Concat((_W, Reshape(Stack((_W, _W), 1), (8, 6))), 0), "bfloat16"),
@@ -58,6 +73,9 @@ _RECIPES: dict[str, Recipe] = {
     "mxfp4": Cast(_MXFP4, "bfloat16"),
     "awq": Cast(_AWQ, "bfloat16"),
     "gptq": Cast(_GPTQ, "bfloat16"),
+    "nvfp4": Cast(_NVFP4, "bfloat16"),
+    "packed4": Cast(_PACKED4, "bfloat16"),
+    "int8": Cast(_INT8, "bfloat16"),
 }
 _ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
 _CONFIG = {

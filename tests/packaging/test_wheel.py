@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -54,3 +59,28 @@ def test_wheel_is_one_typed_package_with_its_licence(wheel_names: list[str]) -> 
     assert tops == {"precast", "precast-0.1.0.dist-info"}
     assert "precast/py.typed" in wheel_names
     assert "precast-0.1.0.dist-info/licenses/LICENSE" in wheel_names
+
+
+def needed(names: Iterable[str]) -> set[str]:
+    """The packages that these requirements bring, and what those require by themselves, of what is installed here."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        requirement = waiting.pop()
+        name = re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+        if "extra ==" in requirement or name in found:
+            continue
+        found.add(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            waiting += metadata.requires(name) or []
+    return found
+
+
+def test_plain_precast_brings_neither_torch_nor_model_code(root: Path) -> None:
+    """What serves through the driver alone, and what CI pushes and signs with, is small: examples/image."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    heavy = {"torch", "triton", "transformers", "nvidia-cublas"}
+
+    assert needed(project["dependencies"]) & heavy == set()
+    assert needed(project["optional-dependencies"]["torch"]) >= {"torch", "triton"}
+    assert "precast[torch]" in project["optional-dependencies"]["build"]

@@ -7,7 +7,7 @@ type: the op's shape rule gives it, or the block that is called, which must stan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from graph_lexer import Cursor, Item, Word
 
@@ -65,6 +65,7 @@ from precast.ir.ops import table as ops
 from precast.ir.ops.op import OpDef, ShapeError
 
 _DTYPES: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
+_FORMATS: tuple[str, ...] = get_args(get_type_hints(Dequantise)["format"])
 _EXPR_OPS: dict[str, ExprOp] = {name: name for name in get_args(ExprOp)}
 
 Typed = tuple[str, TensorType | None]
@@ -540,7 +541,7 @@ def _each(cursor: Cursor) -> Each:
 
 
 def _dequantise(cursor: Cursor) -> Dequantise:
-    format = cursor.expect("fp8", "mxfp4", "awq", "gptq").text
+    format = cursor.expect(*_FORMATS).text
     cursor.expect(",")
     of, scales = _of(cursor), _recipe(cursor)
     cursor.key("block")
@@ -550,7 +551,11 @@ def _dequantise(cursor: Cursor) -> Dequantise:
     cursor.key("groups")
     groups = None if cursor.takes("none") else _recipe(cursor)
     cursor.key("zero_offset")
-    return Dequantise(of, scales, format, block, zeros, groups, cursor.int())  # type: ignore[arg-type]
+    offset, whole = cursor.int(), None
+    if cursor.at(","):
+        cursor.key("global_scale")
+        whole = _recipe(cursor)
+    return Dequantise(of, scales, format, block, zeros, groups, offset, whole)  # type: ignore[arg-type]
 
 
 def _pair(cursor: Cursor) -> tuple[int, int]:

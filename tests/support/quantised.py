@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -32,13 +32,20 @@ def unpack(packed: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What the recipe makes of its parts (values, scales, then zeros and groups), float32."""
+    """What the recipe makes of its parts (values, scales, zeros, groups, a global scale, as far as it has them)."""
     values, scales = parts[0], parts[1]
-    if recipe.format == "fp8":
+    if recipe.format in ("fp8", "int8"):
         assert recipe.block is not None
-        return _fp8(values.float(), scales.float(), recipe.block)
+        zeros = parts[2].float() if recipe.zeros is not None else torch.zeros_like(scales.float())
+        return _fp8(values.float(), scales.float(), recipe.block, zeros)
     if recipe.format == "mxfp4":
         return _mxfp4(values, scales)
+    if recipe.format in ("nvfp4", "nvfp4_divided"):
+        return _nvfp4(values, scales, parts[2], divided=recipe.format == "nvfp4_divided")
+    if recipe.format in ("packed4", "packed8"):
+        found = list(parts[2:])
+        zeros = found.pop(0) if recipe.zeros is not None else None
+        return _packed(values, scales, zeros, found[0] if found else None, recipe.format, recipe.zero_offset)
     if recipe.format == "awq":
         whole, zeros = unpack(values, AWQ_ORDER), unpack(parts[2], AWQ_ORDER)
         groups = torch.arange(len(whole)) // (len(whole) // len(scales))
@@ -52,13 +59,16 @@ def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tens
     return torch.stack(rows)
 
 
-def _fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def _fp8(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], zeros: torch.Tensor | None = None
+) -> torch.Tensor:
+    zeros = torch.zeros_like(scales) if zeros is None else zeros
     if values.dim() > 2:
-        return torch.stack([_fp8(each, scale, block) for each, scale in zip(values, scales, strict=True)])
+        return torch.stack([_fp8(*each, block, zero) for *each, zero in zip(values, scales, zeros, strict=True)])
     made = values.clone()
     for row, column in _places(scales):
         area = (slice(row * block[0], (row + 1) * block[0]), slice(column * block[1], (column + 1) * block[1]))
-        made[area] = values[area] * scales[row, column]
+        made[area] = (values[area] - zeros[row, column]) * scales[row, column]
     return made
 
 
@@ -75,6 +85,58 @@ def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.tensor(made).reshape(*blocks.shape[:-2], -1)
 
 
+def _nvfp4(values: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor, *, divided: bool) -> torch.Tensor:
+    """Sixteen neighbours have one scale of float8, and all of a matrix another of float32.
+
+    The definitions: ModelOpt's `NVFP4QTensor.dequantize`, where both scales are multiplied first (`weight_scale` and
+    `weight_scale_2`), and compressed-tensors' `dequantize`, which divides the one by the other (`weight_global_scale`).
+    """
+    if values.dim() > 2:
+        each = zip(values, scales, whole, strict=True)
+        return torch.stack([_nvfp4(*one, divided=divided) for one in each])
+    scales = scales.float() / whole if divided else scales.float() * whole
+    rows = [
+        [FP4[half] for byte in row for half in (byte % 16, byte // 16)] for row in values.tolist()
+    ]  # the lower half is first
+    return torch.tensor(rows) * scales.repeat_interleave(16, 1)
+
+
+def _packed(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, groups: torch.Tensor | None, format: str,
+    offset: int,
+) -> torch.Tensor:  # fmt: skip
+    """compressed-tensors' `unpack_from_int32` and `dequantize`: four values of eight bits in an int32 or eight of four,
+    in order from the lowest on, of inputs in the values and of outputs in the zeros.
+    """
+    bits = 4 if format == "packed4" else 8
+    whole = unpack_bits(values, bits)
+    if groups is None:
+        groups = torch.arange(whole.shape[1]) // (whole.shape[1] // scales.shape[1])
+    given = torch.zeros(scales.shape, dtype=torch.int64)
+    if zeros is not None:
+        given = unpack_bits(zeros.t(), bits).t()[: len(whole)]
+    columns = [
+        (column - given[:, group] - offset).float() * scales[:, group].float()
+        for column, group in zip(whole.t(), groups.tolist(), strict=True)
+    ]
+    return torch.stack(columns, 1)
+
+
+def pack_bits(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """[a, b] of 0 to 2 ** bits - 1 -> [a, b * bits / 32, rounded up] int32, filled up with zeros."""
+    each = 32 // bits
+    values = torch.nn.functional.pad(values.long(), (0, -values.shape[1] % each))
+    packed = sum(values[:, place::each] << bits * place for place in range(each))
+    assert isinstance(packed, torch.Tensor)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The reverse of `pack_bits`, with what was filled up."""
+    values = [packed.long() % 2**32 >> bits * place & 2**bits - 1 for place in range(32 // bits)]
+    return torch.stack(values, -1).flatten(1)
+
+
 # --- checkpoints -------------------------------------------------------------------------------------------------
 
 Tensors = dict[str, torch.Tensor]
@@ -89,6 +151,72 @@ def float8(name: str, weight: torch.Tensor, block: tuple[int, int] | None, suffi
     scales = torch.rand(*weight.shape[:-2], -(-rows // block[0]), -(-columns // block[1])) + 0.5
     values = (weight * 100).to(torch.float8_e4m3fn)
     return {name: values, name + suffix: scales.reshape(tuple(scale))}, _fp8(values.float(), scales, block)
+
+
+def nvfp4(name: str, weight: torch.Tensor, *, divided: bool = False) -> Stored:
+    """ModelOpt's tensors, or (`divided`) those of compressed-tensors, whose scale of the whole is the reciprocal."""
+    rows, columns = weight.shape
+    values = torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8)
+    scales = (torch.rand(rows, columns // 16) * 400 + 1).to(torch.float8_e4m3fn)
+    whole = torch.rand(1) * 1e-4 + 1e-5
+    whole = 1 / whole if divided else whole
+    dense = _nvfp4(values, scales, whole, divided=divided)
+    if divided:
+        return {name + "_packed": values, name + "_scale": scales, name + "_global_scale": whole}, dense
+    return {
+        name: values, name + "_scale": scales, name + "_scale_2": whole.reshape(()),
+        name.removesuffix("weight") + "input_scale": torch.rand(()),
+    }, dense  # fmt: skip
+
+
+def integers(
+    name: str, weight: torch.Tensor, bits: int, size: int | None, *, zeros: bool, order: bool, packed: bool
+) -> Stored:
+    """What compressed-tensors stores of signed integers in groups of `size` inputs; None: of all inputs.
+
+    `order`: groups are of inputs anywhere. `packed`: as `pack-quantized`, of `int-quantized` otherwise.
+    """
+    (outputs, inputs), half = weight.shape, 1 << bits - 1
+    groups = torch.arange(inputs) // (size or inputs)
+    groups = groups[torch.randperm(inputs)] if order else groups
+    values = torch.randint(-half, half, (outputs, inputs))
+    points = torch.randint(-half, half, (outputs, int(groups.max()) + 1))
+    scales = (torch.rand(points.shape) * 0.1 / half).bfloat16()
+    dense = (values - (points[:, groups] if zeros else 0)).float() * scales.float()[:, groups]
+    stored = {"_scale": scales}
+    if packed:
+        stored |= {"_packed": pack_bits(values + half, bits), "_shape": torch.tensor([outputs, inputs])}
+    else:
+        stored |= {"": values.to(torch.int8)}
+    if zeros:
+        stored["_zero_point"] = pack_bits((points + half).t(), bits).t() if packed else points.to(torch.int8)
+    if order:
+        stored["_g_idx"] = groups.int()
+    return {name + suffix: tensor.contiguous() for suffix, tensor in stored.items()}, dense
+
+
+def packed_mxfp4(name: str, weight: torch.Tensor) -> Stored:
+    """compressed-tensors' MXFP4: blocks of 32 columns have an exponent."""
+    rows, columns = weight.shape
+    values = torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8)
+    scales = torch.randint(118, 124, (rows, columns // 32)).to(torch.uint8)
+    dense = _mxfp4(values.reshape(rows, columns // 32, 16), scales)
+    return {name + "_packed": values, name + "_scale": scales}, dense
+
+
+def one_by_one(name: str, weight: torch.Tensor, quantise: Callable[[str, torch.Tensor], Stored]) -> Stored:
+    """Stacked experts as quantisers store them: each of its linear layers for itself, gate and up apart."""
+    stem, _, leaf = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+    stored: Tensors = {}
+    experts = []
+    for index, matrix in enumerate(weight):
+        halves = zip(parts, matrix.chunk(len(parts)), strict=True)
+        found = [quantise(f"{stem}.{index}.{part}.weight", half) for part, half in halves]
+        experts.append(torch.cat([dense for _, dense in found]))
+        for tensors, _ in found:
+            stored |= tensors
+    return stored, torch.stack(experts)
 
 
 def awq(stem: str, weight: torch.Tensor, group_size: int) -> Stored:

@@ -138,6 +138,10 @@ def run(
     check_file(timeline_to)
     is_alone = options["tp"] in (None, 1) and options["pp"] == 1 and launched() is None
     click.get_current_context().with_resource(ends_at_once(alone=is_alone))
+    if is_alone:
+        from precast.loader.driver.context import begin_early
+
+        begin_early(options["device"])  # while the bundle is opened and the prompts are looked at
     from precast.cli import answers
     from precast.cli.progress import LOAD_PHASES, AnnouncedTimeline, stages
 

@@ -63,13 +63,14 @@ class _Walk:
     def __init__(self, graph: ir.Graph, found: _Places) -> None:
         self._graph, self._found = graph, found
         self._blocks = {block.name: block for block in graph.blocks}
-        self._sizes = generic_sizes(graph) | UNSHARDED
+        self._sizes = {**generic_sizes(graph), **UNSHARDED}
 
     def main(self) -> None:
         """Note the reshapes of a run that copy."""
         graph = self._graph
-        given = (*graph.inputs, *graph.params, *graph.constants, *caches.tensors(graph.caches))
-        frame = {value.name: strides.contiguous(self._shape(value.type)) for value in given}
+        values = (*graph.inputs, *graph.constants, *caches.tensors(graph.caches))
+        given = [(each.name, each.type) for each in graph.params] + [(each.name, each.type) for each in values]
+        frame = {name: strides.contiguous(self._shape(kind)) for name, kind in given}
         for place, step in enumerate(graph.main):
             if isinstance(step, ir.Node):
                 self._node(("", place), step, frame)

@@ -364,16 +364,20 @@ def test_modelopts_float8_in_a_file_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "files", "message"),
     [
-        ({}, {"hf_quant_config": {"quantization": {"quant_algo": "NVFP4"}}}, "by modelopt, with quant_algo = 'NVFP4'"),
+        (
+            {},
+            {"hf_quant_config": {"quantization": {"quant_algo": "NVFP4"}}},
+            "by modelopt, with no list of the modules",
+        ),
         ({}, {"hf_quant_config": {"quantization": {"quant_algo": "FP8"}}}, "by modelopt, with no list of the modules"),
-        ({"quantization_config": {"quant_algo": "NVFP4"}}, {}, "by modelopt, with quant_algo = 'NVFP4'"),
+        ({"quantization_config": {"quant_algo": "INT4_AWQ"}}, {}, "by modelopt, with quant_algo = 'INT4_AWQ'"),
         ({"quantization": BITS, "quantization_config": BITS}, {}, "quantised by mlx; known are fp8"),
         ({"quantization": "int8"}, {}, "quantised by int8; known are fp8"),
         ({"quantization_config": BITS}, {}, r"by a method that isn't named \(group_size, bits\)"),
         (
             {"compression_config": {"format": "pack-quantized"}},
             {},
-            "by compressed-tensors, with format = 'pack-quantized'",
+            "by compressed-tensors, with no config_groups",
         ),
         ({}, {"quantize_config": {"bits": 3, "group_size": 128}}, "by gptq, with bits = 3"),
         ({}, {"quant_config": {"w_bit": 3, "q_group_size": 128}}, "by awq, with w_bit = 3"),
@@ -409,7 +413,7 @@ def test_a_refusal_names_the_group_of_layers_and_no_more(tmp_path: Path) -> None
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "observer": "minmax"}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     entries = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-    told = "config_groups.group_0.weights: num_bits = 4, type = 'int', strategy = 'group', group_size = 128: this"
+    told = "config_groups.group_0.weights: num_bits = 4, type = 'int', strategy = 'group', group_size = 128"
 
     error = refused(tmp_path, entries_of("llama", quantization_config=entries), "feature-unsupported", told)
 

@@ -21,6 +21,7 @@ from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Graph, Param, TensorType, Tie
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.recipes import leaves
 from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
@@ -243,6 +244,179 @@ def test_gptq_of_some_modules(tmp_path: Path) -> None:
     check(config_of("llama"), entries, quantise, tmp_path)
 
 
+def projections(stored: Callable[[str, torch.Tensor], Stored]) -> Quantise:
+    """Quantises projections inside of layers."""
+    return lambda name, tensor: stored(name, tensor) if linear(name) else None
+
+
+MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*.layers.0.mlp*"]}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_modelopts_nvfp4(model_type: str, dtype: str, tmp_path: Path) -> None:
+    """Experts are stored one by one; scales of activations and caches are passed over."""
+    weights = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+    entries = MODELOPT | {
+        "quant_algo": "NVFP4", "group_size": 16,
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+    }  # fmt: skip
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if not linear(name) or "layers.0.mlp" in name:
+            return None
+        stored, dense = quantised.nvfp4(name, tensor)
+        scale = {name.replace("weight", "k_scale"): torch.ones(())} if "k_proj" in name else {}
+        return stored | scale, dense
+
+    config = config_of(model_type, num_experts=4, moe_intermediate_size=32)
+    check(config, entries, quantise, tmp_path, dtype=dtype)
+
+
+def gemma4(**changes: Any) -> Any:
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    return config_of("gemma4_text", vocab_size_per_layer_input=131, hidden_size_per_layer_input=0, **experts, **changes)
+
+
+@pytest.mark.parametrize("method", ["modelopt", "compressed-tensors"])
+def test_stacked_experts_that_are_stored_one_by_one(method: str, tmp_path: Path) -> None:
+    """Gemma 4's, which transformers stores stacked."""
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    entries = {
+        "modelopt": {
+            "quant_method": method, "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.*", "*_attn*", "*.router*"],
+        },
+        "compressed-tensors": groups("nvfp4-pack-quantized", weights, targets=["re:.*experts.*"]),
+    }  # fmt: skip
+
+    def one(name: str, tensor: torch.Tensor) -> Stored:
+        return quantised.nvfp4(name, tensor, divided=method == "compressed-tensors")
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        return quantised.one_by_one(name, tensor, one) if tensor.dim() == 3 and ".experts." in name else None
+
+    check(gemma4(), entries[method], quantise, tmp_path)
+
+
+def test_modelopts_mixed_precision(tmp_path: Path) -> None:
+    """A list says the format of each layer, or of all experts of one; what it doesn't name is kept."""
+    names = [f"model.layers.{i}" for i in range(2)]
+    layers = {f"{name}.self_attn.q_proj": {"quant_algo": "FP8"} for name in names}
+    layers |= {f"{name}.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in names}
+    entries = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if "experts" in name:
+            return quantised.nvfp4(name, tensor)
+        return quantised.float8(name, tensor, None, "_scale", ()) if "q_proj" in name else None
+
+    check(config_of("qwen3_moe", num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
+
+
+def groups(format: str, weights: dict[str, Any], targets: list[str] | None = None) -> dict[str, Any]:
+    """compressed-tensors' config with one group of layers."""
+    return {
+        "quant_method": "compressed-tensors", "format": format, "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": targets or ["Linear"], "weights": weights}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_compressed_nvfp4(model_type: str, tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+
+    def stored(name: str, tensor: torch.Tensor) -> Stored:
+        tensors, dense = quantised.nvfp4(name, tensor, divided=True)
+        return tensors | {name.replace("weight", "input_global_scale"): torch.ones(1)}, dense
+
+    config = config_of(model_type, num_experts=4, moe_intermediate_size=32)
+    check(config, groups("nvfp4-pack-quantized", weights), projections(stored), tmp_path)
+
+
+def test_compressed_mxfp4(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+
+    check(config_of("llama"), groups("mxfp4-pack-quantized", weights), projections(quantised.packed_mxfp4), tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("size", "zeros", "order"),
+    [(16, False, None), (32, True, "weight"), (32, False, "group"), (16, True, "group"), (None, False, None),
+     (None, True, None)],
+)  # fmt: skip
+def test_packed_integers(
+    model_type: str, bits: int, size: int | None, zeros: bool, order: str | None, tmp_path: Path
+) -> None:
+    """In groups, or of whole channels; with zero points, and in the order of activations, where `g_idx` is stored."""
+    weights = {
+        "num_bits": bits, "type": "int", "strategy": "group" if size else "channel", "group_size": size,
+        "symmetric": not zeros, "actorder": order,
+    }  # fmt: skip
+
+    def stored(name: str, tensor: torch.Tensor) -> Stored:
+        return quantised.integers(name, tensor, bits, size, zeros=zeros, order=order == "group", packed=True)
+
+    config = config_of(model_type, num_experts=4, moe_intermediate_size=32)
+    check(config, groups("pack-quantized", weights), projections(stored), tmp_path)
+
+
+@pytest.mark.parametrize("size", [None, 16])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_integers_of_eight_bits(size: int | None, zeros: bool, tmp_path: Path) -> None:
+    weights = {
+        "num_bits": 8, "type": "int", "strategy": "group" if size else "channel", "group_size": size,
+        "symmetric": not zeros,
+    }  # fmt: skip
+
+    def stored(name: str, tensor: torch.Tensor) -> Stored:
+        return quantised.integers(name, tensor, 8, size, zeros=zeros, order=False, packed=False)
+
+    check(config_of("llama"), groups("int-quantized", weights), projections(stored), tmp_path)
+
+
+def test_groups_of_different_formats(tmp_path: Path) -> None:
+    """The first that fits counts."""
+    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": True}
+    eight = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    entries = groups("mixed-precision", four, targets=["re:.*down_proj"])
+    entries["config_groups"]["group_0"]["format"] = "pack-quantized"
+    entries["config_groups"]["group_1"] = {"targets": ["Linear"], "weights": eight, "format": "float-quantized"}
+
+    def stored(name: str, tensor: torch.Tensor) -> Stored:
+        if "down_proj" in name:
+            return quantised.integers(name, tensor, 4, 16, zeros=False, order=False, packed=True)
+        return quantised.float8(name, tensor, (1, 1 << 20), "_scale", (tensor.shape[0], 1))
+
+    check(config_of("llama"), entries, projections(stored), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "model.language_model.layers.0.mlp*"],
+        },
+        groups("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"})
+        | {"ignore": ["lm_head", "model.language_model.layers.0.mlp.down_proj"]},
+    ],
+    ids=["ModelOpt", "compressed-tensors"],
+)
+def test_layers_by_the_names_of_a_multimodal_checkpoint(entries: dict[str, Any]) -> None:
+    """Which the text model's checkpoint doesn't have, and which transformers reads as well."""
+    meta = make_module(shrink(AutoConfig.for_model("qwen3_5_text")), "float32")
+    names = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
+
+    made = ModelCheckpoint(meta, entries).recipes(names)
+
+    read = [[leaf.tensor.rpartition("down_proj.")[2] for leaf in leaves(made[name])] for name in names]
+    assert read[0] == ["weight"]
+    assert len(read[1]) > 1
+
+
 # --- what isn't known --------------------------------------------------------------------------------------------
 
 
@@ -261,7 +435,32 @@ def test_gptq_of_some_modules(tmp_path: Path) -> None:
         ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation = 'hadamard'"),
         ({**compressed("group"), "format": "float-quantized"}, "config_groups.group_0.weights: num_bits = "),
         ({**compressed("channel", num_bits=4)}, "config_groups.group_0.weights: num_bits = "),
-        ({**compressed("channel"), "format": "pack-quantized"}, "format = 'pack-quantized'"),
+        ({**compressed("channel"), "format": "pack-quantized"}, "type = 'float', .* format = 'pack-quantized'"),
+        ({**compressed("channel"), "format": "marlin-24"}, "format = 'marlin-24'"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "no config_groups"),
+        (groups("pack-quantized", {"num_bits": 3, "type": "int", "strategy": "channel"}), "num_bits = 3"),
+        (groups("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "tensor"}), "strategy = 'tensor'"),
+        (
+            groups("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 48}),
+            "64 inputs, 8 in an int32, in groups of 48",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "ignore": []}, "quant_algo = 'NVFP4_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "no list of the modules"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "group_size": 32}, "group_size = 32"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [], "group_size": 16}, "group_size = 16"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": []}, "and 0 quantized_layers"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "INT4"}},
+            },
+            "quantized_layers = ",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["language_model.model.blocks.0.mlp*"]},
+            r"names of layers that are none of this model \(language_model.model.blocks.0.mlp\*\)",
+        ),
         ({**compressed("channel"), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config = "),
         ({"quant_method": "mxfp4"}, "model type llama"),
         ({"quant_method": "awq", "bits": 4, "group_size": 48}, "64 inputs in groups of 48"),

@@ -60,6 +60,13 @@ FP8 = Dequantise(whole("w", 10, 7, dtype="float8_e4m3fn"), Read("s", (3, 2)), "f
 MXFP4 = Dequantise(whole("b", 2, 6, 3, 16, dtype="uint8"), whole("s", 2, 6, 3, dtype="uint8"), "mxfp4")
 AWQ = Dequantise(whole("q", 6, 2), Read("s", (3, 16)), "awq", zeros=whole("z", 3, 2))
 GPTQ = Dequantise(whole("q", 2, 8), Read("s", (3, 8)), "gptq", None, whole("z", 3, 1), whole("g", 16), 1)
+NVFP4 = Dequantise(
+    whole("w", 2, 6, 24, dtype="uint8"), whole("s", 2, 6, 3, dtype="float8_e4m3fn"), "nvfp4",
+    global_scale=Read("t", (2, 1, 1)),
+)  # fmt: skip
+PACKED4 = Dequantise(whole("q", 6, 4), Read("s", (6, 2)), "packed4", zero_offset=8)
+PACKED8 = Dequantise(whole("q", 6, 4), Read("s", (6, 3)), "packed8", None, whole("z", 2, 3), whole("g", 16))
+INT8 = Dequantise(whole("w", 10, 7, dtype="int8"), Read("s", (10, 1)), "int8", (1, 7), whole("z", 10, 1, dtype="int8"))
 
 NO_RULES = Checkpoint()
 NORM = "model.norm.weight"
@@ -90,6 +97,13 @@ NORM = "model.norm.weight"
         (MXFP4, (2, 6, 96)),
         (AWQ, (6, 16)),
         (GPTQ, (16, 8)),
+        (NVFP4, (2, 6, 48)),
+        (replace(NVFP4, format="nvfp4_divided"), (2, 6, 48)),
+        (PACKED4, (6, 32)),
+        (replace(PACKED4, zeros=whole("z", 1, 2)), (6, 32)),
+        (PACKED8, (6, 16)),
+        (INT8, (10, 7)),
+        (replace(INT8, zeros=None), (10, 7)),
     ],
 )
 def test_shape(recipe: Recipe, shape: tuple[Expr, ...]) -> None:
@@ -142,6 +156,21 @@ def test_shape(recipe: Recipe, shape: tuple[Expr, ...]) -> None:
         replace(GPTQ, groups=whole("g", 8)),
         replace(GPTQ, zeros=whole("z", 3)),
         replace(GPTQ, zeros=whole("z", 3, 2)),
+        replace(NVFP4, global_scale=None),
+        replace(NVFP4, global_scale=Read("t", (2, 1))),
+        replace(NVFP4, scales=whole("s", 2, 6, 4, dtype="float8_e4m3fn")),
+        replace(NVFP4, zeros=R23),
+        replace(NVFP4, zero_offset=1),
+        replace(FP8, global_scale=Read("t", (1, 1))),
+        replace(PACKED4, scales=Read("s", (6, 3))),
+        replace(PACKED4, scales=Read("s", (5, 2))),
+        replace(PACKED4, zeros=whole("z", 6, 2)),
+        replace(PACKED4, block=(1, 16)),
+        replace(PACKED8, groups=whole("g", 4)),
+        replace(PACKED8, zeros=whole("z", 1, 3)),
+        replace(INT8, zeros=whole("z", 10, 7, dtype="int8")),
+        replace(INT8, groups=whole("g", 7)),
+        replace(INT8, zeros=None, zero_offset=1),
     ],
 )
 def test_recipes_that_contradict_themselves(recipe: Recipe) -> None:
@@ -163,6 +192,9 @@ def test_recipes_that_contradict_themselves(recipe: Recipe) -> None:
         (Each(MXFP4, 0, 2), "float32"),
         (AWQ, "float32"),
         (GPTQ, "float32"),
+        (NVFP4, "float32"),
+        (PACKED8, "float32"),
+        (INT8, "float32"),
     ],
 )
 def test_dtype(recipe: Recipe, dtype: str | None) -> None:
@@ -182,6 +214,11 @@ def test_parts_of_different_dtypes() -> None:
         replace(MXFP4, scales=Read("s", (2, 6, 3))),
         replace(AWQ, zeros=Read("z", (3, 2))),
         replace(GPTQ, groups=whole("g", 16, dtype="int64")),
+        replace(NVFP4, scales=Read("s", (2, 6, 3))),
+        replace(NVFP4, global_scale=whole("t", 2, 1, 1)),
+        replace(PACKED4, of=whole("q", 6, 4, dtype="uint8")),
+        replace(PACKED8, zeros=whole("z", 2, 3, dtype="int8")),
+        replace(INT8, zeros=whole("z", 10, 1)),
     ],
 )
 def test_parts_of_a_format_have_its_dtypes(recipe: Recipe) -> None:
@@ -202,6 +239,7 @@ def test_all_parts_of_a_quantised_tensor_are_read() -> None:
         Each(Dequantise(whole("*.q", 6, 2), Read("*.s", (3, 16)), "awq", zeros=whole("*.z", 3, 2)), 0, 2), 1
     )
     assert [read.tensor for read in recipes.leaves(numbered)] == ["1.q", "1.s", "1.z"]
+    assert [read.tensor for read in recipes.leaves(NVFP4)] == ["w", "s", "t"]
 
 
 def test_leaves_in_order() -> None:

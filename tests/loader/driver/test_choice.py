@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -85,3 +87,27 @@ def test_nothing_is_tried_where_torch_is_asked_for(bundle: Path, tmp_path: Path,
     with pytest.raises(_Loaded, match="not opened"):
         load(bundle, weights=tmp_path, timeline=timeline, **options)
     assert [phase.name for phase in timeline.phases] == ["import"]
+
+
+WITHOUT_TORCH = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "triton"):
+            raise ModuleNotFoundError(name + " is blocked", name=name)
+sys.meta_path.insert(0, Blocked())
+import precast
+try:
+    precast.load(sys.argv[1], weights=sys.argv[2], device=sys.argv[3] if sys.argv[3:] else None)
+except precast.TargetError as error:
+    print(error.code, error, sep=": ")
+"""
+
+
+def test_torch_that_is_not_installed_is_named(bundle: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(bundle), str(tmp_path), "cpu"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("dependency-missing: ")
+    assert "torch is to serve the model, and torch is not installed" in run.stdout
+    assert "pip install 'precast[torch]'" in run.stdout

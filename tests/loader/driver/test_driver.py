@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -123,26 +126,60 @@ def served(bundle: Path, weights: Path, backend: str, digest: str, capture: str)
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("capture", ["off", "before"])
-def test_a_model_gives_the_tokens_that_torch_gives(tmp_path: Path, capture: str) -> None:
+class Model(NamedTuple):
+    """A bundle with a layer, its digest, and its checkpoint."""
+
+    bundle: Path
+    digest: str
+    weights: Path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     pytest.importorskip("transformers", minversion="5.23")
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from precast.builder.build import build
 
+    folder = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    made = build(config, tmp_path / "llama.bundle", dtype="bfloat16", targets=["sm_90"])
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    save_file(LlamaForCausalLM(config).bfloat16().state_dict(), weights / "model.safetensors")
+    made = build(config, folder / "llama.bundle", dtype="bfloat16", targets=["sm_90"])
+    (folder / "weights").mkdir()
+    save_file(LlamaForCausalLM(config).bfloat16().state_dict(), folder / "weights" / "model.safetensors")
+    return Model(folder / "llama.bundle", made.digest, folder / "weights")
 
-    ours, graphs, has_torch = served(tmp_path / "llama.bundle", weights, "driver", made.digest, capture)
-    theirs, their_graphs, _ = served(tmp_path / "llama.bundle", weights, "torch", made.digest, capture)
+
+@pytest.mark.parametrize("capture", ["off", "before"])
+def test_a_model_gives_the_tokens_that_torch_gives(model: Model, capture: str) -> None:
+    ours, graphs, has_torch = served(model.bundle, model.weights, "driver", model.digest, capture)
+    theirs, their_graphs, _ = served(model.bundle, model.weights, "torch", model.digest, capture)
 
     assert not has_torch
     assert ours == theirs
     assert graphs == their_graphs
+
+
+@pytest.mark.slow
+def test_a_load_that_is_killed_at_any_moment_leaves_nothing_on_the_gpu(model: Model, device: DriverDevice) -> None:
+    command = [sys.executable, "-m", "precast", "run", model.bundle, "--weights", model.weights, "--token-ids", "1"]
+    command += ["--backend", "driver", "--allow-native", model.digest, "--max-tokens", "1", "--cache-bytes", "16777216"]
+    moments, before, codes = random.Random(0), device.free_bytes(), []
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) * 6:
+        with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(moments.uniform(0.05, 1.0))
+            process.send_signal(number)
+            process.communicate(timeout=60)
+            codes.append((number, process.returncode))
+
+    # Before its own answers are in place, Python's ends it; a run may also have been done.
+    allowed = {signal.SIGINT: {0, 1, 130, -2}, signal.SIGTERM: {0, 143, -15}, signal.SIGKILL: {0, -9}}
+    assert all(code in allowed[number] for number, code in codes), codes
+    assert any(code for _, code in codes)
+    assert device.free_bytes() == before
+    assert served(model.bundle, model.weights, "driver", model.digest, "off")[1] == 0

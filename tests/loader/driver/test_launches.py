@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Callable
 
 import pytest
 from noted_launches import Driver
 
+from precast.ir.errors import TargetError
 from precast.loader.driver import library
 from precast.loader.driver.launches import Prepared
 
@@ -48,3 +51,31 @@ def test_a_refusal_is_an_error_with_its_status(driver: Driver, monkeypatch: pyte
         Prepared(1, (1, 1, 1), (32, 1, 1), 0, []).launch(5)
 
     assert error.value.status == 701
+
+
+def no_library() -> object:
+    raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("opened", "message", "fix"),
+    [
+        (
+            no_library,
+            "the CUDA driver can't be loaded: libcuda.so.1: cannot open shared object file",
+            "install the driver",
+        ),
+        (object, "the CUDA driver has no cuInit", "install a driver of CUDA 12 or newer"),
+    ],
+    ids=["missing", "too old"],
+)
+def test_a_driver_that_is_missing_or_too_old_is_named(
+    opened: Callable[[], object], message: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_library", opened)
+
+    with pytest.raises(TargetError, match=re.escape(message)) as error:
+        library.function.__wrapped__("cuInit")
+
+    assert error.value.code == "device-missing"
+    assert fix in str(error.value)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -26,10 +27,21 @@ from precast.loader.sources.open import folder_of
 from precast.loader.weights.files import opened
 from precast.loader.weights.jobs import Worker, share
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 
 def files_of(folder: Path, tensors: Tensors) -> CheckpointFiles:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return CheckpointFiles.open(folder)
+
+
+class OnTheHost(dict[int, "npt.NDArray[np.uint8]"]):
+    """Targets, all of which are made on the host."""
+
+    @property
+    def targets(self) -> Collection[int]:
+        return self.keys()
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -45,10 +57,10 @@ def test_any_recipes(case: tuple[dict[str, Recipe], Tensors]) -> None:
         what = planned(params_graph(recipes, tensors), Checkpoint(), files)
         assume(not uncovered(what))
         targets = what.plan.targets
-        made = {
+        made = OnTheHost({
             i: np.empty(math.prod(target.shape) * BY_NAME[target.dtype].itemsize, np.uint8)
             for i, target in enumerate(targets)
-        }
+        })  # fmt: skip
         with opened(files, {job.file for job in what.plan.jobs}) as sources:
             for job in what.plan.jobs:
                 do_job(job, sources[job.file], 0, memoryview(b""), {}, made, 0)
@@ -103,7 +115,7 @@ def test_a_server_s_files_give_the_same_by_fewer_requests(tmp_path: Path) -> Non
 
         @contextmanager
         def worker() -> Iterator[Worker]:
-            yield lambda job, source: do_job(job, source, 0, memoryview(b""), {}, {0: made}, 0)
+            yield lambda job, source: do_job(job, source, 0, memoryview(b""), {}, OnTheHost({0: made}), 0)
 
         before = len(server.requests)
         share(what.plan.jobs, worker, 4, what.files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quantised
@@ -156,6 +157,78 @@ def test_float8(
 
     each = tensors["s"].repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)[..., : shape[-2], : shape[-1]]
     assert torch.equal(made.tensors["w"].cpu(), tensors["w"].float() * each)
+
+
+def nvfp4(rows: int, columns: int) -> Tensors:
+    return {
+        "w": torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8),
+        "s": (torch.rand(rows, columns // 16) * 448).to(torch.float8_e4m3fn),
+        "t": torch.rand(1) + 0.01,
+    }
+
+
+@on_each_device
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_divided"])
+def test_nvfp4(tmp_path: Path, device: torch.device, format: Any) -> None:
+    """Every byte, of which the lower half is the first value; the highest bit of a half is the sign.
+
+    ModelOpt multiplies a block's scale with that of the whole matrix, compressed-tensors divides it.
+    """
+    tensors = nvfp4(16, 32) | {"w": torch.arange(256).reshape(16, 16).to(torch.uint8)}
+    recipe = Dequantise(
+        read("w", tensors), read("s", tensors), format, global_scale=Reshape(read("t", tensors), (1, 1))
+    )
+
+    made = load(tmp_path, {"w": recipe}, tensors, device)
+
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    halves = torch.stack((tensors["w"] % 16, tensors["w"] // 16), -1).flatten(1).int()
+    values = numbers[halves % 8] * torch.where(halves >= 8, -1, 1)
+    scales = tensors["s"].float() * tensors["t"] if format == "nvfp4" else tensors["s"].float() / tensors["t"]
+    assert torch.equal(made.tensors["w"].cpu(), values * scales.repeat_interleave(16, 1))
+
+
+@on_each_device
+@pytest.mark.parametrize("order", [False, True], ids=["in order", "by activation"])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_integers(tmp_path: Path, device: torch.device, bits: int, zeros: bool, order: bool) -> None:
+    """compressed-tensors stores signed numbers plus half of their range: 11 outputs, 48 inputs in groups of 16."""
+    half = 1 << bits - 1
+    values, points = (torch.randint(-half, half, shape) for shape in ((11, 48), (11, 3)))
+    groups = (torch.randperm(48) if order else torch.arange(48)) // 16
+    tensors = {"w": quantised.pack_bits(values + half, bits), "s": torch.rand(11, 3).bfloat16()}
+    if zeros:
+        tensors["z"] = quantised.pack_bits((points + half).t(), bits).t().contiguous()
+    if order:
+        tensors["g"] = groups.int()
+    made_of = [read(name, tensors) if name in tensors else None for name in "zg"]
+    offset = 0 if zeros else half
+    recipe = Dequantise(
+        read("w", tensors), read("s", tensors), f"packed{bits}", None, *made_of, zero_offset=offset  # type: ignore[arg-type,misc]
+    )  # fmt: skip
+
+    made = load(tmp_path, {"w": recipe}, tensors, device)
+
+    signed = values - (points[:, groups] if zeros else 0)
+    assert torch.equal(made.tensors["w"].cpu(), signed.float() * tensors["s"].float()[:, groups])
+
+
+@on_each_device
+@pytest.mark.parametrize("zeros", [False, True])
+def test_int8(tmp_path: Path, device: torch.device, zeros: bool) -> None:
+    tensors = {
+        "w": torch.randint(-128, 128, (10, 7)).to(torch.int8),
+        "s": torch.rand(10, 1),
+        "z": torch.randint(-128, 128, (10, 1)).to(torch.int8),
+    }
+    points = read("z", tensors) if zeros else None
+    recipes = {"w": Dequantise(read("w", tensors), read("s", tensors), "int8", (1, 7), points)}
+
+    made = load(tmp_path, recipes, tensors if zeros else {name: tensors[name] for name in "ws"}, device)
+
+    signed = tensors["w"].float() - (tensors["z"].float() if zeros else 0)
+    assert torch.equal(made.tensors["w"].cpu(), signed * tensors["s"])
 
 
 # --- within other recipes ----------------------------------------------------------------------------------------

@@ -175,3 +175,12 @@ def test_times_of_access_do_not_count(file: Path) -> None:
 
     with opened(files, [file.name]):
         pass
+
+
+def test_a_folder_that_is_stopped_reads_no_more(file: Path) -> None:
+    folder = LocalFolder(file.parent)
+    with folder.open(file.name) as source:
+        read_ranges(source, [to_memory(0, 10)])
+        folder.stop()
+        with pytest.raises(WeightsError, match="the read was stopped"):
+            read_ranges(source, [to_memory(0, 10)])

@@ -134,9 +134,76 @@ def gptq() -> tuple[Dequantise, Tensors]:
     return Dequantise(w, s, "gptq", zeros=z, groups=g, zero_offset=1), tensors
 
 
+def nvfp4() -> tuple[Dequantise, Tensors]:
+    numbers = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 256, (12, 32), generator=numbers, dtype=torch.uint8)
+    tensors = {"w": values, "s": (normal(12, 4).abs() * 40).to(torch.float8_e4m3fn), "t": normal(1, 1).abs()}
+    w, s, t = (read(name, tensors) for name in "wst")
+    return Dequantise(w, s, "nvfp4", global_scale=t), tensors
+
+
+def nvfp4_experts() -> tuple[Dequantise, Tensors]:
+    numbers = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 256, (4, 12, 32), generator=numbers, dtype=torch.uint8)
+    scales = (normal(4, 12, 4).abs() * 40).to(torch.float8_e4m3fn)
+    tensors = {"w": values, "s": scales, "t": normal(4, 1, 1).abs()}
+    w, s, t = (read(name, tensors) for name in "wst")
+    return Dequantise(w, s, "nvfp4", global_scale=t), tensors
+
+
+def packed4() -> tuple[Dequantise, Tensors]:
+    tensors = {"w": words(32, 8), "s": normal(32, 4).bfloat16(), "z": words(4, 4)}
+    w, s, z = (read(name, tensors) for name in "wsz")
+    return Dequantise(w, s, "packed4", zeros=z), tensors
+
+
+def packed4_of_one_group() -> tuple[Dequantise, Tensors]:
+    tensors = {"w": words(12, 8), "s": normal(12, 1).bfloat16()}
+    return Dequantise(read("w", tensors), read("s", tensors), "packed4", zero_offset=8), tensors
+
+
+def packed8() -> tuple[Dequantise, Tensors]:
+    groups = torch.arange(64).flip(0) // 16
+    tensors = {"w": words(12, 16), "s": normal(12, 4).bfloat16(), "g": groups.int()}
+    w, s, g = (read(name, tensors) for name in "wsg")
+    return Dequantise(w, s, "packed8", groups=g, zero_offset=128), tensors
+
+
+def packed8_with_words_across_ranks() -> tuple[Dequantise, Tensors]:
+    """Of zeros, three rows of a rank begin within a word; of columns, groups of six do."""
+    tensors = {"w": words(12, 6), "s": normal(12, 4).bfloat16(), "z": words(3, 4)}
+    w, s, z = (read(name, tensors) for name in "wsz")
+    return Dequantise(w, s, "packed8", zeros=z), tensors
+
+
+def int8() -> tuple[Dequantise, Tensors]:
+    values = torch.arange(12 * 64).reshape(12, 64).to(torch.int8)
+    tensors = {"w": values, "s": normal(12, 1), "z": torch.arange(12).reshape(12, 1).to(torch.int8)}
+    w, s, z = (read(name, tensors) for name in "wsz")
+    return Dequantise(w, s, "int8", (1, 64), zeros=z), tensors
+
+
+def test_a_part_that_begins_within_a_word_and_a_group(tmp_path: Path) -> None:
+    recipe, tensors = packed8_with_words_across_ranks()
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    alone = of_rank(tmp_path, tensors, part(recipe, 0, 12), 0, 1)
+    rows = [of_rank(tmp_path, tensors, part(recipe, 0, 12), rank, 4) for rank in range(4)]
+    columns = [of_rank(tmp_path, tensors, part(recipe, 1, 24), rank, 8) for rank in range(8)]
+
+    assert torch.equal(torch.cat([each.tensors["p"] for each in rows]), alone.tensors["p"])
+    assert torch.equal(torch.cat([each.tensors["p"] for each in columns], 1), alone.tensors["p"])
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("dim", [-2, -1])
-@pytest.mark.parametrize("made", [fp8, fp8_of_one_scale, fp8_experts, mxfp4, awq, gptq])
+@pytest.mark.parametrize(
+    "made",
+    [
+        fp8, fp8_of_one_scale, fp8_experts, mxfp4, awq, gptq, nvfp4, nvfp4_experts, packed4, packed4_of_one_group,
+        packed8, int8,
+    ],
+)  # fmt: skip
 def test_of_values_in_few_bits_a_rank_reads_its_part(
     made: Callable[[], tuple[Dequantise, Tensors]], dim: int, tp: int, tmp_path: Path
 ) -> None:

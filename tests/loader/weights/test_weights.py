@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,12 +38,21 @@ from precast.ir.weights import recipes as ir_recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.ir.weights.sources import LocalFolder
 from precast.kernels import dtypes
+from precast.loader.device import Buffer
 from precast.loader.placement import Placement, bind_world
 from precast.loader.torch_device import CpuDevice, open_device
 from precast.loader.weights.parts import param_parts
 from precast.loader.weights.read_plan import Granularity, Job, Ranges, plan_reads
 from precast.loader.weights.stream import Weights, load_weights
-from precast.loader.weights.workers import PinnedBuffers, apply_copy, move_all, read_all, through_buffer
+from precast.loader.weights.workers import (
+    BUFFER_BYTES,
+    NUM_BUFFERS,
+    PinnedBuffers,
+    apply_copy,
+    move_all,
+    read_all,
+    through_buffer,
+)
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -259,6 +269,28 @@ def test_buffers_may_be_pinned_beforehand(tmp_path: Path) -> None:
 
 
 @on_each_device
+class PinsLittle(CpuDevice):
+    """A GPU on a host that pins two buffers."""
+
+    kind: Any = "cuda"
+    pinned = 0
+
+    def alloc(self, num_bytes: int, *, pinned: bool = False) -> Buffer:
+        self.pinned += pinned
+        if pinned and self.pinned > 2:
+            raise RuntimeError("CUDA error: out of memory")
+        return super().alloc(num_bytes, pinned=pinned)
+
+
+def test_a_host_that_pins_little_gives_other_memory_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with PinnedBuffers(PinsLittle()) as buffers:
+        taken = [buffers.take() for _ in range(NUM_BUFFERS)]
+
+    assert {len(each.raw) for each in taken} == {BUFFER_BYTES}
+    said = [record.message for record in caplog.records if record.name == "precast"]
+    assert said == ["warning: the host pins no more memory: weights pass through other memory, and take longer"]
+
+
 def test_tied_params_share_memory(tmp_path: Path, device: torch.device) -> None:
     tensors = {"embed": torch.randn(9, 5)}
 
