@@ -121,7 +121,7 @@ def _nvfp4(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
     fits = fits and whole == (*of[:-2], 1, 1)
     found = f"values of {list(of)}, scales of {list(scales)}, a global scale of {list(whole)}"
     expect(fits, f"{format}: {found} don't fit")
-    return (*of[:-1], of[-1] * 2)
+    return (*of[:-1], scales[-1] * NVFP4_BLOCK)
 
 
 def _packed(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
