@@ -168,7 +168,8 @@ def test_all_pieces_are_captured_on_one_stream_and_from_one_pool(
 
     monkeypatch.setattr(device, "capture", noted)
     if device.kind == "cpu":  # whose streams and pools are None
-        monkeypatch.setattr(device, "stream", object)
+        stream = object()
+        monkeypatch.setattr(device, "capture_stream", lambda: stream)
         monkeypatch.setattr(device, "pool", object)
     streams: set[object] = set()
     engine = engine_on(device, choose=watching(lambda: streams.add(capturing_stream(device))))

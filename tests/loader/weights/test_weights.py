@@ -268,7 +268,6 @@ def test_buffers_may_be_pinned_beforehand(tmp_path: Path) -> None:
     assert_made(made.tensors, recipes, tensors)
 
 
-@on_each_device
 class PinsLittle(CpuDevice):
     """A GPU on a host that pins two buffers."""
 
@@ -291,6 +290,7 @@ def test_a_host_that_pins_little_gives_other_memory_and_says_so_once(caplog: pyt
     assert said == ["warning: the host pins no more memory: weights pass through other memory, and take longer"]
 
 
+@on_each_device
 def test_tied_params_share_memory(tmp_path: Path, device: torch.device) -> None:
     tensors = {"embed": torch.randn(9, 5)}
 
