@@ -116,6 +116,7 @@ class Peers:
         self._memory = PeerMemory(2 * half, self.rank, device, exchange, "sums", EMPTY)
         self._others_memory: list[PeerMemory] = []
         self._beside = torch.cuda.Stream(device)  # other streams may wait for what waits
+        self._one = torch.ones(1, dtype=torch.int32).pin_memory()  # a kernel may not begin beside one that waits
         self.device, self.limit, self._index = device, limit, device.index
         self.has_pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         self.native = Native() if native is None else native
@@ -179,7 +180,7 @@ class Peers:
         """End, from another thread, what this rank waits for in others that are gone."""
         with torch.cuda.stream(self._beside):
             for each in self._stops:
-                each[-1:].fill_(1)
+                each[-1:].copy_(self._one, non_blocking=True)
         self._others.abort()
 
     def leave(self) -> None:
