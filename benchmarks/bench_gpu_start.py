@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support import harness
+from support.no_torch import BLOCK
 
 from precast.ir.artifact import Bundle
 
@@ -109,12 +110,6 @@ SERVE = """
 import json, os, sys, time
 began = time.perf_counter()
 checkpoint, backend, bundle, digest, cache_bytes, variant, captures = sys.argv[1:8]
-if backend == "driver":
-    class Blocked:
-        def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] in ("torch", "triton"):
-                raise ImportError(name + " is blocked")
-    sys.meta_path.insert(0, Blocked())
 import precast
 from precast.loader.timeline import Timeline
 if variant == "without warm-up":
@@ -274,7 +269,8 @@ def measured(bundle: Path, checkpoint: Path, *, is_first: bool, torch_runs: int)
     runs = Runs()
 
     def serve(backend: str, variant: str = "", cache: int = 16 << 30, captures: str = "") -> tuple[object, ...]:
-        return (SERVE, checkpoint, backend, bundle, digest, cache, variant, captures)
+        code = BLOCK + SERVE if backend == "driver" else SERVE
+        return code, checkpoint, backend, bundle, digest, cache, variant, captures
 
     runs.run("first", *serve("driver"))  # with files of this shape and of the libraries that nobody has read
     for turn in range(RUNS):

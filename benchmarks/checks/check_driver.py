@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from support.no_torch import BLOCK
+
 from precast.ir.artifact import Bundle
 
 _DENSE: dict[str, Any] = {
@@ -46,15 +48,6 @@ WORLDS: dict[str, tuple[str, ...]] = {"llama": ("tp=2",), "qwen3_moe": ("tp=2", 
 """Of several ranks, beside one."""
 PROMPTS = [[3, 5, 7], [11] * 40, list(range(20, 120)), [9], [400, 30, 20, 10, 5, 499]]
 MAX_TOKENS = 40
-
-BLOCK = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "triton"):
-            raise ImportError(name + " is blocked")
-sys.meta_path.insert(0, Blocked())
-"""
 
 SERVE = """
 import json, sys, time

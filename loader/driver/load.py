@@ -60,7 +60,7 @@ def load_with_driver(
         if why := weights.uncovered(planned):
             raise UnfitError(why, opened)
         libraries = ThreadPoolExecutor(1, thread_name_prefix="precast-libraries")
-        libraries.submit(open_libraries)
+        libraries.submit(_open_libraries)
         libraries.shutdown(wait=False)
         begun = context.result()
         timeline.add("context", start=begun.start, seconds=begun.seconds)
@@ -106,7 +106,7 @@ def streamed_params(planned: Planned, params: Params, ring: Ring, device: Driver
         phase.note = ring.note
 
 
-def open_libraries() -> None:
+def _open_libraries() -> None:
     """Open what products are computed by: half a gigabyte, for which the system takes a while."""
     from precast.kernels.linear import cublaslt
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.no_torch import BLOCK
 
 from precast.builder.native.layer import target_named
 from precast.builder.native.variants import Variant, World, of_worlds
@@ -23,15 +24,6 @@ from precast.ir.native import NO_ARGUMENT, NativeKernel, NativeLayer, NativePara
 from precast.kernels.sources import file_digest, kernel_sources
 
 IMAGE = b"\x7fELF no code"
-BLOCK = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "triton"):
-            raise ImportError(name + " is blocked")
-sys.meta_path.insert(0, Blocked())
-"""
-"""Imported by Python before all else: no process may import torch or Triton."""
 
 
 def environment(folder: Path, *, blocks: bool = True, **more: str) -> dict[str, str]:

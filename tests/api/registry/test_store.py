@@ -304,8 +304,8 @@ def test_pushes_killed_at_random_moments(count: int, registry: FakeRegistry, tin
     assert done.stdout == "True"
 
 
-def test_ctrl_c_ends_a_pull(registry: FakeRegistry, reference: str, tiny: Bundle, tmp_path: Path) -> None:
-    """While a blob doesn't come: the user is not kept waiting for it, and a later pull ends well."""
+def interrupted(registry: FakeRegistry, request: tuple[str, str], *arguments: str) -> tuple[int, str]:
+    """Code and errors of a process that gets Ctrl-C while such a request is not answered."""
     reached, go_on = threading.Event(), threading.Event()
 
     def stall(handler: Any) -> bool:
@@ -313,36 +313,30 @@ def test_ctrl_c_ends_a_pull(registry: FakeRegistry, reference: str, tiny: Bundle
         go_on.wait(60)
         return False
 
-    registry.misbehave("GET", tiny.layers[0].digest, stall, times=1)
-    command = [sys.executable, SCRIPT, "interrupted", registry.host, str(tiny.path), str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as pulling:
+    registry.misbehave(*request, stall, times=1)
+    what, *others = arguments
+    command = [sys.executable, SCRIPT, what, registry.host, *others]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert reached.wait(60)
-        pulling.send_signal(signal.SIGINT)
-        _, said = pulling.communicate(timeout=60)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
     go_on.set()
+    return process.returncode, said.strip()
 
-    assert (pulling.returncode, said.strip()) == (130, "interrupted")
+
+def test_ctrl_c_ends_a_pull(registry: FakeRegistry, reference: str, tiny: Bundle, tmp_path: Path) -> None:
+    """While a blob doesn't come: the user is not kept waiting for it, and a later pull ends well."""
+    found = interrupted(registry, ("GET", tiny.layers[0].digest), "interrupted", str(tiny.path), str(tmp_path))
+
+    assert found == (130, "interrupted")
     assert not (tmp_path / "out.bundle").exists()
     assert pull(reference, tmp_path / "out.bundle", store=Store(tmp_path / "store")).digest == tiny.digest
 
 
 def test_ctrl_c_ends_a_push(registry: FakeRegistry, tiny: Bundle, tmp_path: Path) -> None:
     """While the registry doesn't answer: there is no tag, and a later push ends well."""
-    reached, go_on = threading.Event(), threading.Event()
+    found = interrupted(registry, ("PUT", "blobs/uploads"), "interrupted-push", str(tiny.path), str(tmp_path))
 
-    def stall(handler: Any) -> bool:
-        reached.set()
-        go_on.wait(60)
-        return False
-
-    registry.misbehave("PUT", "blobs/uploads", stall, times=1)
-    command = [sys.executable, SCRIPT, "interrupted-push", registry.host, str(tiny.path), str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as pushing:
-        assert reached.wait(60)
-        pushing.send_signal(signal.SIGINT)
-        _, said = pushing.communicate(timeout=60)
-    go_on.set()
-
-    assert (pushing.returncode, said.strip()) == (130, "interrupted")
+    assert found == (130, "interrupted")
     assert ("org/interrupted", "v1") not in registry.manifests
     assert push(tiny.path, f"{registry.host}/org/interrupted:v1").digest == tiny.digest

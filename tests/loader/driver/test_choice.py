@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.no_torch import BLOCK
 
 from precast.builder.build import build
 from precast.ir.errors import RequestError, TargetError
@@ -89,23 +90,18 @@ def test_nothing_is_tried_where_torch_is_asked_for(bundle: Path, tmp_path: Path,
     assert [phase.name for phase in timeline.phases] == ["import"]
 
 
-WITHOUT_TORCH = """
+LOAD = """
 import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "triton"):
-            raise ModuleNotFoundError(name + " is blocked", name=name)
-sys.meta_path.insert(0, Blocked())
 import precast
 try:
-    precast.load(sys.argv[1], weights=sys.argv[2], device=sys.argv[3] if sys.argv[3:] else None)
+    precast.load(sys.argv[1], weights=sys.argv[2], device=sys.argv[3])
 except precast.TargetError as error:
     print(error.code, error, sep=": ")
 """
 
 
 def test_torch_that_is_not_installed_is_named(bundle: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(bundle), str(tmp_path), "cpu"]
+    command = [sys.executable, "-c", BLOCK + LOAD, str(bundle), str(tmp_path), "cpu"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("dependency-missing: ")

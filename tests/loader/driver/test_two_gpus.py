@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_driver import BLOCK
+from support.no_torch import BLOCK
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
