@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext
 from precast.builder.graph.nodes import origins
@@ -16,14 +17,18 @@ class NotComputable(Exception):
     """The part depends on something that has no value here: a param, or an input that wasn't given."""
 
 
-def evaluate(wanted: FxNode, known: Mapping[FxNode, Any], ctx: PassContext) -> Any:
+def evaluate(wanted: FxNode, known: Mapping[FxNode, Any], ctx: PassContext, *, exact: bool = False) -> Any:
     """The value of `wanted`, given those of the nodes in `known`; constants have their own.
 
+    `exact`: what the graph computes in half precision is computed in float32, so that numbers which a pass reads off
+    the results are those that the model's author wrote. The values in `known` are taken as they are.
     Raises NotComputable.
     """
     values = dict(known)
     for node in _needed(wanted, values, ctx):
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: _value(cast(FxNode, n), values, ctx))
+        if exact:
+            args, kwargs = tree_map(_widened, (args, kwargs))
         kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
         if node.target is torch.ops.aten.to.device:
             values[node] = args[0].to(args[2])
@@ -55,6 +60,16 @@ def _needed(wanted: FxNode, known: Mapping[FxNode, Any], ctx: PassContext) -> It
     if unknown:
         raise NotComputable(unknown[0])
     return [node for node in wanted.graph.nodes if node in needed]
+
+
+def _widened(value: Any) -> Any:
+    """Float32 in the place of half precision, whether it is a dtype or a tensor of it."""
+    if isinstance(value, torch.Tensor) and value.dtype in _HALVES:
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in _HALVES else value
+
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def _value(node: FxNode, values: Mapping[FxNode, Any], ctx: PassContext) -> Any:
