@@ -9,8 +9,9 @@ import torch
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from precast.builder.graph.context import FxGraph, FxNode, PassContext
+from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import origins
+from precast.ir.graph import symbols
 
 
 class NotComputable(Exception):
@@ -26,6 +27,9 @@ def evaluate(wanted: FxNode, known: Mapping[FxNode, Any], ctx: PassContext, *, e
     """
     values = dict(known)
     for node in _needed(wanted, values, ctx):
+        if node.target in _LIKE:
+            values[node] = _filled(node, values, ctx)
+            continue
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: _value(cast(FxNode, n), values, ctx))
         if exact:
             args, kwargs = tree_map(_widened, (args, kwargs))
@@ -55,11 +59,27 @@ def _needed(wanted: FxNode, known: Mapping[FxNode, Any], ctx: PassContext) -> It
     def is_computed(node: FxNode) -> bool:
         return node not in known and ctx.constant(node) is None
 
-    needed = {node for node in origins(wanted, goes_on=is_computed) if is_computed(node)}
+    found = origins(wanted, goes_on=lambda node: is_computed(node) and node.target not in _LIKE)
+    needed = {node for node in found if is_computed(node)}
     unknown = [node.name for node in needed if node.op != "call_function"]
     if unknown:
         raise NotComputable(unknown[0])
     return [node for node in wanted.graph.nodes if node in needed]
+
+
+_LIKE = {torch.ops.aten.zeros_like.default: 0, torch.ops.aten.ones_like.default: 1}
+"""What these fill the shape of their argument with; its values don't matter."""
+
+
+def _filled(node: FxNode, values: Mapping[FxNode, Any], ctx: PassContext) -> torch.Tensor:
+    """The tensor of zeros or ones, in the sizes that the packed batch in `values` has."""
+    ids = next((value for known, value in values.items() if known.name == "input_ids"), None)
+    sizes = {} if ids is None else {"T": int(ids.shape[1])}
+    try:
+        shape = [symbols.evaluate(size, sizes) for size in ctx.shape(node)]
+    except KeyError:
+        raise NotComputable(node.name) from None
+    return torch.full(shape, _LIKE[node.target], dtype=tensor(node).dtype)
 
 
 def _widened(value: Any) -> Any:

@@ -123,3 +123,18 @@ def test_exact_numbers_of_other_types_keep_them(dtype: torch.dtype) -> None:
     found = evaluate(node_of(source, "aten.add.Tensor"), {}, source.ctx, exact=True)
 
     assert (found.dtype, found.tolist()) == (dtype, [6])
+
+
+@pytest.mark.parametrize(("op", "value"), [("zeros_like", 0), ("ones_like", 1)])
+def test_what_is_as_large_as_a_param_makes_it_has_a_value(op: str, value: int) -> None:
+    source = read_graph(
+        "input_ids: input(int64, 1, T)\ntable: param(float32, 9, 2)\nx = aten.embedding(table, input_ids)\n"
+        f"y = aten.{op}(x, dtype=int32)\nreturn y"
+    )
+    y = node_of(source, f"aten.{op}.default")
+
+    found = evaluate(y, example_inputs(source.graph, 3), source.ctx)
+
+    assert (found.dtype, found.tolist()) == (torch.int32, [[[value, value]] * 3])
+    with pytest.raises(NotComputable, match=y.name):
+        evaluate(y, {}, source.ctx)
