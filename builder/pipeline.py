@@ -62,8 +62,8 @@ PASSES: tuple[Pass, ...] = (
     # match
     match_attention, match_causal_conv,
     match_rotary_tables, match_rotary, match_paired_rotary, match_complex_rotary,
-    normalise_spelling, join_slices, match_latent_attention, match_sparse_attention, match_norms, match_activations, match_embedding,
-    match_routers, keep_heads_apart,
+    normalise_spelling, join_slices, match_latent_attention, match_sparse_attention,
+    match_norms, match_activations, match_embedding, match_routers, keep_heads_apart,
     fold_param_views, fuse_gated_activation, order_outputs, fuse_projections, cancel_transposes,
     fuse_residual_norm, fuse_norm_residual_norm,
     # cache, plan

@@ -26,7 +26,7 @@ from precast.builder.capture.reach import Reach, find_reach
 from precast.builder.graph.nodes import largest
 from precast.builder.replaced import replaced
 from precast.ir.errors import BuildError
-from precast.kernels.attention.attend import visible_keys
+from precast.kernels.attention.attend import probabilities, visible_keys
 
 IMPLEMENTATION = "precast"
 
@@ -135,8 +135,9 @@ def causal_mask(
 
 
 def sparse_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selected: torch.Tensor, cu_seqlens: torch.Tensor, *, scale: float
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selected: torch.Tensor, sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor, *, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """Attention over the keys at `selected` [1, T, N], which count all tokens; a key that a query may not see is passed
     over. `q`, `k`, `v` as `precast.attention` takes them."""
     size = q.shape[1]
@@ -144,9 +145,10 @@ def sparse_attention(
     hidden = torch.ones_like(mask, dtype=torch.bool).scatter(-1, selected[0].long(), False)
     group = q.shape[2] // k.shape[2]
     keys, values = (heads[0].repeat_interleave(group, dim=1) for heads in (k, v))
-    scores = torch.einsum("qhd,lhd->hql", q[0].float(), keys.float()) * scale + mask
-    shares = scores.masked_fill(hidden, torch.finfo(torch.float32).min).softmax(-1)
-    return torch.einsum("hql,lhd->qhd", shares, values.float()).to(q.dtype)[None].contiguous()
+    scores = torch.einsum("qhd,lhd->qhl", q[0].float(), keys.float()) * scale
+    unseen = hidden | (mask < 0)
+    shares = probabilities(scores.masked_fill(unseen[:, None], float("-inf")), sinks)
+    return torch.einsum("qhl,lhd->qhd", shares, values.float()).to(q.dtype)[None].contiguous()
 
 
 @cache
@@ -163,12 +165,13 @@ def trace_ops() -> torch.library.Library:
         lib=library,
     )
     library.define(
-        "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor selected, Tensor cu_seqlens, *, float scale) -> Tensor"
+        "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor selected, Tensor? sinks, Tensor cu_seqlens, *,"
+        " float scale) -> Tensor"
     )
     library.impl("sparse_attention", sparse_attention, "CompositeExplicitAutograd")
     torch.library.register_fake(
         "precast_trace::sparse_attention",
-        lambda q, k, v, selected, cu_seqlens, *, scale: q.new_empty((*q.shape[:-1], v.shape[-1])),
+        lambda q, k, v, selected, sinks, cu_seqlens, *, scale: q.new_empty((*q.shape[:-1], v.shape[-1])),
         lib=library,
     )
     return library
@@ -256,14 +259,16 @@ def _sparse_attention(
     where: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, indices: torch.Tensor,
     scaling: float | None, softcap: float | None, s_aux: torch.Tensor | None, reach: Reach,
 ) -> torch.Tensor:  # fmt: skip
-    """As `_attention`, over the keys at `indices` [1, T, N] alone, which count all tokens of the trace: an op of traces, of
-    which `match_sparse_attention` makes one of ours."""
-    given = {"a soft cap": softcap, "sinks": s_aux, "a window": reach.window, "chunks": reach.chunk}
+    """As `_attention`, over the keys at `indices` [1, T, N] alone, which count all tokens of a trace: an op of traces,
+    of which `match_sparse_attention` makes one of ours."""
+    given = {"a soft cap": softcap, "a window": reach.window, "chunks": reach.chunk}
     others = [name for name, argument in given.items() if argument is not None]
     if others:
         message = f"{where} gives {' and '.join(others)} to attention over selected keys, expected none"
-        raise BuildError("feature-unsupported", message, fix=f"build with max_seq_len of at most {largest(indices.shape[-1])}")
+        raise BuildError(
+            "feature-unsupported", message, fix=f"build with max_seq_len of at most {largest(indices.shape[-1])}"
+        )
     return torch.ops.precast_trace.sparse_attention(  # type: ignore[no-any-return]
-        *(heads.transpose(1, 2) for heads in (query, key, value)), indices, current_trace().cu_seqlens,
+        *(heads.transpose(1, 2) for heads in (query, key, value)), indices, s_aux, current_trace().cu_seqlens,
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from precast.ir.ops.checks import (
     FLOATS,
     expect,
     expect_dtype,
+    expect_given,
     expect_known,
     expect_rank,
     expect_shape,
@@ -78,6 +79,7 @@ def _expect_selected(args: Args) -> None:
     expect_rank("selected", selected, 3)
     expect_shape("selected's tokens", selected.shape[:2], args["q"].shape[:2])
     expect_dtype("selected", selected, "int32")
+    expect_given(args, "sinks", args["q"].shape[2:3], *COMPUTED)
 
 
 _SELECTED = Integers("any", "cache")
@@ -108,7 +110,7 @@ ROWS = (
     ),
     row(
         "precast.sparse_latent_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor weight, Tensor selected,"
-        " Tensor cu_seqlens, *, float scale, int value_size) -> Tensor",
+        " Tensor? sinks, Tensor cu_seqlens, *, float scale, int value_size) -> Tensor",
         sparse_latent_attention,
         SEQUENCES,
         work.sparse_latent_attention,
@@ -116,8 +118,8 @@ ROWS = (
     ),
     row(
         "precast.paged_sparse_latent_attention(Tensor q, Tensor cache, Tensor weight, Tensor selected,"
-        " Tensor cu_seqlens, Tensor kv_lens, Tensor page_indices, Tensor page_indptr, Tensor page_start, *,"
-        " float scale, int value_size) -> Tensor",
+        " Tensor? sinks, Tensor cu_seqlens, Tensor kv_lens, Tensor page_indices, Tensor page_indptr, Tensor page_start,"
+        " *, float scale, int value_size) -> Tensor",
         paged_sparse_latent_attention,
         SEQUENCES,
         work.sparse_latent_attention,

@@ -1,7 +1,7 @@
 """What the ops of sparse latent attention have in common: the formula for one sequence.
 
     s[i, h, m] = scale * sum_d q[i, h, d] * k[selected[i, m], h, d]
-    p[i, h, m] = exp(s[i, h, m]) / sum_m exp(s[i, h, m])
+    p[i, h, m] = exp(s[i, h, m]) / (sum_m exp(s[i, h, m]) + exp(sinks[h]))
     y[i, h] = sum_m p[i, h, m] * v[selected[i, m], h]
 
 Keys and values of each head are made from latents, as in `precast.kernels.latent_attention.expand`. They are not made
@@ -9,7 +9,7 @@ here, which would be each selected key's for each query anew: the query is multi
 instead, and what attention to the latents themselves gives by the value's (`precast.kernels.latent_attention.batched`).
 
 An entry of `selected` that is no position from the first kept key to the query's own is passed over: -1, which stands
-where a query selects fewer, and whatever else is there. A query that sees no key gives zeros. An entry that stands there
+where a query selects fewer, and whatever else is there. A query that sees no key gives zeros. An entry that is there
 twice counts twice.
 """
 
@@ -34,10 +34,11 @@ class Kept(NamedTuple):
 
 
 def attend_selected(
-    q: torch.Tensor, kept: Kept, selected: torch.Tensor, queries: torch.Tensor, weight: torch.Tensor, sizes: Sizes,
-    scale: float,
+    q: torch.Tensor, kept: Kept, selected: torch.Tensor, queries: torch.Tensor, weight: torch.Tensor,
+    sinks: torch.Tensor | None, sizes: Sizes, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """One sequence: `q` [Q, H, Dn + Dr] at positions `queries` [Q], `selected` [Q, M]; [Q, H, Dv] in q's dtype.
+    """One sequence: `q` [Q, H, Dn + Dr] at positions `queries` [Q], `selected` [Q, M], `sinks` [H]; [Q, H, Dv] in
+    q's dtype.
 
     Some queries at a time (`MAX_LATENTS`), since each has latents of its own.
     """
@@ -55,7 +56,7 @@ def attend_selected(
         absorbed = torch.einsum("qhd,hdc->qhc", wide[rows, :, : sizes.nope], keys)
         absorbed = torch.cat((absorbed, wide[rows, :, sizes.nope :]), dim=-1)
         scores = torch.einsum("qhc,qmc->qhm", absorbed, latents) * scale
-        shares = probabilities(scores.masked_fill(~seen[:, None], float("-inf")), None)
+        shares = probabilities(scores.masked_fill(~seen[:, None], float("-inf")), sinks)
         mixed = torch.einsum("qhm,qmc->qhc", shares, latents[..., : sizes.latent])
         out[rows] = torch.einsum("qhc,hdc->qhd", mixed, values).to(q.dtype)
     return out

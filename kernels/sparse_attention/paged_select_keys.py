@@ -1,5 +1,5 @@
-"""paged_select_keys@1: the keys that each of this step's queries selects among those in the pages of a cache, formula in
-`precast.kernels.sparse_attention.select`.
+"""paged_select_keys@1: the keys that each of this step's queries selects among those in the pages of a cache, formula
+in `precast.kernels.sparse_attention.select`.
 
 A slot of the cache holds the key of a token, which all heads share. Sequences, pages and positions are those of
 `precast.kernels.attention.paged`; what is selected are absolute positions. Tokens past `cu_seqlens[B]` are padding, and

@@ -26,12 +26,13 @@ def paged_sparse_latent_attention(
     cache: torch.Tensor,
     weight: torch.Tensor,
     selected: torch.Tensor,
+    sinks: torch.Tensor | None,
     pages: Pages,
     value_size: int,
     scale: float,
 ) -> torch.Tensor:
     """`q` [1, T, H, Dn + Dr], `cache` [P, S, C + Dr], `weight` [H * (Dn + Dv), C], `selected` [1, T, M] int32,
-    `value_size` Dv; [1, T, H, Dv].
+    `sinks` [H], `value_size` Dv; [1, T, H, Dv].
 
     A cache of another dtype, float8_e4m3fn too, is converted as it is read. Computed in float32, rounded once to q's
     dtype. Raises ValueError for a weight that doesn't fit the heads.
@@ -41,15 +42,15 @@ def paged_sparse_latent_attention(
     starts = pages.page_start.tolist()
     for start, (rows, queries, keys, held) in zip(starts, each_sequence(pages, q.device), strict=True):
         kept = Kept(gathered(cache, held).flatten(0, 1)[: len(keys)], start)
-        out[0, rows] = attend_selected(q[0, rows], kept, selected[0, rows], queries, weight, sizes, scale)
+        out[0, rows] = attend_selected(q[0, rows], kept, selected[0, rows], queries, weight, sinks, sizes, scale)
     return out
 
 
 PAGED_SPARSE_LATENT_ATTENTION = OpSpec(
     name="precast.paged_sparse_latent_attention",
-    axes={"q": "1 T H D", "cache": "P S L", "weight": "W C", "selected": "1 T M", **PAGES_AXES},
+    axes={"q": "1 T H D", "cache": "P S L", "weight": "W C", "selected": "1 T M", "sinks": "H", **PAGES_AXES},
     results={"y": "1 T H E"},
-    dtypes={"q": FLOAT, "cache": STORED, "weight": FLOAT}
+    dtypes={"q": FLOAT, "cache": STORED, "weight": FLOAT, "sinks": FLOAT}
     | dict.fromkeys(("selected", *PAGES_AXES), (torch.int32,)),
     reference=paged_sparse_latent_attention,
     tolerances=PRODUCT,

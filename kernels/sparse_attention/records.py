@@ -66,9 +66,7 @@ RECORDS = (
     ),
     _reference(
         "sparse_latent_attention",
-        lambda use: _attended(
-            use, use.shape("q")[1], "latent", add(use.shape("latent")[2], use.shape("k_rope")[2])
-        ),
+        lambda use: _attended(use, use.shape("q")[1], "latent", add(use.shape("latent")[2], use.shape("k_rope")[2])),
     ),
     reference("precast.write_index_keys", "sparse_attention.write_index_keys", _written),
 )

@@ -81,7 +81,7 @@ _FORMS = {
     "sparse_latent_attention": _Form("write_latent", "paged_sparse_latent_attention", (1, 2), ("latent",)),
     "select_keys": _Form("write_index_keys", "paged_select_keys", (1,), ("index",)),
 }
-"""By the op. All take queries first and `cu_seqlens` last; what reads has the cache's tensors for those that are kept."""
+"""By the op. All take queries first, `cu_seqlens` last; what reads has the cache's tensors for those that are kept."""
 
 
 @graph_pass(stage="cache", version=1)

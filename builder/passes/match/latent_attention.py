@@ -59,7 +59,10 @@ def match_latent_attention(ctx: PassContext, node: FxNode) -> FxNode | None:
     if made is None:
         return None
     return ctx.call(
-        torch.ops.precast.latent_attention.default, *made[:4], cu_seqlens, value_size=made.value_size,
+        torch.ops.precast.latent_attention.default,
+        *made[:4],
+        cu_seqlens,
+        value_size=made.value_size,
         **{name: value for name, value in node.kwargs.items() if name in _KNOWN},
     )
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
-from precast.builder.graph.match import Add, Anything, Bind, Cast, Mul, Number, Op, match
+from precast.builder.graph.match import Add, Anything, Bind, Cast, Either, Mul, Number, Op, match
 from precast.builder.graph.nodes import largest, module_path
 from precast.builder.passes.graph_pass import graph_pass
 from precast.builder.passes.match.latent_attention import latents_of
@@ -20,11 +20,12 @@ _MASK = Op(aten.select.int, Op("precast_trace.causal_mask.default", Anything(), 
                                dtype=Anything()), 1, 0)  # fmt: skip
 _KEYS = Op(aten.unsqueeze.default, Cast(Op(aten.transpose.int, Bind("k"), 2, 1)), 1)
 _PRODUCTS = Op(aten.matmul.default, Cast(Bind("q")), _KEYS)
-_HEADS = Op(aten.relu.default, Mul(_PRODUCTS, Number("scale")))
+_HEADS = Op(aten.relu.default, Either(Mul(_PRODUCTS, Number("scale")), _PRODUCTS))
 _SCORES = Op(aten.squeeze.dim, Op(aten.matmul.default, Op(aten.unsqueeze.default, Bind("weights"), 2), _HEADS), 2)
 _BEST = Op(aten.topk.default, Add(_SCORES, _MASK), Anything())
 _SELECTED = Op(aten.to.dtype, Op(operator.getitem, _BEST, 1), torch.int32)
-"""The positions of the keys of the largest sums over heads of weights * relu(scale * q @ k^T)."""
+"""The positions of the keys of the largest sums over heads of weights * relu(scale * q @ k^T); a scale of 1 isn't
+written."""
 
 
 class _Selection(NamedTuple):
@@ -47,7 +48,7 @@ def match_sparse_attention(graph: FxGraph, ctx: PassContext) -> bool:
     nodes = [node for node in graph.nodes if node.target is torch.ops.precast_trace.sparse_attention.default]
     made: dict[FxNode, FxNode] = {}
     for node in nodes:
-        q, k, v, selected, cu_seqlens = node.args
+        q, k, v, selected, sinks, cu_seqlens = node.args
         if selected not in made:
             made[selected] = _select(ctx, selected, cu_seqlens, node)
         with ctx.before(node):
@@ -55,7 +56,7 @@ def match_sparse_attention(graph: FxGraph, ctx: PassContext) -> bool:
             if latents is None:
                 raise _refusal(node, "attends to some keys of each head, expected latents that all heads share")
             sparse = ctx.call(
-                torch.ops.precast.sparse_latent_attention.default, *latents[:4], made[selected], cu_seqlens,
+                torch.ops.precast.sparse_latent_attention.default, *latents[:4], made[selected], sinks, cu_seqlens,
                 value_size=latents.value_size, **node.kwargs,
             )  # fmt: skip
         ctx.replace(node, sparse)
@@ -78,7 +79,8 @@ def _selection(selected: FxNode) -> _Selection | None:
     found: dict[str, Any] | None = match(_SELECTED, selected)
     if found is None:
         return None
-    made = _Selection(found["q"], found["k"], found["weights"], found["scale"], largest(tensor(selected).shape[2]))
+    scale, count = float(found.get("scale", 1.0)), largest(tensor(selected).shape[2])
+    made = _Selection(found["q"], found["k"], found["weights"], scale, count)
     q, k, weights = (tensor(node) for node in made[:3])
     fits = q.dim() == 4 and k.dim() == 3 and weights.dim() == 3 and q.dtype == k.dtype
     return made if fits and weights.dtype == torch.float32 and made.count < 1 << 31 else None

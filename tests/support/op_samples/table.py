@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
-from op_samples import attention, collectives, experts, latent_attention, norms, rotary, rows, sampling, states
+from op_samples import (
+    attention,
+    collectives,
+    experts,
+    latent_attention,
+    norms,
+    rotary,
+    rows,
+    sampling,
+    sparse_attention,
+    states,
+)
 from op_samples.draw import Draw, Sample
 from precast.kernels import registry
 from precast.kernels.choices import fitting
@@ -24,6 +35,7 @@ SAMPLES = {
     **rotary.SAMPLES,
     **rows.SAMPLES,
     **sampling.SAMPLES,
+    **sparse_attention.SAMPLES,
     **states.SAMPLES,
 }
 
