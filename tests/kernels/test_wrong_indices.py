@@ -34,7 +34,9 @@ def test_the_ops_that_pass_over_wrong_integers_are_known() -> None:
     assert found == [
         ("precast.experts", "expert_ids"),
         ("precast.grouped_linear", "expert_ids"),
+        ("precast.paged_sparse_latent_attention", "selected"),
         ("precast.sharded_embedding", "ids"),
+        ("precast.sparse_latent_attention", "selected"),
     ]
 
 
