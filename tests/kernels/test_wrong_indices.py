@@ -35,6 +35,7 @@ def test_the_ops_that_pass_over_wrong_integers_are_known() -> None:
         ("precast.experts", "expert_ids"),
         ("precast.grouped_linear", "expert_ids"),
         ("precast.paged_sparse_latent_attention", "selected"),
+        ("precast.quantised_experts", "expert_ids"),
         ("precast.sharded_embedding", "ids"),
         ("precast.sparse_latent_attention", "selected"),
     ]
