@@ -31,7 +31,7 @@ from precast.builder.source.model_class import (
     own_code,
 )  # fmt: skip
 from precast.builder.source.numbers import check_numbers
-from precast.builder.source.other_names import differences, known_as
+from precast.builder.source.other_names import differences, known_as, republished
 from precast.builder.source.small_files import GENERATION
 from precast.ir.errors import BuildError, shown, shown_value, some
 from precast.ir.weights.config_facts import decoder_part
@@ -247,10 +247,11 @@ def _refused_code(name: str, code: Any, entries: dict[str, Any]) -> BuildError:
 
 
 def _other_types(entries: dict[str, Any]) -> str:
-    """How to build a model of transformers' that goes under another name."""
+    """How to build a model of transformers' that goes under another name, or was published anew for it."""
     first = next(iter(model_types(entries.get("architectures"))), None)
     if first is None:
-        return ""
+        other = republished(entries.get("architectures"))
+        return f"; or: {other}" if other else ""
     option = f"--model-type {first}, model_type={first!r} in Python"
     unlike = differences(entries)
     but = f", but for {', '.join(unlike)}, which nobody has compared with it" if unlike else ""
