@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Const, Dim, Dtype, Expr, Items
+from precast.ir.graph.schema import Const, Dim, Dtype, Expr, Items, TensorType
 from precast.ir.graph.symbols import add, ceildiv, mul, numel
+from precast.ir.memory.liveness import Operand
 from precast.ir.weights.quantised import NVFP4_BLOCK
 from precast.kernels.blocks import power_of_two
+from precast.kernels.linear import records as linear
 from precast.kernels.records import Launch, Launches, Pointer, Stride
 from precast.kernels.rows import rows_of
 from precast.kernels.use import Use
@@ -35,10 +37,13 @@ _SMALL_BYTES, _LARGE_BYTES, _SHARED_BYTES = 56 << 10, 144 << 10, 72 << 10
 """What is on its way to a program's shared memory: of few rows, where three programs share a multiprocessor of
 Hopper's; of many there, and on other GPUs, some of which have 99 KiB."""
 _SUM_BLOCK = 1024
+_VALUES_AT_ONCE = 32, 128
+"""Outputs and inputs of which a program makes values."""
 _ALIGNED = 256
 """Bytes that each part of a workspace is a multiple of."""
-ROWS = (16, 32, 64)
-"""Up to so many rows tiles are of one size each; above, of the largest."""
+ROWS = (16, 32, 256)
+"""Up to so many rows tiles are of one size each; above, of the largest. From the last on a weight is dequantised once
+for all rows, where the input is not rounded: what that takes is little beside the product then."""
 
 
 class Sizes(NamedTuple):
@@ -126,23 +131,42 @@ def _scales_at(use: Use, inputs: int) -> str:
 
 def tile_of(use: Use, most: int | None) -> Tile:
     """The tile for so many rows; None: for any number."""
-    sizes, each, is_awq = _sizes(use), values_of_a_word(use), use.constant("format") == "awq"
-    m = 128 if most is None else max(16, most)
+    if use.constant("format") == "awq":
+        return _tile_of_awq(use, most)
+    sizes, each = _sizes(use), values_of_a_word(use)
+    # Values of words of several are made into operands of few rows without a detour over shared memory.
+    m = 16 if most == ROWS[0] else 32 if each > 1 or most == ROWS[1] else 64 if most is not None else 128
     if m >= 64:
         n, parts = 128 if m > 64 and sizes.outputs > _PROGRAMS * 16 else 64, 1
     else:
-        # words of awq lie side by side along outputs: fewer would be short pieces of memory
-        n = 128 if is_awq else next((n for n in (128, 64) if sizes.outputs // n >= _PROGRAMS), 32)
-        tiles = -(-sizes.outputs // n)
-        parts = max(1, min(_PROGRAMS // tiles, _MOST_PARTS, sizes.inputs // 512))
+        n = next((n for n in (128, 64) if sizes.outputs // n >= _PROGRAMS), 32)
+        parts = _parts(sizes, n, most)
     inputs = INPUT_GROUP if each > 1 or _is_exact(use) or _activation(use) == "fp8_group" else 64 if m >= 64 else 256
     if _scales_at(use, inputs) == "values" and _scales_at(use, INPUT_GROUP) != "values":
         inputs = INPUT_GROUP
     if _scales_at(use, inputs) == "values" and each == 1 and sizes.group in (16, 32, 64):
         inputs = sizes.group
-    stage = m * inputs * use.width("input") + n * inputs * use.width("weight") // (8 if is_awq else each)
+    stage = m * inputs * use.width("input") + n * inputs * use.width("weight") // each
     held = _SMALL_BYTES if m < 64 else _LARGE_BYTES if use.target.capability[0] == 9 else _SHARED_BYTES
     return Tile(m, n, inputs // each, parts, 8 if m > 64 else 4, max(2, min(held // stage, 8)))
+
+
+def _tile_of_awq(use: Use, most: int | None) -> Tile:
+    """Words lie side by side along outputs, 32 of them in 128 bytes."""
+    sizes = _sizes(use)
+    n, inputs = 256, INPUT_GROUP if sizes.num_groups == 1 else shared_inputs(sizes.group)
+    return Tile(16 if most == ROWS[0] else 32, n, inputs, _parts(sizes, n, most), 4, 3)
+
+
+def shared_inputs(group: int) -> int:
+    """The most inputs of a group, a power of two, that are summed at a time."""
+    return min(group & -group, INPUT_GROUP)
+
+
+def _parts(sizes: Sizes, n: int, most: int | None) -> int:
+    """Programs that share the sum of `n` outputs, of 512 inputs each at least, where tiles of rows are few."""
+    tiles = -(-sizes.outputs // n) * (1 if most in ROWS[:2] else 2 if most is not None else _PROGRAMS)
+    return max(1, min(_PROGRAMS // tiles, _MOST_PARTS, sizes.inputs // 512))
 
 
 class _Space(NamedTuple):
@@ -251,7 +275,6 @@ def _common(use: Use, most: int | None) -> _Common:
     grid = (ceildiv(rows, tile.m), -(-sizes.outputs // tile.n), tile.parts)
     parts = Pointer("workspace", "float32", _space(use, most).parts) if tile.parts > 1 else None
     constants: dict[str, int | float | bool | str] = {
-        "GROUP": sizes.group, "OFFSET": _offset(use), "SCALES": _scales_at(use, tile.k * values_of_a_word(use)),
         "INPUT_SCALES": _input_scales(use, most)[0], "SPLIT": tile.parts, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
         "BLOCK_K": tile.k, "PDL": use.target.capability >= (9, 0),
     }  # fmt: skip
@@ -263,34 +286,46 @@ def _offset(use: Use) -> int:
     return int(offset) if isinstance(offset, int) else 0
 
 
-def _product(use: Use, most: int | None) -> Launch:
-    format, tile, sizes = str(use.constant("format")), tile_of(use, most), _sizes(use)
-    grid, parts, bias, constants = _common(use, most)
-    k, n = (0, 1) if format == "gptq" else (1, 0)
+class _Parts(NamedTuple):
+    """How kernels are told of the weight's parts: their addresses, how far outputs and inputs are apart in them, and
+    what is compiled in."""
+
+    pointers: tuple[Pointer | None, ...]
+    strides: tuple[Stride | int, ...]
+    constants: dict[str, int | float | bool | str]
+
+
+def _parts_of(use: Use) -> _Parts:
+    format, sizes, each = str(use.constant("format")), _sizes(use), values_of_a_word(use)
+    k, n = (0, 1) if format in ("awq", "gptq") else (1, 0)
     is_fp4 = "fp4" in format
-    num_words = sizes.inputs // values_of_a_word(use)
-    strides: tuple[Stride | int, ...] = (Stride("weight", n), Stride("weight", k))
-    if is_fp4:
-        strides = (num_words, 1)
+    words = (sizes.inputs // each, 1) if is_fp4 else (Stride("weight", n), Stride("weight", k))
     zeros = (Stride("zeros", n), Stride("zeros", k)) if use.has("zeros") else (0, 0)
     of_all = "none"
     if use.has("global_scale"):
         of_all = ("rows" if use.number("global_scale", 0) != 1 else "one") + ("_divided" if "div" in format else "")
+    names = ("scales", "zeros", "groups", "global_scale")
+    return _Parts(
+        (Pointer("weight", "int32") if is_fp4 else Pointer("weight"),
+         *(Pointer(name) if use.has(name) else None for name in names)),
+        (*words, Stride("scales", n), Stride("scales", k), *zeros),
+        {"FORMAT": _SAME.get(format, format), "VALUES": each, "GROUP": sizes.group, "ROWS": sizes.rows,
+         "OFFSET": _offset(use), "GLOBAL": of_all},
+    )  # fmt: skip
+
+
+def _product(use: Use, most: int | None) -> Launch:
+    tile, sizes, of = tile_of(use, most), _sizes(use), _parts_of(use)
+    grid, parts, bias, constants = _common(use, most)
+    num_words = sizes.inputs // values_of_a_word(use)
     return Launch(
         f"{_KERNELS}:product_kernel",
         grid=grid,
         args=(
-            Pointer("out.0"), parts, _input(use), Pointer("weight", "int32") if is_fp4 else Pointer("weight"),
-            Pointer("scales"), Pointer("zeros") if use.has("zeros") else None,
-            Pointer("groups") if use.has("groups") else None,
-            Pointer("global_scale") if use.has("global_scale") else None, _input_scales(use, most)[1], bias,
-            numel(use.shape("input")[:-1]), sizes.outputs, num_words, sizes.num_groups, *strides,
-            Stride("scales", n), Stride("scales", k), *zeros,
+            Pointer("out.0"), parts, _input(use), *of.pointers, _input_scales(use, most)[1], bias,
+            numel(use.shape("input")[:-1]), sizes.outputs, num_words, sizes.num_groups, *of.strides,
         ),
-        constants={
-            "FORMAT": _SAME.get(format, format), "VALUES": values_of_a_word(use), "ROWS": sizes.rows,
-            "GLOBAL": of_all, **constants,
-        },
+        constants={**of.constants, "SCALES": _scales_at(use, tile.k * values_of_a_word(use)), **constants},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         pdl=use.target.capability >= (9, 0),
@@ -300,8 +335,6 @@ def _product(use: Use, most: int | None) -> Launch:
 def _awq(use: Use, most: int | None) -> Launch:
     tile, sizes = tile_of(use, most), _sizes(use)
     grid, parts, bias, constants = _common(use, most)
-    if constants["SCALES"] == "end":
-        constants["SCALES"] = "steps"
     return Launch(
         f"{_KERNELS}:awq_kernel",
         grid=grid,
@@ -309,8 +342,34 @@ def _awq(use: Use, most: int | None) -> Launch:
             Pointer("out.0"), parts, _input(use), Pointer("weight"), Pointer("scales"), Pointer("zeros"),
             _input_scales(use, most)[1], bias, numel(use.shape("input")[:-1]), sizes.outputs, sizes.inputs,
         ),
-        constants=constants,
+        constants={"GROUP": sizes.group, "OFFSET": _offset(use), **constants},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         pdl=use.target.capability >= (9, 0),
     )  # fmt: skip
+
+
+def dequantised(use: Use) -> tuple[Launch, ...]:
+    """The weight's values in the input's dtype, and cuBLASLt's product with them."""
+    sizes, of = _sizes(use), _parts_of(use)
+    dtype = use.operands["input"].type.dtype
+    values = Pointer("workspace", dtype, linear.workspace_bytes(sizes.outputs))
+    has_pdl, (n, k) = use.target.capability >= (9, 0), _VALUES_AT_ONCE
+    made = Launch(
+        f"{_KERNELS}:dequantise_kernel",
+        grid=(-(-sizes.outputs // n), -(-sizes.inputs // k)),
+        args=(values, *of.pointers, sizes.outputs, sizes.inputs, sizes.num_groups, *of.strides),
+        constants={**of.constants, "BLOCK_N": n, "BLOCK_K": k, "PDL": has_pdl},
+        pdl=has_pdl,
+    )
+    weight = Operand(TensorType(dtype, (sizes.outputs, sizes.inputs)), is_contiguous=True)
+    product = linear.product_into(
+        use._replace(operands={**use.operands, "weight": weight}), Pointer("out.0"), Pointer("workspace")
+    )
+    return made, product._replace(args=tuple(values if arg == Pointer("weight") else arg for arg in product.args))
+
+
+def dequantised_workspace(use: Use) -> Expr:
+    """What cuBLASLt takes, and the values."""
+    sizes = _sizes(use)
+    return linear.workspace_bytes(sizes.outputs) + use.width("input") * sizes.outputs * sizes.inputs

@@ -28,6 +28,8 @@ def _dequantised(use: Use) -> Expr:
 
 _FLOAT8 = (8, 9)
 """The compute capability from which on there are instructions for it."""
+_LEAST_INPUTS = 16
+"""What tensor cores sum at a time."""
 _MOST_OFFSET = 128
 """Values minus points are whole numbers that half precision holds."""
 
@@ -47,6 +49,7 @@ def _has_whole_words(use: Use) -> bool:
         and sizes.inputs % each == 0
         and (sizes.group % each == 0 or use.has("groups"))
         and abs(int(offset or 0)) <= _MOST_OFFSET  # type: ignore[arg-type]
+        and (format != "awq" or sizes.num_groups == 1 or launches.shared_inputs(sizes.group) >= _LEAST_INPUTS)
         and not (use.constant("activation") == "fp8_group" and (use.has("groups") or format == "awq"))
     )
 
@@ -54,6 +57,11 @@ def _has_whole_words(use: Use) -> bool:
 def _is_short(use: Use) -> bool:
     inputs = use.number("input", -1)
     return use.constant("activation") in (None, "none") or (inputs or 0) <= launches.LONGEST_ROUNDED
+
+
+def _has_plain_rows(use: Use) -> bool:
+    is_plain = use.constant("activation") in (None, "none") and use.operands["input"].is_contiguous
+    return is_plain and sum(size != 1 for size in use.shape("input")[:-1]) <= 1
 
 
 def _lie_side_by_side(use: Use) -> bool:
@@ -82,8 +90,20 @@ def _up_to(least: int, most: int | None) -> Record:
     )  # fmt: skip
 
 
+_MANY = Record(
+    name="cublaslt.quantised_linear", op="precast.quantised_linear", kind="library", devices=("cuda",),
+    min_capability=(8, 0), allocates=False, dtypes=dict.fromkeys(("input", "bias"), _HALF),
+    sizes={"T": (launches.ROWS[-1] + 1, None)}, workspace=launches.dequantised_workspace, runs=launches.dequantised,
+    takes=(
+        *_TRITON["takes"][:3],
+        Condition("Triton, which dequantises", lambda use: "triton" in use.target.kinds),
+        Condition("an input that isn't rounded, without gaps, with rows along one axis", _has_plain_rows),
+    ),
+)  # fmt: skip
 _FROM = (0, *(most + 1 for most in launches.ROWS))
 RECORDS = (
-    *(_up_to(least, most) for least, most in zip(_FROM, (*launches.ROWS, None), strict=True)),
+    *(_up_to(least, most) for least, most in zip(_FROM, launches.ROWS, strict=False)),
+    _MANY,
+    _up_to(_FROM[-1], None),
     reference("precast.quantised_linear", "quantised_linear.quantised_linear", _dequantised),
 )

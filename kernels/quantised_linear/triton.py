@@ -316,11 +316,17 @@ def product_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _outputs_of(words, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[a, n / 8] words of AutoAWQ's -> [a, n] values: of each the even ones are in the lower half."""
-    each = tl.arange(0, 8)
-    shifts = each // 2 * 4 + each % 2 * 16
-    return tl.reshape((words[:, :, None] >> shifts[None, None, :]) & 15, (words.shape[0], BLOCK_N))
+def _eighth(total, x, words, points, inputs, scale_ptrs, is_word, j: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`total` and the product of x with output `j` of each word, of inputs of one group. AutoAWQ has the even outputs
+    of a word in its lower half. `inputs`: the sum of x, which is multiplied with what stands for 0."""
+    dtype: tl.constexpr = x.dtype
+    START: tl.constexpr = j // 2 + j % 2 * 4
+    value = _value(words, START, "packed4", dtype)
+    value = value - tl.full((1, 1), _raised("packed4", dtype), tl.float32).to(dtype)
+    zeros = ((points >> (4 * START)) & 15) + OFFSET
+    scale = tl.load(scale_ptrs + j, mask=is_word, other=0.0).to(tl.float32)
+    part = tl.dot(x, value) - inputs[:, None] * zeros.to(tl.float32)[None, :]
+    return total + part * scale[None, :]
 
 
 @triton.jit
@@ -338,7 +344,6 @@ def awq_kernel(  # type: ignore[no-untyped-def]
     inputs,
     GROUP: tl.constexpr,
     OFFSET: tl.constexpr,
-    SCALES: tl.constexpr,
     INPUT_SCALES: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -347,18 +352,17 @@ def awq_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """As `product_kernel`, for words of eight outputs: `words_ptr` [inputs, outputs / 8], scales [groups, outputs],
-    zeros [groups, outputs / 8]. BLOCK_K inputs are of one group if SCALES is `steps`, else they have a group each.
+    zeros [groups, outputs / 8]. BLOCK_K inputs are of one group.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     c = tl.program_id(1) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
     width = outputs // 8
-    is_row, is_output, is_word = row < num_rows, n < outputs, c < width
+    is_row, is_word = row < num_rows, c < width
     steps = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLIT)
     first = tl.program_id(2) * steps * BLOCK_K
     end = tl.minimum(first + steps * BLOCK_K, inputs)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    t0 = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
+    t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
     wait_for_previous(PDL)
 
     for start in range(first, end, BLOCK_K):
@@ -368,27 +372,105 @@ def awq_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptrs, mask=is_row[:, None] & is_input[None, :], other=0.0)
         word_ptrs = words_ptr + k.to(tl.int64)[:, None] * width + c[None, :]
         words = tl.load(word_ptrs, mask=is_input[:, None] & is_word[None, :], other=0)
-        if SCALES == "steps":
-            g = start // GROUP + tl.arange(0, 1)
-            has_group = tl.full((1,), 1, tl.int1)
-        else:
-            g = k // GROUP
-            has_group = is_input
-        zeros = tl.load(
-            zeros_ptr + g[:, None] * width + c[None, :], mask=has_group[:, None] & is_word[None, :], other=0
-        )
-        scales = tl.load(
-            scales_ptr + g[:, None] * outputs + n[None, :], mask=has_group[:, None] & is_output[None, :], other=0.0
-        ).to(tl.float32)
-        value = (_outputs_of(words, BLOCK_N) - _outputs_of(zeros, BLOCK_N) - OFFSET).to(tl.float32)
-        if SCALES == "steps":
-            total += tl.dot(x, value.to(dtype)) * scales
-        else:
-            total = tl.dot(x, (value * scales).to(dtype), total)
+        g = start // GROUP
+        points = tl.load(zeros_ptr + g * width + c, mask=is_word, other=0)
+        scale_ptrs = scales_ptr + g * outputs + 8 * c
+        total = tl.sum(x.to(tl.float32), 1)
+        t0 = _eighth(t0, x, words, points, total, scale_ptrs, is_word, 0, OFFSET)
+        t1 = _eighth(t1, x, words, points, total, scale_ptrs, is_word, 1, OFFSET)
+        t2 = _eighth(t2, x, words, points, total, scale_ptrs, is_word, 2, OFFSET)
+        t3 = _eighth(t3, x, words, points, total, scale_ptrs, is_word, 3, OFFSET)
+        t4 = _eighth(t4, x, words, points, total, scale_ptrs, is_word, 4, OFFSET)
+        t5 = _eighth(t5, x, words, points, total, scale_ptrs, is_word, 5, OFFSET)
+        t6 = _eighth(t6, x, words, points, total, scale_ptrs, is_word, 6, OFFSET)
+        t7 = _eighth(t7, x, words, points, total, scale_ptrs, is_word, 7, OFFSET)
 
-    _finish(
-        y_ptr, parts_ptr, total, row, n, num_rows, outputs, None, row_scales_ptr, bias_ptr, "none", INPUT_SCALES, SPLIT
-    )
+    totals = (t0, t1, t2, t3, t4, t5, t6, t7)
+    for j in tl.static_range(8):
+        _finish(
+            y_ptr, parts_ptr, totals[j], row, 8 * c + j, num_rows, outputs, None, row_scales_ptr, bias_ptr, "none",
+            INPUT_SCALES, SPLIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def dequantise_kernel(  # type: ignore[no-untyped-def]
+    values_ptr,
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    groups_ptr,
+    global_ptr,
+    outputs,
+    inputs,
+    num_groups,
+    word_stride_n,
+    word_stride_k,
+    scale_stride_n,
+    scale_stride_g,
+    zero_stride_n,
+    zero_stride_g,
+    FORMAT: tl.constexpr,
+    VALUES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N outputs and BLOCK_K inputs of the weight's values, [outputs, inputs], rounded to their dtype.
+
+    As in `product_kernel`; FORMAT may be `awq` too, and `packed4` is of eight outputs in `zeros_ptr`, too.
+    """
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    k = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    has = (n < outputs) & (k < inputs)
+    wait_for_previous(PDL)
+    BITS: tl.constexpr = 32 // VALUES
+    shift_n = n % VALUES * BITS
+    if FORMAT == "awq":
+        shift_n = n % 8 // 2 * 4 + n % 2 * 16
+        words = tl.load(words_ptr + k.to(tl.int64) * word_stride_k + n // 8, mask=has, other=0)
+        value = ((words >> shift_n) & 15).to(tl.float32)
+    elif VALUES == 1:
+        nothing: tl.constexpr = 0.0 if FORMAT == "fp8" else 0  # pyright: ignore[reportAssignmentType]
+        value = tl.load(words_ptr + n.to(tl.int64) * word_stride_n + k, mask=has, other=nothing).to(tl.float32)
+    else:
+        place = n.to(tl.int64) * word_stride_n + (k // VALUES).to(tl.int64) * word_stride_k
+        bits = (tl.load(words_ptr + place, mask=has, other=0) >> (k % VALUES * BITS)) & ((1 << BITS) - 1)
+        if FORMAT == "fp4" or FORMAT == "mxfp4":
+            exponent = (bits >> 1) & 3
+            mantissa = (bits & 1) + tl.where(exponent > 0, 2, 0)
+            power = ((tl.maximum(exponent, 1) + 125) << 23).to(tl.float32, bitcast=True)
+            value = mantissa.to(tl.float32) * power * tl.where(bits > 7, -1.0, 1.0)
+        else:
+            value = bits.to(tl.float32)
+    if groups_ptr is not None:
+        g = tl.load(groups_ptr + k, mask=k < inputs, other=-1)
+        has = has & (g >= 0) & (g < num_groups)
+    else:
+        g = k // GROUP if num_groups > 1 else k * 0
+    if zeros_ptr is not None:
+        EACH: tl.constexpr = 8 if FORMAT == "awq" else 1 if FORMAT == "int8" else VALUES
+        of = n // (ROWS if FORMAT == "int8" else EACH) * zero_stride_n + g * zero_stride_g
+        points = tl.load(zeros_ptr + of, mask=has, other=0)
+        if FORMAT != "int8":
+            points = (points >> shift_n) & ((1 << (32 // EACH)) - 1)
+        value -= points.to(tl.float32)
+    value -= OFFSET
+    scale_ptrs = scales_ptr + (n // ROWS).to(tl.int64) * scale_stride_n + g * scale_stride_g
+    scale = _scale(tl.load(scale_ptrs, mask=has, other=0.0), FORMAT)
+    if GLOBAL != "none":
+        of_all = global_ptr + (n if GLOBAL == "rows" or GLOBAL == "rows_divided" else n * 0)
+        whole = tl.load(of_all, mask=n < outputs, other=1.0).to(tl.float32)
+        if GLOBAL == "one_divided" or GLOBAL == "rows_divided":
+            scale = tl.div_rn(scale, tl.broadcast_to(whole, scale.shape))
+        else:
+            scale *= whole
+    place = n.to(tl.int64) * inputs + k
+    tl.store(values_ptr + place, (value * scale).to(values_ptr.dtype.element_ty), mask=(n < outputs) & (k < inputs))
 
 
 @triton.jit
