@@ -14,7 +14,7 @@ from precast.kernels.records import Launch, Pointer, Stride
 
 _NAMES: Mapping[Dtype, str] = {
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
-    "int64": "i64",
+    "int64": "i64", "uint8": "u8", "int8": "i8",
 }  # fmt: skip
 
 
