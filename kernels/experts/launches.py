@@ -290,7 +290,6 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
     ups = (parts.h, Pointer("x"), Pointer("up"), given(use, "up_bias"))
     downs = (parts.rows, parts.h, Pointer("down"), given(use, "down_bias"))
     ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
-    weights = (step_of(use, "expert_weights", 0), step_of(use, "expert_weights", 1))
     return (
         *order_of(use, parts.places, pairs, ids, sizes.top_k, experts, most),
         _product(use, ups, parts.places, ("x", "up", "up_bias"), pairs, experts, first, up),

@@ -105,7 +105,9 @@ def _places(use: Use, tokens: int | None) -> experts.Places:
 
 def _few(use: Use, up: Tiles | None, down: Tiles | None) -> tuple[Launch, ...]:
     sizes, rows = _known(use), _rows(use, 0)
-    return (*_products(use, rows, None, up or _FEW_UP, down or _FEW_DOWN), experts.sum_of(use, rows.rows, sizes))
+    is_wide = use.width("x") > 2
+    up, down = up or (_FEW_WIDE if is_wide else _FEW_UP), down or (_FEW_WIDE if is_wide else _FEW_DOWN)
+    return (*_products(use, rows, None, up, down), experts.sum_of(use, rows.rows, sizes))
 
 
 def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None) -> tuple[Launch, ...]:
@@ -114,7 +116,9 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
     average = None if tokens is None else tokens * sizes.top_k / sizes.num_experts
     most = None if tokens is None or experts.are_many(tokens) else tokens * sizes.top_k
     ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
-    up, down = up or _tiles_of(tokens, average, _GATED), down or _tiles_of(tokens, average, _PLAIN)
+    is_wide = use.width("x") > 2
+    up = up or _tiles_of(tokens, average, _WIDE if is_wide else _GATED if use.constant("gated") else _PLAIN)
+    down = down or _tiles_of(tokens, average, _WIDE if is_wide else _PLAIN)
     return (
         *experts.order_of(use, places, sizes.pairs, ids, sizes.top_k, sizes.num_experts, most),
         *_products(use, rows, places, up, down),
@@ -124,19 +128,24 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
 
 _FEW_UP = Tiles(8, 32, 128, 4, 4, True)
 _FEW_DOWN = Tiles(8, 32, 128, 2, 4, True)
+_FEW_WIDE = Tiles(8, 32, 32, 4, 2, True)
 _GATED = (
-    (16, None, Tiles(16, 32, 128, 4, 4, True, 1)),
-    (None, 32, Tiles(64, 32, 128, 4, 3, True, 2)),
+    (16, None, Tiles(16, 32, 128, 2, 4, True, 1)),
+    (None, 32, Tiles(64, 32, 64, 2, 4, True, 2)),
     (None, None, Tiles(128, 64, 64, 8, 3, True, 3)),
 )
 _PLAIN = (
-    (16, None, Tiles(16, 64, 128, 4, 4, True, 1)),
-    (None, 32, Tiles(64, 64, 128, 4, 3, True, 2)),
+    (16, None, Tiles(16, 64, 128, 2, 4, True, 1)),
+    (None, 32, Tiles(64, 64, 64, 2, 4, True, 2)),
     (None, None, Tiles(128, 128, 64, 8, 3, True, 3)),
 )
-"""Tiles of a gated product and of a plain one: of steps of so many tokens at most, of which an expert has so many on
-average; None: of any number. Weights take fewer bytes than in half precision, and more registers, where they become
-numbers."""
+_WIDE = ((None, None, Tiles(32, 32, 32, 4, 2, True, 2)),)
+"""Tiles of a gated product and of a plain one, and of both in float32: of steps of so many tokens at most, of which an
+expert has so many on average; None: of any number.
+
+Two warps are too few for the matrix instructions of a warp group, which Hopper has for large tiles. Those of a warp
+take values where they were made; before the others, each byte is taken out of a register by itself.
+"""
 
 
 def _tiles_of(
@@ -150,9 +159,7 @@ def _tiles_of(
     )
 
 
-def _products(
-    use: Use, rows: _Rows, places: experts.Places | None, up: Tiles, down: Tiles
-) -> tuple[Launch, Launch]:
+def _products(use: Use, rows: _Rows, places: experts.Places | None, up: Tiles, down: Tiles) -> tuple[Launch, Launch]:
     """Both products; by pairs where there are no places."""
     sizes = _known(use)
     between = experts.between_of(use)

@@ -1,4 +1,4 @@
-"""What computes experts in few bits: Triton on GPUs; elsewhere each expert is dequantised when its tokens are multiplied.
+"""What computes experts in few bits: Triton on GPUs; else each expert is dequantised when its tokens are multiplied.
 
 How Triton's kernels cut their work depends on how many tokens a step has. They don't know awq and gptq, whose matrices
 lie transposed, nor groups of fewer than 32 integers.

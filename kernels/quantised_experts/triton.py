@@ -19,6 +19,7 @@ import triton.language as tl
 
 from precast.kernels.experts.triton import rows_of_weight, store_results, tile_of
 from precast.kernels.quantised_experts.triton_values import (
+    float8_values,
     fp4_halves,
     fp4_scale,
     fp4_unshifted,
@@ -131,9 +132,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     else:
         x_ptrs = x_ptr + source[:, None] * x_stride_m + (b * BYTES)[None, :] * x_stride_k
     y = tl.zeros([COUNT, BLOCK_M], tl.float32)
-    scale, zero = _scales_of(
-        scales_ptr, zeros_ptr, n, is_weight, 0, SIZE_K, BLOCK_K, GROUP_N, GROUP_K, ZEROS
-    )
+    scale, zero = _scales_of(scales_ptr, zeros_ptr, n, is_weight, 0, SIZE_K, BLOCK_K, GROUP_N, GROUP_K, ZEROS)
 
     for start in range(0, SIZE_K, BLOCK_K):
         is_b = (start // BYTES + b < SIZE_K // BYTES)[None, :] if SIZE_K % BLOCK_K != 0 else True
@@ -160,7 +159,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             part = tl.dot(high, tl.trans(odd), part, input_precision=PRECISION)
         else:
             if VALUES == "float8":
-                weight = values.to(DTYPE)
+                weight = float8_values(values, DTYPE, IN_PAIRS)
             else:
                 weight = (values.to(tl.int32) - taken).to(tl.float32).to(DTYPE)
             part = tl.dot(weight, tl.trans(x), part, input_precision=PRECISION)

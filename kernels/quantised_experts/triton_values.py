@@ -72,8 +72,23 @@ shr.b32 pair, pair, 4;
 lop3.b32 pair, pair, 0x000F000F, 0x43004300, 0xEA;
 sub.bf16x2 $1, pair, $4;
 }""")
+_FLOAT8 = tl.constexpr("""{
+.reg .b32 pair, sign, power;
+mov.b32 power, 0x7B807B80;
+prmt.b32 pair, $2, 0, 0x1404;
+and.b32 sign, pair, 0x80008000;
+shr.b32 pair, pair, 4;
+lop3.b32 pair, pair, 0x07F007F0, sign, 0xEA;
+mul.bf16x2 $0, pair, power;
+prmt.b32 pair, $2, 0, 0x3424;
+and.b32 sign, pair, 0x80008000;
+shr.b32 pair, pair, 4;
+lop3.b32 pair, pair, 0x07F007F0, sign, 0xEA;
+mul.bf16x2 $1, pair, power;
+}""")
 """Of four bytes four values: $2 are the bytes, $3 and $4 the scales of the first two and of the others, or what is
-taken from integers. `0xEA` is (a & b) | c. An integer below 16 is the last bits of 128 and it in bfloat16."""
+taken from integers. `0xEA` is (a & b) | c. In bfloat16 an integer below 16 is the last bits of 128 and it; the bits of
+a float8 are those of a bfloat16 that is 2^-120 times the number."""
 
 
 @triton.jit
@@ -114,6 +129,17 @@ def int4_halves(values, zero, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):  # t
         whole = values.to(tl.int32)
         low, high = ((whole & 15) - zero).to(tl.float32).to(DTYPE), ((whole >> 4) - zero).to(tl.float32).to(DTYPE)
     return low, high
+
+
+@triton.jit
+def float8_values(values, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers of float8, which have no infinity; what isn't a number becomes 480 where they are made in pairs."""
+    if IN_PAIRS:
+        bits = values.to(tl.uint8, bitcast=True)
+        made = tl.inline_asm_elementwise(_FLOAT8, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        made = values.to(DTYPE)
+    return made
 
 
 @triton.jit

@@ -47,6 +47,8 @@ def compiled(launch: Launch, types: Mapping[str, TensorType]) -> Any:
             signature[parameter] = "fp32"
         elif arg in (0, 1):
             constants[parameter] = arg
+        elif isinstance(arg, int) and arg % 16 == 0:
+            attributes[(i,)] = [["tt.divisibility", 16]]
     assert next(given, None) is None, f"{launch.kernel} takes fewer arguments"
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
