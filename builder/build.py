@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from precast.ir.manifest import PassRecord
     from precast.kernels.measured import Table
 
-KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "fp8_e4m3": "float8_e4m3fn"})
-"""The dtypes of cached keys and values by the names of the option; None: the model's."""
+KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "model": None, "fp8_e4m3": "float8_e4m3fn"})
+"""The dtypes of cached keys and values by the names of the option; None: the model's, or with `auto` what the config
+says."""
 
 Progress = Callable[[str], None]
 Passes = tuple[Pass, ...]
@@ -69,8 +70,10 @@ def build(
         dtype: `float32`, `bfloat16`, `float16`: of weights, activations and caches. `auto`: the config's; where it
             names none, bfloat16 if the checkpoint is quantised, else float32, with a warning (logger `precast`) and a
             note in the bundle's provenance.
-        kv_dtype: `fp8_e4m3`: cached keys, values and latents take 8 bits, rounded and saturated to 448, without scales;
-            states and convs stay as they are. `auto`: the model's dtype.
+        kv_dtype: `fp8_e4m3`: cached keys, values and latents take 8 bits, saturated to 448; keys and values are divided
+            by the scales of the checkpoint, if it is quantised and has some. States and convs stay as they are.
+            `model`: the model's dtype. `auto`: for keys and values 8 bits where the config says that the checkpoint is
+            quantised for it (`kv_cache_scheme`, `kv_cache_quant_algo`), else the model's dtype.
         max_seq_len: the longest sequence served, prompt and answer, in tokens. None: the config's limit.
         page_size: tokens per page of the key/value caches; None: chosen for each group of layers, 8 to 64.
         shard_plan: a JSON file that says how params are split over ranks, by patterns of their names
@@ -202,7 +205,9 @@ def _options(
         found = f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}"
         raise BuildError("option-invalid", found, fix="leave kv_dtype out, for caches of the model's dtype")
     overrides = () if shard_plan is None else read_overrides(Path(shard_plan))
-    return Options(dtype, limit(source.config, max_seq_len), page_size, KV_DTYPES[kv_dtype], overrides)
+    from_config = kv_dtype == "auto" and source.facts.kv_dtype is not None
+    cached = source.facts.kv_dtype if from_config else KV_DTYPES[kv_dtype]
+    return Options(dtype, limit(source.config, max_seq_len), page_size, cached, overrides, from_config)
 
 
 def _dump_dir(dump: str | Path | None) -> Path | None:

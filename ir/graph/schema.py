@@ -240,7 +240,18 @@ class Tie(Wire, frozen=True, tag="tie", tag_field="k"):
     param: str
 
 
-Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Tie
+class Scale(Wire, frozen=True, tag="scale", tag_field="k"):
+    """A float32 number above 0, `[1]`, by which cached keys or values are divided. A recipe of its own, never a part.
+
+    It is the one number of the first of these tensors that the checkpoint has; `default` where it has none of any
+    scale of the graph.
+    """
+
+    tensors: tuple[str, ...]
+    default: float = 1.0
+
+
+Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Tie | Scale
 
 
 class Param(Wire, frozen=True):

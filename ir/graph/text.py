@@ -109,6 +109,8 @@ def format_recipe(recipe: schema.Recipe) -> str:
             return f"dequantise({kind}, {format_recipe(of)}, {format_recipe(scales)}, block={size}, {rest})"
         case schema.Tie(param):
             return f"tie({_ref(param)})"
+        case schema.Scale(tensors, default):
+            return f"scale([{', '.join(map(json.dumps, tensors))}], default={default!r})"
 
 
 def _maybe(recipe: schema.Recipe | None) -> str:

@@ -92,7 +92,8 @@ def param_parts(params: Iterable[ir.Param], stored_dtype: Callable[[str], str]) 
 
 
 class Assembly:
-    """The targets, and what fills them: parts of stored tensors, what is computed, and, after both, moves in order."""
+    """The targets, and what fills them: parts of stored tensors, what is computed, and, after both, moves in order;
+    float32 targets that are `filled` are one number."""
 
     def __init__(self, stored_dtype: Callable[[str], str]) -> None:
         self._stored_dtype = stored_dtype
@@ -100,15 +101,19 @@ class Assembly:
         self.parts: list[Part] = []
         self.computed: list[Computed] = []
         self.moves: list[Move] = []
+        self.filled: dict[int, float] = {}
 
     def add_param(self, param: ir.Param) -> None:
-        """A target for the param, and what fills it."""
+        """A target for the param, and what fills it; a scale that no tensor is has its default."""
         shape = _shape(param.recipe)
         if shape != param.type.shape:
             wanted = ", ".join(map(symbols.text, param.type.shape))
             raise BundleError("graph-invalid", f"its recipe makes {list(shape)}, expected [{wanted}]")
         target = self._add_target(Target(param.name, param.type.dtype, shape))
-        self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
+        if isinstance(param.recipe, ir.Scale):
+            self.filled[target] = param.recipe.default
+        else:
+            self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
 
     def add_inputs(self, computed: Computed) -> Inputs:
         """Temporary targets for what a computation reads, or for the part of it that `index` says."""
@@ -161,7 +166,7 @@ class Assembly:
                 part = recipe.parts[start + i] if isinstance(recipe, ir.Stack) else recipes.nth(recipe, start + i)
                 self._place(part, views.select(destination, recipe.dim, i), inside, target, casts)
         else:
-            assert isinstance(recipe, ir.Reshape), "verified: a tie is a recipe of its own"
+            assert isinstance(recipe, ir.Reshape), "verified: a tie or a scale is a recipe of its own"
             self._place_reshape(recipe, destination, region, target, casts)
 
     def _place_concat(self, recipe: ir.Concat, destination: View, region: Region, target: int, casts: Casts) -> None:
@@ -214,7 +219,7 @@ def _leaf(recipe: ir.Recipe) -> tuple[ir.Read | ir.Dequantise, View, Casts] | No
     """What the recipe reads or computes, as a view of it, and its casts; None if it joins or isn't strided."""
     if isinstance(recipe, (ir.Read, ir.Dequantise)):
         return recipe, views.contiguous(_shape(recipe)), ()
-    if isinstance(recipe, (ir.Concat, ir.Stack, ir.Each, ir.Tie)):
+    if isinstance(recipe, (ir.Concat, ir.Stack, ir.Each, ir.Tie, ir.Scale)):
         return None
     leaf = _leaf(recipe.of)
     if leaf is None:

@@ -43,6 +43,7 @@ from precast.ir.graph.schema import (
     Recipe,
     Ref,
     Reshape,
+    Scale,
     ShardOverride,
     ShardPlan,
     ShardRow,
@@ -513,6 +514,7 @@ def _recipe(cursor: Cursor) -> Recipe:
         "each": lambda: _each(cursor),
         "dequantise": lambda: _dequantise(cursor),
         "tie": lambda: Tie(cursor.ref()),
+        "scale": lambda: _scale(cursor),
     }
     kind = cursor.expect(*kinds)
     return cursor.inside("(", kinds[kind.text], ")")
@@ -538,6 +540,12 @@ def _each(cursor: Cursor) -> Each:
     count = cursor.int()
     cursor.key("start")
     return Each(of, dim, count, cursor.int())
+
+
+def _scale(cursor: Cursor) -> Scale:
+    tensors = cursor.list("[", lambda: cursor.kind("string", "a name in quotes").value, "]")
+    cursor.key("default")
+    return Scale(tensors, float(cursor.kind("float", "a number").text))
 
 
 def _dequantise(cursor: Cursor) -> Dequantise:

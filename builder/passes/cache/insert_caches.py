@@ -70,6 +70,9 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
 
     What a step writes it reads back from the cache, its own keys too. So with a cache of another dtype than the model's
     a token sees the same keys however its prompt was cut, and whoever computed them.
+
+    Keys and values of 8 bits are divided by scales where the checkpoint's format has some: params of their own, one for
+    the keys and one for the values of each layer that writes.
     """
     kinds = (torch.ops.precast.attention.default, torch.ops.precast.latent_attention.default)
     layers = [node for node in graph.nodes if node.op == "call_function" and node.target in kinds]
@@ -95,14 +98,15 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
         }
         pages = sizes.symbol(pool.pages)
         slots: list[ir.Slot] = []
-        written: dict[tuple[FxNode, FxNode], tuple[FxNode, ...]] = {}
+        written: dict[tuple[FxNode, FxNode], tuple[tuple[FxNode, ...], dict[str, FxNode]]] = {}
         for node in nodes:
             kept = node.args[1], node.args[2]
             if kept not in written:
                 values = _values(f"layers.{number[node]}", spec, pool)
                 slots.append(ir.Slot(f"layers.{number[node]}", values))
-                written[kept] = _write(ctx, node, values, pages, kv_lens, metadata)
-            _read(ctx, node, written[kept], kv_lens, metadata)
+                scales = _scales(ctx, node, spec)
+                written[kept] = _write(ctx, node, values, pages, kv_lens, metadata, scales), scales
+            _read(ctx, node, *written[kept], kv_lens, metadata)
         groups.append(ir.Group(name, pool.name, spec, ir.PagedInputs(**fields), tuple(slots)))
     ctx.caches = ir.CachePlan((*ctx.caches.pools, *pools), tuple(groups), ctx.caches.states)
     return True
@@ -110,7 +114,7 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
 
 def _refuse_kv_dtype(ctx: PassContext) -> None:
     """Raise BuildError where the option is given to a model without such caches."""
-    if ctx.options.kv_dtype is not None:
+    if ctx.options.kv_dtype is not None and not ctx.options.kv_from_config:
         kept = "only states, which keep their dtype" if ctx.caches.states else "no caches"
         message = f"kv_dtype is given, but the model has no keys, values or latents to keep: it has {kept}"
         raise BuildError("option-invalid", message, fix="leave kv_dtype out")
@@ -118,9 +122,12 @@ def _refuse_kv_dtype(ctx: PassContext) -> None:
 
 def _spec(node: FxNode, ctx: PassContext) -> Spec:
     first, second = tensor(node.args[1]), tensor(node.args[2])
-    dtype: Any = ctx.options.kv_dtype or str(first.dtype).removeprefix("torch.")
+    own: Any = str(first.dtype).removeprefix("torch.")
+    dtype = ctx.options.kv_dtype or own
     page_size, window = ctx.options.page_size or DEFAULT_PAGE_SIZE, node.kwargs.get("window")
     if node.target is torch.ops.precast.latent_attention.default:
+        # Without scales of their own, latents are rounded only for who asks for it.
+        dtype = own if ctx.options.kv_from_config else dtype
         return ir.LatentSpec(int(first.shape[2]), int(second.shape[2]), dtype, page_size, window)
     sizes = int(first.shape[2]), int(first.shape[3]), int(second.shape[3])
     return ir.PagedSpec(*sizes, dtype, page_size, window, node.kwargs.get("chunk"))
@@ -150,9 +157,28 @@ def _values(slot: str, spec: Spec, pool: ir.Pool) -> tuple[ir.Value, ...]:
     return tuple(ir.Value(f"{slot}.{short}", type) for short, type in zip(names, types, strict=True))
 
 
+def _scales(ctx: PassContext, node: FxNode, spec: Spec) -> dict[str, FxNode]:
+    """Params for what the layer's keys and values are divided by, by the names of the ops' arguments.
+
+    Raises BuildError where the checkpoint's format has scales, but nothing says what they are called in this layer.
+    """
+    if not ctx.scales or isinstance(spec, ir.LatentSpec) or spec.dtype != "float8_e4m3fn":
+        return {}
+    paths = [path.removeprefix("model.") for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())]
+    layer = next((path for path in paths if path in ctx.scales), None)
+    if layer is None:
+        message = f"{paths[0] if paths else node.name}: keys and values of 8 bits, and no known names of their scales"
+        raise BuildError("feature-unsupported", message, fix="keep them in the model's dtype (kv_dtype model)")
+    place = [each for each in node.graph.nodes if each.op == "placeholder"][-1]
+    made = {}
+    for name, tensors in zip(("k_scale", "v_scale"), ctx.scales[layer], strict=True):
+        place = made[name] = ctx.new_param(place, f"{layer}.{name}", ir.Scale(tensors), (1,), torch.float32)
+    return made
+
+
 def _write(
     ctx: PassContext, node: FxNode, values: tuple[ir.Value, ...], pages: Any, kv_lens: FxNode,
-    metadata: dict[str, FxNode],
+    metadata: dict[str, FxNode], scales: dict[str, FxNode],
 ) -> tuple[FxNode, ...]:  # fmt: skip
     """Writes what the attention `node` keeps; the cache tensors that it is written into."""
     _, first, second, *_ = node.args
@@ -160,12 +186,12 @@ def _write(
     is_latent = node.target is torch.ops.precast.latent_attention.default
     write = torch.ops.precast.write_latent.default if is_latent else torch.ops.precast.write_kv.default
     with ctx.before(node):
-        ctx.call(write, first, second, *places, metadata["slot_mapping"])
+        ctx.call(write, first, second, *places, metadata["slot_mapping"], **scales)
     return places
 
 
 def _read(
-    ctx: PassContext, node: FxNode, places: tuple[FxNode, ...], kv_lens: FxNode,
+    ctx: PassContext, node: FxNode, places: tuple[FxNode, ...], scales: dict[str, FxNode], kv_lens: FxNode,
     metadata: dict[str, FxNode],
 ) -> None:  # fmt: skip
     """Puts attention over the pages in the place of `node`."""
@@ -175,7 +201,7 @@ def _read(
     with ctx.before(node):
         paged = ctx.call(
             read, q, *places, other, cu_seqlens, kv_lens,
-            metadata["page_indices"], metadata["page_indptr"], metadata["page_start"], **node.kwargs,
+            metadata["page_indices"], metadata["page_indptr"], metadata["page_start"], **node.kwargs, **scales,
         )  # fmt: skip
     ctx.replace(node, paged)
 

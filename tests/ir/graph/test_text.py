@@ -40,6 +40,7 @@ from precast.ir.graph.schema import (
     Read,
     Ref,
     Reshape,
+    Scale,
     ShardPlan,
     ShardRow,
     Slice,
@@ -234,6 +235,7 @@ RECIPES = st.recursive(
     st.one_of(
         st.builds(Read, NAMES, tuples(INTS, 3), st.one_of(st.none(), DTYPES)),
         st.builds(Tie, NAMES),
+        st.builds(Scale, tuples(NAMES), st.floats(allow_nan=False, allow_infinity=False)),
     ),
     lambda inner: st.one_of(
         st.builds(Slice, inner, INTS, EXPRS, EXPRS),
