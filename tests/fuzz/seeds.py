@@ -31,6 +31,7 @@ from precast.ir.graph.schema import (
     Read,
     Recipe,
     Reshape,
+    Scale,
     Slice,
     Stack,
     TensorType,
@@ -76,6 +77,7 @@ _RECIPES: dict[str, Recipe] = {
     "nvfp4": Cast(_NVFP4, "bfloat16"),
     "packed4": Cast(_PACKED4, "bfloat16"),
     "int8": Cast(_INT8, "bfloat16"),
+    "scale": Scale(("a.k_scale", "a.k_proj.k_scale")),
 }
 _ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
 _CONFIG = {
