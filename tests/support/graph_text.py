@@ -42,6 +42,7 @@ from precast.ir.graph.schema import (
     Read,
     Recipe,
     Ref,
+    Repeat,
     Reshape,
     ShardOverride,
     ShardPlan,
@@ -512,6 +513,7 @@ def _recipe(cursor: Cursor) -> Recipe:
         "cast": lambda: Cast(_of(cursor), _dtype(cursor)),
         "each": lambda: _each(cursor),
         "dequantise": lambda: _dequantise(cursor),
+        "repeat": lambda: _repeat(cursor),
         "tie": lambda: Tie(cursor.ref()),
     }
     kind = cursor.expect(*kinds)
@@ -538,6 +540,12 @@ def _each(cursor: Cursor) -> Each:
     count = cursor.int()
     cursor.key("start")
     return Each(of, dim, count, cursor.int())
+
+
+def _repeat(cursor: Cursor) -> Repeat:
+    of, dim = _of(cursor), _dim(cursor)
+    cursor.key("count")
+    return Repeat(of, dim, _expr(cursor))
 
 
 def _dequantise(cursor: Cursor) -> Dequantise:
