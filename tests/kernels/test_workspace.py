@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from allocations import peak_bytes
+from op_samples import quantised
+from op_samples.draw import Draw
 from op_samples.sequences import without_states
 from op_samples.table import step_of
 
@@ -243,6 +245,11 @@ def _gated_product(sequences: Sequences, dtype: torch.dtype) -> Sample:
     return {"input": _normal(dtype, 1, _tokens(sequences), 256), "weight": weight, "bias": None, "kind": "silu"}
 
 
+def _quantised_product(sequences: Sequences, dtype: torch.dtype, make: Callable[..., Sample]) -> Sample:
+    draw = Draw(dtype, torch.device("cpu"))
+    return quantised.call(draw.normal(1, _tokens(sequences), 512), make(draw, 1024, 512))
+
+
 def _embedded(sequences: Sequences, dtype: torch.dtype) -> Sample:
     return {"ids": torch.randint(0, 50, (1, _tokens(sequences))), "weight": _normal(dtype, 50, 512), "scale": 2.0}
 
@@ -320,6 +327,16 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "norm, rotary, write kv": ("rotary_write_kv", _turned, {"eps": 1e-6}, 2.0),
     "gated activation": ("gated_activation", _gated, {}, 1.05),
     "gated linear": ("gated_linear", _gated_product, {}, 1.05),
+    **{
+        f"quantised linear, {name}": ("quantised_linear", _quantised_product, {"make": make}, 2.0)
+        for name, make in (
+            ("fp8", quantised.fp8),
+            ("points", partial(quantised.int8, zeros=True)),
+            ("packed", partial(quantised.packed, size=64)),
+            ("nvfp4", quantised.nvfp4),
+            ("awq", quantised.awq),
+        )
+    },
     "embedding": ("embedding", _embedded, {}, 1.05),
     "sharded embedding": ("sharded_embedding", _embedded, {"start": 20}, 1.25),
     "rotary tables": ("rotary_tables", _tables, {}, 1.25),

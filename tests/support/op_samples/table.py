@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
-from op_samples import attention, collectives, experts, latent_attention, norms, rotary, rows, sampling, states
+from op_samples import (
+    attention,
+    collectives,
+    experts,
+    latent_attention,
+    norms,
+    quantised,
+    rotary,
+    rows,
+    sampling,
+    states,
+)
 from op_samples.draw import Draw, Sample
 from precast.kernels import registry
 from precast.kernels.choices import fitting
@@ -21,6 +32,7 @@ SAMPLES = {
     **experts.SAMPLES,
     **latent_attention.SAMPLES,
     **norms.SAMPLES,
+    **quantised.SAMPLES,
     **rotary.SAMPLES,
     **rows.SAMPLES,
     **sampling.SAMPLES,
