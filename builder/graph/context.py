@@ -64,6 +64,8 @@ class Options:
     """Of cached keys, values and latents; None: that of the model. States keep theirs."""
     overrides: tuple[ShardOverride, ...] = ()
     """What the user says of how the model is split."""
+    dequantise: bool = False
+    """Whether weights that a checkpoint stores in few bits are dequantised while they are read, all of them."""
 
 
 @dataclasses.dataclass

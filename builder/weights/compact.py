@@ -19,6 +19,8 @@ def sliced(of: Recipe, dim: int, start: Expr, length: Expr) -> Recipe:
 
 def repeated(of: Recipe, dim: int, count: Expr) -> Recipe:
     """Each element of dimension `dim` `count` times in a row."""
+    if isinstance(of, Repeat) and of.dim == dim:
+        return Repeat(of.of, dim, symbols.mul(of.count, count))
     return of if count == 1 else Repeat(of, dim, count)
 
 

@@ -185,13 +185,23 @@ def _int(size: Expr) -> int:
     return size
 
 
-def granule(recipe: Recipe, dtype: Dtype, dim: int) -> int:
-    """How many elements along `dim` are stored together, so that a cut at multiples of it leaves all parts as they are;
-    1 where it is dequantised."""
+class Granule(NamedTuple):
+    """How many elements of a dimension are stored together, so that a cut at multiples of it leaves all parts as they
+    are; and the least number at whose multiples cuts can be made at all."""
+
+    block: int
+    least: int
+
+
+def granule(recipe: Recipe, dtype: Dtype, dim: int) -> Granule:
+    """That of a weight; 1 where it is dequantised."""
     try:
-        return math.lcm(*(part.steps[dim] or 1 for part in kept(recipe, dtype).parts.values()))
+        whole = kept(recipe, dtype)
     except Misfit:
-        return 1
+        return Granule(1, 1)
+    steps = {name: part.steps[dim] or 1 for name, part in whole.parts.items()}
+    fixed = [step for name, step in steps.items() if not _is_divisible(whole, name, dim)]
+    return Granule(math.lcm(*steps.values()), math.lcm(*fixed))
 
 
 def fit_together(given: Sequence[Recipe], dtype: Dtype) -> bool:
@@ -328,12 +338,12 @@ def _agreed(ones: Sequence[Kept], dim: int, between: int | None = None) -> Seque
     """The same with equal steps along `dim`; `between`: what joints lie at multiples of."""
     made = list(ones)
     for name in ones[0].parts:
+        if name == "groups" and between is not None and any(one.parts[name] != made[0].parts[name] for one in made):
+            raise Misfit("each part that is joined has groups of inputs of its own")
         found = {one.parts[name].steps[dim] for one in made}
         alone = between is not None and any(one.parts[name].recipe != made[0].parts[name].recipe for one in made)
-        if found == {0} and not alone:
+        if (found == {0} and not alone) or (len(found) == 1 and 0 not in found and (between or 0) % max(found) == 0):
             continue
-        if name == "groups" and (0 in found or between is not None):
-            raise Misfit("each part that is joined has groups of inputs of its own")
         unit = math.gcd(*found, between or 0) or 1
         unit = 1 if found == {0} else unit
         made = [finer(_spread(one, name, dim, unit), dim, unit) for one in made]
@@ -360,9 +370,7 @@ def finer(whole: Kept, dim: int, unit: int) -> Kept:
         smaller = math.gcd(step, unit)
         if step == 0 or smaller == step:
             return part
-        if (name, whole.format) in _FIXED or name not in ("scales", "zeros") or (
-            name == "zeros" and step != whole.parts["scales"].steps[dim]
-        ):
+        if not _is_divisible(whole, name, dim):
             raise Misfit(f"it would be cut at multiples of {unit}, inside of {step} values that are stored together")
         count = symbols.ceildiv(whole.shape[dim], smaller)
         many = compact.repeated(part.recipe, dim, step // smaller)
@@ -371,8 +379,12 @@ def finer(whole: Kept, dim: int, unit: int) -> Kept:
     return whole.each(divide)
 
 
-_FIXED = (("scales", "nvfp4"), ("scales", "nvfp4_divided"))
-"""Parts whose steps are the format's."""
+def _is_divisible(whole: Kept, name: str, dim: int) -> bool:
+    """Whether a part could have more elements along `dim`, each several times: scales, but for those of blocks that the
+    format fixes, and zeros, but where several are packed together."""
+    if name == "scales":
+        return whole.format not in ("nvfp4", "nvfp4_divided")
+    return name == "zeros" and whole.parts[name].steps[dim] == whole.parts["scales"].steps[dim]
 
 
 def _unit(size: Expr) -> int:
@@ -449,4 +461,3 @@ def _checked_block(whole: Kept) -> tuple[int, int] | None:
     if not fits or not all(isinstance(size, int) for size in blocks or ()):
         raise Misfit("its rows and columns don't stand as the format has them")
     return blocks  # type: ignore[return-value]
-

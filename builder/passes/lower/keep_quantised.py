@@ -129,9 +129,8 @@ class _Weights:
             main=tuple(self._call(step) if isinstance(step, Call) else self._node("", step) for step in graph.main),
         )
         rows = tuple(map(self._row, graph.shards.rows))
-        return msgspec.structs.replace(
-            made, shards=msgspec.structs.replace(graph.shards, rows=rows, pipelines=pipelines(made))
-        )
+        stages = pipelines(made) if graph.shards.pipelines else ()
+        return msgspec.structs.replace(made, shards=msgspec.structs.replace(graph.shards, rows=rows, pipelines=stages))
 
     def _parts(self, param: Param) -> Iterable[Param]:
         return self.kept[param.name][1].params.values() if param.name in self.kept else (param,)
@@ -142,7 +141,7 @@ class _Weights:
         return next((self.kept[each] for each in names if each in self.kept), None)
 
     def _types(self, function: str, name: str) -> dict[str, TensorType]:
-        """The types of the parts of what a function calls `name`, by their names there; that itself, if it isn't kept."""
+        """The types of the parts of a weight that a function takes, by their names there; none, if it isn't kept."""
         found = self._at(function, name)
         if found is None:
             return {}
