@@ -183,23 +183,13 @@ def _feed_forward(system: System, function: Function, node: Node, seed: int) -> 
     return Layer("feed-forward", function.name, node.outputs[0].name, (attempt, attempt), through_norms=(False, True))
 
 
-_HOST_RANKS = 8
-"""Ranks of a host: blocks are halved until as many, if other layers allow it, have equally many."""
-
-
 def _unit(system: System, spot: Spot, size: int) -> int:
-    """Neighbours of a dimension that stay together because a checkpoint stores them in one block, or in a part of it,
-    where whole blocks can't be shared by the ranks of a host; 1 where parts can't either."""
-    tp = {piece.units for pieces in system.pieces.values() for piece in pieces if piece.units.by == "tp"}
-    wanted = max(
-        ranks
-        for ranks in range(1, _HOST_RANKS + 1)
-        if size % ranks == 0 and all(units.finest % ranks == 0 for units in tp)
-    )
+    """Neighbours of a dimension that stay together because a checkpoint stores them in one block; of a part of one,
+    where two ranks couldn't share whole blocks. 1 where they can't share parts either."""
     unit, least = system.granule(spot)
-    while size % (unit * wanted) and unit % 2 == 0:
+    while size % (2 * unit) and unit % 2 == 0:
         unit //= 2
-    return unit if size % (unit * wanted) == 0 and unit % least == 0 else 1
+    return unit if size % (2 * unit) == 0 and unit % least == 0 else 1
 
 
 def _name(node: Node, arg: str) -> str:

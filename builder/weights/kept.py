@@ -383,7 +383,7 @@ def _is_divisible(whole: Kept, name: str, dim: int) -> bool:
     """Whether a part could have more elements along `dim`, each several times: scales, but for those of blocks that the
     format fixes, and zeros, but where several are packed together."""
     if name == "scales":
-        return whole.format not in ("nvfp4", "nvfp4_divided")
+        return whole.format not in ("mxfp4", "nvfp4", "nvfp4_divided")
     return name == "zeros" and whole.parts[name].steps[dim] == whole.parts["scales"].steps[dim]
 
 

@@ -27,13 +27,19 @@ from precast.ir.graph.schema import (
     Value,
 )
 from precast.ir.graph.symbols import free_symbols
+from precast.ir.ops import table
 from precast.ir.ops.checks import WORLD
+from precast.ir.ops.op import OpDef
 
 Place = tuple[str, str]
 """A block, empty for `main`, and the name of a weight there."""
 
 _WEIGHTS = {"aten.linear.default": ("weight",), "precast.experts": ("up", "down")}
 """The ops that have a form for stored weights, and which of their arguments those are."""
+
+
+_FORMS = {"aten.linear.default": "precast.quantised_linear", "precast.experts": "precast.quantised_experts"}
+"""Those forms."""
 
 
 class Dequantised(NamedTuple):
@@ -106,10 +112,14 @@ class _Weights:
         if any(name not in self.kept for name in names):
             return "the layers that share its block store it in other ways"
         node, arg = _taker(self._graph, place)
-        if node is None or arg not in _WEIGHTS.get(node.op, ()):
+        if node is None or arg not in _WEIGHTS.get(node.op, ()) or table.lookup(_FORMS[node.op]) is None:
             return f"{node.op if node else 'more than one op'} takes it"
         if len({_form(*self.kept[name]) for name in names}) > 1:
             return "the layers that share its block store it in other ways"
+        known = {each.name for each in _definition(_FORMS[node.op]).args}
+        taken = {_arg_name(node, arg, part) for part in self.kept[next(iter(names))][1].params}
+        if unknown := taken - known:
+            return f"{_FORMS[node.op]} has no {', '.join(sorted(unknown))}"
         formats = set()
         for other in _WEIGHTS[node.op]:
             given = node.args[other]
@@ -172,18 +182,17 @@ class _Weights:
                 given[arg] = value.name, *found
         if not given:
             return node
-        is_linear = node.op == "aten.linear.default"
         args: dict[str, Arg] = dict(node.args)
         for arg, (name, whole, parts) in given.items():
-            prefix = "" if is_linear else f"{arg}_"
-            args |= {prefix + part: Ref(_part_name(name, part)) for part in parts.params if part != "of"}
+            args |= {_arg_name(node, arg, part): Ref(_part_name(name, part)) for part in parts.params}
             if parts.block is not None:
-                args[prefix + "block"] = Items(tuple(map(Const, parts.block)))
+                args[_arg_name(node, arg, "block")] = Items(tuple(map(Const, parts.block)))
             args["format"] = Const(whole.format)
             if whole.zero_offset:
                 args["zero_offset"] = Const(whole.zero_offset)
-        op = "precast.quantised_linear" if is_linear else "precast.quantised_experts"
-        return Node(op, args, node.outputs)
+        op = _FORMS[node.op]
+        left_out = {each.name: Const(None) for each in _definition(op).args if not each.has_default}
+        return Node(op, left_out | args, node.outputs)
 
     def _row(self, row: ShardRow) -> ShardRow:
         """With the parts of its weights: all of them, or, of weights that are split, those that are split, too."""
@@ -193,6 +202,19 @@ class _Weights:
             split = [each for each, kind in types.items() if row.mode == "replicated" or _is_split(kind)]
             params += split or [name]
         return msgspec.structs.replace(row, params=tuple(params))
+
+
+def _definition(op: str) -> OpDef:
+    found = table.lookup(op)
+    assert found is not None, f"{op} is in the table"
+    return found
+
+
+def _arg_name(node: Node, arg: str, part: str) -> str:
+    """What the form for stored weights calls a part of the argument."""
+    if part == "of":
+        return arg
+    return part if len(_WEIGHTS[node.op]) == 1 else f"{arg}_{part}"
 
 
 def _part_name(weight: str, part: str) -> str:
