@@ -54,27 +54,26 @@ def reshaped(of: Recipe, shape: Sequence[Expr]) -> Recipe:
     return inner if same else Reshape(inner, tuple(shape))
 
 
-def runs(before: Sequence[Expr], after: Sequence[Expr]) -> list[tuple[range, range]] | None:
-    """The least runs of dimensions that hold the same elements before and after a reshape; None where none are found.
-
-    Sizes of 1 at the end belong to the run before them.
-    """
-    found: list[tuple[range, range]] = []
+def runs(before: Sequence[Expr], after: Sequence[Expr]) -> list[tuple[list[int], list[int]]] | None:
+    """The least runs of dimensions that hold the same elements before and after a reshape, without those of size 1;
+    None where none are found."""
+    inside, outside = ([dim for dim, size in enumerate(sizes) if size != 1] for sizes in (before, after))
+    found: list[tuple[list[int], list[int]]] = []
     i = j = 0
-    while i < len(before) and j < len(after):
+    while i < len(inside) and j < len(outside):
         ends = (
             (m, n)
-            for m in range(i + 1, len(before) + 1)
-            for n in range(j + 1, len(after) + 1)
-            if symbols.equal(symbols.numel(before[i:m]), symbols.numel(after[j:n]))
+            for m in range(i + 1, len(inside) + 1)
+            for n in range(j + 1, len(outside) + 1)
+            if symbols.equal(_count(before, inside[i:m]), _count(after, outside[j:n]))
         )
         m, n = next(ends, (0, 0))
         if not m:
             return None
-        found.append((range(i, m), range(j, n)))
+        found.append((inside[i:m], outside[j:n]))
         i, j = m, n
-    if not found:
-        return None
-    (first, second) = found[-1]
-    found[-1] = range(first.start, len(before)), range(second.start, len(after))
-    return found
+    return found if (i, j) == (len(inside), len(outside)) else None
+
+
+def _count(sizes: Sequence[Expr], dims: Sequence[int]) -> Expr:
+    return symbols.numel(sizes[dim] for dim in dims)

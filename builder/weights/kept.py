@@ -259,26 +259,24 @@ def _reshaped(whole: Kept, shape: Sequence[Expr]) -> Kept:
     if runs is None:
         raise Misfit("a reshape mixes its dimensions")
     for before, after in runs:
-        if len(before) != 1 or len(after) != 1:
+        if not len(before) == len(after) == 1:
             for dim in before:
                 whole = finer(whole, dim, 1)
 
     def view(name: str, part: Part) -> Part:
-        sizes: list[Expr] = []
-        steps: list[int] = []
+        sizes: list[Expr] = [1] * len(shape)
+        steps = [1] * len(shape)
         for before, after in runs:
             inside = {part.steps[dim] for dim in before}
-            if len(before) == 1 and len(after) == 1:
-                sizes.append(part.shape[before[0]])
-                steps += inside
-            elif inside == {0}:
-                sizes += [1] * len(after)
-                steps += [0] * len(after)
-            elif inside == {1}:
-                sizes += [shape[dim] for dim in after]
-                steps += [1] * len(after)
-            else:
+            alone = len(before) == len(after) == 1
+            if len(inside) > 1 or (inside == {0} and not alone and any(part.shape[dim] != 1 for dim in before)):
                 raise Misfit("dimensions of different scales become one")
+            (step,) = inside
+            for dim in after:
+                steps[dim] = step
+                sizes[dim] = 1 if step == 0 else shape[dim]
+            if alone:
+                sizes[after[0]] = part.shape[before[0]]
         return Part(compact.reshaped(part.recipe, tuple(sizes)), tuple(steps))
 
     return whole.each(view)._replace(shape=tuple(shape))
