@@ -51,6 +51,7 @@ MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("longcat_flash", {}, {"precast.experts", "precast.route", "precast.latent_attention"}),
     ("longcat_flash", {"zero_expert_num": 0}, {"precast.experts", "precast.route", "precast.latent_attention"}),
     ("longcat_flash", {"n_routed_experts": 0}, {"precast.latent_attention"}),
+    ("qwen4_exp_text", {}, {"precast.attention", "precast.delta_rule", "precast.experts"}),
     ("jetmoe", {}, {"precast.experts", "precast.grouped_linear", "precast.route", "precast.attention"}),
 ]
 
@@ -129,6 +130,21 @@ def test_keys_that_are_chosen_by_their_bias_are_refused() -> None:
         captured(config, max_seq_len=64)
     assert refused.value.code == "feature-unsupported"
     assert "max_seq_len of at most 48" in str(refused.value)
+
+
+def test_selected_blocks_are_all_of_them_up_to_a_length() -> None:
+    longest = max(map(len, PROMPTS))
+    config = small("qwen4_exp_text", indexer_budget=longest - 1, indexer_compress_ratio=2)
+    model = random_model(config)
+    state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
+    expected = torch.cat(hf_logits(model, PROMPTS))
+
+    found = captured(config, max_seq_len=longest)
+
+    assert relative_error(run(found, state), expected) < 1e-5
+    with pytest.raises(BuildError, match=f"not all keys beyond {longest} tokens") as refused:
+        captured(config, max_seq_len=longest + 1)
+    assert f"max_seq_len of at most {longest}" in str(refused.value)
 
 
 @pytest.mark.parametrize("cap", [0.0, 40.0])

@@ -206,6 +206,8 @@ WIDE = "aten.to.dtype(h, float32); "
             "y = aten.sum.dim_IntList(h, [-1], True, dtype=float32)",
             f"{WIDE}aten.sum.dim_IntList(v0, [-1], True)",
         ),
+        ("y = aten.cat([x, h], 1)", "aten.to.dtype(h, float32); aten.cat.default([x, v0], 1)"),
+        ("y = aten.cat([h, i, h])", "aten.to.dtype(i, bfloat16); aten.cat.default([h, v0, h])"),
         ("y = aten.where.ScalarSelf(b, 0.5, x)", "aten.masked_fill.Scalar(x, b, 0.5)"),
         (
             "y = aten.where.ScalarOther(b, x, 0.5)",
@@ -288,6 +290,7 @@ def test_another_spelling_of_a_norm(body: str, expected: str) -> None:
         pytest.param("y = aten.std.dim(x, [0])", id="over tokens, whose number isn't known"),
         pytest.param("y = aten.std.dim(x, None)", id="spread of all elements"),
         pytest.param("y = aten.sum.dim_IntList(x, [-1])", id="a sum in its own type"),
+        pytest.param("y = aten.cat([x, x], 1)", id="parts of one type"),
         pytest.param("y = aten.where.ScalarOther(b, i, 0.5)", id="a number that widens"),
         pytest.param(f"{COLUMN}y = aten.where.ScalarOther(b, s, 0.5)", id="a condition that spreads"),
         pytest.param("y = aten.where.self(b, x, x)", id="two tensors"),
