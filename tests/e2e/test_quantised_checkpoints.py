@@ -75,6 +75,10 @@ def blocks(rows: int, columns: int) -> tuple[int, ...]:
     return -(-rows // 32), -(-columns // 32)
 
 
+def finer(rows: int, columns: int) -> tuple[int, ...]:
+    return -(-rows // 16), -(-columns // 16)
+
+
 def rows(rows: int, columns: int) -> tuple[int, ...]:
     return rows, 1
 
@@ -121,6 +125,22 @@ CASES = {
         compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32,
                    scale_dtype="torch.uint8"),
         quantised.packed_mxfp4,
+    ),
+    "FP8 experts in blocks": Case(
+        "qwen3_moe", {"quant_method": "fp8", "weight_block_size": [16, 16]}, float8("_scale_inv", (16, 16), finer),
+    ),
+    "compressed NVFP4 experts": Case(
+        "qwen3_moe", compressed("nvfp4-pack-quantized", **NVFP4),
+        lambda name, weight: quantised.nvfp4(name, weight, divided=True),
+    ),
+    "INT4 experts": Case(
+        "qwen3_moe", compressed("pack-quantized", **integers(4, "group", symmetric=True)),
+        stored_integers(4, 16, zeros=False),
+    ),
+    "MXFP4 experts": Case(
+        "gpt_oss", {"quant_method": "mxfp4"}, quantised.mxfp4,
+        changes={"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_local_experts": 4},
+        which=r".*\.experts\.(gate_up|down)_proj",
     ),
     "INT4": Case(
         "llama", compressed("pack-quantized", **integers(4, "group", symmetric=True)),

@@ -112,7 +112,7 @@ class _Weights:
         if any(name not in self.kept for name in names):
             return "the layers that share its block store it in other ways"
         node, arg = _taker(self._graph, place)
-        if node is None or arg not in _WEIGHTS.get(node.op, ()) or table.lookup(_FORMS[node.op]) is None:
+        if node is None or arg not in _WEIGHTS.get(node.op, ()):
             return f"{node.op if node else 'more than one op'} takes it"
         if len({_form(*self.kept[name]) for name in names}) > 1:
             return "the layers that share its block store it in other ways"
