@@ -4,6 +4,7 @@ float32, and, bit for bit, with those of a bundle that dequantises them while it
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -21,9 +22,8 @@ from transformers import AutoModelForCausalLM
 
 import precast
 from precast.builder.source.shrink import random_model
-from precast.check.shards import prove, unsharded
+from precast.check.shards import prove, prove_with_random_weights, unsharded
 from precast.ir.artifact import Bundle
-from precast.ir.graph.world import unsharded as on_one_rank
 
 PROMPT = [5, 9, 70, 33, 12, 88]
 
@@ -42,6 +42,15 @@ class Case(NamedTuple):
     file: str = "config.json"
     changes: dict[str, Any] = SIZES
     which: str = r".*\.layers\..*_proj\.weight"
+
+    @property
+    def worlds(self) -> list[tuple[int, int]]:
+        """Ranks, and parts of the experts, beside one rank alone; what lies in a block is never parted."""
+        if not self.changes:
+            return [(2, 1)]
+        if self.family == "gpt_oss":
+            return [(2, 1), (2, 2), (4, 2), (4, 4)]
+        return [(2, 1), (4, 1)] if self.family == "llama" else [(2, 1), (2, 2), (4, 1), (4, 2)]
 
 
 def compressed(format: str, **weights: Any) -> dict[str, Any]:
@@ -217,12 +226,31 @@ def logits(bundle: Bundle, weights: Path) -> torch.Tensor:
         return engine.logits(PROMPT)
 
 
+class Made(NamedTuple):
+    """A case's checkpoints, and its bundle, which keeps what is quantised."""
+
+    checkpoints: Checkpoints
+    bundle: Bundle
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """Makes a case, once."""
+
+    @functools.cache
+    def make(case: str) -> Made:
+        folder = tmp_path_factory.mktemp("case")
+        checkpoints = write(CASES[case], folder)
+        return Made(checkpoints, precast.build(checkpoints.stored, folder / "kept", dtype="float32"))
+
+    return make
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_the_dequantised_model(case: str, tmp_path: Path) -> None:
-    plain, stored = write(CASES[case], tmp_path)
+def test_logits_are_those_of_the_dequantised_model(case: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    (plain, stored), bundle = made(case)
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
 
-    bundle = precast.build(stored, tmp_path / "kept", dtype="float32")
     found = logits(bundle, stored)
 
     assert relative_error(found, hf_logits(model, [PROMPT])[0]) < 1e-5
@@ -239,18 +267,15 @@ def apart(bundle: Bundle) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_together_give_the_logits_of_one(case: str, tmp_path: Path) -> None:
-    _, stored = write(CASES[case], tmp_path)
+def test_ranks_together_give_the_logits_of_one(case: str, made: Callable[[str], Made]) -> None:
+    (_, stored), bundle = made(case)
+    worlds = [(world.tp, ep) for world in bundle.graph.shards.worlds for ep in world.ep]
 
-    bundle = precast.build(stored, tmp_path / "b", dtype="float32")
-
-    worlds = [world.tp for world in bundle.graph.shards.worlds]
-    assert worlds == [1, 2, 4]
+    assert worlds == [(1, 1), *CASES[case].worlds]
     alone = unsharded(bundle, stored)
-    assert all(prove(bundle, stored, tp=tp, alone=alone).holds for tp in worlds[1:])
+    assert all(prove(bundle, stored, tp=tp, ep=ep, alone=alone).holds for tp, ep in worlds[1:])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_load_takes_little_more_memory_than_the_checkpoint_has(case: str, tmp_path: Path) -> None:
-    bundle = precast.build(write(CASES[case], tmp_path).stored, tmp_path / "b", dtype="bfloat16")
-    assert on_one_rank(bundle.graph)
+@pytest.mark.parametrize("case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ"])
+def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]) -> None:
+    assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds
