@@ -66,6 +66,8 @@ class Options:
     """What the user says of how the model is split."""
     kv_from_config: bool = False
     """Whether the config names that dtype, not the user: then latents keep the model's, and it may have no effect."""
+    dequantise: bool = False
+    """Whether weights that a checkpoint stores in few bits are dequantised while they are read, all of them."""
 
 
 class KvScales(NamedTuple):

@@ -234,6 +234,14 @@ class Dequantise(Wire, frozen=True, tag="dequantise", tag_field="k"):
     global_scale: Recipe | None = None
 
 
+class Repeat(Wire, frozen=True, tag="repeat", tag_field="k"):
+    """Each element of dimension `dim` `count` times in a row: one scale of a matrix as one for each of its rows."""
+
+    of: Recipe
+    dim: int
+    count: Expr
+
+
 class Tie(Wire, frozen=True, tag="tie", tag_field="k"):
     """The same memory as another param of the graph."""
 
@@ -251,7 +259,7 @@ class Scale(Wire, frozen=True, tag="scale", tag_field="k"):
     default: float = 1.0
 
 
-Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Tie | Scale
+Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Repeat | Tie | Scale
 
 
 class Param(Wire, frozen=True):

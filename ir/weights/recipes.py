@@ -107,6 +107,8 @@ def in_world(recipe: schema.Recipe, world: Mapping[str, schema.Expr]) -> schema.
         changes |= {name: symbols.substitute(getattr(recipe, name), world) for name in ("start", "length")}
     elif isinstance(recipe, schema.Reshape):
         changes["shape"] = tuple(symbols.substitute(size, world) for size in recipe.shape)
+    elif isinstance(recipe, schema.Repeat):
+        changes["count"] = symbols.substitute(recipe.count, world)
     return msgspec.structs.replace(recipe, **changes)
 
 
@@ -133,7 +135,7 @@ def _plain(recipe: schema.Recipe) -> schema.Recipe:
         return _taken(made.of, made.dim, made.start, made.length)
     if isinstance(made, schema.Concat):
         return _concatenated(made.parts, made.dim)
-    return made
+    return made.of if isinstance(made, schema.Repeat) and made.count == 1 else made
 
 
 def _taken(of: schema.Recipe, dim: int, start: schema.Expr, length: schema.Expr) -> schema.Recipe:
@@ -178,9 +180,11 @@ def _known(size: schema.Expr) -> int:
 
 
 def sizes(recipe: schema.Recipe) -> Iterator[schema.Expr]:
-    """The sizes that a recipe writes out: starts, lengths, and shapes of `Reshape`."""
+    """The sizes that a recipe writes out: starts, lengths, counts of `Repeat`, and shapes of `Reshape`."""
     if isinstance(recipe, schema.Slice):
         yield from (recipe.start, recipe.length)
+    elif isinstance(recipe, schema.Repeat):
+        yield recipe.count
     elif isinstance(recipe, schema.Reshape):
         yield from recipe.shape
     for part in parts(recipe):
@@ -208,6 +212,10 @@ def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
         return _repeated(recipe, found)
     if isinstance(recipe, schema.Slice):
         return _sliced(recipe, found)
+    if isinstance(recipe, schema.Repeat):
+        _axis("repeat", recipe.dim, len(found))
+        expect(not isinstance(recipe.count, int) or recipe.count > 0, f"repeat: {symbols.text(recipe.count)} times")
+        return (*found[: recipe.dim], symbols.mul(found[recipe.dim], recipe.count), *found[recipe.dim + 1 :])
     if isinstance(recipe, schema.Transpose):
         _axis("transpose", recipe.dim0, len(found))
         _axis("transpose", recipe.dim1, len(found))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import peak_bytes
-from op_samples import quantised
+from op_samples import quantised, quantised_experts
 from op_samples.draw import Draw
 from op_samples.sequences import without_states
 from op_samples.table import step_of
@@ -154,6 +154,11 @@ def _experts(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
         "down": _normal(dtype, 8, 256, 128), "up_bias": None, "down_bias": None, "activation": "silu", "gated": True,
         **rule,
     }  # fmt: skip
+
+
+def _quantised_experts(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    draw = Draw(dtype, torch.device("cpu"))
+    return {**quantised_experts.experts(draw, quantised.mxfp4, _tokens(sequences), 4, 8, 256, 128), **rule}
 
 
 def _route(sequences: Sequences, dtype: torch.dtype) -> Sample:
@@ -298,6 +303,8 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "latent attention, 8 bits": ("paged_latent_attention", _latent_attention, FLOAT8, 1.6),
     "experts": ("experts", _experts, {}, 1.1),
     "experts, limited": ("experts", _experts, {"limit": 7.0, "alpha": 1.7, "offset": 1.0}, 1.1),
+    "quantised experts": ("quantised_experts", _quantised_experts, {}, 3.0),
+    "quantised experts, limited": ("quantised_experts", _quantised_experts, {"limit": 7.0, "offset": 1.0}, 3.0),
     "route": ("route", _route, {}, 2.0),
     "rotary": ("rotary", _rotary, {}, 1.1),
     "rms norm": ("rms_norm", _norm, {"cast_before_scale": True}, 1.05),

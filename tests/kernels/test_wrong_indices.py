@@ -34,6 +34,7 @@ def test_the_ops_that_pass_over_wrong_integers_are_known() -> None:
     assert found == [
         ("precast.experts", "expert_ids"),
         ("precast.grouped_linear", "expert_ids"),
+        ("precast.quantised_experts", "expert_ids"),
         ("precast.sharded_embedding", "ids"),
     ]
 

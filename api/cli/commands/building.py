@@ -28,6 +28,9 @@ MODEL = together(
         help="Of cached keys and values: fp8_e4m3, the model's (model), or what the config says (auto).",
     ),
     click.option(
+        "--dequantise", is_flag=True, help="Read quantised weights as numbers of the model's dtype, all of them."
+    ),
+    click.option(
         "--shard-plan", type=PATH, help="JSON file that says of params, by patterns of names, how they are split."
     ),
 )  # fmt: skip

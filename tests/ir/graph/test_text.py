@@ -39,6 +39,7 @@ from precast.ir.graph.schema import (
     Pool,
     Read,
     Ref,
+    Repeat,
     Reshape,
     Scale,
     ShardPlan,
@@ -245,6 +246,7 @@ RECIPES = st.recursive(
         st.builds(Reshape, inner, tuples(EXPRS)),
         st.builds(Cast, inner, DTYPES),
         st.builds(Each, inner, INTS, INTS, INTS),
+        st.builds(Repeat, inner, INTS, EXPRS),
         st.builds(
             Dequantise,
             inner,

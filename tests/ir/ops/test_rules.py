@@ -16,6 +16,7 @@ from op_calls import (
     ALONG,
     AWQ,
     B1,
+    BLOCK_EXPERTS,
     EXPERTS,
     FP8,
     FP8_OF_A_RANK,
@@ -470,6 +471,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.route", {**ROUTE, "top_k": 13}, "top_k: expected 1 to 12"),
     ("precast.grouped_linear", {**GROUPED, "expert_ids": t("int64", "B")}, "expert_ids: expected shape"),
     ("precast.experts", {**EXPERTS, "gated": False}, "down: expected shape"),
+    ("precast.quantised_experts", {**BLOCK_EXPERTS, "gated": False}, "down, dequantised: expected shape"),
     ("precast.latent_attention", {**LATENT, **LATENT_HEADS, "value_size": 7}, "weight: expected shape"),
     ("precast.write_latent", {**WRITE_LATENT, "cache": f32("P", 4, 18)}, "cache's last dimension"),
     ("precast.paged_latent_attention", {**LATENT_PAGES, "cache": f32("P", 4, 20)}, "weight: expected shape"),
@@ -530,6 +532,7 @@ MAY_BE_FLOAT8 = {
     *(("precast.quantised_linear", name) for name in ("weight", "scales")),  # in some formats
     *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "rotary_write_kv", "paged_attention") for name in "kv"),
     *((f"precast.{op}", "cache") for op in ("write_latent", "paged_latent_attention")),
+    *(("precast.quantised_experts", f"{name}{part}") for name in ("up", "down") for part in ("", "_scales")),
 }
 ANY_RANK = {
     ("precast.all_reduce", "x"),
@@ -568,7 +571,7 @@ def test_every_tensor_has_a_dtype_that_is_checked(op: str, args: Args, dtype: Dt
         is_stored = dtype == "float8_e4m3fn" and (op, name) in MAY_BE_FLOAT8
         if isinstance(value, TensorType) and (op, name) not in ANY_DTYPE and not is_stored:
             message = f"the shape rule of {op} takes {name} in {dtype}: check it with `expect_dtype`, or, if meant, "
-            message += f"add ({op!r}, {name!r}) to ANY_DTYPE, or to MAY_BE_FLOAT8 for a cache"
+            message += f"add ({op!r}, {name!r}) to ANY_DTYPE, or to MAY_BE_FLOAT8 for what is stored in it"
             assert "expected dtype" in _refusal(op, {**args, name: TensorType(dtype, value.shape)}), message
 
 
