@@ -22,7 +22,7 @@ from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Dtype, Graph, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.memory.strides import contiguous
-from precast.ir.weights import recipes
+from precast.ir.weights import recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.sources import Source
 from precast.ir.weights.tensorfile import element_bytes
@@ -54,12 +54,14 @@ _CONVERTED = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
 class Planned(NamedTuple):
-    """How params are read from the files of a checkpoint: the plan, and which of its targets are made on the host."""
+    """How params are read from the files of a checkpoint: the plan, which of its targets are made on the host, and
+    which params are scales."""
 
     assembly: Assembly
     plan: Plan
     on_host: frozenset[int]
     files: CheckpointFiles
+    scales: tuple[str, ...] = ()
 
 
 class Made(Protocol):
@@ -76,12 +78,12 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     Raises WeightsError (weights-mismatch) with everything that doesn't fit.
     """
     stored = recipes.require(graph, rules, files)
-    assembly = param_parts(graph.params, lambda name: stored[name].dtype)
+    assembly = param_parts(scales.settled(graph.params, stored), lambda name: stored[name].dtype)
     sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
     plan = plan_reads(assembly, stored.__getitem__, msgspec.structs.replace(sizes, job=BUFFER_BYTES))
     on_host = {copy.target for job in plan.jobs for copy in job.copies}
     on_host |= {target for move in plan.moves for target in (move.source, move.target)}
-    return Planned(assembly, plan, frozenset(on_host), files)
+    return Planned(assembly, plan, frozenset(on_host), files, tuple(scales.names(graph.params)))
 
 
 def planned_bytes(what: Planned) -> int:
@@ -188,7 +190,8 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice) -> i
     """Bring all params to their places; the bytes that were read.
 
     Raises WeightsError (checkpoint-read) for a file that can't be read to its end or whose folder is stopped,
-    (checkpoint-changed) for one that somebody writes to.
+    (checkpoint-changed) for one that somebody writes to, (scale-invalid) for scales of caches that are no numbers
+    above 0.
     """
     made = OnHost(what, params.at)
     parts = ring.parts()
@@ -196,8 +199,20 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice) -> i
     num_bytes = share(what.plan.jobs, lambda: _worker(params, made, device, parts.pop()), threads, what.files)
     with device.use():
         made.move_all()
+        for target, value in what.assembly.filled.items():
+            upload(params.at[target], np.array([value], np.float32).view(np.uint8), None)
+            library.call("cuStreamSynchronize", None)
         library.call("cuStreamSynchronize", None)
+        scales.check({name: _number_at(params.buffers[name].pointer) for name in what.scales})
     return num_bytes
+
+
+def _number_at(address: int) -> float:
+    """The float32 number at an address of the device, whose work is done."""
+    found = np.empty(1, np.float32)
+    library.call("cuMemcpyAsync", found.ctypes.data, address, found.nbytes, None)
+    library.call("cuStreamSynchronize", None)
+    return float(found[0])
 
 
 class OnHost:

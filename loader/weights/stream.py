@@ -16,7 +16,7 @@ import torch
 from precast.ir.errors import TargetError, WeightsError
 from precast.ir.graph.schema import Dequantise, Graph, Param, Recipe, Tie
 from precast.ir.manifest import Checkpoint
-from precast.ir.weights import recipes
+from precast.ir.weights import recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.kernels import dtypes
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
@@ -62,25 +62,37 @@ def load_weights(
     `whole` is the graph before it was bound, where it may read tensors that this rank has no part of.
     `buffers` that were made beforehand save the time that pinning takes. Recipes and headers are compared before
     memory is taken or a tensor read. Raises WeightsError (weights-mismatch) with everything that does not fit,
+    (scale-invalid) for scales of caches that are no numbers above 0,
     (checkpoint-read) for a file that can't be read to its end, (checkpoint-changed) for one
     that somebody writes to; TargetError (device-memory) if the params don't fit a
     GPU.
     """
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
         stored = recipes.require(graph, rules, files, whole=whole)
+        params = scales.settled(graph.params, stored)
         _check_room(params_bytes(graph), device)  # what is planned grows with it
-        assembly = param_parts(graph.params, lambda name: stored[name].dtype)
+        assembly = param_parts(params, lambda name: stored[name].dtype)
         sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
         plan = plan_reads(assembly, stored.__getitem__, sizes)
         memory = _allocate(plan.targets, device)
         counts = [(read_all(plan, memory, pinned, files), plan.bytes_needed)]
         counts += [_round(part, memory, stored, pinned, files, sizes) for part in _in_rounds(assembly.computed, stored)]
         move_all(plan, memory)
+    for target, value in assembly.filled.items():
+        memory[target].view(torch.float32).fill_(value)
     bytes_read, bytes_needed = (sum(column) for column in zip(*counts, strict=True))
     tensors = dict(zip((target.name for target in plan.targets), _typed(plan.targets, memory), strict=True))
     recipe_of = {param.name: param.recipe for param in graph.params}
     made = {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
+    _check_scales(graph, made)
     return Weights(made, bytes_read, bytes_needed)
+
+
+def _check_scales(graph: Graph, made: Mapping[str, torch.Tensor]) -> None:
+    names = scales.names(graph.params)
+    if names:
+        found = torch.cat([made[name] for name in names]).tolist()
+        scales.check(dict(zip(names, found, strict=True)))
 
 
 def params_bytes(graph: Graph) -> int:
