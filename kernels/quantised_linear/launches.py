@@ -152,10 +152,11 @@ def tile_of(use: Use, most: int | None) -> Tile:
 
 
 def _tile_of_awq(use: Use, most: int | None) -> Tile:
-    """Words lie side by side along outputs, 32 of them in 128 bytes."""
+    """Words lie side by side along outputs, 32 of them in 128 bytes; registers hold the sums of half for more rows."""
     sizes = _sizes(use)
-    n, inputs = 256, INPUT_GROUP if sizes.num_groups == 1 else shared_inputs(sizes.group)
-    return Tile(16 if most == ROWS[0] else 32, n, inputs, _parts(sizes, n, most), 4, 3)
+    inputs = INPUT_GROUP if sizes.num_groups == 1 else shared_inputs(sizes.group)
+    m, n, num_warps = (16, 256, 4) if most == ROWS[0] else (32, 128, 8)
+    return Tile(m, n, inputs, _parts(sizes, n, most), num_warps, 3)
 
 
 def shared_inputs(group: int) -> int:
