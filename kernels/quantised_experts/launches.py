@@ -27,7 +27,10 @@ FORMATS = tuple(_VALUES)
 _MXFP4_BLOCK = 32
 _MOST_TAKEN = 112
 """What may be taken from integers of four bits, at most, besides zeros of four bits: bfloat16 holds 128 and it all."""
-_LEAST_K = 32
+_LEAST_K, _LEAST_GROUP = 32, 16
+"""The fewest columns of a block, and of a group that a block has several of."""
+_LARGE_GROUP = 64
+"""Groups of so many columns are blocks: a product with the sum is cheaper than one with each value."""
 Constants = dict[str, int | float | bool | str]
 
 
@@ -51,7 +54,12 @@ def is_taken(use: Use) -> bool:
     whole = all(use.operands[name].is_contiguous for name in parts)
     groups = [_group(use, name, size)[1] for name, size in (("up", sizes.width), ("down", sizes.inner))]
     widths = zip(groups, (sizes.width, sizes.inner), strict=True)
-    return whole and all(group % _LEAST_K == 0 or group >= width or _is_fp4(use) for group, width in widths)
+    return whole and all(group >= width or _is_fp4(use) or _is_cut(group) for group, width in widths)
+
+
+def _is_cut(group: int) -> bool:
+    """Whether blocks of columns are whole groups of so many, or lie in one."""
+    return group % _LEAST_K == 0 or (group >= _LEAST_GROUP and group == power_of_two(group))
 
 
 def has_float8(use: Use) -> bool:
@@ -255,9 +263,9 @@ def _shared(use: Use, name: str, size_k: int) -> tuple[int, int]:
 
 
 def _block_k(most: int, group: int, size_k: int, *, is_fp4: bool) -> int:
-    """Columns of a block, at most so many: several groups of FP4, or a part of a group."""
+    """Columns of a block, at most so many: several groups, all of FP4 and small ones, or a part of one."""
     most = min(most, max(_LEAST_K, power_of_two(size_k)))
-    if is_fp4 or group >= size_k:
+    if is_fp4 or group >= size_k or (group < _LARGE_GROUP and group == power_of_two(group)):
         return most
     while group % most:
         most //= 2

@@ -1,7 +1,7 @@
 """What computes experts in few bits: Triton on GPUs; else each expert is dequantised when its tokens are multiplied.
 
 How Triton's kernels cut their work depends on how many tokens a step has. They don't know awq and gptq, whose matrices
-lie transposed, nor groups of fewer than 32 integers.
+lie transposed, nor groups of fewer than 16 numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TRITON: dict[str, Any] = {
     "allocates": False, "dtypes": {"x": ("float16", "bfloat16", "float32")},
     "takes": (
         Condition(
-            f"one of {', '.join(launches.FORMATS)}, in groups of a multiple of 32 where these are integers, and sizes "
+            f"one of {', '.join(launches.FORMATS)}, in groups of a multiple of 32 or of 16 where there are groups, and sizes "
             "that are known at load", launches.is_taken,
         ),
         Condition("compute capability 8.9 or higher for numbers of float8", launches.has_float8),

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from precast.kernels.experts.triton import rows_of_weight, store_results, tile_of
 from precast.kernels.quantised_experts.triton_values import (
-    float8_values,
+    byte_values,
     fp4_halves,
     fp4_scale,
     fp4_unshifted,
@@ -142,13 +142,18 @@ def _multiply(  # type: ignore[no-untyped-def]
         next_scale, next_zero = _scales_of(
             scales_ptr, zeros_ptr, n, is_weight, start + BLOCK_K, SIZE_K, BLOCK_K, GROUP_N, GROUP_K, ZEROS
         )
-        taken = zero + ZERO_OFFSET
+        taken = tl.zeros([COUNT, GROUPS], tl.int32) + (zero + ZERO_OFFSET)
+        factor = fp4_scale(scale, SCALES, IN_PAIRS) if VALUES == "fp4" else scale
+        if WITHIN or VALUES == "fp4":
+            factor = _each(factor, COUNT, BLOCK_B // GROUPS, GROUPS)
+        taken = _each(taken, COUNT, BLOCK_B // GROUPS, GROUPS)
         if VALUES == "fp4":
-            factor = _each(fp4_scale(scale, SCALES, IN_PAIRS), COUNT, GROUP_K // 2, GROUPS)
             low, high = fp4_halves(values, factor, DTYPE, IN_PAIRS)
         elif VALUES == "int4":
-            low, high = int4_halves(values, tl.zeros([COUNT, BLOCK_B], tl.int32) + taken, DTYPE, IN_PAIRS)
-        part = y if VALUES == "fp4" else tl.zeros([COUNT, BLOCK_M], tl.float32)
+            low, high = int4_halves(values, taken, factor, DTYPE, IN_PAIRS, WITHIN)
+        else:
+            weight = byte_values(values, taken, factor, VALUES, DTYPE, IN_PAIRS, WITHIN)
+        part = y if WITHIN or VALUES == "fp4" else tl.zeros([COUNT, BLOCK_M], tl.float32)
         if HALVES:
             if X_IN_PAIRS:
                 even, odd = halves_of_pairs(x, DTYPE)
@@ -158,12 +163,8 @@ def _multiply(  # type: ignore[no-untyped-def]
             part = tl.dot(low, tl.trans(even), part, input_precision=PRECISION)
             part = tl.dot(high, tl.trans(odd), part, input_precision=PRECISION)
         else:
-            if VALUES == "float8":
-                weight = float8_values(values, DTYPE, IN_PAIRS)
-            else:
-                weight = (values.to(tl.int32) - taken).to(tl.float32).to(DTYPE)
             part = tl.dot(weight, tl.trans(x), part, input_precision=PRECISION)
-        y = part if VALUES == "fp4" else y + part * scale.to(tl.float32)
+        y = part if WITHIN or VALUES == "fp4" else y + part * scale.to(tl.float32)
         scale, zero = next_scale, next_zero
         weight_ptrs += BLOCK_B
         x_ptrs += BLOCK_B if X_IN_PAIRS else BLOCK_K * x_stride_k

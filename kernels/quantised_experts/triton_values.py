@@ -115,8 +115,9 @@ def fp4_halves(values, scale, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):  # t
 
 
 @triton.jit
-def int4_halves(values, zero, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of bytes [N, K] the integers of the lower halves and of the upper ones, less `zero` of the same shape, int32."""
+def int4_halves(values, zero, scale, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr, IS_SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of bytes [N, K] the integers of the lower halves and of the upper ones, less `zero` of the same shape, int32; if
+    they are scaled, times `scale`."""
     if IN_PAIRS:
         zero = (zero + 128).to(tl.bfloat16)
         low = tl.inline_asm_elementwise(
@@ -127,19 +128,43 @@ def int4_halves(values, zero, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):  # t
         )
     else:
         whole = values.to(tl.int32)
-        low, high = ((whole & 15) - zero).to(tl.float32).to(DTYPE), ((whole >> 4) - zero).to(tl.float32).to(DTYPE)
-    return low, high
+        low, high = ((whole & 15) - zero).to(tl.float32), ((whole >> 4) - zero).to(tl.float32)
+    return _scaled(low, scale, DTYPE, IN_PAIRS, IS_SCALED), _scaled(high, scale, DTYPE, IN_PAIRS, IS_SCALED)
 
 
 @triton.jit
-def float8_values(values, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers of float8, which have no infinity; what isn't a number becomes 480 where they are made in pairs."""
-    if IN_PAIRS:
-        bits = values.to(tl.uint8, bitcast=True)
-        made = tl.inline_asm_elementwise(_FLOAT8, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=4)
+def byte_values(  # type: ignore[no-untyped-def]
+    values, zero, scale, KIND: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr, IS_SCALED: tl.constexpr
+):
+    """Numbers of a byte each, "float8" or integers less `zero`; if they are scaled, times `scale`.
+
+    A float8 has no infinity; what isn't a number becomes 480 where they are made in pairs.
+    """
+    if KIND == "float8":
+        if IN_PAIRS:
+            bits = values.to(tl.uint8, bitcast=True)
+            made = tl.inline_asm_elementwise(_FLOAT8, "=r,=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=4)
+        else:
+            made = values.to(tl.float32)
     else:
-        made = values.to(DTYPE)
-    return made
+        made = (values.to(tl.int32) - zero).to(tl.float32)
+        if IN_PAIRS:
+            made = made.to(tl.bfloat16)
+    return _scaled(made, scale, DTYPE, IN_PAIRS, IS_SCALED)
+
+
+@triton.jit
+def _scaled(values, scale, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr, IS_SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values, of bfloat16 if they are in pairs and else float32, times scales of the same shape, if they are scaled."""
+    if IS_SCALED:
+        if IN_PAIRS:
+            values = tl.inline_asm_elementwise(
+                "mul.bf16x2 $0, $1, $2;", "=r,r,r", [values, scale.to(tl.bfloat16)], dtype=tl.bfloat16, is_pure=True,
+                pack=2,
+            )  # fmt: skip
+        else:
+            values *= scale.to(tl.float32)
+    return values.to(DTYPE)
 
 
 @triton.jit
