@@ -101,7 +101,7 @@ fuzz: $(STAMP)
 fuzz-random: $(STAMP)
 	$(PY) tests/fuzz/run.py bundles 0 $(COUNT)
 
-# With ONLY="llama qwen3" these types alone, and no page.
+# With ONLY="llama qwen3" these types alone, and no page; with ONLY="--write llama" this row of the page.
 models: $(STAMP)
 	PYTHONPATH=tests/support $(PY) -m models_page --workers $(WORKERS) $(ONLY)
 

@@ -52,9 +52,9 @@ class OpSpec:
     """One version of an op.
 
     `axes` and `results` give each tensor's axes, results in order: `"1 T H D"`, with `...` for any number of leading
-    axes, `2F` for a multiple and `B+1` for a sum; one letter has one size in a call. `dtypes` names the element types
-    of each tensor argument that it takes. `tolerances` are for the largest of the floating results' dtypes,
-    and for what is written; a dtype that isn't in it must be met exactly.
+    axes, `2F` for a multiple and `B+1` for a sum; one letter has one size in a call. `"*"` alone: as a word among the
+    arguments says. `dtypes` names the element types of each tensor argument that it takes. `tolerances` are for the
+    largest of the floating results' dtypes, and for what is written; a dtype that isn't in it must be met exactly.
     """
 
     name: str

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from precast.builder.capture.attentions import ATTENTIONS
 from precast.builder.capture.mixtures import MIXTURES
 from precast.builder.capture.routing import current_trace
 from precast.builder.replaced import replaced
@@ -227,5 +228,6 @@ _ROUTES: dict[str, tuple[str, Callable[..., Any]]] = {
     "RwkvSelfAttention": ("forward", _rwkv_attention),
     "RwkvFeedForward": ("forward", _rwkv_feed_forward),
     "xLSTMBackend": ("forward", _exponential_memory),
+    **ATTENTIONS,
     **MIXTURES,
 }

@@ -184,7 +184,7 @@ def _item(arg: ArgDef, value: Any, ctx: PassContext, names: _Names) -> Any:
         return ir.DtypeArg(str(value).removeprefix("torch."))  # type: ignore[arg-type]
     if isinstance(value, torch.SymInt):
         return _integer(expr_of(value, ctx.symbols))
-    if arg.kind in ("int[]", "int") and not isinstance(value, (bool, int)):
+    if arg.kind in ("int[]", "int[]?", "int") and not isinstance(value, (bool, int)):
         return _integer(value)
     if arg.kind in ("float", "float?"):
         return ir.Const(float(value))

@@ -99,6 +99,7 @@ _FITS: dict[Kind, Callable[[Arg], bool]] = {
     "int": _is_integer,
     "int?": _is_integer,
     "int[]": _list(_is_integer),
+    "int[]?": _list(_is_integer),
     "float": _literal(float),
     "float?": _literal(float),
     "bool": _literal(bool),

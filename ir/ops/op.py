@@ -27,8 +27,8 @@ Args = Mapping[str, Any]
 ShapeRule = Callable[[Args], tuple[TensorType, ...]]
 
 Kind = Literal[
-    "Tensor", "Tensor?", "Tensor[]", "Tensor|Scalar", "int", "int?", "int[]", "float", "float?", "bool", "str",
-    "Dtype", "Scalar", "Steps", "Group",
+    "Tensor", "Tensor?", "Tensor[]", "Tensor|Scalar", "int", "int?", "int[]", "int[]?", "float", "float?", "bool",
+    "str", "Dtype", "Scalar", "Steps", "Group",
 ]  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def row(
 
 
 _PARAM = re.compile(
-    r"(?P<kind>Tensor\(\w!\)|Tensor\[\]|Tensor\|Scalar|Tensor\??|int\[\]|int\??|float\??|bool|str|Dtype|Scalar|Steps|Group)"
+    r"(?P<kind>Tensor\(\w!\)|Tensor\[\]|Tensor\|Scalar|Tensor\??|int\[\]\??|int\??|float\??|bool|str|Dtype|Scalar|Steps|Group)"
     r" (?P<name>\w+)(?:=(?P<default>.+))?"
 )
 

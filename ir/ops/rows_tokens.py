@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import TensorType
+from precast.ir.graph.schema import Dtype, TensorType
 from precast.ir.ops.checks import (
     COMPUTED,
     broadcast,
@@ -16,10 +17,13 @@ from precast.ir.ops.checks import (
     expect_shape,
     expect_vector,
 )
-from precast.ir.ops.op import EACH, SEQUENCES, VALUE, Args, Integers, Tokens, last_of, row
+from precast.ir.ops.op import EACH, SEQUENCES, VALUE, Args, Integers, ShapeError, Tokens, last_of, row
 from precast.ir.ops.work import nothing, product
+from precast.ir.weights import quantised
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+SCALES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
+QUANTISED_INPUTS = ("none", "fp8_token", "fp8_group", "fp8_tensor", "int8_token")
 
 
 def linear(args: Args) -> tuple[TensorType, ...]:
@@ -31,6 +35,39 @@ def linear(args: Args) -> tuple[TensorType, ...]:
     expect_dtype("weight", weight, x.dtype)
     expect_given(args, "bias", weight.shape[:1], x.dtype)
     return (TensorType(x.dtype, (*x.shape[:-1], weight.shape[0])),)
+
+
+def quantised_linear(args: Args) -> tuple[TensorType, ...]:
+    x, activation, scale = args["input"], args.get("activation", "none"), args.get("input_scale")
+    expect(len(x.shape) >= 1, "input: expected at least one dimension")
+    expect_dtype("input", x, *COMPUTED)
+    expect_one_of("activation", activation, QUANTISED_INPUTS)
+    weight = _values("weight", args)
+    expect_rank("weight, dequantised", weight, 2)
+    outputs, inputs = reversed(weight.shape) if args["format"] in ("awq", "gptq") else weight.shape
+    expect_shape("input's last dimension", x.shape[-1:], (inputs,))
+    expect_given(args, "bias", (outputs,), x.dtype)
+    is_static = activation == "fp8_tensor"
+    expect((scale is not None) == is_static, f"input_scale: {'missing' if is_static else f'not taken by {activation}'}")
+    expect_given(args, "input_scale", (1,), *SCALES)
+    return (TensorType(x.dtype, (*x.shape[:-1], outputs)),)
+
+
+def _values(name: str, args: Args) -> TensorType:
+    """The values that the argument `name` holds in few bits, with the parts that stand beside it."""
+    format, weight, scales = args["format"], args[name], args["scales"]
+    others = {part: args[part] for part in ("zeros", "groups", "global_scale") if args.get(part) is not None}
+    sizes = {"of": weight.shape, "scales": scales.shape, **{part: each.shape for part, each in others.items()}}
+    try:
+        shape = quantised.shape_in_op(format, sizes, args.get("block"), args.get("zero_offset", 0))
+    except RecipeError as error:
+        raise ShapeError(str(error)) from error
+    expect_dtype(name, weight, quantised.stored_dtype(format))
+    expect_dtype("scales", scales, *quantised.scales_dtypes(format))
+    for part, each in others.items():
+        allowed = SCALES if part == "global_scale" else ("int8",) if format == "int8" else ("int32",)
+        expect_dtype(part, each, *allowed)
+    return TensorType("float32", shape)
 
 
 def addmm(args: Args) -> tuple[TensorType, ...]:
@@ -184,6 +221,15 @@ ROWS = (
         linear,
         last_of("input"),
         product("input"),
+    ),
+    row(
+        "precast.quantised_linear(Tensor input, Tensor weight, Tensor scales, Tensor? zeros=None, Tensor? groups=None,"
+        " Tensor? global_scale=None, Tensor? input_scale=None, Tensor? bias=None, *, str format, int[]? block=None,"
+        " int zero_offset=0, str activation='none') -> Tensor",
+        quantised_linear,
+        last_of("input"),
+        product("input"),
+        integers={"weight": VALUE, "zeros": VALUE, "groups": Integers("any", "scales")},
     ),
     row("aten.addmm.default(Tensor self, Tensor mat1, Tensor mat2) -> Tensor", addmm, last_of("mat1"), product("mat1")),
     row("aten.matmul.default(Tensor self, Tensor other) -> Tensor", matmul, last_of("self"), product("self")),

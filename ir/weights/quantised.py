@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from precast.ir import limits
 from precast.ir.errors import RecipeError
@@ -45,7 +44,9 @@ _NEEDED = {
 }
 _OPTIONAL = {"packed4": ("zeros", "groups"), "packed8": ("zeros", "groups"), "int8": ("zeros",)}
 
-Sizes = tuple[int, ...]
+_OPTIONAL_IN_OPS = {**_OPTIONAL, "gptq": ("groups",)}
+
+Sizes = tuple[Expr, ...]
 
 
 def shape(recipe: Dequantise, *parts: Sequence[Expr]) -> tuple[Expr, ...]:
@@ -53,29 +54,68 @@ def shape(recipe: Dequantise, *parts: Sequence[Expr]) -> tuple[Expr, ...]:
 
     Raises RecipeError where parts don't fit each other.
     """
-    needed, optional = _NEEDED[recipe.format], _OPTIONAL.get(recipe.format, ())
-    for name in ("block", "zeros", "groups", "global_scale"):
-        given, wanted = getattr(recipe, name) is not None, name in needed
-        fits = given == wanted or name in optional
-        expect(fits, f"{recipe.format}: {name} is {'missing' if wanted else 'not part of the format'}")
-    has_zeros = recipe.zeros is not None or recipe.format in PACKED
-    expect(recipe.zero_offset == 0 or has_zeros, f"{recipe.format}: a zero_offset without zeros")
-    names = (name for name in PARTS if getattr(recipe, name) is not None)
+    names = [name for name in PARTS if getattr(recipe, name) is not None]
+    _expect_parts(recipe.format, names, recipe.block, recipe.zero_offset, _OPTIONAL)
     sizes = {name: _constant(recipe.format, part) for name, part in zip(names, parts, strict=True)}
-    of = sizes["of"]
+    of, whole = sizes["of"], sizes.get("global_scale")
     matrices = of[0] if len(of) > 2 else 1
+    assert isinstance(matrices, int)
     expect(matrices <= limits.MAX_EACH, f"{recipe.format}: {matrices} matrices, expected at most {limits.MAX_EACH}")
-    if recipe.format in ("fp8", "int8"):
-        return _in_blocks(recipe, sizes)
-    if recipe.format == "mxfp4":
-        return _mxfp4(of, sizes["scales"])
-    if recipe.format in ("nvfp4", "nvfp4_divided"):
-        return _nvfp4(recipe.format, sizes)
-    if recipe.format in PACKED:
-        return _packed(recipe.format, sizes)
-    if recipe.format == "awq":
-        return _awq(of, sizes["scales"], sizes["zeros"])
-    return _gptq(of, sizes["scales"], sizes["zeros"], sizes["groups"])
+    one: Sizes = (*of[:-2], 1, 1)
+    if whole is not None:
+        expect(whole == one, f"{recipe.format}: expected a global scale of {_text(one)}, found {_text(whole)}")
+    return _shape(recipe.format, sizes, recipe.block)
+
+
+def shape_in_op(
+    format: str, sizes: Mapping[str, Sequence[Expr]], block: Sequence[Expr] | None, zero_offset: int
+) -> tuple[Expr, ...]:
+    """The sizes of the values that an op reads from parts, named as in `PARTS`, for what stands in a `Dequantise`.
+
+    Sizes are expressions over the world's symbols here. Two parts may be another way than in a recipe: the
+    `global_scale` may have one value for each row, [.., R, 1], and without `groups` those of `gptq` are in order.
+
+    Raises RecipeError where parts don't fit each other.
+    """
+    expect(format in _NEEDED, f"format: expected one of {', '.join(_NEEDED)}, found {format!r}")
+    _expect_parts(format, sizes, block, zero_offset, _OPTIONAL_IN_OPS)
+    return _shape(format, {name: tuple(size) for name, size in sizes.items()}, block)
+
+
+def stored_dtype(format: str) -> Dtype:
+    """The element type of a format's values."""
+    return _STORED[format]
+
+
+def scales_dtypes(format: str) -> tuple[Dtype, ...]:
+    """The element types that a format's scales may have."""
+    return tuple(dtype for dtype in _SCALES.get(format, _ANY_FLOAT) if dtype is not None)
+
+
+def _expect_parts(
+    format: str, given: Iterable[str], block: Sequence[Expr] | None, zero_offset: int,
+    optional: Mapping[str, Sequence[str]],
+) -> None:  # fmt: skip
+    has = {"of", *given} | ({"block"} if block is not None else set())
+    for name in ("scales", "block", "zeros", "groups", "global_scale"):
+        wanted = name == "scales" or name in _NEEDED[format]
+        fits = (name in has) == wanted or name in optional.get(format, ())
+        expect(fits, f"{format}: {name} is {'missing' if wanted else 'not part of the format'}")
+    has_zeros = "zeros" in has or format in PACKED
+    expect(zero_offset == 0 or has_zeros, f"{format}: a zero_offset without zeros")
+
+
+def _shape(format: str, sizes: Mapping[str, Sizes], block: Sequence[Expr] | None) -> Sizes:
+    of, scales = sizes["of"], sizes["scales"]
+    if format in ("fp8", "int8"):
+        return _in_blocks(format, sizes, block)
+    if format == "mxfp4":
+        return _mxfp4(of, scales)
+    if format in ("nvfp4", "nvfp4_divided"):
+        return _nvfp4(format, sizes)
+    if format in PACKED:
+        return _packed(format, sizes)
+    return _awq(of, scales, sizes["zeros"]) if format == "awq" else _gptq(sizes)
 
 
 def dtype(recipe: Dequantise, *parts: Dtype | None) -> Dtype:
@@ -97,59 +137,92 @@ def dtype(recipe: Dequantise, *parts: Dtype | None) -> Dtype:
     return "float32"
 
 
-def _in_blocks(recipe: Dequantise, sizes: Mapping[str, Sizes]) -> Sizes:
-    of, scales, block, format = sizes["of"], sizes["scales"], recipe.block, recipe.format
-    expect(block is not None and min(block) > 0, f"{format}: a block of {block}")
+def _in_blocks(format: str, sizes: Mapping[str, Sizes], block: Sequence[Expr] | None) -> Sizes:
+    of, scales = sizes["of"], sizes["scales"]
     assert block is not None
-    expect(len(of) >= 2, f"{format}: values of {list(of)}, expected rows and columns")
-    expected = (*of[:-2], -(-of[-2] // block[0]), -(-of[-1] // block[1]))
-    expect(scales == expected, f"{format}: expected scales of {list(expected)}, found {list(scales)}")
+    is_block = len(block) == 2 and all(not isinstance(each, int) or each > 0 for each in block)
+    expect(is_block, f"{format}: a block of {block}")
+    expect(len(of) >= 2, f"{format}: values of {_text(of)}, expected rows and columns")
+    expected = (*of[:-2], *(_in_parts(size, each) for size, each in zip(of[-2:], block, strict=True)))
+    expect(_equal(scales, expected), f"{format}: expected scales of {_text(expected)}, found {_text(scales)}")
     zeros = sizes.get("zeros", expected)
-    expect(zeros == expected, f"{format}: expected zeros of {list(expected)}, found {list(zeros)}")
+    expect(_equal(zeros, expected), f"{format}: expected zeros of {_text(expected)}, found {_text(zeros)}")
     return of
 
 
+def _in_parts(size: Expr, part: Expr) -> Expr:
+    """How many parts there are; one, too, of a size that in one rank's world, the largest, is no more than a part."""
+    alone = symbols.substitute(size, {"tp": 1, "ep": 1, "rank": 0})
+    return 1 if isinstance(alone, int) and isinstance(part, int) and 0 < alone <= part else symbols.ceildiv(size, part)
+
+
 def _mxfp4(of: Sizes, scales: Sizes) -> Sizes:
-    fits = len(of) >= 2 and scales == of[:-1]
-    expect(fits, f"mxfp4: blocks of {list(of)} and scales of {list(scales)} don't fit")
-    return (*of[:-2], math.prod(of[-2:]) * 2)
+    fits = len(of) >= 2 and _equal(scales, of[:-1])
+    expect(fits, f"mxfp4: blocks of {_text(of)} and scales of {_text(scales)} don't fit")
+    return (*of[:-2], symbols.mul(*of[-2:], 2))
 
 
 def _nvfp4(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
     of, scales, whole = sizes["of"], sizes["scales"], sizes["global_scale"]
-    fits = len(of) >= 2 and of[:-1] == scales[:-1] and of[-1] * 2 == scales[-1] * NVFP4_BLOCK
-    fits = fits and whole == (*of[:-2], 1, 1)
-    found = f"values of {list(of)}, scales of {list(scales)}, a global scale of {list(whole)}"
+    fits = len(of) >= 2 and len(scales) == len(of) and _equal(of[:-1], scales[:-1])
+    fits = fits and symbols.equal(symbols.mul(of[-1], 2), symbols.mul(scales[-1], NVFP4_BLOCK))
+    fits = fits and any(_equal(whole, (*of[:-2], rows, 1)) for rows in (1, of[-2]))
+    found = f"values of {_text(of)}, scales of {_text(scales)}, a global scale of {_text(whole)}"
     expect(fits, f"{format}: {found} don't fit")
-    return (*of[:-1], scales[-1] * NVFP4_BLOCK)
+    return (*of[:-1], symbols.mul(scales[-1], NVFP4_BLOCK))
 
 
 def _packed(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
     of, scales, each = sizes["of"], sizes["scales"], PACKED[format]
-    expect(len(of) == 2 and len(scales) == 2, f"{format}: values of {list(of)} and scales of {list(scales)}")
-    columns = of[1] * each
-    fits = scales[0] == of[0] and scales[1] > 0 and ("groups" in sizes or columns % scales[1] == 0)
+    expect(len(of) == 2 and len(scales) == 2, f"{format}: values of {_text(of)} and scales of {_text(scales)}")
+    columns = symbols.mul(of[1], each)
+    fits = symbols.equal(scales[0], of[0]) and scales[1] != 0 and ("groups" in sizes or _divides(scales[1], columns))
     zeros, groups = sizes.get("zeros"), sizes.get("groups")
-    fits = fits and zeros in (None, (-(-of[0] // each), scales[1])) and groups in (None, (columns,))
-    found = ", ".join(f"{name} of {list(size)}" for name, size in sizes.items())
+    fits = fits and (zeros is None or _equal(zeros, (symbols.ceildiv(of[0], each), scales[1])))
+    fits = fits and (groups is None or _equal(groups, (columns,)))
+    found = ", ".join(f"{name} of {_text(size)}" for name, size in sizes.items())
     expect(fits, f"{format}: {found} don't fit")
     return (of[0], columns)
 
 
 def _awq(of: Sizes, scales: Sizes, zeros: Sizes) -> Sizes:
-    fits = len(of) == 2 and len(scales) == 2 and scales[0] > 0 and of[0] % scales[0] == 0
-    fits = fits and scales[1] == of[1] * PER_INT32 and zeros == (scales[0], of[1])
-    expect(fits, f"awq: values of {list(of)}, scales of {list(scales)} and zeros of {list(zeros)} don't fit")
-    return (of[0], of[1] * PER_INT32)
+    fits = len(of) == 2 and len(scales) == 2 and _divides(scales[0], of[0])
+    fits = fits and symbols.equal(scales[1], symbols.mul(of[1], PER_INT32)) and _equal(zeros, (scales[0], of[1]))
+    expect(fits, f"awq: values of {_text(of)}, scales of {_text(scales)} and zeros of {_text(zeros)} don't fit")
+    return (of[0], symbols.mul(of[1], PER_INT32))
 
 
-def _gptq(of: Sizes, scales: Sizes, zeros: Sizes, groups: Sizes) -> Sizes:
-    fits = len(of) == 2 and len(scales) == 2 and scales[0] > 0 and scales[1] == of[1]
-    fits = fits and len(zeros) == 2 and (zeros[0], zeros[1] * PER_INT32) == scales
-    fits = fits and groups == (of[0] * PER_INT32,)
-    found = f"values of {list(of)}, scales of {list(scales)}, zeros of {list(zeros)}, groups of {list(groups)}"
+def _gptq(sizes: Mapping[str, Sizes]) -> Sizes:
+    of, scales, zeros = sizes["of"], sizes["scales"], sizes["zeros"]
+    fits = len(of) == 2 and len(scales) == 2 and scales[0] != 0 and symbols.equal(scales[1], of[1])
+    fits = fits and len(zeros) == 2 and _equal((zeros[0], symbols.mul(zeros[1], PER_INT32)), scales)
+    rows = symbols.mul(of[0], PER_INT32) if len(of) == 2 else 0
+    groups = sizes.get("groups")
+    fits = fits and (_divides(scales[0], rows) if groups is None else _equal(groups, (rows,)))
+    found = ", ".join(f"{name} of {_text(size)}" for name, size in sizes.items())
     expect(fits, f"gptq: {found} don't fit")
-    return (of[0] * PER_INT32, of[1])
+    return (rows, of[1])
+
+
+def _equal(a: Sizes, b: Sizes) -> bool:
+    return len(a) == len(b) and all(map(symbols.equal, a, b))
+
+
+def _divides(by: Expr, size: Expr) -> bool:
+    """Whether `size` is so often `by`, which is one product, whatever their symbols are."""
+    parts = symbols.terms(by)
+    if len(parts) != 1:
+        return False
+    ((factors, count),) = parts.items()
+
+    def is_multiple(term: tuple[Expr, ...], times: int) -> bool:
+        return times % count == 0 and all(term.count(factor) >= factors.count(factor) for factor in factors)
+
+    return all(is_multiple(term, times) for term, times in symbols.terms(size).items())
+
+
+def _text(sizes: Sizes) -> str:
+    return f"[{', '.join(map(symbols.text, sizes))}]"
 
 
 def _constant(format: str, sizes: Sequence[Expr]) -> Sizes:

@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import torch
 
-from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Graph, Param, Recipe, Tie
+from precast.ir.errors import TargetError, WeightsError
+from precast.ir.graph.schema import Dequantise, Graph, Param, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.kernels import dtypes
+from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.loader.device import Device, aligned
 from precast.loader.torch_device import tensor_of
-from precast.loader.weights.dequantise import dequantise
 from precast.loader.weights.parts import Assembly, Computed, Target, param_parts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Granularity, grouped, plan_reads
 from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_all, read_all, strided
@@ -105,11 +105,25 @@ def _round(
     move_all(plan, read)
     tensors = _typed(plan.targets, read)
     for each, places in zip(computed, inputs, strict=True):
-        made = dequantise(each.recipe, {name: tensors[place] for name, place in places.items()})
+        made = _values(each.recipe, {name: tensors[place] for name, place in places.items()})
         source = strided(made.contiguous().flatten(), each.source)
         copy_converted(source, memory[each.target], each.destination, each.casts)
         del made, source  # before the next is made
     return num_bytes, plan.bytes_needed
+
+
+def _values(recipe: Dequantise, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What the recipe makes of its parts, float32. Raises WeightsError (weights-mismatch) for groups without scales."""
+    others = {name: part for name, part in parts.items() if name != "of"}
+    groups = others.get("groups")
+    if groups is not None and groups.numel():
+        count = parts["scales"].shape[0 if recipe.format == "gptq" else 1]
+        least, most = int(groups.min()), int(groups.max())
+        if least < 0 or most >= count:
+            message = f"g_idx has {least} to {most}, expected 0 to {count - 1}"
+            raise WeightsError("weights-mismatch", message, fix="the checkpoint is damaged: download or copy it again")
+    format, block, offset = recipe.format, recipe.block, recipe.zero_offset
+    return dequantise(Quantised(parts["of"], **others, format=format, block=block, zero_offset=offset))
 
 
 def _in_rounds(computed: Sequence[Computed], stored: Mapping[str, StoredTensor]) -> Iterator[list[Computed]]:

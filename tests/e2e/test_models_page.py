@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from model_sweep import Row, worlds_text
-from models_page import PAGE, green_types, line, main, page, with_columns
+from models_page import PAGE, green_types, line, main, page, with_columns, with_rows
 
 from precast.check.shards import Proof
 
@@ -51,6 +51,24 @@ def test_columns_are_filled_and_nothing_else_changes() -> None:
     assert (
         with_columns(with_columns(both, [Row("a", "", "green")], "split"), [Row("a", "", "green")], "resolve") == before
     )
+
+
+def test_a_row_is_replaced_and_the_counts_follow() -> None:
+    now = Row("b", "BForCausalLM", "green", builds=True, logits=True, tokens=True, share=0.5)
+    more = Row("d", "DForCausalLM", "red", reason="new")
+
+    assert with_rows(page(ROWS), [now, more]) == page((now, ROWS[1], ROWS[2], more))
+
+
+def test_chosen_types_are_written_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("models_page.PAGE", tmp_path / "models.md")
+    (tmp_path / "models.md").write_text(page(ROWS), encoding="utf-8")
+
+    ran = CliRunner().invoke(main, ["--write", "bart"])
+
+    assert ran.exit_code == 0
+    expected = page((*ROWS, Row("bart", "BartForCausalLM", "out of scope", reason="an encoder-decoder")))
+    assert (tmp_path / "models.md").read_text(encoding="utf-8") == expected
 
 
 def test_worlds_in_words() -> None:

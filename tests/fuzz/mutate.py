@@ -232,7 +232,7 @@ def _results(op: OpDef, args: Mapping[str, Arg], types: Mapping[str, TensorType]
 def _argument(arg: ArgDef, types: Mapping[str, TensorType], rng: random.Random) -> Arg:
     if arg.kind == "Tensor[]":
         return Items(tuple(_tensor(arg.name, types, rng) for _ in range(rng.randint(0, 3))))
-    if arg.kind == "int[]":
+    if arg.kind.startswith("int[]"):
         return Items(tuple(_size(rng) for _ in range(rng.randint(0, 4))))
     if arg.kind.startswith("Tensor"):
         return _tensor(arg.name, types, rng)

@@ -4,15 +4,14 @@
 // is NaN before. What the kernel in front writes (`Written`) is NaN until all threads wait for that kernel. Copies
 // arrive at once, or as late as they may: when they are waited for.
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <vector>
+
+#include "fibers.h"
 
 #define __device__
 #define __global__
@@ -34,45 +33,26 @@ using std::min;
 struct float4 { float x, y, z, w; };
 struct Index { unsigned x, y, z; };
 struct Copy { u32 to; const Element* from; u32 bytes; };
-struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
+struct Thread {
   Index thread, block;
   std::vector<std::vector<Copy>> groups;    // the last one is not ended yet
   u32 given[8];                             // to the other lanes of the warp
-  bool arrived, done;
+  bool arrived;
 };
-struct Meeting { int arrived; unsigned turn; };
 
-static std::vector<Fiber> fibers;
-static Fiber* current;
-static ucontext_t scheduler;
-static std::vector<Meeting> of_warps, of_blocks;
-static Meeting of_cluster, in_front;
-static unsigned cluster_turn;
+static std::vector<Thread> threads;    // of the cluster
+static std::vector<fibers::Meeting> of_warps, of_blocks;
+static fibers::Meeting of_cluster, in_front;
 static std::vector<std::vector<unsigned char>> shared;    // of each CTA of the cluster
 static bool copies_are_late;
-static int num_threads;    // of a CTA
+#define current (&threads[fibers::running])
 #define threadIdx (current->thread)
 #define blockIdx (current->block)
 
-static void let_others_run() { swapcontext(&current->context, &scheduler); }
-static bool arrives(Meeting& meeting, int count) {
-  if (++meeting.arrived < count) return false;
-  meeting.arrived = 0;
-  meeting.turn++;
-  return true;
-}
-static void meet(Meeting& meeting, int count) {
-  const unsigned turn = meeting.turn;
-  if (!arrives(meeting, count))
-    while (meeting.turn == turn) let_others_run();
-}
-
 static u32 lane() { return threadIdx.x % 32; }
-static Fiber* warp() { return current - lane(); }
-inline void __syncwarp() { meet(of_warps[(current - fibers.data()) / 32], 32); }
-inline void __syncthreads() { meet(of_blocks[blockIdx.x], num_threads); }
+static Thread* warp() { return current - lane(); }
+inline void __syncwarp() { of_warps[fibers::running / 32].arrive_and_wait(); }
+inline void __syncthreads() { of_blocks[blockIdx.x].arrive_and_wait(); }
 
 template <typename T>
 static T exchanged(T value, u32 source) {
@@ -210,12 +190,12 @@ inline void barrier_expect(u32, u32 bytes) {
   barriers[blockIdx.x].bytes += bytes;
 }
 inline void barrier_wait(u32) {
-  while (barriers[blockIdx.x].arrivals > 0 || barriers[blockIdx.x].bytes != 0) let_others_run();
+  while (barriers[blockIdx.x].arrivals > 0 || barriers[blockIdx.x].bytes != 0) fibers::let_others_run();
 }
 inline void send(u32 to, u32 rank, float a, float b, float c, float d, u32) {
   const float x[4] = {a, b, c, d};
   CHECK(barriers[rank].arrivals > 0 || barriers[rank].bytes >= 16);
-  CHECK(cluster_turn > 0);    // all CTAs have begun
+  CHECK(of_cluster.turn > 0);    // all CTAs have begun
   CHECK(to % 16 == 0 && rank < shared.size() && to + 16 <= shared[rank].size());
   memcpy(shared[rank].data() + to, x, 16);
   barriers[rank].bytes -= 16;
@@ -233,14 +213,14 @@ inline float4 load_near(u32 from) {
 inline void arrive_with_nothing_written() {
   CHECK(!current->arrived);
   current->arrived = true;
-  current->given[7] = cluster_turn;
-  if (arrives(of_cluster, fibers.size())) cluster_turn++;
+  current->given[7] = of_cluster.turn;
+  (void)of_cluster.arrive();
 }
 inline void wait_for_cluster() {
   CHECK(current->arrived);
   current->arrived = false;
   const u32 turn = current->given[7];
-  while (cluster_turn == turn) let_others_run();
+  while (of_cluster.turn == turn) fibers::let_others_run();
 }
 
 struct Written { unsigned char* to; const unsigned char* after; u64 bytes; };
@@ -252,10 +232,10 @@ static void write_all() {
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_in_front() {
   const unsigned turn = in_front.turn;
-  if (arrives(in_front, fibers.size()))
+  if (in_front.arrive())
     write_all();
   else
-    while (in_front.turn == turn) let_others_run();
+    while (in_front.turn == turn) fibers::let_others_run();
 }
 
 #include "decode.inc"
@@ -268,16 +248,13 @@ static void run_thread() {
   decode_attention((Element*)a[0], elements(1), elements(2), elements(3), (const Sink*)a[4], (const float*)a[5], list(6),
                    list(7), list(8), list(9), list(10), a[11], a[12], a[13], a[14], a[15], a[16], a[17], a[18], a[19],
                    a[20]);
-  current->done = true;
-  swapcontext(&current->context, &scheduler);
 }
 
 // `changed`: `count` times the address of what the kernel in front writes, of what is there afterwards, and its bytes.
-extern "C" void run(const u64* args, const u32* grid, u32 threads, u32 shared_bytes, u32 late, const u64* changed,
+extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 shared_bytes, u32 late, const u64* changed,
                     u32 count) {
   arguments = args;
   copies_are_late = late;
-  num_threads = threads;
   written.clear();
   before.clear();
   for (u32 i = 0; i < count; i++) {
@@ -289,36 +266,19 @@ extern "C" void run(const u64* args, const u32* grid, u32 threads, u32 shared_by
     for (u32 y = 0; y < grid[1]; y++) {
       for (u32 i = 0; i < count; i++) memcpy(written[i].to, before[i].data(), written[i].bytes);
       shared.assign(CLUSTER, std::vector<unsigned char>(shared_bytes, 0xff));
-      fibers.clear();
-      fibers.resize(CLUSTER * threads);
-      of_warps.assign(fibers.size() / 32, {});
-      of_blocks.assign(CLUSTER, {});
+      threads.assign(CLUSTER * num_threads, {});
+      of_warps.assign(threads.size() / 32, fibers::Meeting(32));
+      of_blocks.assign(CLUSTER, fibers::Meeting(num_threads));
       barriers.assign(CLUSTER, {-1, 0});
-      of_cluster = in_front = {};
-      cluster_turn = 0;
-      for (u32 i = 0; i < fibers.size(); i++) {
-        Fiber& fiber = fibers[i];
-        fiber.thread = {i % threads, 0, 0};
-        fiber.block = {i / threads, y, z};
-        fiber.groups.resize(1);
-        fiber.arrived = fiber.done = false;
-        const size_t room = 64 << 10;
-        fiber.stack = std::make_unique<char[]>(room);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = room;
-        makecontext(&fiber.context, run_thread, 0);
+      of_cluster = in_front = fibers::Meeting(threads.size());
+      for (u32 i = 0; i < threads.size(); i++) {
+        threads[i].thread = {i % num_threads, 0, 0};
+        threads[i].block = {i / num_threads, y, z};
+        threads[i].groups.resize(1);
+        fibers::add(run_thread);
       }
-      for (bool left = true; left;) {
-        left = false;
-        for (Fiber& fiber : fibers)
-          if (!fiber.done) {
-            left = true;
-            current = &fiber;
-            swapcontext(&scheduler, &fiber.context);
-          }
-      }
-      for (const Fiber& fiber : fibers) CHECK(!fiber.arrived);
+      fibers::run();
+      for (const Thread& thread : threads) CHECK(!thread.arrived);
       CHECK(in_front.turn == 1);    // all have waited
       for (const Barrier& each : barriers) CHECK(each.bytes == 0);
     }

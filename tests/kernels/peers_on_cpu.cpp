@@ -1,21 +1,20 @@
-// Runs kernels/collectives/peers.cu on a CPU: ranks side by side, with threads of their own for each thread of a block.
-// A kernel ends when all its threads have.
+// Runs kernels/collectives/peers.cu on a CPU: ranks side by side, a fiber for each thread of their blocks. A kernel ends
+// when all its threads have.
 //
 // "peers.inc" is the kernels' source without the functions that are PTX, which are written here in C++: words of a
 // vector arrive one by one, in any order, with pauses between them. Every rank makes the same calls, of random kinds and
 // sizes, on numbers in which words are EMPTY now and then, all in one memory. Argument: a seed. Prints how many calls
 // were right, and ends with what was wrong else. Between calls, a rank may be two kernels behind another, as on GPUs.
 
-#include <atomic>
-#include <barrier>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <map>
 #include <random>
-#include <thread>
 #include <vector>
+
+#include "fibers.h"
 
 #define __device__
 #define __global__
@@ -33,7 +32,7 @@ struct Index { unsigned x; };
 constexpr u32 EMPTY = 0x80000000u;
 constexpr int POLLS = 4096, PARTS = 1;
 constexpr u32 BLOCKS = 3, THREADS = 4, CAPACITY = 40, TURN = 1 << 16;
-constexpr int CALLS = 100;
+constexpr int CALLS = 400;
 
 // A row is 5 vectors for 4 threads: of a thread's second ones one alone is there.
 #define WIDTH 5
@@ -41,46 +40,52 @@ constexpr int CALLS = 100;
 #define OFFSET 1.0
 constexpr u32 ROWS = CAPACITY / WIDTH;
 
-struct Block { std::barrier<> all{THREADS}; float shared[2][THREADS]; };
+struct Block { fibers::Meeting all{THREADS}; float shared[2][THREADS]; };
+struct Thread { int rank; Index thread, block, grid; Block* shares; };
 
-static thread_local int RANK;
-static thread_local Index threadIdx, blockIdx, gridDim;
-static thread_local std::minstd_rand* chance;
-static thread_local Block* block;
+static std::map<size_t, Thread> threads;    // by the places of their fibers
+static std::minstd_rand chance;
+static Thread& current() { return threads[fibers::running]; }
+#define RANK (current().rank)
+#define threadIdx (current().thread)
+#define blockIdx (current().block)
+#define gridDim (current().grid)
 static constexpr Index blockDim = {THREADS};
 
 // Most often not at all, now and then as long as another rank needs for a call.
 static void dawdle() {
-  const u32 drawn = (*chance)() % 256;
-  for (int i = drawn == 0 ? 300 : drawn < 32 ? 1 : 0; i > 0; i--) std::this_thread::yield();
+  const u32 drawn = chance() / 64 % 256;
+  for (int i = drawn == 0 ? 300 : drawn < 32 ? 1 : 0; i > 0; i--) fibers::let_others_run();
 }
-inline std::atomic_ref<u32> word_at(const Vector* at, int i) { return std::atomic_ref<u32>(((Vector*)at)->word[i]); }
 inline Vector seen(const Vector* at) {
-  dawdle();
   Vector found;
-  for (int i = 0; i < 4; i++) found.word[i] = word_at(at, i).load(std::memory_order_relaxed);
-  if (found.word[0] == EMPTY) std::this_thread::yield();
+  for (int i = 0; i < 4; i++) {
+    dawdle();
+    found.word[i] = at->word[i];
+  }
+  if (found.word[0] == EMPTY) fibers::let_others_run();
   return found;
 }
 inline void put(Vector* at, Vector value) {
-  const int first = (*chance)() % 4;
+  const int first = chance() / 64 % 4;
   for (int i = 0; i < 4; i++) {
-    word_at(at, (first + i) % 4).store(value.word[(first + i) % 4], std::memory_order_relaxed);
+    at->word[(first + i) % 4] = value.word[(first + i) % 4];
     dawdle();
   }
 }
 inline u64 nanoseconds() { return 0; }
 inline void fail() { CHECK(false, "rank %d was told to stop", RANK); }
-inline void __syncthreads() { block->all.arrive_and_wait(); }
+inline void __syncthreads() { current().shares->all.arrive_and_wait(); }
 inline void wait_for_previous() {}
-inline u32 counted(const u32* counter) { return std::atomic_ref<u32>(*(u32*)counter).load(); }
-inline void count_more(u32* counter, u32 more) { std::atomic_ref<u32>(*counter) += more; }
+inline u32 counted(const u32* counter) { return *counter; }
+inline void count_more(u32* counter, u32 more) { *counter += more; }
 inline float inverse_root(float value) { return 1.0f / std::sqrt(value); }
 inline float block_sum(float value, u32 turn) {
-  block->shared[turn & 1][threadIdx.x] = value;
+  float(&shared)[THREADS] = current().shares->shared[turn & 1];
+  shared[threadIdx.x] = value;
   __syncthreads();
   float sum = 0.0f;
-  for (float each : block->shared[turn & 1]) sum += each;
+  for (float each : shared) sum += each;
   return sum;
 }
 inline float part(u32 word, int) { float value; memcpy(&value, &word, 4); return value; }
@@ -146,9 +151,7 @@ static void check(u32 call, const Call& made, const std::vector<Vector>& out, co
   }
 }
 
-static void rank_of(int rank, std::vector<Memory>& memory, const std::vector<Call>& script, unsigned seed) {
-  std::minstd_rand own(seed * 31 + rank + 1);
-  chance = &own;
+static void rank_of(int rank, std::vector<Memory>& memory, const std::vector<Call>& script) {
   RANK = rank;
   for (u32 call = 0; call < script.size(); call++) {
     const auto [kind, count, num_blocks, in_place] = script[call];
@@ -159,13 +162,10 @@ static void rank_of(int rank, std::vector<Memory>& memory, const std::vector<Cal
     for (int each = 0; each < RANKS; each++) p[each] = memory[each].places.data();
     Vector* const out = in_place ? x.data() : other.data();
     std::vector<Block> blocks(num_blocks);
-    std::vector<std::thread> threads;
+    u32 num_running = num_blocks * THREADS;
     for (u32 i = 0; i < num_blocks * THREADS; i++)
-      threads.emplace_back([&, i, chosen = own()] {
-        std::minstd_rand of_thread(chosen);
-        chance = &of_thread;
-        RANK = rank;
-        block = &blocks[i / THREADS], blockIdx.x = i / THREADS, threadIdx.x = i % THREADS, gridDim.x = num_blocks;
+      fibers::add([&, i] {
+        current() = {rank, {i % THREADS}, {i / THREADS}, {num_blocks}, &blocks[i / THREADS]};
         u32* const calls = memory[rank].calls;
         if (kind >= NORM_ONE_SHOT)
           (kind == NORM_ONE_SHOT ? norm_one_shot : norm_two_shot)(
@@ -174,8 +174,9 @@ static void rank_of(int rank, std::vector<Memory>& memory, const std::vector<Cal
         else
           (kind == ONE_SHOT ? one_shot : two_shot)(
               x.data(), out, count, calls, HALF, 0, p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]);
+        num_running--;
       });
-    for (auto& each : threads) each.join();
+    while (num_running > 0) fibers::let_others_run();
     check(call, script[call], in_place ? x : other, stream);
   }
 }
@@ -192,10 +193,9 @@ int main(int, char** arguments) {
     const u32 most = kind >= NORM_ONE_SHOT ? ROWS : made() % 3 == 0 ? RANKS + 2 : CAPACITY;
     script.push_back({kind, least + made() % (most - least + 1), 1 + made() % BLOCKS, made() % 4 == 0});
   }
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < RANKS; rank++)
-    ranks.emplace_back([&, rank] { rank_of(rank, memory, script, seed); });
-  for (auto& each : ranks) each.join();
+  chance.seed(seed * 31 + 1);
+  for (int rank = 0; rank < RANKS; rank++) fibers::add([&, rank] { rank_of(rank, memory, script); });
+  fibers::run(1);
   for (auto& each : memory)
     for (auto& vector : each.places)
       for (u32 word : vector.word) CHECK(word == EMPTY, "%08x is left in memory", word);

@@ -1,4 +1,4 @@
-// Runs kernels/linear/stream.cu on a CPU: a thread for each of a block's, one block after the other.
+// Runs kernels/linear/stream.cu on a CPU: a fiber for each thread of a block, one block after the other.
 //
 // "stream.inc" is the kernel's source without the functions that are PTX, which are written here in C++. What they are
 // given is checked (alignment, room in shared memory, arrivals at barriers), w and x end in front of a page that may
@@ -10,19 +10,15 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <cmath>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <memory>
-#include <mutex>
 #include <random>
-#include <thread>
 #include <vector>
+
+#include "fibers.h"
 
 #define __device__
 #define __global__
@@ -39,15 +35,15 @@ typedef u16 Element;
 using std::min;
 
 struct Index { unsigned x; };
-static thread_local Index threadIdx;
+#define threadIdx (Index{(unsigned)fibers::running})
 static Index blockIdx, gridDim;
 alignas(128) static unsigned char shared[256 << 10];    // dynamic shared memory; addresses count from here
 static u32 shared_bytes;
-static std::unique_ptr<std::barrier<>> of_block, of_multiplying_warps, of_warp[10];
+static fibers::Meeting of_block, of_multiplying_warps, of_warp[10];
 
 static u32 warp_of() { return threadIdx.x / 32; }
 static u32 lane_of() { return threadIdx.x % 32; }
-inline void __syncwarp() { of_warp[warp_of()]->arrive_and_wait(); }
+inline void __syncwarp() { of_warp[warp_of()].arrive_and_wait(); }
 inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source asks for a warp's number
 inline float __expf(float a) { return expf(a); }
 inline u32 shared_address(const void* at) { return (u32)((const char*)at - (const char*)shared); }
@@ -55,17 +51,13 @@ inline unsigned char* at(u32 address) { return shared + (int)address; }
 
 struct Barrier { int count, pending; i64 bytes; u32 phase; };
 static std::map<u32, Barrier> barriers;
-static std::mutex lock;
-static std::condition_variable changed;
 
 inline void barrier_init(u32 barrier, u32 count) {
-  std::lock_guard held(lock);
   CHECK(barrier % 8 == 0 && barrier + 8 <= shared_bytes);
   barriers[barrier] = {(int)count, (int)count, 0, 0};
 }
 inline void barrier_init_fence() {}
 static void change(u32 barrier, int arrivals, i64 bytes) {
-  std::lock_guard held(lock);
   Barrier& found = barriers.at(barrier);
   CHECK(found.pending >= arrivals);
   found.pending -= arrivals;
@@ -74,14 +66,12 @@ static void change(u32 barrier, int arrivals, i64 bytes) {
   if (found.pending == 0 && found.bytes == 0) {
     found.phase ^= 1;
     found.pending = found.count;
-    changed.notify_all();
   }
 }
 inline void barrier_arrive(u32 barrier) { change(barrier, 1, 0); }
 inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
 inline void barrier_wait(u32 barrier, u32 parity) {
-  std::unique_lock held(lock);
-  changed.wait(held, [=] { return barriers.at(barrier).phase != parity; });
+  while (barriers.at(barrier).phase == parity) fibers::let_others_run();
 }
 
 inline bool elected() { return lane_of() == 0; }
@@ -133,15 +123,15 @@ inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   __syncwarp();
 }
 
-static std::atomic<int> num_waiting;
+static int num_waiting;
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_in_front() { num_waiting++; }
 inline void arrive_at_start() {
   __syncwarp();
-  (void)of_block->arrive();
+  (void)of_block.arrive();
 }
-inline void sync_at_start() { of_block->arrive_and_wait(); }
-inline void sync_multiplying_warps() { of_multiplying_warps->arrive_and_wait(); }
+inline void sync_at_start() { of_block.arrive_and_wait(); }
+inline void sync_multiplying_warps() { of_multiplying_warps.arrive_and_wait(); }
 
 #include "stream.inc"
 
@@ -175,18 +165,16 @@ int main(int, char** given) {
     memset(shared, 0xff, sizeof shared);
     barriers.clear();
     num_waiting = 0;
-    of_block = std::make_unique<std::barrier<>>(THREADS);
-    of_multiplying_warps = std::make_unique<std::barrier<>>(32 * WARPS);
-    for (auto& each : of_warp) each = std::make_unique<std::barrier<>>(32);
-    std::vector<std::thread> threads;
+    of_block = fibers::Meeting(THREADS);
+    of_multiplying_warps = fibers::Meeting(32 * WARPS);
+    for (auto& each : of_warp) each = fibers::Meeting(32);
     for (unsigned i = 0; i < THREADS; i++)
-      threads.emplace_back([=, &y] {
-        threadIdx.x = i;
+      fibers::add([=, &y] {
         stream_linear(
             y.data(), x, w, bias, residual, row_stride, stride, residual_stride, rows, outputs, inputs, plan[0],
             plan[1], plan[2], plan[3], plan[4], plan[5]);
       });
-    for (auto& each : threads) each.join();
+    fibers::run();
     CHECK(num_waiting == THREADS - 32);    // all but the warp that asks for weights
   }
 

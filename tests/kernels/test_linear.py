@@ -106,7 +106,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     @cache
     def built(defines: str) -> Path:
         program = folder / f"stream{defines.replace(' ', '_')}"
-        flags = ["-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas", f"-I{folder}", *defines.split()]
+        flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", *defines.split()]
         subprocess.run([compiler, *flags, here / "stream_on_cpu.cpp", "-o", program], check=True)
         return program
 

@@ -32,6 +32,8 @@ TRACING_CHECK = "test_aot_dispatch_dynamic"
 
 def sizes_of(axes: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """(letter, size) for each axis of `shape` as `axes` names them; ("...", sizes) for the leading ones."""
+    if axes == "*":
+        return
     names = axes.split()
     if names[:1] == ["..."]:
         rest = len(names) - 1

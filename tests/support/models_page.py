@@ -18,6 +18,7 @@ from precast.ir.ops.flops import TOKENS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 _GREEN = re.compile(r"^\| `(?P<model_type>[^`]+)` \| \S+ \| green \|", re.MULTILINE)
+_ROW = re.compile(r"^\| `(?P<model_type>[^`]+)` \| \S+ \| (?P<status>[^|]+) \|.*$", re.MULTILINE)
 _COLUMNS = re.compile(
     r"^(?P<before>\| `(?P<model_type>[^`]+)` (?:\|[^|]*){6}\|)"
     r"(?P<ranks>[^|]*\|[^|]*\|)(?P<torch>[^|]*\|)(?P<after>.*)$",
@@ -52,9 +53,10 @@ the kinds of layers that every rank has whole; `precast inspect --shards` says w
 **without torch**: whether a GPU serves the shrunk model in bfloat16 [without torch](without_torch.md), or in float32,
 if it is built in that alone; else the first op that only torch computes.
 
-A green row that turns red fails `tests/e2e/test_models.py`. To cover one type again: `make models ONLY=llama`; to
-fill the columns about ranks again: `make models ONLY=--shards`, and the one about torch: `make models
-ONLY=--without-torch`. To try a config of your own: `precast build --check`.
+A green row that turns red fails `tests/e2e/test_models.py`. To cover one type again: `make models ONLY=llama`, or,
+to write its row into this page as well, `make models ONLY="--write llama"`; to fill the columns about ranks again:
+`make models ONLY=--shards`, and the one about torch: `make models ONLY=--without-torch`. To try a config of your own:
+`precast build --check`.
 
 {rows}
 """
@@ -74,14 +76,25 @@ def line(row: Row) -> str:
 
 def page(rows: Sequence[Row]) -> str:
     """The page of these rows. Equal rows give equal pages: no times, no paths."""
-    counts = Counter(row.status for row in rows)
+    return _page({row.model_type: _cells(row) for row in rows})
+
+
+def with_rows(text: str, rows: Sequence[Row]) -> str:
+    """The page `text` with these rows in the place of its own of the same types, or added to them."""
+    own = {each["model_type"]: each[0] for each in _ROW.finditer(text)}
+    return _page(own | {row.model_type: _cells(row) for row in rows})
+
+
+def _page(lines: dict[str, str]) -> str:
+    """The page of these rows of the table, by model type."""
+    counts = Counter(each["status"] for each in _ROW.finditer("\n".join(lines.values())))
     return _TEXT.format(
-        version=transformers.__version__, total=len(rows), green=counts["green"], red=counts["red"],
+        version=transformers.__version__, total=len(lines), green=counts["green"], red=counts["red"],
         outside=counts["out of scope"], prompts=len(PROMPTS), tolerance=TOLERANCE, chunk=CHUNK, num_tokens=NUM_TOKENS,
         tokens=TOKENS, ranks=MAX_RANKS, split=SPLIT_TOLERANCE,
         rows="\n".join([
             f"| {' | '.join(_HEADS)} |", f"|{'---|' * len(_HEADS)}",
-            *map(_cells, sorted(rows, key=lambda row: row.model_type)),
+            *(text for _, text in sorted(lines.items())),
         ]),
     )  # fmt: skip
 
@@ -127,9 +140,10 @@ def with_columns(text: str, rows: Sequence[Row], look: Look) -> str:
 @click.command()
 @click.argument("only", nargs=-1, metavar="[TYPE]...")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model types covered at once.")
+@click.option("--write", is_flag=True, help="Put the rows of these types into docs/models.md, and leave the others.")
 @click.option("--shards", is_flag=True, help="Only split what is green over ranks, and fill those columns.")
 @click.option("--without-torch", is_flag=True, help="Only say what is served without torch, and fill that column.")
-def main(only: tuple[str, ...], workers: int, shards: bool, without_torch: bool) -> None:
+def main(only: tuple[str, ...], workers: int, write: bool, shards: bool, without_torch: bool) -> None:
     """Cover these model types, or cover all and write docs/models.md; each row is printed as soon as it is known."""
     unknown = sorted({*only} - {*model_types()})
     if unknown:
@@ -139,21 +153,23 @@ def main(only: tuple[str, ...], workers: int, shards: bool, without_torch: bool)
         rows = sweep(only or model_types(), workers=workers, done=_show)
         if not only:
             PAGE.write_text(page(rows), encoding="utf-8")
+        elif write:
+            PAGE.write_text(with_rows(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
         if not any(row.status == "green" for row in rows):
             return
         only = tuple(row.model_type for row in rows if row.status == "green") if only else ()
     if shards or not without_torch:
-        _look(only, workers, "split")
+        _look(only, workers, "split", write=write or not only)
     if without_torch or not shards:
-        _look(only, workers, "resolve")
+        _look(only, workers, "resolve", write=write or not only)
 
 
-def _look(only: Sequence[str], workers: int, look: Look) -> None:
-    """Ask this of these types; or of those that the page calls green, and fill its columns as they are known."""
+def _look(only: Sequence[str], workers: int, look: Look, *, write: bool) -> None:
+    """Ask this of these types, or of those that the page calls green; `write` fills its columns as they are known."""
 
     def done(row: Row) -> None:
         _show(row)
-        if not only:
+        if write:
             PAGE.write_text(with_columns(PAGE.read_text(encoding="utf-8"), [row], look), encoding="utf-8")
 
     wanted = only or green_types(PAGE.read_text(encoding="utf-8"))

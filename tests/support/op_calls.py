@@ -7,6 +7,7 @@ from typing import Any
 from graph_text import parse_steps
 
 from precast.ir.graph.schema import Apply, Dtype, Expr, TensorType
+from precast.ir.graph.symbols import mul
 
 T1 = Apply("add", ("T", 1))
 HEADS, PAIRS = Apply("floordiv", (16, "tp")), Apply("floordiv", (8, "tp"))
@@ -56,6 +57,38 @@ FUSED: Args = {
         "%s2 = aten.mul.Tensor(self=%s0, other=%s1), return %s2}"
     ),
 }  # fmt: skip
+GPTQ: Args = {
+    "input": f32(1, "T", 48), "weight": t("int32", 6, 24), "scales": t("float16", 3, 24), "zeros": t("int32", 3, 3),
+    "groups": t("int32", 48), "bias": f32(24), "format": "gptq", "zero_offset": 1,
+}  # fmt: skip
+AWQ: Args = {
+    "input": f32(1, "T", 48), "weight": t("int32", 48, 3), "scales": t("float16", 3, 24), "zeros": t("int32", 3, 3),
+    "format": "awq",
+}  # fmt: skip
+FP8: Args = {
+    "input": t("bfloat16", 1, "T", 45), "weight": t("float8_e4m3fn", 27, 45), "scales": f32(7, 6), "format": "fp8",
+    "block": (4, 8), "activation": "fp8_tensor", "input_scale": f32(1),
+}  # fmt: skip
+# what a rank has of a layer: of its inputs, with one scale for the whole; of its rows, in blocks; of its groups
+FP8_OF_A_RANK: Args = {
+    "input": t("bfloat16", 1, "T", mul(128, PAIRS)), "weight": t("float8_e4m3fn", 512, mul(128, PAIRS)),
+    "scales": f32(1, 1), "format": "fp8", "block": (512, 1024),
+}  # fmt: skip
+FP8_OF_ROWS: Args = {
+    "input": t("bfloat16", 1, "T", 256), "weight": t("float8_e4m3fn", mul(128, PAIRS), 256),
+    "scales": f32(PAIRS, 2), "format": "fp8", "block": (128, 128), "bias": t("bfloat16", mul(128, PAIRS)),
+}  # fmt: skip
+PACKED4: Args = {
+    "input": t("bfloat16", 1, "T", mul(64, PAIRS)), "weight": t("int32", 512, mul(8, PAIRS)),
+    "scales": t("bfloat16", 512, mul(2, PAIRS)), "zeros": t("int32", 64, mul(2, PAIRS)), "format": "packed4",
+}  # fmt: skip
+MXFP4: Args = {
+    "input": f32("T", 64), "weight": t("uint8", 9000, 2, 16), "scales": t("uint8", 9000, 2), "format": "mxfp4",
+}  # fmt: skip
+NVFP4: Args = {
+    "input": f32(1, "T", 48), "weight": t("uint8", mul(16, PAIRS), 24),
+    "scales": t("float8_e4m3fn", mul(16, PAIRS), 3), "global_scale": f32(mul(16, PAIRS), 1), "format": "nvfp4",
+}  # fmt: skip
 WRITE_LATENT: Args = {**LATENT, "cache": f32("P", 4, 19), "slot_mapping": t("int64", "T")}
 SCAN_CHANNELS: Args = {
     "x": f32(1, "T", 6), "dt": f32(1, "T", 6), "a": f32(6, 5), "b": f32(1, "T", 5), "c": f32(1, "T", 5), "d": f32(6),
@@ -104,6 +137,25 @@ EXPERTS: Args = {
     "x": f32("T", 6), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": f32(3, 8, 6),
     "down": f32(3, 6, 4), "up_bias": f32(3, 8), "down_bias": f32(3, 6), "activation": "silu", "gated": True,
 }  # fmt: skip
+F8 = "float8_e4m3fn"
+BLOCK_EXPERTS: Args = {
+    "x": f32("T", 6), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": t(F8, 3, 8, 6),
+    "down": t(F8, 3, 6, 4), "up_scales": f32(3, 3, 2), "down_scales": f32(3, 2, 2), "up_bias": f32(3, 8),
+    "down_bias": f32(3, 6), "format": "fp8", "up_block": (3, 4), "down_block": (3, 2), "activation": "silu",
+    "gated": True,
+}  # fmt: skip
+PACKED_EXPERTS: Args = {
+    "x": f32("T", 16), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": t("int32", 3, 16, 2),
+    "down": t("int32", 3, 16, 1), "up_scales": f32(3, 16, 4), "down_scales": f32(3, 16, 1),
+    "up_zeros": t("int32", 3, 2, 4), "down_zeros": t("int32", 3, 2, 1), "up_bias": None, "down_bias": None,
+    "format": "packed4", "zero_offset": 1, "activation": "relu", "gated": True,
+}  # fmt: skip
+NVFP4_EXPERTS: Args = {
+    "x": f32("T", 16), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": t("uint8", 3, 32, 8),
+    "down": t("uint8", 3, 16, 16), "up_scales": t(F8, 3, 32, 1), "down_scales": t(F8, 3, 16, 2),
+    "up_global_scale": f32(3, 32, 1), "down_global_scale": f32(3, 1, 1), "up_bias": None, "down_bias": None,
+    "format": "nvfp4", "activation": "relu2", "gated": False,
+}  # fmt: skip
 ROPE: Args = {"lengths": t("int64", 1, "T"), "short": f32(8), "long": f32(8), "kind": "longrope"}
 TABLES: Args = {"positions": t("int64", 1, "T"), "inv_freq": f32(8), "dtype": "bfloat16"}
 ROTARY: Args = {"x": Q, "cos": f32(1, "T", 8), "sin": f32(1, "T", 8)}
@@ -136,6 +188,15 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("gated_activation", {"x": f32("T", Apply("mul", ("H", 2))), "kind": "gelu"}, (f32("T", "H"),)),
     ("gated_linear", GATED, (f32(1, "T", 3),)),
     ("gated_linear", {**GATED, "bias": None, "kind": "gelu_tanh"}, (f32(1, "T", 3),)),
+    ("quantised_linear", GPTQ, (f32(1, "T", 24),)),
+    ("quantised_linear", {**GPTQ, "groups": None}, (f32(1, "T", 24),)),
+    ("quantised_linear", AWQ, (f32(1, "T", 24),)),
+    ("quantised_linear", FP8, (t("bfloat16", 1, "T", 27),)),
+    ("quantised_linear", FP8_OF_A_RANK, (t("bfloat16", 1, "T", 512),)),
+    ("quantised_linear", FP8_OF_ROWS, (t("bfloat16", 1, "T", mul(128, PAIRS)),)),
+    ("quantised_linear", PACKED4, (t("bfloat16", 1, "T", 512),)),
+    ("quantised_linear", MXFP4, (f32("T", 9000),)),
+    ("quantised_linear", NVFP4, (f32(1, "T", mul(16, PAIRS)),)),
     ("fused", FUSED, (f32(1, "T", 8),)),
     ("attention", PACKED, (Q,)),
     ("attention", {**PACKED, "v": t("bfloat16", 1, "T", 2, 24), "window": 7}, (t("bfloat16", 1, "T", 8, 24),)),
@@ -167,6 +228,9 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("route", ROUTE, (t("float16", "T", 4), t("int64", "T", 4))),
     ("grouped_linear", GROUPED, (f32("T", 8),)),
     ("experts", EXPERTS, (f32("T", 6),)),
+    ("quantised_experts", BLOCK_EXPERTS, (f32("T", 6),)),
+    ("quantised_experts", PACKED_EXPERTS, (f32("T", 16),)),
+    ("quantised_experts", NVFP4_EXPERTS, (f32("T", 16),)),
     ("latent_attention", {**LATENT, **LATENT_HEADS}, (f32(1, "T", 4, 8),)),
     ("write_latent", WRITE_LATENT, ()),
     ("paged_latent_attention", LATENT_PAGES, (f32(1, "T", 4, 8),)),

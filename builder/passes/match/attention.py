@@ -54,7 +54,7 @@ class _Finding:
     slopes: torch.Tensor | None
 
 
-@graph_pass(stage="match", version=1)
+@graph_pass(stage="match", version=2)
 def match_attention(graph: FxGraph, ctx: PassContext) -> bool:
     """softmax(f(q @ k^T)) @ v -> attention(q, k, v), where f scales, masks and adds a bias by distance."""
     changed = False
@@ -173,16 +173,20 @@ def _size_of_tables(site: _Site, ctx: PassContext) -> int:
 
 
 def _logits(site: _Site, ctx: PassContext, scores: torch.Tensor) -> torch.Tensor:
-    """f(scores) for one sequence, `[H, size, size]`, with `scores` in the place of the product."""
+    """f(scores) for one sequence, `[H, size, size]`, with `scores` in the place of the product.
+
+    It is computed in float32 also where the model computes in half precision: the scale, the window and the slopes that
+    are read off it are the same for every dtype.
+    """
     heads, size, _ = scores.shape
     known: dict[FxNode, Any] = dict(example_inputs(site.out.graph, size))
     shape = [size if not isinstance(extent, int) else extent for extent in tensor(site.scores).shape]
-    placed = scores.reshape(shape).to(tensor(site.scores).dtype)
+    placed = scores.reshape(shape)
     if site.scores.target is aten.baddbmm.default:
         beta, alpha = site.scores.kwargs.get("beta", 1), site.scores.kwargs.get("alpha", 1)
-        placed = beta * evaluate(site.scores.args[0], known, ctx) + alpha * placed
+        placed = beta * evaluate(site.scores.args[0], known, ctx, exact=True) + alpha * placed
     known[site.scores] = placed
-    logits: torch.Tensor = evaluate(site.logits, known, ctx)
+    logits: torch.Tensor = evaluate(site.logits, known, ctx, exact=True)
     return logits.float().reshape(heads, size, size)
 
 

@@ -16,9 +16,9 @@ from precast.ir.graph.schema import Transpose
 aten = torch.ops.aten
 
 
-@node_pass(stage="normalise", version=1)
+@node_pass(stage="normalise", version=2)
 def normalise_arithmetic(ctx: PassContext, node: FxNode) -> FxNode | None:
-    """square -> x * x; std -> sqrt of a mean; logical_and -> minimum; where with a number -> masked_fill; ..."""
+    """square -> x * x; std -> sqrt of a mean; where with a number -> masked_fill; cat of mixed types -> of one; ..."""
     spell = _SPELLINGS.get(node.target)
     return spell(ctx, node) if spell else None
 
@@ -122,6 +122,26 @@ def _power(ctx: PassContext, x: FxNode, order: float) -> FxNode:
     return size if order == 1 else ctx.call(aten.pow.Tensor_Scalar, size, order)
 
 
+def _index_put(ctx: PassContext, node: FxNode) -> FxNode | None:
+    """x[mask] = number: x, filled where the mask, of its shape, is true."""
+    x, indices, values, accumulate = (argument(node, name) for name in ("self", "indices", "values", "accumulate"))
+    number = ctx.constant(values)
+    if accumulate or len(indices) != 1 or number is None or number.numel() != 1:
+        return None
+    if tensor(indices[0]).dtype != torch.bool or ctx.shape(indices[0]) != ctx.shape(x):
+        return None
+    return ctx.call(aten.masked_fill.Scalar, x, indices[0], number.item())
+
+
+def _cat(ctx: PassContext, node: FxNode) -> FxNode | None:
+    """Parts of several types are converted first, to the type that they have together."""
+    parts, dtype = node.args[0], tensor(node).dtype
+    if all(tensor(part).dtype == dtype for part in parts):
+        return None
+    alike = [part if tensor(part).dtype == dtype else ctx.call(aten.to.dtype, part, dtype) for part in parts]
+    return ctx.call(aten.cat.default, alike, *node.args[1:])
+
+
 _SAME = {
     # ops of the table -> others that do the same with the same arguments
     aten.mul.Tensor: (aten.mul.Scalar, aten.multiply.Tensor), aten.add.Tensor: (aten.add.Scalar,),
@@ -139,6 +159,8 @@ _SPELLINGS: dict[Any, NodeFunction] = {
     **{other: _of_truth_values(op) for op, others in _SAME_OF_TRUTH_VALUES.items() for other in others},
     aten.square.default: lambda ctx, node: ctx.call(aten.mul.Tensor, node.args[0], node.args[0]),
     aten.baddbmm.default: _baddbmm,
+    aten.cat.default: _cat,
+    aten.index_put.default: _index_put,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.reciprocal.default: lambda ctx, node: ctx.call(aten.pow.Tensor_Scalar, node.args[0], -1.0),
     aten.std.dim: _spread(root=True),

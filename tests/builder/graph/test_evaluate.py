@@ -101,3 +101,40 @@ def test_devices_of_the_trace_are_the_cpu() -> None:
     found = evaluate(moved, {}, source.ctx)
 
     assert (found.device.type, found.dtype, found.tolist()) == ("cpu", torch.float64, [3.0, 3.0])
+
+
+def test_exact_numbers_are_not_rounded_to_half_precision() -> None:
+    source = read_graph(
+        "c: constant(float32, [0.1, 300.5])\nlow = aten.to.dtype(c, bfloat16)\ny = aten.add.Tensor(low, 1.0)\nreturn y"
+    )
+    y = node_of(source, "aten.add.Tensor")
+
+    rounded, exact = evaluate(y, {}, source.ctx), evaluate(y, {}, source.ctx, exact=True)
+
+    assert (rounded.dtype, rounded.tolist()) == (torch.bfloat16, [1.1015625, 300.0])
+    torch.testing.assert_close(exact, torch.tensor([1.1, 301.5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_exact_numbers_of_other_types_keep_them(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    source = read_graph(f"c: constant({name}, [3])\ny = aten.add.Tensor(c, c)\nreturn y")
+
+    found = evaluate(node_of(source, "aten.add.Tensor"), {}, source.ctx, exact=True)
+
+    assert (found.dtype, found.tolist()) == (dtype, [6])
+
+
+@pytest.mark.parametrize(("op", "value"), [("zeros_like", 0), ("ones_like", 1)])
+def test_what_is_as_large_as_a_param_makes_it_has_a_value(op: str, value: int) -> None:
+    source = read_graph(
+        "input_ids: input(int64, 1, T)\ntable: param(float32, 9, 2)\nx = aten.embedding(table, input_ids)\n"
+        f"y = aten.{op}(x, dtype=int32)\nreturn y"
+    )
+    y = node_of(source, f"aten.{op}.default")
+
+    found = evaluate(y, example_inputs(source.graph, 3), source.ctx)
+
+    assert (found.dtype, found.tolist()) == (torch.int32, [[[value, value]] * 3])
+    with pytest.raises(NotComputable, match=y.name):
+        evaluate(y, {}, source.ctx)

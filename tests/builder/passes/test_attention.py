@@ -133,6 +133,13 @@ def test_half_precision_widened_for_the_scores() -> None:
     assert found.text == after(0.25).strip()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scores_in_half_precision(dtype: str) -> None:
+    edits = (("(scores, 0.25)", "(scores, 0.408248290463863)"),)
+
+    assert_rewrites(match_attention, graph(BODY, *edits, dtype=dtype), after(6**-0.5))
+
+
 # --- biases by distance ------------------------------------------------------------------------------------------
 
 ALIBI = """
@@ -168,6 +175,18 @@ def test_slopes_are_found(edits: tuple[tuple[str, str], ...]) -> None:
     (slopes,) = found.ctx.constants.values()
     torch.testing.assert_close(slopes.value, torch.tensor([0.5, 0.25, 0.125, 0.0625]))
     assert slopes.value.dtype == torch.float32
+
+
+def test_slopes_in_half_precision_are_those_of_float32() -> None:
+    exact = ALIBI.replace("0.0625", "0.07").format(at="positions")
+    narrow = exact.replace("bias = aten.mul.Tensor(row, steep)", "far = aten.mul.Tensor(row, steep)")
+    narrow += "bias = aten.to.dtype(far, bfloat16)\n"
+
+    found = apply(match_attention, graph(BODY, (SCALED, BIASED), ("scores = ", narrow + "scores = "), dtype="bfloat16"))
+
+    assert found.text == after(0.25, slopes="alibi_slopes_1").strip()
+    (slopes,) = found.ctx.constants.values()
+    torch.testing.assert_close(slopes.value, torch.tensor([0.5, 0.25, 0.125, 0.07]))
 
 
 def test_slopes_that_are_scaled_with_the_scores() -> None:

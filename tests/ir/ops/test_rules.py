@@ -14,17 +14,26 @@ import pytest
 import torch
 from op_calls import (
     ALONG,
+    AWQ,
     B1,
+    BLOCK_EXPERTS,
     EXPERTS,
+    FP8,
+    FP8_OF_A_RANK,
+    FP8_OF_ROWS,
     FUSED,
     GATED,
+    GPTQ,
     GROUPED,
     LATENT,
     LATENT_HEADS,
     LATENT_PAGES,
+    MXFP4,
     NORM,
+    NVFP4,
     OURS,
     PACKED,
+    PACKED4,
     PAGED,
     PAGES8,
     ROPE,
@@ -382,6 +391,33 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.gated_linear", {**GATED, "weight": f32(6, 9)}, "input's last dimension.*9.*8"),
     ("precast.gated_linear", {**GATED, "bias": f32(3)}, "bias: expected shape"),
     ("precast.gated_linear", {**GATED, "kind": "relu"}, "kind: expected one of silu"),
+    ("precast.quantised_linear", {**GPTQ, "format": "int3"}, "format: expected one of fp8, .* found 'int3'"),
+    ("precast.quantised_linear", {**GPTQ, "zeros": None}, "gptq: zeros is missing"),
+    ("precast.quantised_linear", {**GPTQ, "block": (1, 8)}, "gptq: block is not part of the format"),
+    ("precast.quantised_linear", {**GPTQ, "weight": t("int32", 5, 24)}, "gptq: .* don't fit"),
+    ("precast.quantised_linear", {**GPTQ, "groups": None, "weight": t("int32", 5, 24)}, "gptq: .* don't fit"),
+    ("precast.quantised_linear", {**GPTQ, "bias": f32(48)}, "bias: expected shape"),
+    ("precast.quantised_linear", {**AWQ, "input": f32(1, "T", 24)}, "input's last dimension"),
+    ("precast.quantised_linear", {**AWQ, "scales": t("float16", 5, 24)}, "awq: .* don't fit"),
+    ("precast.quantised_linear", {**AWQ, "zeros": t("int8", 3, 3)}, "zeros: expected dtype int32"),
+    ("precast.quantised_linear", {**FP8, "weight": t("int8", 27, 45)}, "weight: expected dtype float8_e4m3fn"),
+    ("precast.quantised_linear", {**FP8, "scales": t("uint8", 7, 6)}, "scales: expected dtype float32"),
+    ("precast.quantised_linear", {**FP8, "scales": f32(6, 7)}, r"expected scales of \[7, 6\], found \[6, 7\]"),
+    ("precast.quantised_linear", {**FP8, "block": (4,)}, "a block of"),
+    ("precast.quantised_linear", {**FP8, "block": (4, 0)}, "a block of"),
+    ("precast.quantised_linear", {**FP8, "zero_offset": 1}, "a zero_offset without zeros"),
+    ("precast.quantised_linear", {**FP8, "input_scale": None}, "input_scale: missing"),
+    ("precast.quantised_linear", {**FP8, "activation": "fp8_token"}, "input_scale: not taken by fp8_token"),
+    ("precast.quantised_linear", {**FP8, "activation": "fp4"}, "activation: expected one of none, fp8_token"),
+    ("precast.quantised_linear", {**FP8_OF_A_RANK, "block": (512, 1000)}, "expected scales of"),
+    ("precast.quantised_linear", {**FP8_OF_ROWS, "scales": f32(8, 2)}, "expected scales of"),
+    ("precast.quantised_linear", {**PACKED4, "scales": t("bfloat16", 512, 3)}, "packed4: .* don't fit"),
+    (
+        "precast.quantised_linear",
+        {**MXFP4, "weight": t("uint8", 3, 9000, 2, 16), "scales": t("uint8", 3, 9000, 2)},
+        "weight, dequantised: expected 2 dimensions",
+    ),
+    ("precast.quantised_linear", {**NVFP4, "global_scale": f32(1)}, "nvfp4: .* don't fit"),
     ("precast.attention", {**PACKED, "k": t("bfloat16", 1, "T", 3, 16), "v": t("bfloat16", 1, "T", 3, 16)}, "multiple"),
     ("precast.attention", {**PACKED, "k": t("bfloat16", 1, "T", 2, 8)}, "key's head size"),
     ("precast.attention", {**PACKED, "v": t("bfloat16", 1, "T", 4, 16)}, "v's tokens and heads"),
@@ -432,6 +468,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.route", {**ROUTE, "top_k": 13}, "top_k: expected 1 to 12"),
     ("precast.grouped_linear", {**GROUPED, "expert_ids": t("int64", "B")}, "expert_ids: expected shape"),
     ("precast.experts", {**EXPERTS, "gated": False}, "down: expected shape"),
+    ("precast.quantised_experts", {**BLOCK_EXPERTS, "gated": False}, "down, dequantised: expected shape"),
     ("precast.latent_attention", {**LATENT, **LATENT_HEADS, "value_size": 7}, "weight: expected shape"),
     ("precast.write_latent", {**WRITE_LATENT, "cache": f32("P", 4, 18)}, "cache's last dimension"),
     ("precast.paged_latent_attention", {**LATENT_PAGES, "cache": f32("P", 4, 20)}, "weight: expected shape"),
@@ -511,6 +548,7 @@ STRICT = [*((f"precast.{op}", args) for op, args, _ in OURS), *PRODUCTS]
 # (op, argument): where an op takes an argument of any dtype or rank, or a cache in float8, on purpose.
 ANY_DTYPE = {("precast.gather_rows", "x"), ("precast.all_gather", "x"), ("precast.send", "x")}
 MAY_BE_FLOAT8 = {
+    *(("precast.quantised_linear", name) for name in ("weight", "scales")),  # in some formats
     *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "rotary_write_kv", "paged_attention") for name in "kv"),
     *(
         (f"precast.{op}", "cache")
@@ -522,6 +560,7 @@ MAY_BE_FLOAT8 = {
             "paged_sparse_latent_attention",
         )
     ),
+    *(("precast.quantised_experts", f"{name}{part}") for name in ("up", "down") for part in ("", "_scales")),
 }
 ANY_RANK = {
     ("precast.all_reduce", "x"),
@@ -534,6 +573,7 @@ ANY_RANK = {
     ("precast.layer_norm", "x"),
     ("precast.gated_activation", "x"),
     ("precast.gated_linear", "input"),
+    ("precast.quantised_linear", "input"),
     ("precast.fused", "x0"),
     ("precast.fused", "x1"),
     ("aten.linear.default", "input"),
@@ -559,7 +599,7 @@ def test_every_tensor_has_a_dtype_that_is_checked(op: str, args: Args, dtype: Dt
         is_stored = dtype == "float8_e4m3fn" and (op, name) in MAY_BE_FLOAT8
         if isinstance(value, TensorType) and (op, name) not in ANY_DTYPE and not is_stored:
             message = f"the shape rule of {op} takes {name} in {dtype}: check it with `expect_dtype`, or, if meant, "
-            message += f"add ({op!r}, {name!r}) to ANY_DTYPE, or to MAY_BE_FLOAT8 for a cache"
+            message += f"add ({op!r}, {name!r}) to ANY_DTYPE, or to MAY_BE_FLOAT8 for what is stored in it"
             assert "expected dtype" in _refusal(op, {**args, name: TensorType(dtype, value.shape)}), message
 
 

@@ -24,6 +24,7 @@ from precast.ir.graph.schema import (
     Graph,
     Group,
     IndexSpec,
+    Items,
     LatentSpec,
     Node,
     PagedInputs,
@@ -128,6 +129,8 @@ def graph_of(op: OpDef, poison: str = "", *, place: Place = "main") -> Graph:
             args[arg.name] = Ref(name)
         elif arg.kind == "Dtype" and kind is not None:
             args[arg.name] = DtypeArg(kind)
+        elif isinstance(kind, tuple):
+            args[arg.name] = Items(tuple(map(Const, kind)))
         elif arg.name in given:
             args[arg.name] = Dim(kind) if isinstance(kind, str) and arg.kind == "int" else Const(kind)
     results = op.shape_rule({arg.name: given.get(arg.name, arg.default) for arg in op.args})

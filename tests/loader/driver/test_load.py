@@ -267,6 +267,8 @@ def failing(count: int, *, interrupts: bool) -> Callable[..., int | None]:
 def test_whatever_call_fails_or_is_interrupted(model: Model, driver: CudaDriver) -> None:
     """Any of the driver's calls, by whatever thread it is made: the load ends with that, and holds nothing."""
     loaded(model).close()
+    gc.collect()
+    gc.freeze()  # what other tests left: to look through it after each load takes a second
     moments, total, ended = random.Random(0), driver.calls.total(), 0
     for _ in range(40):
         driver.before = failing(moments.randrange(total), interrupts=moments.random() < 0.5)
