@@ -27,15 +27,15 @@ def paged_attention(
 ) -> torch.Tensor:
     """`q` [1, T, H, D], `k_cache` [P, S, K, D], `v_cache` [P, S, K, Dv], `sinks` [H]; [1, T, H, Dv] in q's dtype.
 
-    `slopes` [H] float32. A cache of another dtype, float8_e4m3fn too, is converted as it is read. Computed in float32,
-    rounded once. Raises ValueError for a window or chunk below 1, and for both at once.
+    `slopes` [H] float32, `bias` [1, T, H, R]. A cache of another dtype, float8_e4m3fn too, is converted as it is read.
+    Computed in float32, rounded once. Raises ValueError for a window or chunk below 1, and for both at once.
     """
     check_window(scoring.window, scoring.chunk)
     out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
     for rows, queries, keys, held in each_sequence(pages, q.device):
         # What lies past the last key was never written, or by another sequence: it must not enter any product.
         k, v = (gathered(cache, held).flatten(0, 1)[: len(keys)] for cache in (k_cache, v_cache))
-        out[0, rows] = attend(q[0, rows], k, v, queries, keys[: len(k)], scoring)
+        out[0, rows] = attend(q[0, rows], k, v, queries, keys[: len(k)], scoring.of(rows))
     return out
 
 
@@ -54,9 +54,17 @@ PAGES_AXES = {"cu_seqlens": "B+1", "kv_lens": "B", "page_indices": "N", "page_in
 
 PAGED_ATTENTION = OpSpec(
     name="precast.paged_attention",
-    axes={"q": "1 T H D", "k_cache": "P S K D", "v_cache": "P S K E", "sinks": "H", "slopes": "H", **PAGES_AXES},
+    axes={
+        "q": "1 T H D",
+        "k_cache": "P S K D",
+        "v_cache": "P S K E",
+        "sinks": "H",
+        "slopes": "H",
+        "bias": "1 T H R",
+        **PAGES_AXES,
+    },
     results={"y": "1 T H E"},
-    dtypes={"q": FLOAT, "k_cache": STORED, "v_cache": STORED, "sinks": FLOAT, "slopes": (torch.float32,)}
+    dtypes={"q": FLOAT, "k_cache": STORED, "v_cache": STORED, "sinks": FLOAT, "bias": FLOAT, "slopes": (torch.float32,)}
     | dict.fromkeys(PAGES_AXES, (torch.int32,)),
     reference=paged_attention,
     tolerances=PRODUCT,
