@@ -13,7 +13,18 @@ from precast.ir.artifact import Bundle
 from precast.ir.bundle import oci
 from precast.ir.errors import shown, some
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Expr, Graph, LatentSpec, Node, PagedSpec, StateSpec
+from precast.ir.graph.schema import (
+    CacheGroup,
+    CacheSpec,
+    Call,
+    Expr,
+    Graph,
+    IndexSpec,
+    LatentSpec,
+    Node,
+    PagedSpec,
+    StateSpec,
+)
 from precast.ir.graph.text import format_graph, format_recipe, format_type
 from precast.ir.graph.world import unsharded
 from precast.ir.memory import caches
@@ -248,6 +259,9 @@ def _geometry(group: CacheGroup) -> tuple[str, ...]:
     if isinstance(spec, StateSpec):
         shape = "x".join(map(symbols.text, spec.shape))
         return (group.name, group.pool, layers, spec.kind, shape, spec.dtype, "-", "-", "-", state)
+    if isinstance(spec, IndexSpec):
+        row = (group.name, group.pool, layers, "index", str(spec.key_size), spec.dtype, str(spec.page_size), "-")
+        return (*row, token, "-")
     if isinstance(spec, LatentSpec):
         kind, shape = "latent", f"{spec.latent_size} + {spec.rope_size}"
     else:
