@@ -151,11 +151,24 @@ def _heads(args: Args, key: TensorType, value: TensorType) -> TensorType:
     expect_given(args, "sinks", (heads,), *COMPUTED)
     expect_positive(args, "window")
     expect_given(args, "slopes", (heads,), "float32")
+    _bias(args)
     expect_positive(args, "chunk")
     both = args.get("window") is not None and args.get("chunk") is not None
     expect(not both, "window, chunk: expected one of them at most, found both")
     expect_dtype("q", q, *COMPUTED)
     return TensorType(q.dtype, (*q.shape[:-1], value.shape[-1]))
+
+
+def _bias(args: Args) -> None:
+    """A bias has a row for each of q's heads, with a number for each distance up to its size."""
+    bias = args.get("bias")
+    if bias is None:
+        return
+    expect_rank("bias", bias, 4)
+    expect_shape("bias's tokens and heads", bias.shape[:3], args["q"].shape[:3])
+    expect_known("bias's size", bias.shape[3])
+    expect(not isinstance(bias.shape[3], int) or bias.shape[3] > 0, "bias: expected a size of at least 1, found 0")
+    expect_dtype("bias", bias, *COMPUTED)
 
 
 def _latent_heads(args: Args, latent: Expr, rope: Expr) -> TensorType:
@@ -181,7 +194,7 @@ SLOTS = {"slot_mapping": GROUP}
 ROWS = (
     row(
         "precast.attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, *, float scale,"
-        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None) -> Tensor",
+        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None, Tensor? bias=None) -> Tensor",
         attention,
         SEQUENCES,
         work.attention,
@@ -207,8 +220,8 @@ ROWS = (
     row(
         "precast.paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor cu_seqlens,"
         " Tensor kv_lens, Tensor page_indices, Tensor page_indptr, Tensor page_start, *, float scale,"
-        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None, Tensor? k_scale=None,"
-        " Tensor? v_scale=None) -> Tensor",
+        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None, Tensor? bias=None,"
+        " Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
         paged_attention,
         SEQUENCES,
         work.attention,
