@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 import torch
 from file_server import serving
-from graph_text import parse_graph
 from hypothesis import assume, given
 from recipe_cases import FLOATS, Tensors, evaluate, params_graph, recipe_sets
 from safetensors.torch import save_file
 
-from precast.ir.errors import WeightsError
 from precast.ir.graph.schema import Cast, Dtype, Recipe, Slice
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.dtypes import BY_NAME
-from precast.loader.driver.weights import check_bytes, converted, do_job, move_all, planned, uncovered
+from precast.loader.driver.weights import converted, do_job, move_all, planned, uncovered
 from precast.loader.sources.open import folder_of
 from precast.loader.weights.files import opened
 from precast.loader.weights.jobs import Worker, share
@@ -135,37 +133,6 @@ def test_types_that_are_not_converted_are_named(tmp_path: Path) -> None:
     what = planned(params_graph({"a": Cast(params_read("a", tensors), "bfloat16")}, tensors), Checkpoint(), files)
 
     assert uncovered(what) == "the checkpoint's tensors are converted from float8_e4m3fn to bfloat16"
-
-
-QUANTISED = """
-inputs { %x: float32[1, T, 8] } symbols { T: 1.. }
-params {
-  %w: float8_e4m3fn[6, 8] = read("w", [6, 8], float8_e4m3fn)
-  %s: float32[6, 1] = SCALES
-}
-main { %y = precast.quantised_linear(input=%x, weight=%w, scales=%s, format="fp8", block=[1, 8]) return y=%y }
-"""
-
-
-@pytest.mark.parametrize("scales", ['read("s", [6, 1], float32)', 'repeat(read("s", [1, 1], float32), dim=0, count=6)'])
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 1.0])
-def test_scales_are_looked_at_wherever_they_pass(scales: str, value: float, tmp_path: Path) -> None:
-    """Straight to the device, or by a tensor on the host."""
-    graph = parse_graph(QUANTISED.replace("SCALES", scales))
-    count = 6 if "repeat" not in scales else 1
-    tensors = {"w": torch.ones(6, 8).to(torch.float8_e4m3fn), "s": torch.full((count, 1), value)}
-    what = planned(graph, Checkpoint(), files_of(tmp_path, tensors))
-    (index,) = what.checks
-
-    def check() -> None:
-        check_bytes(what.checks, index, tensors["s"].expand(6, 1).contiguous().numpy().reshape(-1).view(np.uint8))
-
-    assert uncovered(what) == ""
-    if value == 1.0:
-        check()
-        return
-    with pytest.raises(WeightsError, match="s: a scale that is no finite number"):
-        check()
 
 
 def params_read(name: str, tensors: Tensors) -> Recipe:
