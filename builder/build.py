@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import platform
+import re
 import resource
 import sys
 import time
@@ -255,11 +256,12 @@ def _beside_theirs(source: Source, graph: Graph) -> dict[str, object]:
 
 
 def _dequantised(left: Sequence[Dequantised]) -> dict[str, object]:
-    """The weights that are stored in few bits and not kept so, by the reason, for the provenance."""
-    reasons: dict[str, list[str]] = {}
+    """The weights that are stored in few bits and not kept so, by the reason, for the provenance; `*` stands for the
+    number of a layer."""
+    reasons: dict[str, dict[str, None]] = {}
     for each in left:
-        reasons.setdefault(each.reason, []).append(each.param)
-    return {"dequantised": reasons} if reasons else {}
+        reasons.setdefault(each.reason, {})[re.sub(r"\.\d+(?=\.)", ".*", each.param)] = None
+    return {"dequantised": {reason: list(names) for reason, names in reasons.items()}} if reasons else {}
 
 
 def _provenance(

@@ -24,6 +24,7 @@ import precast
 from precast.builder.source.shrink import random_model
 from precast.check.shards import prove, prove_with_random_weights, unsharded
 from precast.ir.artifact import Bundle
+from precast.ir.errors import WeightsError
 
 PROMPT = [5, 9, 70, 33, 12, 88]
 
@@ -279,3 +280,45 @@ def test_ranks_together_give_the_logits_of_one(case: str, made: Callable[[str], 
 @pytest.mark.parametrize("case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ"])
 def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]) -> None:
     assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "value", "message"),
+    [
+        ("FP8 in blocks", "self_attn.q_proj.weight_scale_inv", torch.nan, "a scale that is no finite number"),
+        ("FBGEMM FP8", "mlp.down_proj.weight_scale", torch.inf, "a scale that is no finite number"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, "a scale that is no finite number"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", torch.nan, "a scale that is no finite number"),
+        ("compressed NVFP4", "mlp.up_proj.weight_global_scale", 0.0, "a scale that is 0 or no finite number"),
+        ("compressed MXFP4", "mlp.down_proj.weight_scale", 255, "a scale that is no finite number"),
+        ("INT4", "mlp.down_proj.weight_scale", torch.nan, "a scale that is no finite number"),
+        ("GPTQ with act order", "self_attn.o_proj.g_idx", 4, "a group that has no scales: expected 0 to 3"),
+        ("INT4 with act order", "self_attn.o_proj.weight_g_idx", -1, "a group that has no scales: expected 0 to 3"),
+    ],
+)
+def test_scales_that_cannot_be_meant_are_refused(
+    case: str, part: str, value: float, message: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    (_, stored), bundle = made(case)
+    tensors = load_file(stored / "model.safetensors")
+    name = f"model.layers.1.{part}"
+    damaged = tensors[name].float()
+    damaged.view(-1)[-1] = value
+    tensors[name] = damaged.to(tensors[name].dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    with pytest.raises(WeightsError, match=re.escape(message)) as error:
+        precast.load(bundle.path, weights=tmp_path, device="cpu", cache_bytes=1 << 20)
+
+    assert error.value.code == "weights-mismatch"
+    assert name in str(error.value)
+
+
+def test_a_checkpoint_that_is_not_quantised_is_refused(made: Callable[[str], Made]) -> None:
+    (plain, _), bundle = made("FP8 in blocks")
+
+    with pytest.raises(WeightsError) as error:
+        precast.load(bundle.path, weights=plain, device="cpu", cache_bytes=1 << 20)
+
+    assert "model.layers.0.mlp.down_proj.weight: expected float8_e4m3fn, found float32" in str(error.value)
+    assert "model.layers.0.mlp.down_proj.weight_scale_inv" in str(error.value)
