@@ -153,8 +153,9 @@ def _points(zeros_ptr, n, g, has, stride_n, stride_g, FORMAT: tl.constexpr, VALU
         points = tl.load(zeros_ptr + n // ROWS * stride_n + g * stride_g, mask=has, other=0)
     else:
         BITS: tl.constexpr = 32 // VALUES
+        MOST: tl.constexpr = 15 if VALUES == 8 else 255  # pyright: ignore[reportAssignmentType]
         words = tl.load(zeros_ptr + n // VALUES * stride_n + g * stride_g, mask=has, other=0)
-        points = (words >> (n % VALUES * BITS)) & ((1 << BITS) - 1)
+        points = (words >> (n % VALUES * BITS)) & MOST
     return points.to(tl.float32)
 
 
