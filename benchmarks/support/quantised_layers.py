@@ -109,9 +109,11 @@ def use_of(case: Case, tokens: int) -> Use:
     return Use(node, {name: Operand(kind, True) for name, kind in types.items()}, Target("cuda", capability))
 
 
-def few_launches(use: Use, up: Tiles | None = None, down: Tiles | None = None) -> tuple[Launch, ...]:
+def few_launches(
+    use: Use, up: Tiles | None = None, down: Tiles | None = None, *, asks_ahead: bool = False
+) -> tuple[Launch, ...]:
     """Three launches, in which each pair reads its expert."""
-    return launches.few(up, down)(use)
+    return launches.few(up, down, asks_ahead=asks_ahead)(use)
 
 
 def grouped_launches(use: Use, tokens: int, up: Tiles | None = None, down: Tiles | None = None) -> tuple[Launch, ...]:
@@ -161,6 +163,10 @@ def compile_all(job: tuple[str, tuple[int, ...], int, int]) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     use, found = use_of(CASES[name], 16), list[Launch]()
     found += [few_launches(use, up=each)[0] for each in FEW_UP] + [few_launches(use, down=each)[1] for each in FEW_DOWN]
+    for up in FEW_UP:
+        found += few_launches(use, up, asks_ahead=True)[:1]
+    for down in FEW_DOWN:
+        found += few_launches(use, None, down, asks_ahead=True)
     found += few_launches(use)
     for tokens in steps:
         ups, downs = tiles_for(tokens)

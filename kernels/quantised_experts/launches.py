@@ -29,6 +29,8 @@ _MOST_TAKEN = 112
 """What may be taken from integers of four bits, at most, besides zeros of four bits: bfloat16 holds 128 and it all."""
 _LEAST_K, _LEAST_GROUP = 32, 16
 """The fewest columns of a block, and of a group that a block has several of."""
+_COPIED = 16
+"""Bytes of which what is brought to the L2 cache at once is a multiple."""
 _LARGE_GROUP = 64
 """Groups of so many columns are blocks: a product with the sum is cheaper than one with each value."""
 Constants = dict[str, int | float | bool | str]
@@ -68,9 +70,10 @@ def has_float8(use: Use) -> bool:
     return "float8_e4m3fn" not in stored or use.target.capability >= (8, 9)
 
 
-def few(up: Tiles | None = None, down: Tiles | None = None) -> Launches:
-    """Each pair is a tile: both products, and the sum."""
-    return lambda use: _few(use, up, down)
+def few(up: Tiles | None = None, down: Tiles | None = None, *, asks_ahead: bool = False) -> Launches:
+    """Each pair is a tile: both products, and the sum. `asks_ahead`: weights of the second are brought to the L2 cache
+    while the first runs, if the GPU can."""
+    return lambda use: _few(use, up, down, asks_ahead=asks_ahead)
 
 
 def few_workspace(use: Use) -> Expr:
@@ -111,11 +114,15 @@ def _places(use: Use, tokens: int | None) -> experts.Places:
     return experts.places_of(sizes.pairs, sizes.num_experts, is_counted=experts.are_many(tokens))
 
 
-def _few(use: Use, up: Tiles | None, down: Tiles | None) -> tuple[Launch, ...]:
+def _few(use: Use, up: Tiles | None, down: Tiles | None, *, asks_ahead: bool) -> tuple[Launch, ...]:
     sizes, rows = _known(use), _rows(use, 0)
     is_wide = use.width("x") > 2
     up, down = up or (_FEW_WIDE if is_wide else _FEW_UP), down or (_FEW_WIDE if is_wide else _FEW_DOWN)
-    return (*_products(use, rows, None, up, down), experts.sum_of(use, rows.rows, sizes))
+    first, second = _products(use, rows, None, up, down)
+    if asks_ahead and has_pdl(use) and _row_bytes(use, "down", sizes.inner) % _COPIED == 0:
+        first = first._replace(constants={**first.constants, "RELEASES_LATE": True})
+        second = second._replace(constants={**second.constants, "ASKS_AHEAD": True})
+    return (first, second, experts.sum_of(use, rows.rows, sizes))
 
 
 def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None) -> tuple[Launch, ...]:
@@ -210,7 +217,8 @@ def _product(
             "HAS_BIAS": use.has(f"{name}_bias"), "BY_PAIR": places is None,
             "X_IN_PAIRS": bool(constants["X_IN_PAIRS"]) and is_half, "LEAST_M": tiles.m >> tiles.halvings,
             "HALVINGS": tiles.halvings, "BLOCK_N": tiles.n, "BLOCK_K": block_k,
-            "PRECISION": "ieee" if use.operands["x"].type.dtype == "float32" else "tf32", "PDL": has_pdl(use),
+            "PRECISION": "ieee" if use.operands["x"].type.dtype == "float32" else "tf32", "RELEASES_LATE": False,
+            "ASKS_AHEAD": False, "PDL": has_pdl(use),
         },
         tiles.num_warps,
         _stages(use, tiles, block_k, is_gated=bool(constants["IS_GATED"])),
@@ -260,6 +268,11 @@ def _shared(use: Use, name: str, size_k: int) -> tuple[int, int]:
     assert isinstance(rows, int)
     assert isinstance(columns, int)
     return rows, columns
+
+
+def _row_bytes(use: Use, name: str, size_k: int) -> int:
+    """Bytes of a row of the weight `name`."""
+    return size_k // 2 if _VALUES[str(use.constant("format"))][0] in ("fp4", "int4") else size_k
 
 
 def _block_k(most: int, group: int, size_k: int, *, is_fp4: bool) -> int:

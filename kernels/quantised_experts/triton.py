@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from precast.kernels.experts.triton import rows_of_weight, store_results, tile_of
+from precast.kernels.experts.triton_few import wait_and_release
 from precast.kernels.quantised_experts.triton_values import (
     byte_values,
     fp4_halves,
@@ -26,7 +27,7 @@ from precast.kernels.quantised_experts.triton_values import (
     halves_of_pairs,
     int4_halves,
 )
-from precast.kernels.triton_chain import wait_for_previous
+from precast.kernels.triton_chain import prefetch, wait_for_previous
 
 
 @triton.jit
@@ -225,6 +226,8 @@ def product_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    RELEASES_LATE: tl.constexpr,
+    ASKS_AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N numbers of a tile of rows of one expert: of the pair `program_id(1)`, or of a tile as `grouped_kernel` of
@@ -233,24 +236,34 @@ def product_kernel(  # type: ignore[no-untyped-def]
     `VALUES`: "fp4", "int4", two a byte; "float8", "int8", "uint8". A scale is that of GROUP_N rows and GROUP_K columns.
     `SCALES`: "e8m0", "e4m3", or "float". `ZEROS`: as `_scales_of` has it. `WHOLE`: 1 for a scale of all, 2 for one of
     each row, by which sums are multiplied, or divided. `IN_PAIRS`: values are made two at once. `X_IN_PAIRS`: rows of x
-    are read as pairs of neighbours.
+    are read as pairs of neighbours. `RELEASES_LATE`: the next kernel begins when all that earlier ones wrote is there;
+    one that `ASKS_AHEAD` reads the pairs' experts by that, and has its weights brought to the L2 cache while the kernel
+    in front of it runs.
     """
-    wait_for_previous(PDL)
     BLOCK_M: tl.constexpr = LEAST_M << HALVINGS
-    if BY_PAIR:
-        first = tl.program_id(1)
-        token = (first // TOP_K).to(tl.int64)
-        expert = tl.load(ids_ptr + token * ids_stride_t + first % TOP_K * ids_stride_j)
-        if (expert < 0) | (expert >= NUM_EXPERTS):
-            return
-        end = first + 1
-    else:
-        expert, first, end = tile_of(starts_ptr, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
-        if expert >= NUM_EXPERTS:
-            return
-    num_rows = tl.minimum(end - first, BLOCK_M)
     ROWS: tl.constexpr = 2 * SIZE_N if IS_GATED else SIZE_N
     BYTES: tl.constexpr = SIZE_K // 2 if VALUES == "fp4" or VALUES == "int4" else SIZE_K
+    if RELEASES_LATE:
+        wait_and_release(PDL)
+    elif not ASKS_AHEAD:
+        wait_for_previous(PDL)
+    if BY_PAIR:
+        first = tl.program_id(1)
+        end = first + 1
+        token = (first // TOP_K).to(tl.int64)
+        expert = tl.load(ids_ptr + token * ids_stride_t + first % TOP_K * ids_stride_j)
+        expert = tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
+    else:
+        expert, first, end = tile_of(starts_ptr, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    if ASKS_AHEAD:
+        if expert < NUM_EXPERTS:
+            n, _ = rows_of_weight(tl.program_id(0) * BLOCK_N, BLOCK_N, IS_GATED, True, SIZE_N)
+            asked = weight_ptr.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * ROWS * BYTES
+            prefetch(asked + tl.minimum(n, ROWS - 1) * BYTES, BYTES)
+        wait_for_previous(PDL)
+    if expert >= NUM_EXPERTS:
+        return
+    num_rows = tl.minimum(end - first, BLOCK_M)
     GROUPS: tl.constexpr = (SIZE_K + GROUP_K - 1) // GROUP_K
     PER_WORD: tl.constexpr = 32 // ZEROS if ZEROS > 0 else GROUP_N
     expert = expert.to(tl.int64)
