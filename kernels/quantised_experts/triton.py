@@ -58,7 +58,7 @@ def _scales_of(  # type: ignore[no-untyped-def]
     elif ZEROS > 0:
         PER_WORD: tl.constexpr = 32 // ZEROS
         words = tl.load(zeros_ptr + (n // PER_WORD)[:, None] * GROUPS + group[None, :], mask=mask, other=0)
-        zero = (words >> (n % PER_WORD * ZEROS)[:, None]) & ((1 << ZEROS) - 1)
+        zero = (words >> (n % PER_WORD * ZEROS)[:, None]) & ((1 << ZEROS) - 1)  # pyright: ignore[reportOperatorIssue]
     return scale, zero
 
 
@@ -113,10 +113,10 @@ def _multiply(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     COUNT: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
     HALVES: tl.constexpr = VALUES == "fp4" or VALUES == "int4"
-    BYTES: tl.constexpr = 2 if HALVES else 1
+    BYTES: tl.constexpr = 2 if HALVES else 1  # pyright: ignore[reportAssignmentType]
     BLOCK_B: tl.constexpr = BLOCK_K // BYTES
     WITHIN: tl.constexpr = BLOCK_K > GROUP_K
-    GROUPS: tl.constexpr = BLOCK_K // GROUP_K if WITHIN else 1
+    GROUPS: tl.constexpr = BLOCK_K // GROUP_K if WITHIN else 1  # pyright: ignore[reportAssignmentType]
     row = first + tl.arange(0, BLOCK_M)
     is_row = row < end
     pair = row
