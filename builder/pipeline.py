@@ -51,7 +51,7 @@ from precast.builder.passes.plan.plan_pages import plan_pages
 from precast.builder.passes.shard.shard import SHARD, shard
 from precast.builder.shard.overrides import Overrides
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import Call, Graph, Node
+from precast.ir.graph.schema import Call, Dtype, Graph, Node
 from precast.ir.graph.text import format_graph
 from precast.ir.manifest import PassRecord
 
@@ -107,10 +107,13 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
 
 
 def lowered_passes(
-    disabled: Collection[str] = (), overrides: Overrides = (), left: list[Dequantised] | None = None
+    disabled: Collection[str] = (),
+    overrides: Overrides = (),
+    left: list[Dequantised] | None = None,
+    scales: Dtype = "float32",
 ) -> tuple[LoweredPass, ...]:
     """The passes over the bundle's graph, without the disabled ones; `shard` minds the overrides, and that quantised
-    weights are to be kept. `left` gets those that `keep_quantised` leaves to be dequantised.
+    weights are to be kept. `left` gets those that `keep_quantised` leaves to be dequantised; `scales`: of its argument.
 
     `passes` refuses names that are none. Raises BuildError (option-invalid) for overrides where `shard` is disabled.
     """
@@ -119,7 +122,7 @@ def lowered_passes(
         raise BuildError("option-invalid", message, fix="leave out one of them")
     runs = {
         SHARD.name: partial(shard, overrides=overrides, in_blocks=KEEP_QUANTISED.name not in disabled),
-        KEEP_QUANTISED.name: partial(keep_quantised, left=left),
+        KEEP_QUANTISED.name: partial(keep_quantised, left=left, scales=scales),
     }
     todo = (each for each in LOWERED_PASSES if each.name not in disabled)
     return tuple(dataclasses.replace(each, run=runs[each.name]) if each.name in runs else each for each in todo)
