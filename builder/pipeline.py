@@ -34,6 +34,7 @@ from precast.builder.passes.match.pointwise import fuse_gated_activation, match_
 from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
 from precast.builder.passes.match.rotary_tables import match_complex_rotary, match_rotary_tables
 from precast.builder.passes.match.routers import match_routers
+from precast.builder.passes.match.sparse_attention import match_sparse_attention
 from precast.builder.passes.match.spelling import (
     cancel_transposes,
     join_slices,
@@ -62,8 +63,8 @@ PASSES: tuple[Pass, ...] = (
     # match
     match_attention, match_causal_conv,
     match_rotary_tables, match_rotary, match_paired_rotary, match_complex_rotary,
-    normalise_spelling, join_slices, match_latent_attention, match_norms, match_activations, match_embedding,
-    match_routers, keep_heads_apart,
+    normalise_spelling, join_slices, match_latent_attention, match_sparse_attention,
+    match_norms, match_activations, match_embedding, match_routers, keep_heads_apart,
     fold_param_views, fuse_gated_activation, order_outputs, fuse_projections, cancel_transposes,
     fuse_residual_norm, fuse_norm_residual_norm,
     # cache, plan

@@ -21,6 +21,7 @@ from precast.ir.graph.schema import (
     Call,
     Expr,
     Graph,
+    IndexSpec,
     LatentSpec,
     Node,
     PagedSpec,
@@ -282,6 +283,9 @@ def _geometry(group: CacheGroup) -> tuple[str, ...]:
     if isinstance(spec, StateSpec):
         shape = "x".join(map(symbols.text, spec.shape))
         return (group.name, group.pool, layers, spec.kind, shape, spec.dtype, "-", "-", "-", state)
+    if isinstance(spec, IndexSpec):
+        row = (group.name, group.pool, layers, "index", str(spec.key_size), spec.dtype, str(spec.page_size), "-")
+        return (*row, token, "-")
     if isinstance(spec, LatentSpec):
         kind, shape = "latent", f"{spec.latent_size} + {spec.rope_size}"
     else:

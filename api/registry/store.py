@@ -121,16 +121,16 @@ class Store:
             if index is None:
                 fix = "pull it: precast pull HOST/NAME@DIGEST"
                 raise BundleError("bundle-missing", f"the store has no {digest}", where=str(self.path), fix=fix)
-            found = Bundle.open_shared(self.path, index)
-        if found.digest != digest:
-            raise BundleError("index-invalid", f"expected {digest}, found {found.digest}", where=str(self.path))
+            found = self._opened(digest, index)
         self.touch(digest)
         return found
 
     def survey(self, digest: str) -> Survey:
         """The bundle's manifests and what is attached, in little memory. Raises as `open` does."""
         with self.reading():
-            return survey_shared(self.path, self.index(digest) or b"")
+            found = survey_shared(self.path, self.index(digest) or b"")
+        self._check_is(digest, found.descriptor.digest)
+        return found
 
     def touch(self, digest: str) -> None:
         """Note that the bundle was used now, where the store can be written to."""
@@ -168,7 +168,7 @@ class Store:
             digests = self._digests()
             for digest in digests:
                 try:
-                    Bundle.open_shared(self.path, self.index(digest) or b"").check_native()
+                    self._opened(digest, self.index(digest) or b"").check_native()
                 except BundleError as error:
                     problems.append(f"{digest}: {error.message} ({error.code})")
         return Verified(len(digests), len(files), total, tuple(problems))
@@ -305,6 +305,17 @@ class Store:
             raise PrecastError(code, message, where=str(self.path), fix=fix) from error
 
     # --- lists ---------------------------------------------------------------------------------------------------
+
+    def _opened(self, digest: str, index: bytes) -> Bundle:
+        found = Bundle.open_shared(self.path, index)
+        self._check_is(digest, found.digest)
+        return found
+
+    def _check_is(self, digest: str, found: str) -> None:
+        """Raise BundleError where a list leads to another bundle: whoever may write to the store can write it."""
+        if found != digest:
+            message, fix = f"expected {digest}, found {found}", "pull the bundle again: precast pull HOST/NAME@DIGEST"
+            raise BundleError("index-invalid", message, where=str(self._list_file(digest)), fix=fix)
 
     def _list_file(self, digest: str) -> Path:
         return self._bundles / f"{digest.removeprefix(f'{oci.ALGORITHM}:')}.json"

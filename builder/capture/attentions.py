@@ -12,6 +12,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from precast.builder.capture.routing import IMPLEMENTATION, current_trace
 from precast.ir.errors import BuildError
 
+
+def _refuse_beyond(limit: int, selected: str) -> None:
+    """Refuse sequences of more than `limit` tokens: of these, not all blocks of keys are `selected`."""
+    if current_trace().max_seq_len > limit:
+        raise BuildError(
+            "feature-unsupported",
+            f"the model selects {selected} keys for each query, which are not all keys beyond {limit} tokens: precast "
+            "has no attention to selected blocks",
+            fix=f"build with max_seq_len of at most {limit}",
+        )
+
+
 # --- Qwen4-Exp ---------------------------------------------------------------------------------------------------
 
 
@@ -25,13 +37,7 @@ def _attention_to_selected_blocks(
     """
     indexer = module.indexer
     limit = (indexer.block_topk + 1) * indexer.compress_ratio - 1
-    if current_trace().max_seq_len > limit:
-        raise BuildError(
-            "feature-unsupported",
-            f"the model selects {indexer.block_topk} blocks of {indexer.compress_ratio} keys for each query, which are "
-            f"not all keys beyond {limit} tokens: precast has no attention to selected blocks",
-            fix=f"build with max_seq_len of at most {limit}",
-        )
+    _refuse_beyond(limit, f"{indexer.block_topk} blocks of {indexer.compress_ratio}")
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
     query, gate = module.q_proj(hidden_states).view(*shape[:-1], 2 * module.head_dim).chunk(2, dim=-1)
     query = module.q_norm(query).transpose(1, 2)
@@ -45,7 +51,18 @@ def _attention_to_selected_blocks(
     return module.o_proj(y * torch.sigmoid(gate.reshape(y.shape))), None
 
 
+# --- MiniMax M3 --------------------------------------------------------------------------------------------------
+
+
+def _all_blocks(module: Any, *_: Any, **__: Any) -> None:
+    """An indexer selects blocks of keys for each query: all of them while there are no more than it selects, and so
+    nothing need be computed for it; longer sequences are refused."""
+    limit = module.topk_blocks * module.block_size
+    _refuse_beyond(limit, f"{module.topk_blocks} blocks of {module.block_size}")
+
+
 ATTENTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     # the module's class -> its method, and what is traced in its place
     "Qwen4ExpTextAttention": ("forward", _attention_to_selected_blocks),
+    "MiniMaxM3VLIndexer": ("forward", _all_blocks),
 }

@@ -290,8 +290,8 @@ def _paged_attention(of: _Of) -> Iterator[Relation]:
 
 
 def _latent_attention(of: _Of) -> Iterator[Relation]:
-    q, weight = of.arg("q", 2), of.given("weight")
-    yield from of.same((of.result, 2), q)
+    weight = of.given("weight")
+    yield from of.same((of.result, 2), of.arg("q", 2), of.arg("sinks", 0))
     yield HeadRows((weight, 0), (of.result, 2))
 
 
@@ -378,6 +378,7 @@ _RULES: dict[str, Callable[[_Of], Iterator[Relation]]] = {
     "precast.write_kv": _write_kv,
     "precast.paged_attention": _paged_attention,
     "precast.paged_latent_attention": _latent_attention,
+    "precast.paged_sparse_latent_attention": _latent_attention,
     "precast.stateful_causal_conv": _channels(x=2, weight=0, bias=0, state=1),
     "precast.stateful_selective_scan": _channels(x=2, dt=2, a=0, d=0, dt_bias=0, state=1),
     "precast.stateful_state_space_scan": _state_space_scan,

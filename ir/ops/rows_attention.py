@@ -72,7 +72,7 @@ def paged_attention(args: Args) -> tuple[TensorType, ...]:
     expect_dtype("k_cache", k_cache, *FLOATS)
     expect_dtype("v_cache", v_cache, k_cache.dtype)
     expect_shape("v_cache's pages and heads", v_cache.shape[:3], k_cache.shape[:3])
-    _pages(args)
+    expect_pages(args)
     return (_heads(args, k_cache, v_cache),)
 
 
@@ -111,13 +111,13 @@ def paged_latent_attention(args: Args) -> tuple[TensorType, ...]:
     expect_rank("weight", weight, 2)
     expect_dtype("q", args["q"], *COMPUTED)
     expect_dtype("cache", cache, *FLOATS)
-    _pages(args)
+    expect_pages(args)
     latent = weight.shape[1]
     return (_latent_heads(args, latent, symbols.add(cache.shape[2], symbols.mul(-1, latent))),)
 
 
-def _pages(args: Args) -> None:
-    """The metadata that says which pages hold a sequence's keys."""
+def expect_pages(args: Args) -> None:
+    """The metadata that say which pages hold a sequence's keys."""
     for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"):
         expect_vector(name, args[name], "int32")
     sequences = args["kv_lens"].shape
@@ -161,8 +161,10 @@ def _latent_heads(args: Args, latent: Expr, rope: Expr) -> TensorType:
     return TensorType(q.dtype, (*q.shape[:-1], value))
 
 
-_PAGES = SEQUENCE_LENGTHS | dict.fromkeys(("page_indices", "page_indptr", "page_start"), GROUP)
-_SLOTS = {"slot_mapping": GROUP}
+PAGES = SEQUENCE_LENGTHS | dict.fromkeys(("page_indices", "page_indptr", "page_start"), GROUP)
+"""What the integers are for that say which pages hold a sequence's keys."""
+SLOTS = {"slot_mapping": GROUP}
+"""The same of those that say where a step's tokens are written."""
 
 ROWS = (
     row(
@@ -178,7 +180,7 @@ ROWS = (
         write_kv,
         SEQUENCES,
         work.nothing,
-        integers=_SLOTS,
+        integers=SLOTS,
     ),
     row(
         "precast.rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight,"
@@ -186,7 +188,7 @@ ROWS = (
         " float? eps=None, float offset=0.0, bool cast_before_scale=False) -> Tensor",
         rotary_write_kv,
         SEQUENCES,
-        integers=_SLOTS,
+        integers=SLOTS,
     ),
     row(
         "precast.paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor cu_seqlens,"
@@ -195,7 +197,7 @@ ROWS = (
         paged_attention,
         SEQUENCES,
         work.attention,
-        integers=_PAGES,
+        integers=PAGES,
     ),
     row(
         "precast.latent_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor weight, Tensor cu_seqlens, *,"
@@ -210,7 +212,7 @@ ROWS = (
         write_latent,
         SEQUENCES,
         work.nothing,
-        integers=_SLOTS,
+        integers=SLOTS,
     ),
     row(
         "precast.paged_latent_attention(Tensor q, Tensor cache, Tensor weight, Tensor cu_seqlens, Tensor kv_lens,"
@@ -219,6 +221,6 @@ ROWS = (
         paged_latent_attention,
         SEQUENCES,
         work.latent_attention,
-        integers=_PAGES,
+        integers=PAGES,
     ),
 )

@@ -188,6 +188,23 @@ def test_list_of_another_bundle_is_not_believed(reference: str, tiny: Bundle, st
         store.open("sha256:" + "0" * 64)
 
 
+def test_list_that_leads_to_another_bundle_is_no_bundle(
+    reference: str, registry: FakeRegistry, tiny: Bundle, store: Store, tmp_path: Path
+) -> None:
+    """Whoever may write to the store can't have another bundle written out under a digest."""
+    other = write_tiny(tmp_path / "other.bundle", num_layers=1)
+    push(other.path, f"{registry.host}/org/tiny:other")
+    for name in (reference, f"{registry.host}/org/tiny:other"):
+        pull(name, store=store)
+    lists = store.path / "bundles"
+    shutil.copy(lists / f"{other.digest[7:]}.json", lists / f"{tiny.digest[7:]}.json")
+
+    assert [tiny.digest in problem for problem in store.verify().problems] == [True]
+    pulled = pull(f"{registry.host}/org/tiny@{tiny.digest}", tmp_path / "out.bundle", store=store)
+
+    assert pulled.digest == Bundle.open(tmp_path / "out.bundle").digest == tiny.digest
+
+
 def test_store_that_can_only_be_read(
     reference: str, registry: FakeRegistry, tiny: Bundle, store: Store, tmp_path: Path
 ) -> None:

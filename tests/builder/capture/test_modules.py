@@ -132,19 +132,29 @@ def test_keys_that_are_chosen_by_their_bias_are_refused() -> None:
     assert "max_seq_len of at most 48" in str(refused.value)
 
 
-def test_selected_blocks_are_all_of_them_up_to_a_length() -> None:
-    longest = max(map(len, PROMPTS))
-    config = small("qwen4_exp_text", indexer_budget=longest - 1, indexer_compress_ratio=2)
+LONGEST = max(map(len, PROMPTS))
+SPARSE_AND_FULL = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [
+        ("qwen4_exp_text", {"indexer_budget": LONGEST - 1, "indexer_compress_ratio": 2}),
+        ("minimax_m3_vl_text", {**SPARSE_AND_FULL, "index_topk_blocks": LONGEST, "index_block_size": 1}),
+    ],
+)
+def test_selected_blocks_are_all_of_them_up_to_a_length(name: str, differs: dict[str, Any]) -> None:
+    config = small(name, **differs)
     model = random_model(config)
     state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
     expected = torch.cat(hf_logits(model, PROMPTS))
 
-    found = captured(config, max_seq_len=longest)
+    found = captured(config, max_seq_len=LONGEST)
 
     assert relative_error(run(found, state), expected) < 1e-5
-    with pytest.raises(BuildError, match=f"not all keys beyond {longest} tokens") as refused:
-        captured(config, max_seq_len=longest + 1)
-    assert f"max_seq_len of at most {longest}" in str(refused.value)
+    with pytest.raises(BuildError, match=f"not all keys beyond {LONGEST} tokens") as refused:
+        captured(config, max_seq_len=LONGEST + 1)
+    assert f"max_seq_len of at most {LONGEST}" in str(refused.value)
 
 
 @pytest.mark.parametrize("cap", [0.0, 40.0])

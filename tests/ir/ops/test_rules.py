@@ -40,6 +40,9 @@ from op_calls import (
     ROTARY,
     ROUTE,
     SAMPLE,
+    SELECT,
+    SELECT_PAGES,
+    SELECTED,
     SLOTS,
     STATES,
     STREAM,
@@ -48,6 +51,7 @@ from op_calls import (
     TURNED,
     TWO_NORMS,
     WRITE,
+    WRITE_INDEX,
     WRITE_LATENT,
     Args,
     f32,
@@ -483,6 +487,28 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.paged_attention", {**PAGED, "k_cache": PAGES8}, "v_cache: expected dtype float8_e4m3fn, found bfloat16"),
     ("precast.paged_attention", {**PAGED, "q": t("float8_e4m3fn", 1, "T", 8, 16)}, "q: expected dtype"),
     ("precast.paged_latent_attention", {**LATENT_PAGES, "cache": t("int32", "P", 4, 19)}, "cache: expected dtype"),
+    ("precast.write_index_keys", {**WRITE_INDEX, "cache": f32("P", 4, 7)}, "cache's last dimension: expected shape"),
+    ("precast.write_index_keys", {**WRITE_INDEX, "slot_mapping": t("int64", "B")}, "slot_mapping: expected shape"),
+    ("precast.select_keys", {**SELECT, "k": f32(1, "T", 7)}, r"key's size: expected shape \[6\], found \[7\]"),
+    ("precast.select_keys", {**SELECT, "k": t("float16", 1, "T", 6)}, "k: expected dtype float32"),
+    ("precast.select_keys", {**SELECT, "weights": f32(1, "T", 2)}, "weights: expected shape"),
+    ("precast.select_keys", {**SELECT, "weights": t("bfloat16", 1, "T", 3)}, "weights: expected dtype float32"),
+    ("precast.select_keys", {**SELECT, "count": 0}, "count: expected at least 1, found 0"),
+    ("precast.select_keys", {**SELECT, "count": "T"}, "count: expected at least 1, found T"),
+    ("precast.paged_select_keys", {**SELECT_PAGES, "cache": f32("P", 4, 1, 6)}, "cache: expected 3 dimensions"),
+    ("precast.paged_select_keys", {**SELECT_PAGES, "cache": t("int8", "P", 4, 6)}, "cache: expected dtype"),
+    ("precast.paged_select_keys", {**SELECT_PAGES, "page_start": t("int32", B1)}, "page_start: expected shape"),
+    (
+        "precast.sparse_latent_attention",
+        {**LATENT, **LATENT_HEADS, **SELECTED, "selected": t("int32", 1, "B", 5)},
+        "selected's tokens: expected shape",
+    ),
+    (
+        "precast.paged_sparse_latent_attention",
+        {**LATENT_PAGES, **SELECTED, "selected": t("int64", 1, "T", 5)},
+        "selected: expected dtype int32",
+    ),
+    ("precast.paged_sparse_latent_attention", {**LATENT_PAGES, **SELECTED, "sinks": f32(5)}, "sinks: expected shape"),
     ("precast.paged_attention", {**PAGED, "window": -1}, "window"),
     ("precast.paged_attention", {**PAGED, "chunk": -1}, "chunk: expected None or at least 1"),
     ("precast.paged_attention", {**PAGED, "slopes": f32(8, 1)}, "slopes: expected shape"),
@@ -524,7 +550,16 @@ ANY_DTYPE = {("precast.gather_rows", "x"), ("precast.all_gather", "x"), ("precas
 MAY_BE_FLOAT8 = {
     *(("precast.quantised_linear", name) for name in ("weight", "scales")),  # in some formats
     *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "rotary_write_kv", "paged_attention") for name in "kv"),
-    *((f"precast.{op}", "cache") for op in ("write_latent", "paged_latent_attention")),
+    *(
+        (f"precast.{op}", "cache")
+        for op in (
+            "write_latent",
+            "paged_latent_attention",
+            "write_index_keys",
+            "paged_select_keys",
+            "paged_sparse_latent_attention",
+        )
+    ),
     *(("precast.quantised_experts", f"{name}{part}") for name in ("up", "down") for part in ("", "_scales")),
 }
 ANY_RANK = {
