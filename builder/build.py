@@ -125,7 +125,7 @@ def build(
         raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
     parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after or "shard")
     left: list[Dequantised] = []
-    late = pipeline.lowered_passes(disabled_passes, options.overrides, left)
+    late = pipeline.lowered_passes(disabled_passes, options.overrides, left, _scales(opened))
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
     dump_dir = _dump_dir(dump)
     if check is not None:
@@ -253,6 +253,13 @@ def _beside_theirs(source: Source, graph: Graph) -> dict[str, object]:
     """How the shard plan differs from that of transformers, for the provenance; nothing where either has none."""
     theirs = tp_plan(source.config)
     return {"tp_plan": msgspec.to_builtins(compared(graph, theirs))} if theirs and graph.shards.rows else {}
+
+
+def _scales(source: Source) -> Dtype:
+    """The type of scales that a checkpoint of this config has: AutoAWQ writes float16, others the model's own type."""
+    method = (source.facts.quantisation or {}).get("quant_method")
+    dtypes: dict[str, Dtype] = {"float16": "float16", "bfloat16": "bfloat16"}
+    return "float16" if method == "awq" else dtypes.get(source.facts.dtype, "float32")
 
 
 def _dequantised(left: Sequence[Dequantised]) -> dict[str, object]:
