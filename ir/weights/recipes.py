@@ -208,6 +208,8 @@ def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
     if isinstance(recipe, schema.Dequantise):
         return quantised.shape(recipe, *map(shape, parts(recipe)))
     found = shape(recipe.of)
+    if isinstance(recipe, schema.Quantise):
+        return quantised.shape_at_load(recipe, found)
     if isinstance(recipe, schema.Each):
         return _repeated(recipe, found)
     if isinstance(recipe, schema.Slice):
@@ -246,6 +248,8 @@ def dtype(recipe: schema.Recipe) -> schema.Dtype | None:
         return quantised.dtype(recipe, *map(dtype, parts(recipe)))
     if isinstance(recipe, schema.Scale):
         return "float32"
+    if isinstance(recipe, schema.Quantise):
+        return quantised.dtype_at_load(recipe, dtype(recipe.of))
     return dtype(recipe.of)
 
 

@@ -37,6 +37,7 @@ from precast.ir.graph.schema import (
     PagedSpec,
     Param,
     Pool,
+    Quantise,
     Read,
     Ref,
     Repeat,
@@ -246,6 +247,7 @@ RECIPES = st.recursive(
         st.builds(Reshape, inner, tuples(EXPRS)),
         st.builds(Cast, inner, DTYPES),
         st.builds(Each, inner, INTS, INTS, INTS),
+        st.builds(Quantise, inner, st.sampled_from(("values", "scales")), st.tuples(INTS, INTS)),
         st.builds(Repeat, inner, INTS, EXPRS),
         st.builds(
             Dequantise,
