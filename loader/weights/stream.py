@@ -112,6 +112,7 @@ def _round(
     """Read what these computations need, make them, and forget it; the bytes read, and those needed."""
     assembly = Assembly(lambda name: stored[name].dtype)
     inputs = [assembly.add_inputs(each) for each in computed]
+    assert not assembly.computed, "verified: what is computed is made of what is stored"
     plan = plan_reads(assembly, stored.__getitem__, sizes)
     read = _allocate(plan.targets, buffers.device)
     num_bytes = read_all(plan, read, buffers, files)
