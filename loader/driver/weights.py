@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Dtype, Graph, Recipe, Tie
+from precast.ir.graph.schema import Dtype, Graph, Quantise, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.memory.strides import contiguous
 from precast.ir.weights import recipes, scales
@@ -109,7 +109,10 @@ def planned_bytes(what: Planned) -> int:
 def uncovered(what: Planned) -> str:
     """Why params aren't made here; empty if they are."""
     if what.assembly.computed:
-        return f"the checkpoint's tensors are quantised ({what.assembly.computed[0].recipe.format})"
+        first = what.assembly.computed[0].recipe
+        if isinstance(first, Quantise):
+            return "weights are quantised while they are read"
+        return f"the checkpoint's tensors are quantised ({first.format})"
     if what.rounded is not None:
         return f"{what.rounded.tensors[0]}: that {what.rounded.dtype} holds such scales is looked at by torch"
     for copy in (copy for job in what.plan.jobs for copy in job.copies):

@@ -14,12 +14,13 @@ import msgspec
 import torch
 
 from precast.ir.errors import TargetError, WeightsError
-from precast.ir.graph.schema import Dequantise, Graph, Param, Recipe, TensorType, Tie
+from precast.ir.graph.schema import Dequantise, Graph, Param, Quantise, Recipe, TensorType, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.kernels import dtypes
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
+from precast.kernels.dequantise.quantise import quantised
 from precast.loader.device import Device, aligned
 from precast.loader.torch_device import tensor_of
 from precast.loader.weights.parts import Assembly, Computed, Target, param_parts
@@ -151,17 +152,24 @@ def _round(
     """Read what these computations need, make them, and forget it; the bytes read, and those needed."""
     assembly = Assembly(lambda name: stored[name].dtype)
     inputs = [assembly.add_inputs(each) for each in computed]
+    assert not assembly.computed, "verified: what is computed is made of what is stored"
     plan = plan_reads(assembly, stored.__getitem__, sizes)
     read = _allocate(plan.targets, buffers.device)
     num_bytes = read_all(plan, read, buffers, files)
     move_all(plan, read)
     tensors = _typed(plan.targets, read)
     for each, places in zip(computed, inputs, strict=True):
-        made = _values(each.recipe, {name: tensors[place] for name, place in places.items()})
+        made = _made(each.recipe, {name: tensors[place] for name, place in places.items()})
         source = strided(made.contiguous().flatten(), each.source)
         copy_converted(source, memory[each.target], each.destination, each.casts)
         del made, source  # before the next is made
     return num_bytes, plan.bytes_needed
+
+
+def _made(recipe: Dequantise | Quantise, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if isinstance(recipe, Quantise):
+        return quantised(parts["of"], recipe.part, recipe.block)
+    return _values(recipe, parts)
 
 
 def _values(recipe: Dequantise, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
