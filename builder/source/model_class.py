@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )  # fmt: skip
 
 from precast.builder.replaced import replaced
+from precast.builder.source.other_names import republished
 from precast.ir.errors import BuildError, some
 
 CAUSAL = "AutoModelForCausalLM"
@@ -116,7 +117,8 @@ def check_architectures(config: PreTrainedConfig, found: type[PreTrainedModel], 
             "model-unsupported",
             f"{name}: the config's architecture is {', '.join(some(list(map(str, named))))}, expected the decoder "
             f"that transformers has for {config.model_type}, {found.__name__}",
-            fix="build the checkpoint of a causal language model; if this is one, correct architectures in the config",
+            fix=republished(named)
+            or "build the checkpoint of a causal language model; if this is one, correct architectures in the config",
         )
 
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from precast.builder.limits import MAX_DEPTH
-from precast.builder.source import quantised_options, tokenizer_files
+from precast.builder.source import nemotron_nas, quantised_options, tokenizer_files
 from precast.builder.source.facts import Facts, decoder_way, read_facts
 from precast.builder.source.json_object import parse_object, read_object
 from precast.builder.source.model_class import (
@@ -31,6 +31,7 @@ from precast.builder.source.model_class import (
     own_code,
 )  # fmt: skip
 from precast.builder.source.numbers import check_numbers
+from precast.builder.source.other_names import differences, known_as, republished
 from precast.builder.source.small_files import GENERATION
 from precast.ir.errors import BuildError, shown, shown_value, some
 from precast.ir.weights.config_facts import decoder_part
@@ -77,19 +78,29 @@ def open_source(
     if isinstance(source, PreTrainedConfig):
         name = type(source).__name__
         if own_code(source) is not None and not allow_code:
-            raise _refused_code(name, source.auto_map, source.model_type, source.architectures)
+            raise _refused_code(name, source.auto_map, source.to_dict())
         config = copy.deepcopy(source)  # the caller's stays as it is
         return Source(name, config, {}, _checked_facts(config, name))
     name = str(source)
     folder = _folder(name, allow_code)
     entries = _read_entries(folder, name)
-    config = _read_config(entries, folder, name, allow_code, model_type)
+    if entries["model_type"] == nemotron_nas.MODEL_TYPE:
+        nemotron_nas.register()
+    same = None if model_type else known_as(entries)
+    raw = {entry: value for entry, value in entries.items() if same is None or entry != "architectures"}
+    config = _read_config(raw, folder, name, allow_code, model_type or same)
     beside = {file: read_object(folder / file, f"{name}: {file}") for file in quantised_options.FILES}
     said = {file: found for file, found in beside.items() if found is not None}
     quantised_options.add_quantisation(config, said, name)
     files = tokenizer_files.read_files(folder, name)
     generation = parse_object(files.get(GENERATION, b"{}"), f"{name}: {GENERATION}")
-    return Source(name, config, files, _checked_facts(config, name, entries, generation), entries)
+    facts = _checked_facts(config, name, entries, generation)
+    if same is not None:
+        note = (
+            f"its model type {entries['model_type']} is transformers' {same} under another name, and is built as that"
+        )
+        facts = facts._replace(notes=(*facts.notes, note))
+    return Source(name, config, files, facts, entries)
 
 
 def reason(error: Exception) -> str:
@@ -150,7 +161,7 @@ def _read_config(
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` is lazier
     is_own = needs_code(code, known, raw.get("architectures"))
     if is_own and not allow_code:
-        raise _refused_code(name, code, model_type, raw.get("architectures"))
+        raise _refused_code(name, code, raw)
     if is_own and CAUSAL not in code:
         raise BuildError(
             "model-unsupported",
@@ -161,8 +172,7 @@ def _read_config(
         raise BuildError(
             "model-unknown",
             f"{name}: transformers {transformers.__version__} doesn't know the config's model_type {shown(model_type)}",
-            fix="check it; if the model is newer than that, update transformers"
-            + _other_types(raw.get("architectures")),
+            fix="check it; if the model is newer than that, update transformers" + _other_types(raw),
         )
     try:
         if wanted and known is not None:
@@ -227,23 +237,27 @@ def _check_model_type(wanted: str | None, source: object) -> None:
         raise BuildError("option-invalid", message, fix="name one that it has, such as llama")
 
 
-def _refused_code(name: str, code: Any, model_type: str, architectures: Any) -> BuildError:
+def _refused_code(name: str, code: Any, entries: dict[str, Any]) -> BuildError:
     classes = ", ".join(some([f"{use}: {place}" for use, place in code.items()]))
     return BuildError(
         "remote-code",
-        f"{name}: the config names code to run ({classes}) for {shown(model_type)} models of the architectures "
-        f"{shown(str(architectures))}, which transformers does not have itself",
+        f"{name}: the config names code to run ({classes}) for {shown(str(entries['model_type']))} models of the "
+        f"architectures {shown(str(entries.get('architectures')))}, which transformers does not have itself",
         fix="use a model that transformers has itself, or read that code and allow it (--allow-remote-code): it "
-        "runs in the builder, with your rights, and no part of it gets into the bundle" + _other_types(architectures),
+        "runs in the builder, with your rights, and no part of it gets into the bundle" + _other_types(entries),
     )
 
 
-def _other_types(architectures: Any) -> str:
-    """How to build a model of transformers' that goes under another name."""
-    first = next(iter(model_types(architectures)), None)
-    return (
-        f"; or, if it is a {first} model under another name, build it as that (model_type={first!r})" if first else ""
-    )
+def _other_types(entries: dict[str, Any]) -> str:
+    """How to build a model of transformers' that goes under another name, or was published anew for it."""
+    first = next(iter(model_types(entries.get("architectures"))), None)
+    if first is None:
+        other = republished(entries.get("architectures"))
+        return f"; or: {other}" if other else ""
+    option = f"--model-type {first}, model_type={first!r} in Python"
+    unlike = differences(entries)
+    but = f", but for {', '.join(unlike)}, which nobody has compared with it" if unlike else ""
+    return f"; or, if it is a {first} model under another name{but}, build it as that ({option})"
 
 
 def _checked_facts(

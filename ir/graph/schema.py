@@ -234,13 +234,46 @@ class Dequantise(Wire, frozen=True, tag="dequantise", tag_field="k"):
     global_scale: Recipe | None = None
 
 
+class Quantise(Wire, frozen=True, tag="quantise", tag_field="k"):
+    """One of the parts of an `fp8` that matrices of any floating type become while they are read.
+
+    `values`: float8_e4m3fn, of the shape of `of` [.., R, C]; `scales`: float32 [.., ceil(R / block[0]), ceil(C /
+    block[1])], the largest magnitude of each block over 448 (`docs/format/v1.md`, Recipes).
+    """
+
+    of: Recipe
+    part: Literal["values", "scales"]
+    block: tuple[int, int]
+
+
+class Repeat(Wire, frozen=True, tag="repeat", tag_field="k"):
+    """Each element of dimension `dim` `count` times in a row: one scale of a matrix as one for each of its rows."""
+
+    of: Recipe
+    dim: int
+    count: Expr
+
+
 class Tie(Wire, frozen=True, tag="tie", tag_field="k"):
     """The same memory as another param of the graph."""
 
     param: str
 
 
-Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Tie
+class Scale(Wire, frozen=True, tag="scale", tag_field="k"):
+    """A float32 number above 0, `[1]`, by which cached keys or values are divided. A recipe of its own, never a part.
+
+    It is the one number of the first of these tensors that the checkpoint has; `default` where it has none of any
+    scale of the graph.
+    """
+
+    tensors: tuple[str, ...]
+    default: float = 1.0
+
+
+Recipe = (
+    Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Quantise | Repeat | Tie | Scale
+)
 
 
 class Param(Wire, frozen=True):
@@ -279,6 +312,14 @@ class LatentSpec(Wire, frozen=True, tag="latent", tag_field="k"):
     window: int | None = None
 
 
+class IndexSpec(Wire, frozen=True, tag="index", tag_field="k"):
+    """Geometry of a paged cache of the keys by which sparse attention selects: one of `key_size` elements a token."""
+
+    key_size: int
+    dtype: Dtype
+    page_size: int
+
+
 class StateSpec(Wire, frozen=True, tag="state", tag_field="k"):
     """Geometry of a state that a sequence keeps as a whole: a recurrent `state`, or the last inputs of a `conv`.
 
@@ -290,7 +331,7 @@ class StateSpec(Wire, frozen=True, tag="state", tag_field="k"):
     dtype: Dtype
 
 
-CacheSpec = PagedSpec | LatentSpec | StateSpec
+CacheSpec = PagedSpec | LatentSpec | IndexSpec | StateSpec
 
 
 class PagedInputs(Wire, frozen=True):
@@ -314,7 +355,7 @@ class Group(Wire, frozen=True):
 
     name: str
     pool: str
-    spec: PagedSpec | LatentSpec
+    spec: PagedSpec | LatentSpec | IndexSpec
     inputs: PagedInputs
     slots: tuple[Slot, ...]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import TensorType
+from precast.ir.graph.schema import Dtype, Expr, TensorType
 from precast.ir.ops import work
 from precast.ir.ops.checks import (
     COMPUTED,
@@ -14,13 +17,18 @@ from precast.ir.ops.checks import (
     expect_one_of,
     expect_rank,
     expect_shape,
+    shape_text,
 )
-from precast.ir.ops.op import Args, Integers, last_of, row
+from precast.ir.ops.op import Args, Integers, ShapeError, last_of, row
+from precast.ir.weights import quantised
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 CHOICES = ("scores", "logits")
 GROUP_SCORES = ("top2", "max")
+SCALES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
+TRANSPOSED = ("awq", "gptq")
+"""Formats that hold a matrix with its inputs as rows."""
 
 
 def route(args: Args) -> tuple[TensorType, ...]:
@@ -64,33 +72,81 @@ def grouped_linear(args: Args) -> tuple[TensorType, ...]:
 
 
 def experts(args: Args) -> tuple[TensorType, ...]:
-    x, ids, weights, up, down = (args[name] for name in ("x", "expert_ids", "expert_weights", "up", "down"))
+    x, up, down = args["x"], args["up"], args["down"]
+    _expect_chosen(args)
+    expect_rank("up", up, 3)
+    expect_dtype("up", up, x.dtype)
+    expect_dtype("down", down, x.dtype)
+    expect_shape("up's last dimension", up.shape[2:], x.shape[1:])
+    expect_shape("down", down.shape, (up.shape[0], x.shape[1], _inner(up.shape[1], args)))
+    _expect_between(args, up.shape[:2])
+    return (x,)
+
+
+def quantised_experts(args: Args) -> tuple[TensorType, ...]:
+    x = args["x"]
+    _expect_chosen(args)
+    experts, opened, inputs = _dequantised("up", args)
+    expect_shape("up's last dimension, dequantised", (inputs,), x.shape[1:])
+    expect_shape("down, dequantised", _dequantised("down", args), (experts, x.shape[1], _inner(opened, args)))
+    _expect_between(args, (experts, opened))
+    return (x,)
+
+
+def _dequantised(name: str, args: Args) -> tuple[Expr, Expr, Expr]:
+    """Experts, outputs and inputs of a weight whose parts, `name` and those called after it, are in few bits."""
+    format, parts = args["format"], {"of": args[name], "scales": args[f"{name}_scales"]}
+    parts |= {part: args[f"{name}_{part}"] for part in ("zeros", "global_scale") if args.get(f"{name}_{part}")}
+    experts = parts["of"].shape[:1]
+    for part, kind in parts.items():
+        expect_shape(f"{name}'s {part}: experts", kind.shape[:1], experts)
+    sizes = {part: kind.shape[1:] for part, kind in parts.items()}
+    try:
+        shape = quantised.shape_in_op(format, sizes, args.get(f"{name}_block"), args.get("zero_offset", 0))
+    except RecipeError as error:
+        raise ShapeError(f"{name}: {error}") from error
+    expect(len(shape) == 2, f"{name}: expected a matrix for each expert, found {shape_text(shape)}")
+    expect_dtype(name, parts["of"], quantised.stored_dtype(format))
+    expect_dtype(f"{name}_scales", parts["scales"], *quantised.scales_dtypes(format))
+    for part, dtypes in (("zeros", ("int8",) if format == "int8" else ("int32",)), ("global_scale", SCALES)):
+        if part in parts:
+            expect_dtype(f"{name}_{part}", parts[part], *dtypes)
+    outputs, inputs = reversed(shape) if format in TRANSPOSED else shape
+    return (*experts, outputs, inputs)
+
+
+def _expect_chosen(args: Args) -> None:
+    """Tokens, and the experts that each of them has, with their weights."""
+    x, ids, weights = (args[name] for name in ("x", "expert_ids", "expert_weights"))
     expect_rank("x", x, 2)
     expect_rank("expert_ids", ids, 2)
-    expect_rank("up", up, 3)
     expect_dtype("x", x, *COMPUTED)
     expect_dtype("expert_ids", ids, "int64")
     expect_dtype("expert_weights", weights, *COMPUTED)
-    expect_dtype("up", up, x.dtype)
-    expect_dtype("down", down, x.dtype)
     expect_shape("expert_ids, but for its last dimension", ids.shape[:1], x.shape[:1])
     expect_shape("expert_weights", weights.shape, ids.shape)
-    expect_shape("up's last dimension", up.shape[2:], x.shape[1:])
-    inner = up.shape[1]
-    if args["gated"]:
-        half = symbols.floordiv(inner, 2)
-        even = symbols.equal(symbols.mul(half, 2), inner)
-        expect(even, f"up: expected gate and up in one, found {symbols.text(inner)} rows")
-        inner = half
-    expect_shape("down", down.shape, (up.shape[0], x.shape[1], inner))
-    for name, shape in (("up_bias", up.shape[:2]), ("down_bias", down.shape[:2])):
+
+
+def _inner(opened: Expr, args: Args) -> Expr:
+    """The size between the products, of the rows of the first one."""
+    if not args["gated"]:
+        return opened
+    half = symbols.floordiv(opened, 2)
+    even = symbols.equal(symbols.mul(half, 2), opened)
+    expect(even, f"up: expected gate and up in one, found {symbols.text(opened)} rows")
+    return half
+
+
+def _expect_between(args: Args, opened: Sequence[Expr]) -> None:
+    """The biases, and what stands between the products. `opened`: experts, and rows of the first one."""
+    x = args["x"]
+    for name, shape in (("up_bias", opened), ("down_bias", (opened[0], x.shape[1]))):
         if args.get(name) is not None:
             expect_shape(name, args[name].shape, shape)
             expect_dtype(name, args[name], x.dtype)
     expect_one_of("activation", args["activation"], EXPERT_ACTIVATIONS)
     limit = args.get("limit")
     expect(limit is None or limit > 0, f"limit: expected None or more than 0, found {limit}")
-    return (x,)
 
 
 ROWS = (
@@ -115,6 +171,17 @@ ROWS = (
         experts,
         last_of("x"),
         work.experts,
+        integers={"expert_ids": Integers("any", "up")},
+    ),
+    row(
+        "precast.quantised_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor up, Tensor down,"
+        " Tensor up_scales, Tensor down_scales, Tensor? up_zeros, Tensor? down_zeros, Tensor? up_global_scale,"
+        " Tensor? down_global_scale, Tensor? up_bias, Tensor? down_bias, *, str format, int[]? up_block=None,"
+        " int[]? down_block=None, int zero_offset=0, str activation, bool gated, float alpha=1.0, float? limit=None,"
+        " float offset=0.0) -> Tensor",
+        quantised_experts,
+        last_of("x"),
+        work.quantised_experts,
         integers={"expert_ids": Integers("any", "up")},
     ),
 )

@@ -11,7 +11,7 @@ float64), rounded once at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -59,13 +59,22 @@ def experts(
     `x` [T, I], `expert_ids` [T, K] int64, `expert_weights` [T, K]; `layers` have `x`'s dtype. Raises ValueError for an
     activation that the module's docstring doesn't name.
     """
-    up, down, up_bias, down_bias = layers
+    up, down, *biases = layers
+    weights = ((up[expert], down[expert]) for expert in range(up.shape[0]))
+    return weighted_sum(x, expert_ids, expert_weights, weights, tuple(biases), between)
+
+
+def weighted_sum(
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor,
+    weights: Iterable[tuple[torch.Tensor, torch.Tensor]], biases: tuple[torch.Tensor | None, ...], between: Between,
+) -> torch.Tensor:  # fmt: skip
+    """`precast.experts`, of both matrices of each expert in turn and the biases of all: `up_bias` and `down_bias`."""
     total = widened(x).new_zeros(x.shape)
-    for expert in range(up.shape[0]):
+    for expert, (up, down) in enumerate(weights):
+        up_bias, down_bias = (_row(bias, expert) for bias in biases)
         tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
-        h = functional.linear(widened(x[tokens]), widened(up[expert]), _row(up_bias, expert))
-        h = activate(h, between)
-        h = functional.linear(h, widened(down[expert]), _row(down_bias, expert))
+        h = functional.linear(widened(x[tokens]), widened(up), up_bias)
+        h = functional.linear(activate(h, between), widened(down), down_bias)
         total.index_add_(0, tokens, h * expert_weights[tokens, places, None].to(h.dtype))
     return total.to(x.dtype)
 

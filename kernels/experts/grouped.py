@@ -9,6 +9,8 @@ in bfloat16, it took from 1.0 (one token, 128 small experts) to 23 times (16 tok
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch.nn import functional
 
@@ -32,14 +34,29 @@ def experts(
     x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, layers: Layers, between: Between
 ) -> torch.Tensor:
     """`precast.experts`."""
-    tokens, top_k = expert_ids.shape
     up, down, up_bias, down_bias = layers
-    ids, order = _sorted(expert_ids.reshape(-1), up.shape[0])
-    h = _products(x[order // top_k], up, up_bias, ids)
+    return weighted_sum(
+        x, expert_ids, expert_weights, up.shape[0], lambda rows, ids: _products(rows, up, up_bias, ids),
+        lambda rows, ids: _products(rows, down, down_bias, ids), between,
+    )  # fmt: skip
+
+
+Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of rows [N, I], sorted by their experts' ids [N], the products with their weights: [N, O]; of no expert, zeros."""
+
+
+def weighted_sum(
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, num_experts: int, up: Products,
+    down: Products, between: Between,
+) -> torch.Tensor:  # fmt: skip
+    """`precast.experts`, by what makes its two products."""
+    tokens, top_k = expert_ids.shape
+    ids, order = _sorted(expert_ids.reshape(-1), num_experts)
+    h = up(x[order // top_k], ids)
     h = activate(widened(h), between)
-    h = _products(h.to(x.dtype), down, down_bias, ids)
+    h = down(h.to(x.dtype), ids)
     rows = torch.empty_like(h).index_copy_(0, order, h).reshape(tokens, top_k, x.shape[1])
-    is_expert = (expert_ids >= 0) & (expert_ids < up.shape[0])
+    is_expert = (expert_ids >= 0) & (expert_ids < num_experts)
     weights = widened(expert_weights).masked_fill(~is_expert, 0.0)
     return (widened(rows) * weights[:, :, None]).sum(dim=1).to(x.dtype)
 
@@ -54,7 +71,7 @@ def _sorted(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, t
 def _products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
     """Each row of `x` [N, I], sorted by `ids`, times its expert's `weight` [E, O, I]; zeros where the id is E."""
     if x.device.type == "cpu":
-        return _one_by_one(x, weight, bias, ids)
+        return one_by_one(x, lambda expert: weight[expert], weight.shape[:2], bias, ids)
     num_experts = weight.shape[0]
     known = ids.clamp(max=num_experts - 1)
     if _takes(x, weight):
@@ -67,15 +84,23 @@ def _products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     return out.masked_fill((ids == num_experts)[:, None], 0.0)
 
 
-def _one_by_one(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-    out = x.new_zeros((x.shape[0], weight.shape[1]))
+def one_by_one(
+    x: torch.Tensor, weight_of: Callable[[int], torch.Tensor], shape: Sequence[int], bias: torch.Tensor | None,
+    ids: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """As `Products`, each expert's in turn: `weight_of` it is [O, I]. `shape`: how many experts there are, and O.
+
+    The groups' sizes are read by the host.
+    """
+    num_experts, size = shape
+    out = x.new_zeros((x.shape[0], size))
     groups, counts = torch.unique_consecutive(ids, return_counts=True)
     start = 0
     for expert, count in zip(groups.tolist(), counts.tolist(), strict=True):
         end = start + count
-        if expert < weight.shape[0]:
+        if expert < num_experts:
             expert_bias = None if bias is None else bias[expert]
-            out[start:end] = functional.linear(x[start:end], weight[expert], expert_bias)
+            out[start:end] = functional.linear(x[start:end], weight_of(expert), expert_bias)
         start = end
     return out
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import peak_bytes
-from op_samples import quantised
+from op_samples import quantised, quantised_experts
 from op_samples.draw import Draw
 from op_samples.sequences import without_states
 from op_samples.table import step_of
@@ -156,6 +156,11 @@ def _experts(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
     }  # fmt: skip
 
 
+def _quantised_experts(sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    draw = Draw(dtype, torch.device("cpu"))
+    return {**quantised_experts.experts(draw, quantised.mxfp4, _tokens(sequences), 4, 8, 256, 128), **rule}
+
+
 def _route(sequences: Sequences, dtype: torch.dtype) -> Sample:
     return {
         "logits": _normal(dtype, _tokens(sequences), 256), "bias": torch.ones(256), "scoring": "sigmoid", "top_k": 8,
@@ -181,13 +186,42 @@ def _write(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = No
     }  # fmt: skip
 
 
-def _write_kv(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None) -> Sample:
+def _write_kv(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None, **scales: Any) -> Sample:
     count = _tokens(sequences)
     return {
         "k": _normal(dtype, 1, count, 4, 64), "v": _normal(dtype, 1, count, 4, 48),
         "k_cache": _normal(kv or dtype, 100, 16, 4, 64), "v_cache": _normal(kv or dtype, 100, 16, 4, 48),
+        "slot_mapping": torch.arange(count), **scales,
+    }  # fmt: skip
+
+
+def _index_keys(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "k": _normal(dtype, 1, count, 128), "cache": _normal(kv or dtype, 100, 16, 128),
         "slot_mapping": torch.arange(count),
     }  # fmt: skip
+
+
+def _scored(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "q": _normal(dtype, 1, count, 8, 128), "k": _normal(dtype, 1, count, 128), "weights": torch.rand(1, count, 8),
+        "cu_seqlens": _bounds(sequences)["cu_seqlens"], "scale": 0.1, "count": 64,
+    }  # fmt: skip
+
+
+def _scored_pages(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    pages = _pages(sequences)
+    made = {**_scored(sequences, dtype), **pages}
+    del made["k"]
+    return {**made, "cache": _normal(dtype, len(pages["page_indices"]), 16, 128)}
+
+
+def _selected(make: Callable[..., Sample], sequences: Sequences, dtype: torch.dtype) -> Sample:
+    least = min(context for _, context in sequences)
+    selected = torch.randint(0, least, (1, _tokens(sequences), 64), dtype=torch.int32)
+    return {**make(sequences, dtype), "selected": selected, "sinks": None}
 
 
 def _without_states(sequences: Sequences, dtype: torch.dtype, make: Callable[..., Sample], **rule: Any) -> Sample:
@@ -275,6 +309,7 @@ def _reduced(sequences: Sequences, dtype: torch.dtype, **how: Any) -> Sample:
 
 ALONG_ROWS = {"dim": -1, "size": 1}
 FLOAT8 = {"kv": torch.float8_e4m3fn}
+SCALES = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
 
 
 CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
@@ -291,11 +326,14 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "attention": ("paged_attention", _attention, {}, 1.15),
     "attention, capped": ("paged_attention", _attention, {"soft_cap": 30.0}, 1.6),
     "attention, 8 bits": ("paged_attention", _attention, FLOAT8, 1.2),
+    "attention, scaled": ("paged_attention", _attention, {**FLOAT8, **SCALES}, 1.2),
     "attention, capped, 8 bits": ("paged_attention", _attention, {**FLOAT8, "soft_cap": 30.0}, 1.6),
     "latent attention": ("paged_latent_attention", _latent_attention, {}, 1.6),
     "latent attention, 8 bits": ("paged_latent_attention", _latent_attention, FLOAT8, 1.6),
     "experts": ("experts", _experts, {}, 1.1),
     "experts, limited": ("experts", _experts, {"limit": 7.0, "alpha": 1.7, "offset": 1.0}, 1.1),
+    "quantised experts": ("quantised_experts", _quantised_experts, {}, 3.0),
+    "quantised experts, limited": ("quantised_experts", _quantised_experts, {"limit": 7.0, "offset": 1.0}, 3.0),
     "route": ("route", _route, {}, 2.0),
     "rotary": ("rotary", _rotary, {}, 1.1),
     "rms norm": ("rms_norm", _norm, {"cast_before_scale": True}, 1.05),
@@ -305,6 +343,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "write latent, 8 bits": ("write_latent", _write, FLOAT8, 1.05),
     "write kv": ("write_kv", _write_kv, {}, 1.25),
     "write kv, 8 bits": ("write_kv", _write_kv, FLOAT8, 1.15),
+    "write kv, scaled": ("write_kv", _write_kv, {**FLOAT8, **SCALES}, 1.3),
     **{
         f"{name}, without a cache": (name, _without_states, {"make": make}, tolerance)
         for name, make, tolerance in (
@@ -319,6 +358,12 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     },
     "attention, without a cache": ("attention", _packed, {}, 1.2),
     "latent attention, without a cache": ("latent_attention", _latents, {}, 1.6),
+    "index keys": ("write_index_keys", _index_keys, {}, 1.25),
+    "index keys, 8 bits": ("write_index_keys", _index_keys, FLOAT8, 1.25),
+    "select keys": ("paged_select_keys", _scored_pages, {}, 2.0),
+    "select keys, without a cache": ("select_keys", _scored, {}, 2.0),
+    "sparse attention": ("paged_sparse_latent_attention", partial(_selected, _latent_attention), {}, 2.0),
+    "sparse attention, without a cache": ("sparse_latent_attention", partial(_selected, _latents), {}, 2.0),
     "grouped linear": ("grouped_linear", _grouped, {"bias": False}, 1.1),
     "grouped linear, bias": ("grouped_linear", _grouped, {"bias": True}, 1.1),
     "residual rms norm": ("residual_rms_norm", _residual_norm, {"cast_before_scale": True}, 1.05),

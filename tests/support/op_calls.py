@@ -26,6 +26,7 @@ def f32(*shape: Expr) -> TensorType:
 
 Q, K, PAGES = t("bfloat16", 1, "T", 8, 16), t("bfloat16", 1, "T", 2, 16), t("bfloat16", "P", 4, 2, 16)
 PAGES8 = t("float8_e4m3fn", "P", 4, 2, 16)
+SCALES: Args = {"k_scale": f32(1), "v_scale": f32(1)}
 B1 = Apply("add", ("B", 1))
 PAGED: Args = {
     "q": Q, "k_cache": PAGES, "v_cache": PAGES, "sinks": None, "cu_seqlens": t("int32", B1), "kv_lens": t("int32", "B"),
@@ -43,6 +44,14 @@ LATENT_PAGES: Args = {
     **LATENT_HEADS, "cache": f32("P", 4, 19), "kv_lens": t("int32", "B"), "page_indices": t("int32", "N"),
     "page_indptr": t("int32", B1), "page_start": t("int32", "B"),
 }  # fmt: skip
+INDEX_KEYS: Args = {"q": f32(1, "T", 3, 6), "weights": f32(1, "T", 3), "count": 5}
+SELECT: Args = {**INDEX_KEYS, "k": f32(1, "T", 6), "cu_seqlens": t("int32", B1)}
+SELECT_PAGES: Args = {
+    **INDEX_KEYS, "cache": f32("P", 4, 6), **{name: LATENT_PAGES[name] for name in (
+        "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")},
+}  # fmt: skip
+WRITE_INDEX: Args = {"k": f32(1, "T", 6), "cache": f32("P", 4, 6), "slot_mapping": t("int64", "T")}
+SELECTED: Args = {"selected": t("int32", 1, "T", 5), "sinks": None}
 FUSED: Args = {
     "x0": f32(1, "T", 8), "x1": f32(8), "steps": parse_steps(
         "{%s0 = aten.silu.default(self=%x0), %s1 = aten.silu.default(self=%x1), "
@@ -129,6 +138,25 @@ EXPERTS: Args = {
     "x": f32("T", 6), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": f32(3, 8, 6),
     "down": f32(3, 6, 4), "up_bias": f32(3, 8), "down_bias": f32(3, 6), "activation": "silu", "gated": True,
 }  # fmt: skip
+F8 = "float8_e4m3fn"
+BLOCK_EXPERTS: Args = {
+    "x": f32("T", 6), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": t(F8, 3, 8, 6),
+    "down": t(F8, 3, 6, 4), "up_scales": f32(3, 3, 2), "down_scales": f32(3, 2, 2), "up_bias": f32(3, 8),
+    "down_bias": f32(3, 6), "format": "fp8", "up_block": (3, 4), "down_block": (3, 2), "activation": "silu",
+    "gated": True,
+}  # fmt: skip
+PACKED_EXPERTS: Args = {
+    "x": f32("T", 16), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": t("int32", 3, 16, 2),
+    "down": t("int32", 3, 16, 1), "up_scales": f32(3, 16, 4), "down_scales": f32(3, 16, 1),
+    "up_zeros": t("int32", 3, 2, 4), "down_zeros": t("int32", 3, 2, 1), "up_bias": None, "down_bias": None,
+    "format": "packed4", "zero_offset": 1, "activation": "relu", "gated": True,
+}  # fmt: skip
+NVFP4_EXPERTS: Args = {
+    "x": f32("T", 16), "expert_ids": t("int64", "T", 2), "expert_weights": f32("T", 2), "up": t("uint8", 3, 32, 8),
+    "down": t("uint8", 3, 16, 16), "up_scales": t(F8, 3, 32, 1), "down_scales": t(F8, 3, 16, 2),
+    "up_global_scale": f32(3, 32, 1), "down_global_scale": f32(3, 1, 1), "up_bias": None, "down_bias": None,
+    "format": "nvfp4", "activation": "relu2", "gated": False,
+}  # fmt: skip
 ROPE: Args = {"lengths": t("int64", 1, "T"), "short": f32(8), "long": f32(8), "kind": "longrope"}
 TABLES: Args = {"positions": t("int64", 1, "T"), "inv_freq": f32(8), "dtype": "bfloat16"}
 ROTARY: Args = {"x": Q, "cos": f32(1, "T", 8), "sin": f32(1, "T", 8)}
@@ -180,9 +208,12 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
         {**PACKED, "q": t("bfloat16", 1, "T", HEADS, 16), "slopes": f32(HEADS), "window": 3},
         (t("bfloat16", 1, "T", HEADS, 16),),
     ),
+    ("attention", {**PACKED, "bias": f32(1, "T", 8, 33)}, (Q,)),
     ("write_kv", WRITE, ()),
     ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8}, ()),
+    ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}, ()),
     ("rotary_write_kv", TURNED, (Q,)),
+    ("rotary_write_kv", {**TURNED, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}, (Q,)),
     ("rotary_write_kv", {**TURNED, "q_weight": None}, (Q,)),
     (
         "rotary_write_kv",
@@ -191,19 +222,36 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ),
     ("write_latent", {**WRITE_LATENT, "cache": t("float8_e4m3fn", "P", 4, 19)}, ()),
     ("paged_attention", {**PAGED, "k_cache": PAGES8, "v_cache": PAGES8}, (Q,)),
+    ("paged_attention", {**PAGED, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}, (Q,)),
     ("paged_latent_attention", {**LATENT_PAGES, "cache": t("float8_e4m3fn", "P", 4, 19)}, (f32(1, "T", 4, 8),)),
     ("paged_attention", PAGED, (Q,)),
     ("paged_attention", {**PAGED, "sinks": f32(8), "window": 1}, (Q,)),
     ("paged_attention", {**PAGED, "slopes": f32(8), "chunk": 1}, (Q,)),
+    ("paged_attention", {**PAGED, "bias": t("bfloat16", 1, "T", 8, 1)}, (Q,)),
     ("paged_attention", {**PAGED, "v_cache": t("bfloat16", "P", 4, 2, 3)}, (t("bfloat16", 1, "T", 8, 3),)),
     *((name, {**args, **BOUNDS}, (result,)) for name, args, _, result in STATES),
     *((f"stateful_{name}", {**args, **SLOTS, "state": state}, (result,)) for name, args, state, result in STATES),
     ("route", ROUTE, (t("float16", "T", 4), t("int64", "T", 4))),
     ("grouped_linear", GROUPED, (f32("T", 8),)),
     ("experts", EXPERTS, (f32("T", 6),)),
+    ("quantised_experts", BLOCK_EXPERTS, (f32("T", 6),)),
+    ("quantised_experts", PACKED_EXPERTS, (f32("T", 16),)),
+    ("quantised_experts", NVFP4_EXPERTS, (f32("T", 16),)),
     ("latent_attention", {**LATENT, **LATENT_HEADS}, (f32(1, "T", 4, 8),)),
     ("write_latent", WRITE_LATENT, ()),
     ("paged_latent_attention", LATENT_PAGES, (f32(1, "T", 4, 8),)),
+    ("write_index_keys", {**WRITE_INDEX, "cache": t("float8_e4m3fn", "P", 4, 6)}, ()),
+    ("write_index_keys", WRITE_INDEX, ()),
+    ("select_keys", SELECT, (t("int32", 1, "T", 5),)),
+    ("paged_select_keys", {**SELECT_PAGES, "cache": t("float8_e4m3fn", "P", 4, 6)}, (t("int32", 1, "T", 5),)),
+    ("paged_select_keys", SELECT_PAGES, (t("int32", 1, "T", 5),)),
+    ("sparse_latent_attention", {**LATENT, **LATENT_HEADS, **SELECTED}, (f32(1, "T", 4, 8),)),
+    (
+        "paged_sparse_latent_attention",
+        {**LATENT_PAGES, **SELECTED, "sinks": t("bfloat16", 4), "cache": t("float8_e4m3fn", "P", 4, 19)},
+        (f32(1, "T", 4, 8),),
+    ),
+    ("paged_sparse_latent_attention", {**LATENT_PAGES, **SELECTED}, (f32(1, "T", 4, 8),)),
     ("gather_rows", {"x": f32(1, "T", 8), "rows": t("int64", "R")}, (f32(1, "R", 8),)),
     ("sample", SAMPLE, (t("int64", "B"),)),
     ("all_reduce", {"x": f32(1, "T", 8), "group": "tp"}, (f32(1, "T", 8),)),

@@ -14,7 +14,7 @@ import msgspec
 
 from precast.builder.passes.graph_pass import LoweredPass
 from precast.builder.shard import layouts
-from precast.builder.shard.layers import Layer, layers
+from precast.builder.shard.layers import Layer, layers, only_for_selection
 from precast.builder.shard.layouts import Misfit, Units
 from precast.builder.shard.overrides import CODE, Overrides, apart, check_expected, is_whole, named
 from precast.builder.shard.pipelines import pipelines
@@ -58,21 +58,23 @@ class Outcome(NamedTuple):
     touched: frozenset[Name]
 
 
-def shard(graph: Graph, overrides: Overrides = ()) -> Graph:
+def shard(graph: Graph, overrides: Overrides = (), *, in_blocks: bool = True) -> Graph:
     """The graph split over `tp` ranks, its experts into `ep` parts, and the plan that says so; see the module. The plan
     also has the ways to divide the layers over stages.
 
+    `in_blocks`: channels whose weights a checkpoint stores in few bits are split where one of their blocks ends.
     `overrides`: what the user says of it. Raises BuildError (shard-plan-invalid) where that can't be.
     """
     wanted = named(graph, overrides)
-    made = _split(apart(graph, wanted), {name: entry.pattern for name, entry in wanted.items() if is_whole(entry)})
+    whole = {name: entry.pattern for name, entry in wanted.items() if is_whole(entry)}
+    made = _split(System(apart(graph, wanted), whole, in_blocks=in_blocks))
     check_expected(made, wanted)
     plan = msgspec.structs.replace(made.shards, overrides=overrides, pipelines=pipelines(made))
     return msgspec.structs.replace(made, shards=plan)
 
 
-def _split(graph: Graph, whole: Mapping[str, str]) -> Graph:
-    system = System(graph, whole)
+def _split(system: System) -> Graph:
+    graph = system.graph
     outcomes = list(_split_layers(system))
     units = all_units(system.pieces.values())
     worlds = _worlds(units)
@@ -326,6 +328,7 @@ def _replicated_rows(system: System, function: Function, outcomes: list[Outcome]
     """The matrices that all ranks have, by reason."""
     reasons = {(each.layer.function, each.layer.value): each.reason for each in outcomes if each.reason}
     found: dict[str, list[str]] = {}
+    selecting = only_for_selection(function)
     for value, kind in function.given.items():
         name = (function.name, value)
         if kind != "param" or len(system.type_of(name).shape) < 2 or system.dims(name):
@@ -335,6 +338,8 @@ def _replicated_rows(system: System, function: Function, outcomes: list[Outcome]
         if made:
             failed = next((reasons[each] for each in made if each in reasons), "")
             reason = f"it projects what every rank has whole ({failed})" if failed else "no layer that is split has it"
+            if selecting.issuperset(each for _, each in made):
+                reason = "it selects keys for all heads of a query, and every rank needs them all"
             if name in system.whole:
                 reason = str(KeptWhole(system.whole[name]))
             found.setdefault(reason, []).append(value)

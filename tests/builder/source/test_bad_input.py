@@ -13,6 +13,7 @@ from typing import Any
 
 import families
 import pytest
+import torch
 
 from precast.builder.build import build
 from precast.builder.pipeline import passes
@@ -217,8 +218,8 @@ def test_a_part_of_a_model_that_is_no_decoder(model: Path) -> None:
     refused(model, "model-unsupported", "no causal language model for clip_text_model, expected a decoder")
 
 
-def test_sparse_attention_over_more_keys_than_it_selects(model: Path) -> None:
-    """It is full attention up to that number, which the message names: a build with it succeeds."""
+def test_a_selection_of_keys_that_is_unknown(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to as many tokens as are selected it is full attention: a build with what the message says succeeds."""
     sizes = {
         **TINY, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10,
         "qk_rope_head_dim": 6, "v_head_dim": 14, "first_k_dense_replace": 1, "max_position_embeddings": 256,
@@ -226,9 +227,11 @@ def test_sparse_attention_over_more_keys_than_it_selects(model: Path) -> None:
     }  # fmt: skip
     write(model, {"model_type": "deepseek_v32", **sizes})
 
-    text = refused(model, "feature-unsupported", "selects 40 keys for each query, expected at least max_seq_len, 256")
+    monkeypatch.setattr(torch.nn.functional, "relu", torch.nn.functional.silu)  # what the model's code calls
 
-    assert "fix: build with max_seq_len of at most 40" in text
+    text = refused(model, "feature-unsupported", "layers.0.self_attn selects keys in a way that precast doesn't know")
+
+    assert "fix: build with max_seq_len of at most 40: of so many tokens all keys are selected" in text
     build(model, model.parent / "short.bundle", max_seq_len=40)
 
 

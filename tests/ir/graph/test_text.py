@@ -30,6 +30,7 @@ from precast.ir.graph.schema import (
     Each,
     Graph,
     Group,
+    IndexSpec,
     Items,
     LatentSpec,
     Node,
@@ -37,9 +38,12 @@ from precast.ir.graph.schema import (
     PagedSpec,
     Param,
     Pool,
+    Quantise,
     Read,
     Ref,
+    Repeat,
     Reshape,
+    Scale,
     ShardPlan,
     ShardRow,
     Slice,
@@ -234,6 +238,7 @@ RECIPES = st.recursive(
     st.one_of(
         st.builds(Read, NAMES, tuples(INTS, 3), st.one_of(st.none(), DTYPES)),
         st.builds(Tie, NAMES),
+        st.builds(Scale, tuples(NAMES), st.floats(allow_nan=False, allow_infinity=False)),
     ),
     lambda inner: st.one_of(
         st.builds(Slice, inner, INTS, EXPRS, EXPRS),
@@ -243,6 +248,8 @@ RECIPES = st.recursive(
         st.builds(Reshape, inner, tuples(EXPRS)),
         st.builds(Cast, inner, DTYPES),
         st.builds(Each, inner, INTS, INTS, INTS),
+        st.builds(Quantise, inner, st.sampled_from(("values", "scales")), st.tuples(INTS, INTS)),
+        st.builds(Repeat, inner, INTS, EXPRS),
         st.builds(
             Dequantise,
             inner,
@@ -260,6 +267,7 @@ RECIPES = st.recursive(
 SPECS = st.one_of(
     st.builds(PagedSpec, EXPRS, INTS, INTS, DTYPES, INTS, st.none() | INTS, st.none() | INTS),
     st.builds(LatentSpec, INTS, INTS, DTYPES, INTS, st.none() | INTS),
+    st.builds(IndexSpec, INTS, DTYPES, INTS),
 )
 GROUPS = st.builds(
     Group,
@@ -411,7 +419,12 @@ REFUSED = [
     Bad("capture(sizes=[1])\ncapture(sizes=[1])", 2, 1, "a second section 'capture'"),
     Bad("pool main(pages=P, slab=2)", 1, 20, "expected 'pages_per_slab'"),
     Bad("pool main(P)", 1, 11, "expected 'pages', found 'P'"),
-    Bad("group g(pool=main, spec=dense())", 1, 25, "expected 'paged' or 'latent' or 'state' or 'conv', found 'dense'"),
+    Bad(
+        "group g(pool=main, spec=dense())",
+        1,
+        25,
+        "expected 'paged' or 'latent' or 'index' or 'state' or 'conv', found 'dense'",
+    ),
     Bad("group g(pool=main, spec=state)", 1, 30, r"expected '\(', found '\)'"),
     Bad("group g(pool=main, spec=state(dtype=int8))", 1, 31, "expected 'shape', found 'dtype'"),
     Bad("group g(pool=main, spec=conv(shape=[2], dtype=int8), page_indices=%a)", 1, 54, "expected 'slot_ids'"),

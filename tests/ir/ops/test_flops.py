@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from precast.ir.graph.schema import (
@@ -26,7 +28,7 @@ from precast.ir.graph.schema import (
 from precast.ir.ops.flops import TOKENS, node_work, precast_share, work
 
 
-def made(op: str, shapes: dict[str, tuple[int, ...]], out: tuple[int, ...], **constants: int) -> float:
+def made(op: str, shapes: dict[str, tuple[int, ...]], out: tuple[int, ...], **constants: Any) -> float:
     """The work of a node that reads all of `shapes` by these names."""
     args = {name: Ref(name) for name in shapes} | {name: Const(value) for name, value in constants.items()}
     node = Node(op, args, (Value("y", TensorType("float32", out)),))
@@ -51,6 +53,22 @@ def test_experts_work_for_those_chosen_only() -> None:
     shapes = {"x": (7, 16), "expert_ids": (7, 2), "up": (64, 24, 16), "down": (64, 16, 12)}
 
     assert made("precast.experts", shapes, (7, 16)) == 2 * 7 * 2 * (24 * 16 + 16 * 12)
+
+
+def test_quantised_experts_work_as_others_do() -> None:
+    """In any format, however many values an element of what is stored holds."""
+    given = {"x": (7, 16), "expert_ids": (7, 2)}
+    stored: dict[str, dict[str, tuple[int, ...]]] = {
+        "mxfp4": {"up": (64, 24, 1, 16), "up_scales": (64, 24, 1)},
+        "packed4": {"up": (64, 24, 2), "up_scales": (64, 24, 2)},
+        "awq": {"up": (64, 16, 3), "up_scales": (64, 2, 24)},
+        "gptq": {"up": (64, 2, 24), "up_scales": (64, 2, 24)},
+    }
+    for name, parts in stored.items():
+        for gated, inner in ((True, 12), (False, 24)):
+            found = made("precast.quantised_experts", given | parts, (7, 16), format=name, gated=gated)
+
+            assert found == 2 * 7 * 2 * (24 * 16 + inner * 16)
 
 
 def test_states_work_for_each_element_and_token() -> None:

@@ -16,6 +16,7 @@ from op_calls import (
     ALONG,
     AWQ,
     B1,
+    BLOCK_EXPERTS,
     EXPERTS,
     FP8,
     FP8_OF_A_RANK,
@@ -39,6 +40,10 @@ from op_calls import (
     ROTARY,
     ROUTE,
     SAMPLE,
+    SCALES,
+    SELECT,
+    SELECT_PAGES,
+    SELECTED,
     SLOTS,
     STATES,
     STREAM,
@@ -47,6 +52,7 @@ from op_calls import (
     TURNED,
     TWO_NORMS,
     WRITE,
+    WRITE_INDEX,
     WRITE_LATENT,
     Args,
     f32,
@@ -273,6 +279,7 @@ def both(first: str, second: str, value: TensorType) -> Args:
     return {first: value, second: value}
 
 
+SCALED: Args = {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}
 # op, arguments, what the message must say
 REJECTED: list[tuple[str, Args, str]] = [
     ("aten.linear.default", {"input": f32("T", 5), "weight": f32(7, 6)}, "input's last dimension.*6.*5"),
@@ -434,6 +441,11 @@ REJECTED: list[tuple[str, Args, str]] = [
     ),
     ("precast.attention", {**PACKED, "slopes": f32(2)}, "slopes: expected shape"),
     ("precast.attention", {**PACKED, "slopes": t("bfloat16", 8)}, "slopes: expected dtype float32"),
+    ("precast.attention", {**PACKED, "bias": f32(1, "T", 2, 5)}, "bias's tokens and heads: expected shape"),
+    ("precast.attention", {**PACKED, "bias": f32(1, "T", 8)}, "bias: expected 4"),
+    ("precast.attention", {**PACKED, "bias": f32(1, "T", 8, 0)}, "bias: expected a size of at least 1"),
+    ("precast.attention", {**PACKED, "bias": f32(1, "T", 8, "T")}, "bias's size: expected"),
+    ("precast.attention", {**PACKED, "bias": t("int64", 1, "T", 8, 5)}, "bias: expected dtype"),
     ("precast.attention", {**PACKED, "cu_seqlens": t("int64", B1)}, "cu_seqlens: expected dtype int32"),
     ("precast.rotary_write_kv", {**TURNED, "q": t("bfloat16", 1, "T", 8, 12)}, "q's tokens and head size"),
     ("precast.rotary_write_kv", {**TURNED, "q": f32(1, "T", 8, 16)}, "q: expected dtype bfloat16, found float32"),
@@ -453,6 +465,11 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.write_kv", {**WRITE, "v_cache": PAGES8}, "v_cache: expected dtype bfloat16, found float8_e4m3fn"),
     ("precast.write_kv", {**WRITE, **both("k", "v", t("float8_e4m3fn", 1, "T", 2, 16))}, "k: expected dtype"),
     ("precast.write_kv", {**WRITE, **both("k_cache", "v_cache", t("int8", "P", 4, 2, 16))}, "k_cache: expected dtype"),
+    ("precast.write_kv", {**SCALED, "v_scale": None}, "k_scale, v_scale: expected both or neither, found k_scale"),
+    ("precast.write_kv", {**SCALED, "k_scale": f32(2)}, "k_scale: expected shape"),
+    ("precast.write_kv", {**SCALED, "v_scale": t("bfloat16", 1)}, "v_scale: expected dtype float32"),
+    ("precast.write_kv", {**WRITE, **SCALES}, "k_scale: expected none for a cache of bfloat16"),
+    ("precast.paged_attention", {**PAGED, **SCALES}, "k_scale: expected none for a cache of bfloat16"),
     ("precast.write_latent", {**WRITE_LATENT, "latent": t("float8_e4m3fn", 1, "T", 16)}, "latent: expected dtype"),
     ("precast.write_latent", {**WRITE_LATENT, "cache": t("uint8", "P", 4, 19)}, "cache: expected dtype"),
     *(
@@ -463,6 +480,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.route", {**ROUTE, "top_k": 13}, "top_k: expected 1 to 12"),
     ("precast.grouped_linear", {**GROUPED, "expert_ids": t("int64", "B")}, "expert_ids: expected shape"),
     ("precast.experts", {**EXPERTS, "gated": False}, "down: expected shape"),
+    ("precast.quantised_experts", {**BLOCK_EXPERTS, "gated": False}, "down, dequantised: expected shape"),
     ("precast.latent_attention", {**LATENT, **LATENT_HEADS, "value_size": 7}, "weight: expected shape"),
     ("precast.write_latent", {**WRITE_LATENT, "cache": f32("P", 4, 18)}, "cache's last dimension"),
     ("precast.paged_latent_attention", {**LATENT_PAGES, "cache": f32("P", 4, 20)}, "weight: expected shape"),
@@ -481,9 +499,32 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.paged_attention", {**PAGED, "k_cache": PAGES8}, "v_cache: expected dtype float8_e4m3fn, found bfloat16"),
     ("precast.paged_attention", {**PAGED, "q": t("float8_e4m3fn", 1, "T", 8, 16)}, "q: expected dtype"),
     ("precast.paged_latent_attention", {**LATENT_PAGES, "cache": t("int32", "P", 4, 19)}, "cache: expected dtype"),
+    ("precast.write_index_keys", {**WRITE_INDEX, "cache": f32("P", 4, 7)}, "cache's last dimension: expected shape"),
+    ("precast.write_index_keys", {**WRITE_INDEX, "slot_mapping": t("int64", "B")}, "slot_mapping: expected shape"),
+    ("precast.select_keys", {**SELECT, "k": f32(1, "T", 7)}, r"key's size: expected shape \[6\], found \[7\]"),
+    ("precast.select_keys", {**SELECT, "k": t("float16", 1, "T", 6)}, "k: expected dtype float32"),
+    ("precast.select_keys", {**SELECT, "weights": f32(1, "T", 2)}, "weights: expected shape"),
+    ("precast.select_keys", {**SELECT, "weights": t("bfloat16", 1, "T", 3)}, "weights: expected dtype float32"),
+    ("precast.select_keys", {**SELECT, "count": 0}, "count: expected at least 1, found 0"),
+    ("precast.select_keys", {**SELECT, "count": "T"}, "count: expected at least 1, found T"),
+    ("precast.paged_select_keys", {**SELECT_PAGES, "cache": f32("P", 4, 1, 6)}, "cache: expected 3 dimensions"),
+    ("precast.paged_select_keys", {**SELECT_PAGES, "cache": t("int8", "P", 4, 6)}, "cache: expected dtype"),
+    ("precast.paged_select_keys", {**SELECT_PAGES, "page_start": t("int32", B1)}, "page_start: expected shape"),
+    (
+        "precast.sparse_latent_attention",
+        {**LATENT, **LATENT_HEADS, **SELECTED, "selected": t("int32", 1, "B", 5)},
+        "selected's tokens: expected shape",
+    ),
+    (
+        "precast.paged_sparse_latent_attention",
+        {**LATENT_PAGES, **SELECTED, "selected": t("int64", 1, "T", 5)},
+        "selected: expected dtype int32",
+    ),
+    ("precast.paged_sparse_latent_attention", {**LATENT_PAGES, **SELECTED, "sinks": f32(5)}, "sinks: expected shape"),
     ("precast.paged_attention", {**PAGED, "window": -1}, "window"),
     ("precast.paged_attention", {**PAGED, "chunk": -1}, "chunk: expected None or at least 1"),
     ("precast.paged_attention", {**PAGED, "slopes": f32(8, 1)}, "slopes: expected shape"),
+    ("precast.paged_attention", {**PAGED, "bias": f32(1, "B", 8, 5)}, "bias's tokens and heads: expected shape"),
     ("precast.gather_rows", {"x": f32("T", 8), "rows": t("int64", "R")}, "x: expected 3"),
     ("precast.gather_rows", {"x": f32(1, "T", 8), "rows": t("int32", "R")}, "rows: expected dtype"),
     ("precast.sample", {**SAMPLE, "logits": f32(1, "B", 99)}, "logits: expected 2"),
@@ -522,7 +563,17 @@ ANY_DTYPE = {("precast.gather_rows", "x"), ("precast.all_gather", "x"), ("precas
 MAY_BE_FLOAT8 = {
     *(("precast.quantised_linear", name) for name in ("weight", "scales")),  # in some formats
     *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "rotary_write_kv", "paged_attention") for name in "kv"),
-    *((f"precast.{op}", "cache") for op in ("write_latent", "paged_latent_attention")),
+    *(
+        (f"precast.{op}", "cache")
+        for op in (
+            "write_latent",
+            "paged_latent_attention",
+            "write_index_keys",
+            "paged_select_keys",
+            "paged_sparse_latent_attention",
+        )
+    ),
+    *(("precast.quantised_experts", f"{name}{part}") for name in ("up", "down") for part in ("", "_scales")),
 }
 ANY_RANK = {
     ("precast.all_reduce", "x"),
@@ -561,7 +612,7 @@ def test_every_tensor_has_a_dtype_that_is_checked(op: str, args: Args, dtype: Dt
         is_stored = dtype == "float8_e4m3fn" and (op, name) in MAY_BE_FLOAT8
         if isinstance(value, TensorType) and (op, name) not in ANY_DTYPE and not is_stored:
             message = f"the shape rule of {op} takes {name} in {dtype}: check it with `expect_dtype`, or, if meant, "
-            message += f"add ({op!r}, {name!r}) to ANY_DTYPE, or to MAY_BE_FLOAT8 for a cache"
+            message += f"add ({op!r}, {name!r}) to ANY_DTYPE, or to MAY_BE_FLOAT8 for what is stored in it"
             assert "expected dtype" in _refusal(op, {**args, name: TensorType(dtype, value.shape)}), message
 
 

@@ -14,9 +14,11 @@ from op_samples import (
     latent_attention,
     norms,
     quantised,
+    quantised_experts,
     rotary,
     rows,
     sampling,
+    sparse_attention,
     states,
 )
 from op_samples.draw import Draw, Sample
@@ -33,9 +35,11 @@ SAMPLES = {
     **latent_attention.SAMPLES,
     **norms.SAMPLES,
     **quantised.SAMPLES,
+    **quantised_experts.SAMPLES,
     **rotary.SAMPLES,
     **rows.SAMPLES,
     **sampling.SAMPLES,
+    **sparse_attention.SAMPLES,
     **states.SAMPLES,
 }
 

@@ -1,0 +1,66 @@
+"""Samples of experts whose weights are in few bits: each format, with each of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from op_samples.draw import Draw, Sample
+from op_samples.quantised import awq, fp8, gptq, int8, mxfp4, nvfp4, packed
+
+Make = Callable[[Draw, int, int], Sample]
+"""Makes the parts of a matrix, of so many outputs and inputs."""
+FORMATS: dict[str, Make] = {
+    "fp8": fp8, "mxfp4": mxfp4, "awq": awq, "gptq": gptq, "nvfp4": nvfp4,
+    "nvfp4_divided": partial(nvfp4, divided=True), "packed4": partial(packed, size=16),
+    "packed8": partial(packed, bits=8, size=16), "int8": int8,
+}  # fmt: skip
+CLAMPED = {"alpha": 1.702, "limit": 0.7, "offset": 1.0}
+"""What GPT-OSS has between the products, with a limit that is met."""
+
+
+def experts(
+    draw: Draw, make: Make, tokens: int, top_k: int, num: int, width: int, inner: int, *, gated: bool = True,
+    bias: bool = False,
+) -> Sample:  # fmt: skip
+    """The arguments of one call, whose weights `make` makes."""
+    rows = 2 * inner if gated else inner
+    up, down = [[make(draw, *shape) for _ in range(num)] for shape in ((rows, width), (width, inner))]
+    sample = {
+        "x": draw.normal(tokens, width, scale=0.1), "expert_ids": draw.integers(0, num, tokens, top_k),
+        "expert_weights": draw.uniform(tokens, top_k),
+    }  # fmt: skip
+    for part in ("weight", "scales", "zeros", "global_scale"):
+        for name, each in (("up", up), ("down", down)):
+            given = torch.stack([one[part] for one in each]) if part in each[0] else None
+            sample[name if part == "weight" else f"{name}_{part}"] = given
+    return sample | {
+        "up_bias": draw.normal(num, rows) if bias else None, "down_bias": draw.normal(num, width) if bias else None,
+        "format": up[0]["format"], "up_block": up[0].get("block"), "down_block": down[0].get("block"),
+        "zero_offset": up[0].get("zero_offset", 0), "activation": "silu", "gated": gated,
+    }  # fmt: skip
+
+
+def quantised_experts(draw: Draw) -> Iterator[Sample]:
+    for make in FORMATS.values():
+        yield experts(draw, make, 11, 3, 5, 96, 32)
+    yield {**experts(draw, mxfp4, 7, 2, 4, 64, 96, bias=True), **CLAMPED}
+    small = partial(packed, size=8)
+    yield {**experts(draw, small, 5, 2, 3, 32, 40, gated=False, bias=True), "activation": "relu2"}
+    yield experts(draw, partial(small, zeros=True), 6, 2, 3, 24, 16)
+    yield {**experts(draw, partial(packed, bits=8, zeros=True), 6, 2, 3, 20, 12, gated=False), "activation": "gelu"}
+    yield experts(draw, partial(int8, zeros=True), 6, 2, 3, 33, 17)
+    yield experts(draw, partial(int8, block=(5, 7), zeros=True), 6, 2, 3, 33, 17)
+    yield experts(draw, partial(fp8, block=(80, 80)), 4, 2, 3, 40, 17)
+    yield experts(draw, partial(nvfp4, rows=True), 4, 2, 3, 48, 16)
+    sample = experts(draw, mxfp4, 20, 4, 5, 32, 32)
+    yield {**sample, "expert_weights": draw.uniform(20, 4, dtype=torch.float32)}
+    yield {**sample, "expert_ids": draw.integers(-1, 7, 20, 4)}  # some are no expert's
+    yield {**sample, "x": draw.normal(40, 32, scale=0.1)[::2], "expert_ids": draw.integers(0, 5, 20, 8)[:, ::2]}
+    for tokens in (1, 0):
+        yield experts(draw, mxfp4, tokens, 1, 3, 32, 32)
+
+
+SAMPLES = {("precast.quantised_experts", 1): quantised_experts}
