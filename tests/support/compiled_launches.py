@@ -13,8 +13,8 @@ from precast.ir.graph.schema import Dtype, TensorType
 from precast.kernels.records import Launch, Pointer, Stride
 
 _NAMES: Mapping[Dtype, str] = {
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv", "uint8": "u8",
-    "int8": "i8", "int32": "i32", "int64": "i64",
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
+    "int64": "i64", "uint8": "u8", "int8": "i8",
 }  # fmt: skip
 
 
