@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from precast.builder.limits import MAX_DEPTH
-from precast.builder.source import quantised_options, tokenizer_files
+from precast.builder.source import nemotron_nas, quantised_options, tokenizer_files
 from precast.builder.source.facts import Facts, decoder_way, read_facts
 from precast.builder.source.json_object import parse_object, read_object
 from precast.builder.source.model_class import (
@@ -84,6 +84,8 @@ def open_source(
     name = str(source)
     folder = _folder(name, allow_code)
     entries = _read_entries(folder, name)
+    if entries["model_type"] == nemotron_nas.MODEL_TYPE:
+        nemotron_nas.register()
     same = None if model_type else known_as(entries)
     raw = {entry: value for entry, value in entries.items() if same is None or entry != "architectures"}
     config = _read_config(raw, folder, name, allow_code, model_type or same)
