@@ -17,7 +17,7 @@ from precast.kernels.experts.launches import Sizes, Tiles, given, has_pdl, share
 from precast.kernels.records import Launch, Launches, Pointer, Stride
 from precast.kernels.use import Use
 
-_PRODUCT, _SUM = (f"precast.kernels.quantised_experts.triton:{name}_kernel" for name in ("product", "sum"))
+_TRITON = "precast.kernels.quantised_experts.triton"
 _VALUES = {
     "mxfp4": ("fp4", "e8m0"), "nvfp4": ("fp4", "e4m3"), "nvfp4_divided": ("fp4", "e4m3"), "packed4": ("int4", "float"),
     "packed8": ("uint8", "float"), "fp8": ("float8", "float"), "int8": ("int8", "float"),
@@ -148,7 +148,7 @@ def _few(use: Use, up: Tiles | None, down: Tiles | None, splits: int, *, asks_ah
             grid=(*second.grid, splits), constants={**second.constants, "SPLITS": splits, "ASKS_AHEAD": asks_ahead}
         ),
         Launch(
-            _SUM,
+            f"{_TRITON}:sum_kernel",
             (ceildiv(sizes.width, _SUM_BLOCK), sizes.tokens),
             (
                 Pointer("out.0"), rows.rows, Pointer("expert_ids"), Pointer("expert_weights"), sizes.pairs, *ids,
@@ -243,7 +243,7 @@ def _product(
     ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
     parts = (name, f"{name}_scales", f"{name}_zeros", f"{name}_global_scale", f"{name}_bias")
     return Launch(
-        _PRODUCT,
+        f"{_TRITON}:product_kernel",
         (ceildiv(int(constants["SIZE_N"]), tiles.n), most),
         (
             *pointers, *(given(use, part) for part in parts), Pointer("expert_ids") if places is None else None,
