@@ -19,8 +19,10 @@ SELECT_PARTS = (128, 32, 8, 4)
 """Parts of a sequence's keys at most that are scored by themselves, by the slots for sequences that a step has."""
 LEAST_SCORED = 256
 """Keys of such a part at least."""
-SCANNED = 4096
+SCANNED = 2048
 """Scores of a row that a program looks at together."""
+GROUPS = 8192
+"""Groups of a row's scores, of whose maxima a bound follows, and scores above it that a program has room for."""
 ATTEND_PARTS = (64, 16, 4, 1)
 """Parts of what is selected for a token, by the tokens of a step in the same ranges."""
 JOINED = 8192
@@ -58,8 +60,8 @@ def write_index_keys(use: Use) -> tuple[Launch, ...]:
 
 
 def select_workspace(use: Use) -> Expr:
-    """The bytes of the scores: of sequences with one query, and of prompts."""
-    return mul(4, add(_slots(use), _own_places(use), 8))
+    """The bytes of the scores: of sequences with one query, of prompts, and those above the bounds of rows."""
+    return mul(4, add(_slots(use), _own_places(use), PROGRAMS * GROUPS))
 
 
 def select_keys(use: Use) -> tuple[Launch, ...]:
@@ -98,9 +100,10 @@ def select_keys(use: Use) -> tuple[Launch, ...]:
     select = Launch(
         kernel=_KERNELS + "triton_select:select_kernel",
         grid=(minimum(tokens, PROGRAMS),),
-        args=(Pointer("out.0"), scores, Pointer("workspace", "int32", mul(4, _slots(use))), *given, tokens, sequences,
+        args=(Pointer("out.0"), scores, Pointer("workspace", "int32", mul(4, _slots(use))),
+              Pointer("workspace", "int32", mul(4, add(_slots(use), _own_places(use)))), *given, tokens, sequences,
               _own_places(use), *strides),
-        constants={**constants, "BLOCK_Q": queries, "BLOCK": SCANNED},
+        constants={**constants, "BLOCK_Q": queries, "GROUPS": GROUPS, "BLOCK": SCANNED},
         num_warps=8,
         num_stages=tile.num_stages,
         pdl=overlaps(use),

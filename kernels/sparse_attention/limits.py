@@ -10,8 +10,6 @@ MAX_SIZE = 128
 """Elements of a key that `precast.kernels.sparse_attention.triton_select` takes."""
 MAX_HEADS = 128
 """Heads that score a key there."""
-DIGIT_BITS = 11
-"""Bits of scores by which they are counted in one pass there, three times in all; in the last one the rest of 32."""
 OWN_SCORES = 1 << 26
 """Scores of prompts that exist at a time there, if that is a tile of queries at least: 256 MiB. Of two queries over
 131,072 keys they are room for 256 programs."""

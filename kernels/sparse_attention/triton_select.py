@@ -1,9 +1,9 @@
 """`precast.paged_select_keys` in Triton: scores of keys, and the positions of the largest. Nothing is read back to the
 host, and nothing is sorted.
 
-A score is kept as an integer of the same order. What is selected of a row follows from three passes over its scores,
-each of which counts them by 11 bits more of their integers (`_least_of`), and one pass that writes the positions of
-those above the least of the selected, and of as many of its equals as are wanted, the first ones.
+A score is kept as an integer of the same order. Which of a row's scores is the least that is selected is found bit by
+bit, among few of them (`_least_of`); a last pass over the row writes the positions of those above it, and of as many of
+its equals as are wanted, the first ones.
 
 Sequences with one query share their keys among several programs (`score_kernel`). Of other sequences a program computes
 some queries at a time, over all their keys, with memory of its own for the scores (`select_kernel`).
@@ -18,14 +18,9 @@ import triton
 import triton.language as tl
 
 from precast.kernels.attention.triton_tiles import SEQUENCES
-from precast.kernels.sparse_attention import limits
 from precast.kernels.triton_chain import wait_for_previous
 
-_DIGIT, _REST = (tl.constexpr(bits) for bits in (limits.DIGIT_BITS, 32 - 2 * limits.DIGIT_BITS))
-"""Bits of an integer that are counted in one of the first two passes, and in the last."""
-_BINS, _REST_BINS = (tl.constexpr(1 << bits) for bits in (limits.DIGIT_BITS, 32 - 2 * limits.DIGIT_BITS))
-_TOP = tl.constexpr(32 - limits.DIGIT_BITS)
-"""The first of the highest bits that are counted."""
+_LEAST = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
@@ -109,55 +104,89 @@ def _heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _digits(ordered, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bits of integers from SHIFT on, as unsigned numbers of the same order."""
-    return (ordered.to(tl.uint32, bitcast=True) ^ 0x80000000) >> SHIFT
+def _bit(like, number):  # type: ignore[no-untyped-def]
+    """A bit of int32, counted from the highest; `like` is any int32."""
+    return ((like * 0 + _LEAST).to(tl.uint32, bitcast=True) >> number).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _counted(  # type: ignore[no-untyped-def]
-    scores_ptr, num_keys, prefix, wanted, SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
-    """BITS more of the bits of the `wanted`-th largest score, whose higher bits are `prefix`: all bits from SHIFT on,
-    and how many of those that have them are wanted."""
+def _reached_by(values, wanted):  # type: ignore[no-untyped-def]
+    """The largest integer that at least `wanted` of the values reach, found bit by bit; the least integer if fewer
+    values than that are above it."""
+    found = wanted * 0
+    for step in range(0, 32):
+        # As if unsigned, the highest bit turned: the order of bits is that of numbers then.
+        higher = found | _bit(wanted, step)
+        is_reached = tl.sum((values >= (higher ^ _LEAST)).to(tl.int32), 0) >= wanted
+        found = tl.where(is_reached, higher, found)
+    return found ^ _LEAST
+
+
+@triton.jit
+def _least_in_passes(scores_ptr, num_keys, wanted, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `_least_of`, of scores as they are: a pass over all of them for each bit."""
     lane = tl.arange(0, BLOCK)
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    for first in range(0, num_keys, BLOCK):
-        exists = first + lane < num_keys
-        digits = _digits(tl.load(scores_ptr + first + lane, mask=exists, other=0), SHIFT)
-        if not IS_FIRST:
-            exists = exists & ((digits >> BITS).to(tl.int32) == prefix)
-        # What doesn't count is counted in the lowest bin, and taken away again.
-        digit = tl.where(exists, (digits & (BINS - 1)).to(tl.int32), 0)
-        counts += tl.histogram(digit, BINS) - tl.where(bins == 0, tl.sum((~exists).to(tl.int32), 0), 0)
-    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    # Fewer and fewer scores have a digit or a larger one: the last with so many is the digit that is looked for.
-    digit = tl.sum((at_least >= wanted).to(tl.int32), 0) - 1
-    above = tl.sum(tl.where(bins > digit, counts, 0), 0)
-    if not IS_FIRST:
-        digit = (prefix << BITS) | digit
-    return digit, wanted - above
+    found = wanted * 0
+    above = wanted * 0
+    for step in range(0, 33):
+        # In the last pass those above what was found are counted.
+        higher = tl.where(step < 32, found | _bit(wanted, step & 31), found)
+        reached = tl.zeros([BLOCK], tl.int32)
+        for first in range(0, num_keys, BLOCK):
+            scores = tl.load(scores_ptr + first + lane, mask=first + lane < num_keys, other=_LEAST)
+            reached += ((scores > (higher ^ _LEAST)) | ((step < 32) & (scores == (higher ^ _LEAST)))).to(tl.int32)
+        above = tl.sum(reached, 0)
+        found = tl.where((step < 32) & (above >= wanted), higher, found)
+    return found ^ _LEAST, above
 
 
 @triton.jit
-def _least_of(scores_ptr, num_keys, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The COUNT-th largest of scores, as `_digits` gives it, and how many of its equals are among the COUNT largest."""
-    prefix, wanted = _counted(scores_ptr, num_keys, 0, COUNT, _TOP, _DIGIT, True, BLOCK, _BINS)
-    prefix, wanted = _counted(scores_ptr, num_keys, prefix, wanted, _REST, _DIGIT, False, BLOCK, _BINS)
-    return _counted(scores_ptr, num_keys, prefix, wanted, 0, _REST, False, BLOCK, _REST_BINS)
+def _least_of(  # type: ignore[no-untyped-def]
+    scores_ptr, kept_ptr, num_keys, COUNT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The COUNT-th largest of more scores than that, and how many are larger.
+
+    The COUNT-th largest of the maxima of GROUPS groups is reached by COUNT scores at least, and by few more where they
+    lie as it falls out, since a group has every GROUPS-th score. These are noted in `kept`, which has room for GROUPS.
+    """
+    group = tl.arange(0, GROUPS)
+    wanted = num_keys * 0 + COUNT
+    bound = num_keys * 0 + _LEAST
+    if COUNT <= GROUPS:
+        maxima = tl.full([GROUPS], _LEAST, tl.int32)
+        for first in range(0, num_keys, GROUPS):
+            maxima = tl.maximum(
+                maxima, tl.load(scores_ptr + first + group, mask=first + group < num_keys, other=_LEAST)
+            )
+        bound = _reached_by(maxima, wanted)
+    lane = tl.arange(0, BLOCK)
+    count = num_keys * 0
+    for first in range(0, num_keys, BLOCK):
+        scores = tl.load(scores_ptr + first + lane, mask=first + lane < num_keys, other=_LEAST)
+        is_kept = (scores >= bound) & (first + lane < num_keys)
+        place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(kept_ptr + place, scores, mask=is_kept & (place < GROUPS))
+        count += tl.sum(is_kept.to(tl.int32), 0)
+    # Other threads of the program read what these wrote, and no thread writes more before all have.
+    tl.debug_barrier()
+    values = tl.load(kept_ptr + group, mask=group < count, other=_LEAST)
+    tl.debug_barrier()
+    if count <= GROUPS:
+        least = _reached_by(values, wanted)
+        above = tl.sum((values > least).to(tl.int32), 0)
+    else:
+        least, above = _least_in_passes(scores_ptr, num_keys, wanted, BLOCK)
+    return least, above
 
 
 @triton.jit
 def _write_largest(  # type: ignore[no-untyped-def]
-    out_ptr, scores_ptr, num_keys, page_start, COUNT: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr, scores_ptr, kept_ptr, num_keys, page_start, COUNT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Writes the positions of the COUNT largest of scores, of which there are more, in ascending order."""
     lane = tl.arange(0, BLOCK)
-    least, equals = _least_of(scores_ptr, num_keys, COUNT, BLOCK)
-    # Unsigned, but for its highest bit: compared as the scores are stored.
-    least = (least.to(tl.uint32, bitcast=True) ^ 0x80000000).to(tl.int32, bitcast=True)
+    least, above = _least_of(scores_ptr, kept_ptr, num_keys, COUNT, GROUPS, BLOCK)
+    equals = COUNT - above
     written = 0
     for first in range(0, num_keys, BLOCK):
         exists = first + lane < num_keys
@@ -270,6 +299,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     scores_ptr,
     own_ptr,
+    kept_ptr,
     q_ptr,
     weights_ptr,
     cache_ptr,
@@ -296,6 +326,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -305,10 +336,11 @@ def select_kernel(  # type: ignore[no-untyped-def]
     are, of others by scores that are made here, and -1 for padding. The programs share these.
 
     `own` has room for `own_places` scores, at least for a tile of the longest sequence. As many programs as it has room
-    for take tiles.
+    for take tiles. `kept` has room for GROUPS scores of each program.
     """
     wait_for_previous(PDL)
     program = tl.program_id(0)
+    kept_ptr += program * GROUPS
     num_programs = tl.num_programs(0)
     for seq in range(program, num_seqs, num_programs):
         first_token, num_queries, first_page, num_slots, num_keys, page_start = _sequence(
@@ -319,7 +351,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
         if num_queries == 1:
             if num_keys > COUNT:
                 place = first_page.to(tl.int64) * PAGE_SIZE
-                _write_largest(row_ptr, scores_ptr + place, num_keys, page_start, COUNT, BLOCK)
+                _write_largest(row_ptr, scores_ptr + place, kept_ptr, num_keys, page_start, COUNT, GROUPS, BLOCK)
             else:
                 _write_all(row_ptr, num_keys, page_start, COUNT, BLOCK)
 
@@ -366,7 +398,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
             seen = tl.minimum(visible + query, num_slots)
             row_ptr = out_ptr + (first_token + first_query + query).to(tl.int64) * COUNT
             if seen > COUNT:
-                _write_largest(row_ptr, own_ptr + query * stride, seen, page_start, COUNT, BLOCK)
+                _write_largest(row_ptr, own_ptr + query * stride, kept_ptr, seen, page_start, COUNT, GROUPS, BLOCK)
             else:
                 _write_all(row_ptr, seen, page_start, COUNT, BLOCK)
         tl.debug_barrier()

@@ -53,6 +53,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "SELECT_PARTS", (3, 3, 3, 2))
     monkeypatch.setattr(launches, "LEAST_SCORED", 16)
     monkeypatch.setattr(launches, "SCANNED", 16 if IS_INTERPRETED else 128)
+    monkeypatch.setattr(launches, "GROUPS", 32 if IS_INTERPRETED else 256)
     monkeypatch.setattr(launches, "ATTEND_PARTS", (3, 2, 3, 1))
     monkeypatch.setattr(launches, "JOINED", 64)
     if IS_INTERPRETED:  # compiled kernels have read it already
