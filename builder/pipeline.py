@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pa
 from precast.builder.passes.lower.copy_before_reshape import copy_before_reshape
 from precast.builder.passes.lower.fuse_gated_linear import fuse_gated_linear
 from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
+from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised
 from precast.builder.passes.lower.spelled_out import spell_out_gates
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
@@ -48,10 +49,10 @@ from precast.builder.passes.normalise.views import normalise_views, remove_noops
 from precast.builder.passes.normalise.writes import assemble_copies, remove_self_copies, remove_writes
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
-from precast.builder.passes.shard.shard import SHARD, shard
+from precast.builder.passes.shard.shard import SHARD
 from precast.builder.shard.overrides import Overrides
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import Call, Graph, Node
+from precast.ir.graph.schema import Call, Dtype, Graph, Node
 from precast.ir.graph.text import format_graph
 from precast.ir.manifest import PassRecord
 
@@ -72,7 +73,7 @@ PASSES: tuple[Pass, ...] = (
 """THE ordered list."""
 
 LOWERED_PASSES: tuple[LoweredPass, ...] = (
-    SHARD, fuse_gated_linear, spell_out_gates, fuse_pointwise, copy_before_reshape,
+    SHARD, KEEP_QUANTISED, fuse_gated_linear, spell_out_gates, fuse_pointwise, copy_before_reshape,
 )  # fmt: skip
 """Those after them, over the graph that the bundle holds."""
 
@@ -106,19 +107,30 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
     return left
 
 
-def lowered_passes(disabled: Collection[str] = (), overrides: Overrides = ()) -> tuple[LoweredPass, ...]:
-    """The passes over the bundle's graph, without the disabled ones; `shard` minds the overrides.
+def lowered_passes(
+    disabled: Collection[str] = (),
+    overrides: Overrides = (),
+    left: list[Dequantised] | None = None,
+    scales: Dtype = "float32",
+) -> tuple[LoweredPass, ...]:
+    """The passes over the bundle's graph, without the disabled ones; `shard` minds the overrides, and that quantised
+    weights are to be kept. `left` gets those that `keep_quantised` leaves to be dequantised; `scales`: of its argument.
 
     `passes` refuses names that are none. Raises BuildError (option-invalid) for overrides where `shard` is disabled.
     """
     if overrides and SHARD.name in disabled:
         message = f"there is a shard plan, and the pass {SHARD.name} is disabled, which it is for"
         raise BuildError("option-invalid", message, fix="leave out one of them")
-    left = (each for each in LOWERED_PASSES if each.name not in disabled)
-    if not overrides:
-        return tuple(left)
-    run = partial(shard, overrides=overrides)
-    return tuple(dataclasses.replace(each, run=run) if each is SHARD else each for each in left)
+    told: dict[str, dict[str, Any]] = {
+        SHARD.name: {"overrides": overrides, "in_blocks": KEEP_QUANTISED.name not in disabled},
+        KEEP_QUANTISED.name: {"left": left, "scales": scales},
+    }
+    return tuple(_told(each, told.get(each.name, {})) for each in LOWERED_PASSES if each.name not in disabled)
+
+
+def _told(each: LoweredPass, given: dict[str, Any]) -> LoweredPass:
+    """The pass with these arguments."""
+    return dataclasses.replace(each, run=update_wrapper(partial(each.run, **given), each.run)) if given else each
 
 
 def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
