@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import platform
+import re
 import resource
 import sys
 import time
@@ -27,6 +28,7 @@ from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
 from precast.builder.native.layer import check_worlds, native_layer, target_named, worlds_named
 from precast.builder.passes.graph_pass import Pass
+from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised
 from precast.builder.shard.compared import compared
 from precast.builder.shard.overrides import read_overrides
 from precast.builder.source.config_facts import config_facts
@@ -46,8 +48,9 @@ if TYPE_CHECKING:
     from precast.ir.manifest import PassRecord
     from precast.kernels.measured import Table
 
-KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "fp8_e4m3": "float8_e4m3fn"})
-"""The dtypes of cached keys and values by the names of the option; None: the model's."""
+KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "model": None, "fp8_e4m3": "float8_e4m3fn"})
+"""The dtypes of cached keys and values by the names of the option; None: the model's, or with `auto` what the config
+says."""
 
 Progress = Callable[[str], None]
 Passes = tuple[Pass, ...]
@@ -56,6 +59,7 @@ Passes = tuple[Pass, ...]
 def build(
     source: str | Path | PreTrainedConfig, out: str | Path, *, dtype: str = "auto", max_seq_len: int | None = None,
     page_size: int | None = None, kv_dtype: str = "auto", shard_plan: str | Path | None = None,
+    dequantise: bool = False,
     disabled_passes: Collection[str] = (), snapshots: str | Path | None = None, snapshot_after: str | None = None,
     dump: str | Path | None = None, targets: Sequence[str] = (), worlds: Sequence[str] = (),
     choices: Sequence[Table] = (), allow_remote_code: bool = False, model_type: str | None = None,
@@ -69,12 +73,16 @@ def build(
         dtype: `float32`, `bfloat16`, `float16`: of weights, activations and caches. `auto`: the config's; where it
             names none, bfloat16 if the checkpoint is quantised, else float32, with a warning (logger `precast`) and a
             note in the bundle's provenance.
-        kv_dtype: `fp8_e4m3`: cached keys, values and latents take 8 bits, rounded and saturated to 448, without scales;
-            states and convs stay as they are. `auto`: the model's dtype.
+        kv_dtype: `fp8_e4m3`: cached keys, values and latents take 8 bits, saturated to 448; keys and values are divided
+            by the scales of the checkpoint, if it is quantised and has some. States and convs stay as they are.
+            `model`: the model's dtype. `auto`: for keys and values 8 bits where the config says that the checkpoint is
+            quantised for it (`kv_cache_scheme`, `kv_cache_quant_algo`), else the model's dtype.
         max_seq_len: the longest sequence served, prompt and answer, in tokens. None: the config's limit.
         page_size: tokens per page of the key/value caches; None: chosen for each group of layers, 8 to 64.
         shard_plan: a JSON file that says how params are split over ranks, by patterns of their names
             (`docs/sharding.md`, A plan of your own). None: as the builder finds.
+        dequantise: read weights that the checkpoint stores in few bits as numbers of `dtype`, as if they had been
+            stored so, in place of keeping their bytes and computing with those (docs/quantisation.md).
         disabled_passes: names of passes to leave out, to find the one that makes a mistake.
         snapshots: a directory for snapshots of the pipeline, and for compiled kernels; a rebuild starts from the one
             that fits, and compiles what is missing. None: none are read or written.
@@ -106,14 +114,18 @@ def build(
     check_output(out)
     opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)
     facts = config_facts(opened)
+    if dequantise:
+        disabled_passes = {*disabled_passes, KEEP_QUANTISED.name}
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype, shard_plan)
+    options = dataclasses.replace(options, dequantise=KEEP_QUANTISED.name in disabled_passes)
     gpus, among = [target_named(name) for name in dict.fromkeys(targets)], worlds_named(worlds)
     notes = _notes(opened, dtype)
     if snapshot_after is not None and snapshots is None:
         message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
         raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
     parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after or "shard")
-    late = pipeline.lowered_passes(disabled_passes, options.overrides)
+    left: list[Dequantised] = []
+    late = pipeline.lowered_passes(disabled_passes, options.overrides, left)
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
     dump_dir = _dump_dir(dump)
     if check is not None:
@@ -136,7 +148,7 @@ def build(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
         config=facts, native=native,
         provenance=_provenance(opened, options, disabled_passes, started, is_restored)
-        | notes | _beside_theirs(opened, graph),
+        | notes | _beside_theirs(opened, graph) | _dequantised(left),
     )  # fmt: skip
     _record_layers(packed)
     return packed
@@ -202,7 +214,9 @@ def _options(
         found = f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}"
         raise BuildError("option-invalid", found, fix="leave kv_dtype out, for caches of the model's dtype")
     overrides = () if shard_plan is None else read_overrides(Path(shard_plan))
-    return Options(dtype, limit(source.config, max_seq_len), page_size, KV_DTYPES[kv_dtype], overrides)
+    from_config = kv_dtype == "auto" and source.facts.kv_dtype is not None
+    cached = source.facts.kv_dtype if from_config else KV_DTYPES[kv_dtype]
+    return Options(dtype, limit(source.config, max_seq_len), page_size, cached, overrides, from_config)
 
 
 def _dump_dir(dump: str | Path | None) -> Path | None:
@@ -239,6 +253,15 @@ def _beside_theirs(source: Source, graph: Graph) -> dict[str, object]:
     """How the shard plan differs from that of transformers, for the provenance; nothing where either has none."""
     theirs = tp_plan(source.config)
     return {"tp_plan": msgspec.to_builtins(compared(graph, theirs))} if theirs and graph.shards.rows else {}
+
+
+def _dequantised(left: Sequence[Dequantised]) -> dict[str, object]:
+    """The weights that are stored in few bits and not kept so, by the reason, for the provenance; `*` stands for the
+    number of a layer."""
+    reasons: dict[str, dict[str, None]] = {}
+    for each in left:
+        reasons.setdefault(each.reason, {})[re.sub(r"\.\d+(?=\.)", ".*", each.param)] = None
+    return {"dequantised": {reason: list(names) for reason, names in reasons.items()}} if reasons else {}
 
 
 def _provenance(

@@ -22,6 +22,7 @@ from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pa
 from precast.builder.passes.lower.copy_before_reshape import copy_before_reshape
 from precast.builder.passes.lower.fuse_gated_linear import fuse_gated_linear
 from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
+from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised, keep_quantised
 from precast.builder.passes.lower.spelled_out import spell_out_gates
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
@@ -72,7 +73,7 @@ PASSES: tuple[Pass, ...] = (
 """THE ordered list."""
 
 LOWERED_PASSES: tuple[LoweredPass, ...] = (
-    SHARD, fuse_gated_linear, spell_out_gates, fuse_pointwise, copy_before_reshape,
+    SHARD, KEEP_QUANTISED, fuse_gated_linear, spell_out_gates, fuse_pointwise, copy_before_reshape,
 )  # fmt: skip
 """Those after them, over the graph that the bundle holds."""
 
@@ -106,19 +107,23 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
     return left
 
 
-def lowered_passes(disabled: Collection[str] = (), overrides: Overrides = ()) -> tuple[LoweredPass, ...]:
-    """The passes over the bundle's graph, without the disabled ones; `shard` minds the overrides.
+def lowered_passes(
+    disabled: Collection[str] = (), overrides: Overrides = (), left: list[Dequantised] | None = None
+) -> tuple[LoweredPass, ...]:
+    """The passes over the bundle's graph, without the disabled ones; `shard` minds the overrides, and that quantised
+    weights are to be kept. `left` gets those that `keep_quantised` leaves to be dequantised.
 
     `passes` refuses names that are none. Raises BuildError (option-invalid) for overrides where `shard` is disabled.
     """
     if overrides and SHARD.name in disabled:
         message = f"there is a shard plan, and the pass {SHARD.name} is disabled, which it is for"
         raise BuildError("option-invalid", message, fix="leave out one of them")
-    left = (each for each in LOWERED_PASSES if each.name not in disabled)
-    if not overrides:
-        return tuple(left)
-    run = partial(shard, overrides=overrides)
-    return tuple(dataclasses.replace(each, run=run) if each is SHARD else each for each in left)
+    runs = {
+        SHARD.name: partial(shard, overrides=overrides, in_blocks=KEEP_QUANTISED.name not in disabled),
+        KEEP_QUANTISED.name: partial(keep_quantised, left=left),
+    }
+    todo = (each for each in LOWERED_PASSES if each.name not in disabled)
+    return tuple(dataclasses.replace(each, run=runs[each.name]) if each.name in runs else each for each in todo)
 
 
 def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:

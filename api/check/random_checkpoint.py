@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from precast.ir.graph.schema import Dequantise, Dtype, Each, Graph, Read, Recipe
+from precast.ir.graph.stored_parts import groups_dim, stored_parts
 from precast.ir.weights import recipes
 from precast.ir.weights.quantised import PACKED
 from precast.ir.weights.tensorfile import FILE_DTYPES, element_bytes
@@ -42,7 +43,8 @@ class _Stored(NamedTuple):
 
 def random_checkpoint(graph: Graph, folder: Path, seed: int = 0) -> Path:
     """Write the tensors that a graph of one rank reads into `folder`; what they stand for is small, and none is 0."""
-    tensors = {each.read.tensor: each for param in graph.params for each in _stored(param.recipe)}
+    roles = _roles(graph)
+    tensors = {each.read.tensor: each for param in graph.params for each in _stored(param.recipe, *roles[param.name])}
     header, end = {}, 0
     for name, each in tensors.items():
         header[name] = {
@@ -59,6 +61,17 @@ def random_checkpoint(graph: Graph, folder: Path, seed: int = 0) -> Path:
         for each in tensors.values():
             file.write(_content(each, drawn).contiguous().view(-1).view(torch.uint8).numpy().data)
     return path
+
+
+def _roles(graph: Graph) -> dict[str, tuple[str, int]]:
+    """What each param is for, and, of groups of inputs, how many there are."""
+    found, shapes = stored_parts(graph), {param.name: param.type.shape for param in graph.params}
+    roles: dict[str, tuple[str, int]] = dict.fromkeys(shapes, ("weight", 0))
+    for name, (format, part, scales) in found.items():
+        count = shapes[scales][groups_dim(format)]
+        kinds = {"scales": f"scales of {format}", "global_scale": f"global scale of {format}", "groups": "groups"}
+        roles[name] = kinds.get(part, "bits"), count if isinstance(count, int) else 1
+    return roles
 
 
 def checkpoint_numbers(graph: Graph) -> int:

@@ -17,6 +17,8 @@ from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError
 from precast.loader.timeline import amount
 
+MOST_SECONDS = 1_000_000
+"""That a start may be waited for: what a system can count is not much more."""
 CACHES = {"warm": ("warm",), "cold": ("cold",), "both": ("warm", "cold")}
 
 
@@ -27,6 +29,10 @@ def bench(
     """Measure starts, write them to `out` if it is given, and report. Raises PrecastError."""
     if runs < 1:
         raise PrecastError("option-invalid", f"runs is {runs}, expected at least 1")
+    if not 0 < timeout <= MOST_SECONDS:
+        raise PrecastError(
+            "option-invalid", f"timeout is {timeout}, expected seconds above 0 and at most {MOST_SECONDS}"
+        )
     Bundle.open(bundle)
     where = startup.device_of(device)
     files = startup.tensor_files(weights)

@@ -46,6 +46,7 @@ def capture(source: Source, options: Options) -> Captured:
         constants=_constants(module, exported),
         symbols=exported.symbols,
         fake_mode=placeholder(exported.graph, "input_ids").meta["val"].fake_mode,
+        scales=stored.scales(),
     )
     _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
     _share_constants(exported.graph, ctx)

@@ -1,13 +1,14 @@
 """Finds the layers in a flat list of nodes, and stores each distinct one once.
 
 The nodes of one layer become a call. Two layers share a block if and only if they are equal up to the names of
-their values, params and cache tensors: same ops, same constants, same types, same wiring.
+their values, params and cache tensors: same ops, same constants, same types, same wiring, and weights that a checkpoint
+stores in one way.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -28,20 +29,20 @@ class Flat:
     caches: ir.CachePlan
 
 
-def outline(flat: Flat) -> ir.Graph:
-    """The graph with one block for each distinct layer."""
+def outline(flat: Flat, storages: Mapping[str, object] | None = None) -> ir.Graph:
+    """The graph with one block for each distinct layer. `storages`: what must be equal of params in it."""
     kinds = _kinds(flat)
     types = _types(flat)
     runs = _runs(flat.nodes)
     shared = _used_between(runs) | set(flat.outputs.values())
     main: list[ir.Node | ir.Call] = []
-    blocks: dict[bytes, ir.Block] = {}
+    blocks: dict[tuple[object, ...], ir.Block] = {}
     for layer, nodes in runs:
         if layer is None or not _results(nodes, shared):
             main.extend(nodes)  # a block returns something: what only writes into caches stands in main
             continue
         block, call = _cut(nodes, shared, kinds, types)
-        key = msgspec.msgpack.encode(block)
+        key = msgspec.msgpack.encode(block), *((storages or {}).get(name) for name in call.args.values())
         named = blocks.setdefault(key, msgspec.structs.replace(block, name=f"layer{len(blocks)}"))
         main.append(msgspec.structs.replace(call, block=named.name))
     used = {name for step in main for name in _names_in(step)} | set(flat.outputs.values())

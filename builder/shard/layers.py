@@ -97,7 +97,9 @@ def _experts(system: System, function: Function, node: Node, seed: int) -> Layer
     down = _name(node, "down")
     experts, inner = _size(function, down, 0), _size(function, down, 2)
     by_expert = ((function.name, down), 0), whole(experts, Units(experts, "ep", experts, seed))
-    within = ((function.name, down), 2), whole(inner, Units(inner, "within", inner, seed))
+    inside = (function.name, down), 2
+    count = inner // _unit(system, inside, inner)
+    within = inside, whole(inner, Units(count, "within", count, seed))
     return Layer("experts", function.name, node.outputs[0].name, ((by_expert, within),))
 
 
@@ -173,11 +175,12 @@ def _feed_forward(system: System, function: Function, node: Node, seed: int) -> 
     if given not in ("param", "constant") or system.dims((function.name, weight)):
         return None
     made = {value.name for step in function.steps for value in step.outputs}
-    count = _size(function, weight, dim)
+    size = _size(function, weight, dim)
     if x not in made:
         return None
     spot = ((function.name, weight), dim)
-    attempt = ((spot, whole(count, Units(count, "tp", count, seed))),)
+    count = size // _unit(system, spot, size)
+    attempt = ((spot, whole(size, Units(count, "tp", count, seed))),)
     return Layer("feed-forward", function.name, node.outputs[0].name, (attempt, attempt), through_norms=(False, True))
 
 
@@ -196,6 +199,15 @@ def only_for_selection(function: Function) -> frozenset[str]:
         else:
             needed.update(references(step.args) if isinstance(step, Node) else step.args.values())
     return frozenset(found)
+
+
+def _unit(system: System, spot: Spot, size: int) -> int:
+    """Neighbours of a dimension that stay together because a checkpoint stores them in one block; of a part of one,
+    where two ranks couldn't share whole blocks. 1 where they can't share parts either."""
+    unit, least = system.granule(spot)
+    while size % (2 * unit) and unit % 2 == 0:
+        unit //= 2
+    return unit if size % (2 * unit) == 0 and unit % least == 0 else 1
 
 
 def _name(node: Node, arg: str) -> str:

@@ -6,6 +6,7 @@ of a cache group. What is passed from layer to layer is whole on every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from precast.builder.shard.rules import (
     Through,
     relations,
 )
+from precast.builder.weights.kept import Granule, granule, is_quantised
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import Block, Call, Expr, Graph, Node, TensorType, Tie, Value
 from precast.ir.memory import caches
@@ -58,9 +60,11 @@ class Function(NamedTuple):
 class System:
     """A graph as relations between dimensions; `pieces` says what is split so far."""
 
-    def __init__(self, graph: Graph, whole: Mapping[str, str] | None = None) -> None:
-        """`whole`: params that the user wants whole, by name, with the entry that says so."""
+    def __init__(self, graph: Graph, whole: Mapping[str, str] | None = None, *, in_blocks: bool = True) -> None:
+        """`whole`: params that the user wants whole, by name, with the entry that says so. `in_blocks`: whether what is
+        stored in few bits is to be split where its blocks end."""
         self.graph = graph
+        self._params = {param.name: param for param in graph.params if in_blocks and is_quantised(param.recipe)}
         self.functions = {"": _main(graph), **{block.name: _block(block) for block in graph.blocks}}
         self.pieces: dict[Spot, Pieces] = {}
         self.users: dict[Name, list[tuple[str, int]]] = {}
@@ -100,6 +104,14 @@ class System:
     def joined(self, name: Name) -> list[Name]:
         """The values of other functions, or of other names, that are the same tensor or of the same spec."""
         return self._joined.get(name, [])
+
+    def granule(self, spot: Spot) -> Granule:
+        """How many elements of a param's dimension are stored together, of whatever is bound there."""
+        name, dim = spot
+        names = [each for scope, each in (name, *self.joined(name)) if scope == "" and each in self._params]
+        params = [self._params[each] for each in names]
+        found = [granule(param.recipe, param.type.dtype, dim) for param in params]
+        return Granule(math.lcm(*(each.block for each in found)), math.lcm(*(each.least for each in found)))
 
     def follow(self, spots: Iterable[tuple[Spot, Piece]], *, through_norms: bool) -> list[Name]:
         """Split these, and all that belongs to them; the values that are split anew.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from precast.ir.errors import BuildError
+from precast.ir.graph.schema import Dtype
 
 
 class Quantised(NamedTuple):
@@ -75,6 +76,29 @@ def _algorithm(entries: Mapping[str, Any]) -> str | None:
     """What ModelOpt calls a method; of other methods, their name."""
     method = entries.get("quant_method")
     return entries.get("quant_algo") if method == "modelopt" else str(getattr(method, "value", method))
+
+
+def kv_dtype_of(entries: Mapping[str, Any] | None) -> tuple[Dtype | None, str | None]:
+    """The dtype of keys and values that a checkpoint was quantised for, None for that of the activations; and what to
+    tell the user where it says something else, which is not known.
+
+    ModelOpt says `kv_cache_quant_algo`, and as compressed-tensors `kv_cache_scheme`.
+    """
+    said = entries or {}
+    algorithm, scheme = said.get("kv_cache_quant_algo"), said.get("kv_cache_scheme")
+    if algorithm == "FP8" or (isinstance(scheme, Mapping) and _is_float8(scheme)):
+        return "float8_e4m3fn", None
+    if algorithm is None and scheme is None:
+        return None, None
+    name = "kv_cache_quant_algo" if algorithm is not None else "kv_cache_scheme"
+    found = cut(f"{name} is {said[name]!r}")
+    return None, f"{found}, which is not known: keys and values keep the model's dtype (--kv-dtype)"
+
+
+def _is_float8(scheme: Mapping[str, Any]) -> bool:
+    """One scale, for all of a layer's keys or values, known beforehand."""
+    wanted = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor",), "symmetric": (True,), "dynamic": (False,)}
+    return all(scheme.get(name, values[0]) in values for name, values in wanted.items())
 
 
 def unquantised(config: PreTrainedConfig) -> PreTrainedConfig:

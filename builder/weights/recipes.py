@@ -17,6 +17,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from precast.builder.graph.context import KvScales
 from precast.builder.source.model_class import Unmade
 from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
 from precast.builder.weights.quantisation import Weight, scheme_of
@@ -58,6 +59,18 @@ class ModelCheckpoint:
             for each in (name, self._first(name)):
                 made[each] = Tie(self._tied[each]) if each in self._tied else self._recipe(each, state[each])
         return made
+
+    def scales(self) -> dict[str, KvScales]:
+        """What the checkpoint calls the scales of cached keys and values, by the path of the attention layer; empty
+        where its format has none."""
+        known = self._scheme.scales if self._scheme else ()
+        layers = [path for path, part in self._model.named_modules() if known and "Attention" in type(part).__name__]
+
+        def names(path: str, which: str) -> tuple[str, ...]:
+            ends = (end.replace("?", which) for end in known)
+            return tuple(saved_name(self._model, f"{path}.{end}") for end in ends)
+
+        return {path: KvScales(names(path, "k"), names(path, "v")) for path in layers}
 
     def known_names(self, used: Iterable[str] | None = None) -> Checkpoint:
         """The names that a checkpoint may hold beyond those that recipes read.

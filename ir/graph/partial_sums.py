@@ -15,10 +15,11 @@ from precast.ir.ops.checks import WORLD
 _SUMMED: Mapping[str, tuple[tuple[str, int], ...]] = {
     "aten.linear.default": (("weight", 1),),
     "precast.gated_linear": (("weight", 1),),
+    "precast.quantised_linear": (("input", -1),),
+    "precast.quantised_experts": (("down", 0), ("down", 1), ("down", 2)),
     "aten.addmm.default": (("mat2", 0),),
     "aten.matmul.default": (("self", -1),),
     "precast.experts": (("down", 0), ("down", 2)),
-    "precast.quantised_experts": (("down", 0), ("down", 1), ("down", 2)),
     "precast.grouped_linear": (("weight", 0), ("weight", 2)),
     "precast.sharded_embedding": (("weight", 0),),
 }

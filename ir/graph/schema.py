@@ -234,13 +234,32 @@ class Dequantise(Wire, frozen=True, tag="dequantise", tag_field="k"):
     global_scale: Recipe | None = None
 
 
+class Repeat(Wire, frozen=True, tag="repeat", tag_field="k"):
+    """Each element of dimension `dim` `count` times in a row: one scale of a matrix as one for each of its rows."""
+
+    of: Recipe
+    dim: int
+    count: Expr
+
+
 class Tie(Wire, frozen=True, tag="tie", tag_field="k"):
     """The same memory as another param of the graph."""
 
     param: str
 
 
-Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Tie
+class Scale(Wire, frozen=True, tag="scale", tag_field="k"):
+    """A float32 number above 0, `[1]`, by which cached keys or values are divided. A recipe of its own, never a part.
+
+    It is the one number of the first of these tensors that the checkpoint has; `default` where it has none of any
+    scale of the graph.
+    """
+
+    tensors: tuple[str, ...]
+    default: float = 1.0
+
+
+Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Repeat | Tie | Scale
 
 
 class Param(Wire, frozen=True):

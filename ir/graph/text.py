@@ -102,6 +102,8 @@ def format_recipe(recipe: schema.Recipe) -> str:
             return f"cast({format_recipe(of)}, {dtype})"
         case schema.Each(of, dim, count, start):
             return f"each({format_recipe(of)}, dim={dim}, count={count}, start={start})"
+        case schema.Repeat(of, dim, count):
+            return f"repeat({format_recipe(of)}, dim={dim}, count={symbols.text(count)})"
         case schema.Dequantise(of, scales, kind, block, zeros, groups, offset, whole):
             size = f"[{block[0]}, {block[1]}]" if block else "none"
             rest = f"zeros={_maybe(zeros)}, groups={_maybe(groups)}, zero_offset={offset}"
@@ -109,6 +111,8 @@ def format_recipe(recipe: schema.Recipe) -> str:
             return f"dequantise({kind}, {format_recipe(of)}, {format_recipe(scales)}, block={size}, {rest})"
         case schema.Tie(param):
             return f"tie({_ref(param)})"
+        case schema.Scale(tensors, default):
+            return f"scale([{', '.join(map(json.dumps, tensors))}], default={default!r})"
 
 
 def _maybe(recipe: schema.Recipe | None) -> str:

@@ -8,7 +8,7 @@ import msgspec
 
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Param, Read, Symbol, TensorType, Tie
+from precast.ir.graph.schema import Param, Read, Recipe, Scale, Symbol, TensorType, Tie
 from precast.ir.graph.text import format_type
 from precast.ir.ops.checks import WORLD
 from precast.ir.verify.facts import Facts, Fault, Rule, same_type
@@ -84,6 +84,8 @@ def _recipe(param: Param, facts: Facts) -> Iterator[str]:
     except (RecipeError, symbols.ExprError) as error:
         yield str(error)
         return
+    if any(map(_has_scale, recipes.parts(param.recipe))):
+        yield "a scale is a recipe of its own, never a part of one"
     if any(isinstance(size, int) and size < 0 for size in recipes.sizes(param.recipe)):
         yield "a size of the recipe is negative"
     if not same:
@@ -93,6 +95,10 @@ def _recipe(param: Param, facts: Facts) -> Iterator[str]:
         yield from _in_worlds(param, facts)
     if dtype != param.type.dtype:
         yield f"expected {param.type.dtype}, the recipe makes {dtype or 'the dtype of the checkpoint: it needs a cast'}"
+
+
+def _has_scale(recipe: Recipe) -> bool:
+    return isinstance(recipe, Scale) or any(map(_has_scale, recipes.parts(recipe)))
 
 
 def _ties(facts: Facts) -> Iterator[Fault]:

@@ -17,7 +17,7 @@ from precast.ir.errors import RecipeError, WeightsError, some
 from precast.ir.graph import schema, symbols
 from precast.ir.manifest import Checkpoint
 from precast.ir.patterns import matches
-from precast.ir.weights import quantised
+from precast.ir.weights import quantised, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.ir.weights.quantised import expect
 
@@ -107,6 +107,8 @@ def in_world(recipe: schema.Recipe, world: Mapping[str, schema.Expr]) -> schema.
         changes |= {name: symbols.substitute(getattr(recipe, name), world) for name in ("start", "length")}
     elif isinstance(recipe, schema.Reshape):
         changes["shape"] = tuple(symbols.substitute(size, world) for size in recipe.shape)
+    elif isinstance(recipe, schema.Repeat):
+        changes["count"] = symbols.substitute(recipe.count, world)
     return msgspec.structs.replace(recipe, **changes)
 
 
@@ -133,7 +135,7 @@ def _plain(recipe: schema.Recipe) -> schema.Recipe:
         return _taken(made.of, made.dim, made.start, made.length)
     if isinstance(made, schema.Concat):
         return _concatenated(made.parts, made.dim)
-    return made
+    return made.of if isinstance(made, schema.Repeat) and made.count == 1 else made
 
 
 def _taken(of: schema.Recipe, dim: int, start: schema.Expr, length: schema.Expr) -> schema.Recipe:
@@ -178,9 +180,11 @@ def _known(size: schema.Expr) -> int:
 
 
 def sizes(recipe: schema.Recipe) -> Iterator[schema.Expr]:
-    """The sizes that a recipe writes out: starts, lengths, and shapes of `Reshape`."""
+    """The sizes that a recipe writes out: starts, lengths, counts of `Repeat`, and shapes of `Reshape`."""
     if isinstance(recipe, schema.Slice):
         yield from (recipe.start, recipe.length)
+    elif isinstance(recipe, schema.Repeat):
+        yield recipe.count
     elif isinstance(recipe, schema.Reshape):
         yield from recipe.shape
     for part in parts(recipe):
@@ -197,6 +201,8 @@ def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
         return recipe.shape
     if isinstance(recipe, schema.Tie):
         raise _part_tied(recipe)
+    if isinstance(recipe, schema.Scale):
+        return scales.shape(recipe)
     if isinstance(recipe, (schema.Concat, schema.Stack)):
         return _joined(recipe)
     if isinstance(recipe, schema.Dequantise):
@@ -206,6 +212,10 @@ def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
         return _repeated(recipe, found)
     if isinstance(recipe, schema.Slice):
         return _sliced(recipe, found)
+    if isinstance(recipe, schema.Repeat):
+        _axis("repeat", recipe.dim, len(found))
+        expect(not isinstance(recipe.count, int) or recipe.count > 0, f"repeat: {symbols.text(recipe.count)} times")
+        return (*found[: recipe.dim], symbols.mul(found[recipe.dim], recipe.count), *found[recipe.dim + 1 :])
     if isinstance(recipe, schema.Transpose):
         _axis("transpose", recipe.dim0, len(found))
         _axis("transpose", recipe.dim1, len(found))
@@ -234,6 +244,8 @@ def dtype(recipe: schema.Recipe) -> schema.Dtype | None:
         return found.pop()
     if isinstance(recipe, schema.Dequantise):
         return quantised.dtype(recipe, *map(dtype, parts(recipe)))
+    if isinstance(recipe, schema.Scale):
+        return "float32"
     return dtype(recipe.of)
 
 
@@ -304,6 +316,11 @@ def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
     return next((candidate for candidate in spelled if candidate in stored), None)
 
 
+def scale_tensor(recipe: schema.Scale, stored: Container[str], rules: Checkpoint) -> str | None:
+    """The checkpoint's name for the tensor that a scale is, or None where it has none."""
+    return next((name for one in recipe.tensors if (name := resolve(one, stored, rules)) is not None), None)
+
+
 def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Problem]:
     """What keeps `files` from being loaded by the graph's recipes, up to `limits.MAX_PROBLEMS`: missing tensors, then
     those of a wrong shape or dtype, in the order of the params, then tied ones that differ, and unexpected ones in the
@@ -327,6 +344,7 @@ def _read_problems(
 ) -> Iterator[Problem]:
     """What is wrong with the tensors that recipes read; those that are there are added to `expected`."""
     names: dict[str, str | None] = {}
+    yield from _scale_problems(graph, rules, files, expected)
     for param in graph.params:
         if isinstance(param.recipe, schema.Tie):
             # The same tensor under its second name; some writers store it, and no reader needs it.
@@ -341,6 +359,26 @@ def _read_problems(
             else:
                 expected.add(name)
                 yield from _mismatches(read, name, files.tensors[name])
+
+
+def _scale_problems(
+    graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, expected: set[str]
+) -> Iterator[Problem]:
+    """Scales that are not one number, and those that are missing where others are there."""
+    wanted = [param.recipe for param in graph.params if isinstance(param.recipe, schema.Scale)]
+    found = [scale_tensor(recipe, files.tensors, rules) for recipe in wanted]
+    if not any(found):
+        return
+    for recipe, name in zip(wanted, found, strict=True):
+        if name is None:
+            yield Problem("missing", recipe.tensors[0], "expected floating point [], as there are other scales")
+            continue
+        expected.add(name)
+        stored = files.tensors[name]
+        if set(stored.shape) - {1}:
+            yield Problem("shape", name, f"expected one number, found {_text(stored.shape)}")
+        if stored.dtype not in ANY_FLOAT:
+            yield Problem("dtype", name, f"expected {' or '.join(ANY_FLOAT)}, found {stored.dtype}")
 
 
 def _unexpected(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -> Iterator[Problem]:
@@ -386,13 +424,17 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
 def require(
     graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, whole: schema.Graph | None = None
 ) -> dict[str, StoredTensor]:
-    """The stored tensor of every name that the graph's recipes read. Raises what `check` raises.
+    """The stored tensor of every name that the graph's recipes read, and under the first name of each scale that which
+    it is, if it is there. Raises what `check` raises.
 
     `whole`: the graph of all ranks, if this one's reads a part of the tensors: those are what is checked.
     """
     check(whole or graph, rules, files)
     names = {read.tensor for param in graph.params for read in each_leaf(param.recipe)}
     found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
+    for param in graph.params:
+        if isinstance(param.recipe, schema.Scale):
+            found[param.recipe.tensors[0]] = scale_tensor(param.recipe, files.tensors, rules)
     return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
 
 

@@ -47,6 +47,13 @@ class Pages(NamedTuple):
     page_start: torch.Tensor
 
 
+class Scales(NamedTuple):
+    """What cached keys and values were divided by, [1] float32; None: by nothing."""
+
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from precast.kernels.attention.attend import (
     Pages,
+    Scales,
     Scoring,
     by_distance,
     check_window,
@@ -65,10 +66,12 @@ def attention(
 
 @implements("paged_attention")
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, scoring: Scoring
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, scoring: Scoring, scales: Scales
 ) -> torch.Tensor:
     """`precast.paged_attention`, see `precast.kernels.attention.paged`."""
     check_window(scoring.window, scoring.chunk)
+    if scales.k_scale is not None:  # scores are products of keys, and results sums of values
+        scoring = scoring._replace(scale=scoring.scale * scales.k_scale.item())
     cache = _Cache(k_cache, v_cache, pages.page_indices)
     out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
     decoding: dict[int, list[_Sequence]] = {}
@@ -84,7 +87,7 @@ def paged_attention(
         step = max(1, MAX_GATHERED // max(1, longest * elements))
         for first in range(0, len(sequences), step):
             _decode(out, q, cache, sequences[first : first + step], scoring)
-    return out
+    return out if scales.v_scale is None else out.mul_(scales.v_scale)
 
 
 def _sequences(pages: Pages, page_size: int, scoring: Scoring) -> list[_Sequence]:

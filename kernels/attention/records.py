@@ -29,11 +29,14 @@ def _is_positive(x: object) -> bool:
 def _written(use: Use) -> Expr:
     """The reference gathers rows, rounds them and chooses among them.
 
-    For 8 bits a saturated copy stands beside what was gathered. The keys' rows are there until the values' are rounded.
+    For 8 bits a saturated copy stands beside what was gathered, or with scales two in float32. The keys' rows are there
+    until the values' are rounded.
     """
     made, cached = use.width("k"), use.width("k_cache")
     is_copied = use.operands["k"].type.dtype == use.operands["k_cache"].type.dtype
     rounding = made if is_copied else 2 * made if cached == 1 else made + cached
+    if use.has("k_scale"):
+        rounding = made + 8
     k, v = (numbers(use.operands[new]) for new in ("k", "v"))
     rows = (mul(max(rounding, 2 * cached), k), add(mul(cached, k), mul(rounding, v)), mul(2 * cached, v))
     return add(largest(rows), mul(64, use.shape("slot_mapping")[0]))

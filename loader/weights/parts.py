@@ -12,7 +12,7 @@ numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -92,7 +92,8 @@ def param_parts(params: Iterable[ir.Param], stored_dtype: Callable[[str], str]) 
 
 
 class Assembly:
-    """The targets, and what fills them: parts of stored tensors, what is computed, and, after both, moves in order."""
+    """The targets, and what fills them: parts of stored tensors, what is computed, and, after both, moves in order;
+    float32 targets that are `filled` are one number."""
 
     def __init__(self, stored_dtype: Callable[[str], str]) -> None:
         self._stored_dtype = stored_dtype
@@ -100,15 +101,19 @@ class Assembly:
         self.parts: list[Part] = []
         self.computed: list[Computed] = []
         self.moves: list[Move] = []
+        self.filled: dict[int, float] = {}
 
     def add_param(self, param: ir.Param) -> None:
-        """A target for the param, and what fills it."""
+        """A target for the param, and what fills it; a scale that no tensor is has its default."""
         shape = _shape(param.recipe)
         if shape != param.type.shape:
             wanted = ", ".join(map(symbols.text, param.type.shape))
             raise BundleError("graph-invalid", f"its recipe makes {list(shape)}, expected [{wanted}]")
         target = self._add_target(Target(param.name, param.type.dtype, shape))
-        self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
+        if isinstance(param.recipe, ir.Scale):
+            self.filled[target] = param.recipe.default
+        else:
+            self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
 
     def add_inputs(self, computed: Computed) -> Inputs:
         """Temporary targets for what a computation reads, or for the part of it that `index` says."""
@@ -160,8 +165,10 @@ class Assembly:
             for i in range(length):
                 part = recipe.parts[start + i] if isinstance(recipe, ir.Stack) else recipes.nth(recipe, start + i)
                 self._place(part, views.select(destination, recipe.dim, i), inside, target, casts)
+        elif isinstance(recipe, ir.Repeat):
+            self._place_repeat(recipe, destination, region, target, casts)
         else:
-            assert isinstance(recipe, ir.Reshape), "verified: a tie is a recipe of its own"
+            assert isinstance(recipe, ir.Reshape), "verified: a tie or a scale is a recipe of its own"
             self._place_reshape(recipe, destination, region, target, casts)
 
     def _place_concat(self, recipe: ir.Concat, destination: View, region: Region, target: int, casts: Casts) -> None:
@@ -190,6 +197,21 @@ class Assembly:
         for index, inside, place in parts:
             self.computed.append(Computed(recipe, index, inside, target, place, casts))
 
+    def _place_repeat(self, recipe: ir.Repeat, destination: View, region: Region, target: int, casts: Casts) -> None:
+        """What is repeated is made once, in a temporary target, and moved with a step of 0 between its copies."""
+        dim, count = recipe.dim, _number(recipe.count)
+        start, length = region[dim]
+        first = start // count
+        inside = (*region[:dim], (first, -(-(start + length) // count) - first), *region[dim + 1 :])
+        shape = tuple(size for _, size in inside)
+        temporary = self._add_target(Target(None, casts[-1], shape))
+        self._place(recipe.of, views.contiguous(shape), inside, temporary, casts)
+        whole, place = views.contiguous(shape), start - first * count
+        for index, elements, copies, at in _runs(place, length, count):
+            source = views.repeated(views.narrow(whole, dim, index, elements), dim, copies)
+            wanted = views.divided(views.narrow(destination, dim, at, elements * copies), dim, copies)
+            self.moves.append(Move(temporary, source, target, wanted))
+
     def _place_reshape(self, recipe: ir.Reshape, destination: View, region: Region, target: int, casts: Casts) -> None:
         shape, inner = _shape(recipe), _shape(recipe.of)
         fitting = views.reshape(destination, inner) if region == _whole(shape) else None
@@ -205,6 +227,18 @@ class Assembly:
         self.moves.append(Move(temporary, view, target, destination))
 
 
+def _runs(start: int, length: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+    """Elements `start .. start + length` of a row in which each element stands `count` times: (first element, elements,
+    copies of each, where they begin in what is wanted)."""
+    done = 0
+    while done < length:
+        index, skipped = divmod(start + done, count)
+        elements = 0 if skipped else (length - done) // count
+        copies = count if elements else min(count - skipped, length - done)
+        yield index, max(elements, 1), copies, done
+        done += max(elements, 1) * copies
+
+
 def _inputs(recipe: ir.Dequantise) -> dict[str, ir.Recipe]:
     """The parts of the recipe that are there, by name."""
     return {name: part for name in quantised.PARTS if (part := getattr(recipe, name)) is not None}
@@ -214,7 +248,7 @@ def _leaf(recipe: ir.Recipe) -> tuple[ir.Read | ir.Dequantise, View, Casts] | No
     """What the recipe reads or computes, as a view of it, and its casts; None if it joins or isn't strided."""
     if isinstance(recipe, (ir.Read, ir.Dequantise)):
         return recipe, views.contiguous(_shape(recipe)), ()
-    if isinstance(recipe, (ir.Concat, ir.Stack, ir.Each, ir.Tie)):
+    if isinstance(recipe, (ir.Concat, ir.Stack, ir.Each, ir.Repeat, ir.Tie, ir.Scale)):
         return None
     leaf = _leaf(recipe.of)
     if leaf is None:

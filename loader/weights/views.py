@@ -39,6 +39,19 @@ def select(view: View, dim: int, index: int) -> View:
     return View(offset, (*shape[:dim], *shape[dim + 1 :]), (*strides[:dim], *strides[dim + 1 :]))
 
 
+def repeated(view: View, dim: int, copies: int) -> View:
+    """Each element of dimension `dim` so often in a row: a dimension of steps of 0 after it."""
+    shape = (*view.shape[: dim + 1], copies, *view.shape[dim + 1 :])
+    return View(view.offset, shape, (*view.strides[: dim + 1], 0, *view.strides[dim + 1 :]))
+
+
+def divided(view: View, dim: int, size: int) -> View:
+    """Dimension `dim`, a multiple of `size`, as two: how many times `size`, and `size`."""
+    shape, strides = view.shape, view.strides
+    steps = (*strides[:dim], strides[dim] * size, *strides[dim:])
+    return View(view.offset, (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :]), steps)
+
+
 def transpose(view: View, dim0: int, dim1: int) -> View:
     """Dimensions `dim0` and `dim1` exchanged."""
     return View(view.offset, swap(view.shape, dim0, dim1), swap(view.strides, dim0, dim1))

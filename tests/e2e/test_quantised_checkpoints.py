@@ -1,81 +1,214 @@
 """Quantised checkpoints in the folders that publishers have: built and loaded, with the logits of the same values in
-float32.
+float32, and, bit for bit, with those of a bundle that dequantises them while it loads.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import families
 import pytest
 import quantised
 import torch
-from quantised import Stored
+from quantised import Stored, Tensors
 from reference import hf_logits, relative_error
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import precast
 from precast.builder.source.shrink import random_model
+from precast.check.shards import prove, prove_with_random_weights, unsharded
+from precast.ir.artifact import Bundle
+from precast.ir.errors import WeightsError
 
 PROMPT = [5, 9, 70, 33, 12, 88]
 
-FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False}
-EIGHT = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+Quantise = Callable[[str, torch.Tensor], Stored]
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "moe_intermediate_size": 64}
+"""Multiples of what formats store together, for each of four ranks."""
 
 
-def compressed(format: str, weights: dict[str, Any]) -> dict[str, Any]:
+class Case(NamedTuple):
+    """A checkpoint: its model, the file that says how it is quantised, what it says, and what weights become."""
+
+    family: str
+    entries: dict[str, Any]
+    quantise: Quantise
+    file: str = "config.json"
+    changes: dict[str, Any] = SIZES
+    which: str = r".*\.layers\..*_proj\.weight"
+
+    @property
+    def worlds(self) -> list[tuple[int, int]]:
+        """Ranks, and parts of the experts, beside one rank alone; what lies in a block is never parted."""
+        if not self.changes:
+            return [(2, 1)]
+        if self.family == "gpt_oss":
+            return [(2, 1), (2, 2), (4, 2), (4, 4)]
+        return [(2, 1), (4, 1)] if self.family == "llama" else [(2, 1), (2, 2), (4, 1), (4, 2)]
+
+
+def compressed(format: str, **weights: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups, "ignore": ["lm_head"]}
 
 
-def packed(name: str, weight: torch.Tensor) -> Stored:
-    return quantised.integers(name, weight, 4, 16, zeros=True, order=False, packed=True)
+def compressed_fp8(strategy: str, **weights: Any) -> dict[str, Any]:
+    return compressed("float-quantized", num_bits=8, type="float", strategy=strategy, symmetric=True, **weights)
 
 
-def integers(name: str, weight: torch.Tensor) -> Stored:
-    return quantised.integers(name, weight, 8, None, zeros=False, order=False, packed=False)
+def integers(bits: int, strategy: str, *, symmetric: bool, actorder: str | None = None) -> dict[str, Any]:
+    size = {"group_size": 16} if strategy == "group" else {}
+    order = {} if actorder is None else {"actorder": actorder}
+    return {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": symmetric, **size, **order}
 
 
-CASES: dict[str, tuple[str, str, dict[str, Any], Callable[[str, torch.Tensor], Stored]]] = {
-    # the model, the file that says how it is quantised, what it says, and what a layer's weight becomes
-    "ModelOpt NVFP4": (
-        "llama",
-        "hf_quant_config.json",
-        {
-            "producer": {"name": "modelopt"},
-            "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16,
-                             "exclude_modules": ["lm_head"]},
-        },
-        quantised.nvfp4,
+def float8(suffix: str, block: tuple[int, int] | None, shape: Callable[[int, int], tuple[int, ...]]) -> Quantise:
+    return lambda name, weight: quantised.float8(name, weight, block, suffix, shape(*weight.shape))
+
+
+def stored_integers(bits: int, size: int | None, *, zeros: bool, order: bool = False, packed: bool = True) -> Quantise:
+    return lambda name, weight: quantised.integers(name, weight, bits, size, zeros=zeros, order=order, packed=packed)
+
+
+def four_bits(quantise: Callable[..., Stored], **options: Any) -> Quantise:
+    return lambda name, weight: quantise(name.removesuffix(".weight"), weight, 16, **options)
+
+
+def blocks(rows: int, columns: int) -> tuple[int, ...]:
+    return -(-rows // 32), -(-columns // 32)
+
+
+def finer(rows: int, columns: int) -> tuple[int, ...]:
+    return -(-rows // 16), -(-columns // 16)
+
+
+def rows(rows: int, columns: int) -> tuple[int, ...]:
+    return rows, 1
+
+
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {
+        "quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"],
+    },
+}  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+CASES = {
+    "FP8 in blocks": Case(
+        "llama", {"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("_scale_inv", (32, 32), blocks)
     ),
-    "compressed NVFP4": (
-        "qwen3_moe",
-        "config.json",
-        compressed(
-            "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-        ),
+    "FP8 in blocks that no matrix ends with": Case(
+        "llama", {"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("_scale_inv", (32, 32), blocks),
+        changes={},
+    ),
+    "FP8, a scale a tensor": Case(
+        "llama", {"quant_method": "fp8", "weight_block_size": None}, float8("_scale_inv", None, lambda *_: ())
+    ),
+    "FBGEMM FP8": Case("llama", {"quant_method": "fbgemm_fp8"}, float8("_scale", (1, 1 << 20), rows)),
+    "ModelOpt FP8": Case(
+        "llama", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        float8("_scale", None, lambda *_: ()),
+    ),
+    "compressed FP8, a scale a tensor": Case(
+        "llama", compressed_fp8("tensor"), float8("_scale", None, lambda *_: (1,))
+    ),
+    "compressed FP8 by channels": Case("llama", compressed_fp8("channel"), float8("_scale", (1, 1 << 20), rows)),
+    "compressed FP8 in blocks": Case(
+        "llama", compressed_fp8("block", block_structure=[32, 32]), float8("_scale", (32, 32), blocks)
+    ),
+    "ModelOpt NVFP4": Case("llama", MODELOPT, quantised.nvfp4, "hf_quant_config.json"),
+    "compressed NVFP4": Case(
+        "llama", compressed("nvfp4-pack-quantized", **NVFP4),
         lambda name, weight: quantised.nvfp4(name, weight, divided=True),
     ),
-    "INT4": ("llama", "config.json", compressed("pack-quantized", FOUR), packed),
-    "INT8": ("llama", "config.json", compressed("int-quantized", EIGHT), integers),
+    "compressed MXFP4": Case(
+        "llama",
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32,
+                   scale_dtype="torch.uint8"),
+        quantised.packed_mxfp4,
+    ),
+    "FP8 experts in blocks": Case(
+        "qwen3_moe", {"quant_method": "fp8", "weight_block_size": [16, 16]}, float8("_scale_inv", (16, 16), finer),
+    ),
+    "compressed NVFP4 experts": Case(
+        "qwen3_moe", compressed("nvfp4-pack-quantized", **NVFP4),
+        lambda name, weight: quantised.nvfp4(name, weight, divided=True),
+    ),
+    "INT4 experts": Case(
+        "qwen3_moe", compressed("pack-quantized", **integers(4, "group", symmetric=True)),
+        stored_integers(4, 16, zeros=False),
+    ),
+    "MXFP4 experts": Case(
+        "gpt_oss", {"quant_method": "mxfp4"}, quantised.mxfp4,
+        changes={"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_local_experts": 4},
+        which=r".*\.experts\.(gate_up|down)_proj",
+    ),
+    "INT4": Case(
+        "llama", compressed("pack-quantized", **integers(4, "group", symmetric=True)),
+        stored_integers(4, 16, zeros=False),
+    ),
+    "INT4 with zeros": Case(
+        "llama", compressed("pack-quantized", **integers(4, "group", symmetric=False)),
+        stored_integers(4, 16, zeros=True),
+    ),
+    "INT4 by channels": Case(
+        "llama", compressed("pack-quantized", **integers(4, "channel", symmetric=True)),
+        stored_integers(4, None, zeros=False),
+    ),
+    "INT4 with act order": Case(
+        "llama", compressed("pack-quantized", **integers(4, "group", symmetric=True, actorder="group")),
+        stored_integers(4, 16, zeros=False, order=True),
+    ),
+    "INT8 packed": Case(
+        "llama", compressed("pack-quantized", **integers(8, "group", symmetric=False)),
+        stored_integers(8, 16, zeros=True),
+    ),
+    "INT8": Case(
+        "llama", compressed("int-quantized", **integers(8, "channel", symmetric=True)),
+        stored_integers(8, None, zeros=False, packed=False),
+    ),
+    "INT8 with zeros": Case(
+        "llama", compressed("int-quantized", **integers(8, "channel", symmetric=False)),
+        stored_integers(8, None, zeros=True, packed=False),
+    ),
+    "AWQ": Case(
+        "llama", {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, four_bits(quantised.awq)
+    ),
+    "GPTQ": Case("llama", GPTQ | {"desc_act": False}, four_bits(quantised.gptq, order=False)),
+    "GPTQ with act order": Case("llama", GPTQ | {"desc_act": True}, four_bits(quantised.gptq, order=True)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_the_dequantised_model(case: str, tmp_path: Path) -> None:
-    family, file, entries, quantise = CASES[case]
-    plain, stored = tmp_path / "plain", tmp_path / "stored"
-    config = families.make_config(family)
-    config.moe_intermediate_size = 32  # of the experts, whose rows NVFP4 stores in blocks of 16
+class Checkpoints(NamedTuple):
+    """Folders of one model: its values in float32, and the quantised ones."""
+
+    plain: Path
+    stored: Path
+
+
+def write(case: Case, folder: Path) -> Checkpoints:
+    """A random model, of which each weight that `case.which` describes is quantised."""
+    plain, stored = folder / "plain", folder / "stored"
+    config = families.make_config(case.family)
+    for name, value in case.changes.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    torch.manual_seed(1)
     random_model(config).save_pretrained(plain)
-    dense, files = load_file(plain / "model.safetensors"), {}
+    dense = load_file(plain / "model.safetensors")
+    files: Tensors = {}
     for name, tensor in dense.items():
-        if ".layers." in name and name.endswith("_proj.weight"):
-            made, dense[name] = quantise(name, tensor)
+        if re.fullmatch(case.which, name):
+            made, dense[name] = case.quantise(name, tensor)
             files |= made
         else:
             files[name] = tensor
@@ -83,13 +216,109 @@ def test_logits_are_those_of_the_dequantised_model(case: str, tmp_path: Path) ->
     stored.mkdir()
     save_file(files, stored / "model.safetensors")
     written = json.loads((plain / "config.json").read_text())
-    (stored / file).write_text(json.dumps(entries))
-    both = written | {"quantization_config": entries} if file == "config.json" else written
+    (stored / case.file).write_text(json.dumps(case.entries))
+    both = written | {"quantization_config": case.entries} if case.file == "config.json" else written
     (stored / "config.json").write_text(json.dumps(both))
+    return Checkpoints(plain, stored)
+
+
+def logits(bundle: Bundle, weights: Path) -> torch.Tensor:
+    with precast.load(bundle.path, weights=weights, device="cpu", cache_bytes=1 << 20) as engine:
+        return engine.logits(PROMPT)
+
+
+class Made(NamedTuple):
+    """A case's checkpoints, and its bundle, which keeps what is quantised."""
+
+    checkpoints: Checkpoints
+    bundle: Bundle
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """Makes a case, once."""
+
+    @functools.cache
+    def make(case: str) -> Made:
+        folder = tmp_path_factory.mktemp("case")
+        checkpoints = write(CASES[case], folder)
+        return Made(checkpoints, precast.build(checkpoints.stored, folder / "kept", dtype="float32"))
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_dequantised_model(case: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    (plain, stored), bundle = made(case)
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
 
-    precast.build(stored, stored / "b", dtype="float32")
-    with precast.load(stored / "b", weights=stored, device="cpu", cache_bytes=1 << 20) as engine:
-        found = engine.logits(PROMPT)
+    found = logits(bundle, stored)
 
     assert relative_error(found, hf_logits(model, [PROMPT])[0]) < 1e-5
+    assert "dequantised" not in bundle.provenance, "all of it is kept"
+    dense = precast.build(stored, tmp_path / "dense", dtype="float32", dequantise=True, disabled_passes=apart(bundle))
+    assert torch.equal(found, logits(dense, stored))
+
+
+def apart(bundle: Bundle) -> tuple[str, ...]:
+    """What to leave out so that a dequantised bundle multiplies the same matrices, and not several in one: the bits of
+    a product depend on it."""
+    names = [param.name for param in bundle.graph.params]
+    return () if any("q_proj_k_proj" in name for name in names) else ("fuse_projections", "fuse_gated_activation")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_together_give_the_logits_of_one(case: str, made: Callable[[str], Made]) -> None:
+    (_, stored), bundle = made(case)
+    worlds = [(world.tp, ep) for world in bundle.graph.shards.worlds for ep in world.ep]
+
+    assert worlds == [(1, 1), *CASES[case].worlds]
+    alone = unsharded(bundle, stored)
+    assert all(prove(bundle, stored, tp=tp, ep=ep, alone=alone).holds for tp, ep in worlds[1:])
+
+
+@pytest.mark.parametrize("case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ"])
+def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]) -> None:
+    assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "value", "message"),
+    [
+        ("FP8 in blocks", "self_attn.q_proj.weight_scale_inv", torch.nan, "a scale that is no finite number"),
+        ("FBGEMM FP8", "mlp.down_proj.weight_scale", torch.inf, "a scale that is no finite number"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, "a scale that is no finite number"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", torch.nan, "a scale that is no finite number"),
+        ("compressed NVFP4", "mlp.up_proj.weight_global_scale", 0.0, "a scale that is 0 or no finite number"),
+        ("compressed MXFP4", "mlp.down_proj.weight_scale", 255, "a scale that is no finite number"),
+        ("INT4", "mlp.down_proj.weight_scale", torch.nan, "a scale that is no finite number"),
+        ("GPTQ with act order", "self_attn.o_proj.g_idx", 4, "a group that has no scales: expected 0 to 3"),
+        ("INT4 with act order", "self_attn.o_proj.weight_g_idx", -1, "a group that has no scales: expected 0 to 3"),
+    ],
+)
+def test_scales_that_cannot_be_meant_are_refused(
+    case: str, part: str, value: float, message: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    (_, stored), bundle = made(case)
+    tensors = load_file(stored / "model.safetensors")
+    name = f"model.layers.1.{part}"
+    damaged = tensors[name].float()
+    damaged.view(-1)[-1] = value
+    tensors[name] = damaged.to(tensors[name].dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    with pytest.raises(WeightsError, match=re.escape(message)) as error:
+        precast.load(bundle.path, weights=tmp_path, device="cpu", cache_bytes=1 << 20)
+
+    assert error.value.code == "weights-mismatch"
+    assert name in str(error.value)
+
+
+def test_a_checkpoint_that_is_not_quantised_is_refused(made: Callable[[str], Made]) -> None:
+    (plain, _), bundle = made("FP8 in blocks")
+
+    with pytest.raises(WeightsError) as error:
+        precast.load(bundle.path, weights=plain, device="cpu", cache_bytes=1 << 20)
+
+    assert "model.layers.0.mlp.down_proj.weight: expected float8_e4m3fn, found float32" in str(error.value)
+    assert "model.layers.0.mlp.down_proj.weight_scale_inv" in str(error.value)

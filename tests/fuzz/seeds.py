@@ -30,7 +30,9 @@ from precast.ir.graph.schema import (
     Param,
     Read,
     Recipe,
+    Repeat,
     Reshape,
+    Scale,
     Slice,
     Stack,
     TensorType,
@@ -69,6 +71,7 @@ _RECIPES: dict[str, Recipe] = {
     "views": Cast(Slice(Transpose(Reshape(_W, (2, 12)), 0, 1), 0, 3, 5), "float32"),
     "joins": Cast(Concat((_W, Reshape(Stack((_W, _W), 1), (8, 6))), 0), "bfloat16"),
     "each": Cast(Each(Concat((Read("e.*.gate", (4, 3)), Read("e.*.up", (2, 3))), 0), 0, 3, 7), "bfloat16"),
+    "repeat": Cast(Slice(Repeat(Read("s", (2, 1)), 1, 9), 0, 1, 1), "float32"),
     "fp8": Cast(_FP8, "bfloat16"),
     "mxfp4": Cast(_MXFP4, "bfloat16"),
     "awq": Cast(_AWQ, "bfloat16"),
@@ -76,6 +79,7 @@ _RECIPES: dict[str, Recipe] = {
     "nvfp4": Cast(_NVFP4, "bfloat16"),
     "packed4": Cast(_PACKED4, "bfloat16"),
     "int8": Cast(_INT8, "bfloat16"),
+    "scale": Scale(("a.k_scale", "a.k_proj.k_scale")),
 }
 _ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
 _CONFIG = {

@@ -374,3 +374,22 @@ def test_half_precision_stays_near_the_float32_result(slopes: torch.Tensor | Non
         half = sample | {name: sample[name].to(dtype) for name in ("q", "k_cache", "v_cache")}
         for function in (paged_reference, batched.paged_attention):
             torch.testing.assert_close(function(**half).float(), expected, rtol=0, atol=atol)
+
+
+@each_paged
+def test_scales_are_those_of_keys_and_values(paged_attention: Callable[..., torch.Tensor]) -> None:
+    """As if the cache held what its values stand for, with all that comes between scores and weights."""
+    draw = Draw(torch.float32, CPU)
+    k_scale, v_scale = torch.tensor([0.3]), torch.tensor([1.7])
+    more = {"sinks": draw.normal(6), "slopes": draw.uniform(6), "soft_cap": 3.0, "window": 7, "padding": 2}
+    for extras in ({}, more):
+        sample = paged_sample(
+            draw, [(5, 9), (1, 20), (1, 3)], heads=6, kv_heads=2, size=16, page_size=4,
+            cache_dtype=torch.float8_e4m3fn, **extras,
+        )  # fmt: skip
+        plain = sample | {
+            "k_cache": sample["k_cache"].float() * k_scale,
+            "v_cache": sample["v_cache"].float() * v_scale,
+        }
+
+        close(paged_attention(**sample, k_scale=k_scale, v_scale=v_scale), paged_reference(**plain))

@@ -43,7 +43,9 @@ from precast.ir.graph.schema import (
     Read,
     Recipe,
     Ref,
+    Repeat,
     Reshape,
+    Scale,
     ShardOverride,
     ShardPlan,
     ShardRow,
@@ -523,7 +525,9 @@ def _recipe(cursor: Cursor) -> Recipe:
         "cast": lambda: Cast(_of(cursor), _dtype(cursor)),
         "each": lambda: _each(cursor),
         "dequantise": lambda: _dequantise(cursor),
+        "repeat": lambda: _repeat(cursor),
         "tie": lambda: Tie(cursor.ref()),
+        "scale": lambda: _scale(cursor),
     }
     kind = cursor.expect(*kinds)
     return cursor.inside("(", kinds[kind.text], ")")
@@ -549,6 +553,18 @@ def _each(cursor: Cursor) -> Each:
     count = cursor.int()
     cursor.key("start")
     return Each(of, dim, count, cursor.int())
+
+
+def _scale(cursor: Cursor) -> Scale:
+    tensors = cursor.list("[", lambda: cursor.kind("string", "a name in quotes").value, "]")
+    cursor.key("default")
+    return Scale(tensors, float(cursor.kind("float", "a number").text))
+
+
+def _repeat(cursor: Cursor) -> Repeat:
+    of, dim = _of(cursor), _dim(cursor)
+    cursor.key("count")
+    return Repeat(of, dim, _expr(cursor))
 
 
 def _dequantise(cursor: Cursor) -> Dequantise:

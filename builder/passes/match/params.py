@@ -11,6 +11,7 @@ import torch
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument, layer_of, placeholder
 from precast.builder.passes.graph_pass import graph_pass, node_pass, one_spelling_of_views
+from precast.builder.weights.kept import fit_together
 from precast.ir.graph.schema import Cast, Concat, Recipe, Reshape, Slice, Transpose
 
 aten = torch.ops.aten
@@ -20,20 +21,26 @@ _ALIGNED = 8
 """Outputs of a product are joined in multiples of it: 16 bytes of a 16-bit dtype, which GPUs read and write at once."""
 
 
-@graph_pass(stage="match", version=2, requires=("normalise_linear", "fuse_gated_activation"))
+@graph_pass(stage="match", version=3, requires=("normalise_linear", "fuse_gated_activation"))
 def fuse_projections(graph: FxGraph, ctx: PassContext) -> bool:
     """linear(x, q), linear(x, k), linear(x, v) of one layer -> slices of linear(x, concat(q, k, v)).
 
     A product whose outputs are no multiple of 8 stays on its own: joined, it would leave the rows of the result, and
-    what lies after it in them, at addresses that no library multiplies from or into fast.
+    what lies after it in them, at addresses that no library multiplies from or into fast. So do weights that a
+    checkpoint stores in ways that are none of a joined weight.
     """
-    groups: dict[tuple[FxNode, str], list[FxNode]] = defaultdict(list)
+    groups: dict[tuple[FxNode, str], list[list[FxNode]]] = defaultdict(list)
     for node in graph.nodes:
         layer = layer_of(node)
         if node.target is aten.linear.default and layer is not None and tensor(node).shape[-1] % _ALIGNED == 0:
-            groups[node.args[0], layer].append(node)
+            found = groups[node.args[0], layer]
+            group = next((nodes for nodes in found if are_stored_alike([*nodes, node], ctx)), None)
+            if group is None:
+                found.append([node])
+            else:
+                group.append(node)
     changed = False
-    for nodes in groups.values():
+    for nodes in (nodes for found in groups.values() for nodes in found):
         if not fusible(nodes, ctx):
             continue
         fused = fuse(ctx, nodes)
@@ -56,7 +63,17 @@ def fusible(nodes: Sequence[FxNode], ctx: PassContext) -> bool:
     biases = [bias for node in nodes if (bias := argument(node, "bias")) is not None]
     own = all(ctx.is_param(param) and len(param.users) == 1 for param in (*weights, *biases))
     one_input = len({node.args[0] for node in nodes}) == 1
-    return own and one_input and len(biases) in (0, len(nodes)) and len(set(weights)) == len(weights)
+    apart = len(biases) in (0, len(nodes)) and len(set(weights)) == len(weights)
+    return own and one_input and apart and are_stored_alike(nodes, ctx)
+
+
+def are_stored_alike(nodes: Sequence[FxNode], ctx: PassContext) -> bool:
+    """Whether the weights of these products, joined, can be kept as a checkpoint stores them."""
+    weights = [node.args[1] for node in nodes]
+    if ctx.options.dequantise or not all(map(ctx.is_param, weights)):
+        return True
+    dtype = str(tensor(weights[0]).dtype).removeprefix("torch.")
+    return fit_together([ctx.params[weight.name].recipe for weight in weights], dtype)  # type: ignore[arg-type]
 
 
 def fuse(ctx: PassContext, nodes: Sequence[FxNode]) -> FxNode:

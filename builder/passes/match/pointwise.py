@@ -53,7 +53,7 @@ _HALVES = Mul(
 )
 
 
-@node_pass(stage="match", version=1, requires=("normalise_views", "normalise_linear", "match_activations"))
+@node_pass(stage="match", version=2, requires=("normalise_views", "normalise_linear", "match_activations"))
 def fuse_gated_activation(ctx: PassContext, node: FxNode) -> FxNode | None:
     """act(linear(x, g)) * linear(x, u) -> gated_activation(linear(x, concat(g, u))); act(y[:h]) * y[h:] likewise."""
     fused = (_halves(node) or _separate(ctx, node)) if node.target is aten.mul.Tensor else None

@@ -58,21 +58,23 @@ class Outcome(NamedTuple):
     touched: frozenset[Name]
 
 
-def shard(graph: Graph, overrides: Overrides = ()) -> Graph:
+def shard(graph: Graph, overrides: Overrides = (), *, in_blocks: bool = True) -> Graph:
     """The graph split over `tp` ranks, its experts into `ep` parts, and the plan that says so; see the module. The plan
     also has the ways to divide the layers over stages.
 
+    `in_blocks`: channels whose weights a checkpoint stores in few bits are split where one of their blocks ends.
     `overrides`: what the user says of it. Raises BuildError (shard-plan-invalid) where that can't be.
     """
     wanted = named(graph, overrides)
-    made = _split(apart(graph, wanted), {name: entry.pattern for name, entry in wanted.items() if is_whole(entry)})
+    whole = {name: entry.pattern for name, entry in wanted.items() if is_whole(entry)}
+    made = _split(System(apart(graph, wanted), whole, in_blocks=in_blocks))
     check_expected(made, wanted)
     plan = msgspec.structs.replace(made.shards, overrides=overrides, pipelines=pipelines(made))
     return msgspec.structs.replace(made, shards=plan)
 
 
-def _split(graph: Graph, whole: Mapping[str, str]) -> Graph:
-    system = System(graph, whole)
+def _split(system: System) -> Graph:
+    graph = system.graph
     outcomes = list(_split_layers(system))
     units = all_units(system.pieces.values())
     worlds = _worlds(units)

@@ -140,7 +140,7 @@ def test_build_names_the_kv_dtypes_that_it_knows(tmp_path: Path, command: Comman
     assert result.exit_code == 2
     error = json.loads(result.stdout)["error"]
     assert (error["code"], error["message"]) == (
-        "option-invalid", "--kv-dtype is fp8_e5m2, expected one of auto, fp8_e4m3",
+        "option-invalid", "--kv-dtype is fp8_e5m2, expected one of auto, model, fp8_e4m3",
     )  # fmt: skip
     assert not (tmp_path / "b").exists()
 

@@ -40,7 +40,9 @@ from precast.ir.graph.schema import (
     Pool,
     Read,
     Ref,
+    Repeat,
     Reshape,
+    Scale,
     ShardPlan,
     ShardRow,
     Slice,
@@ -235,6 +237,7 @@ RECIPES = st.recursive(
     st.one_of(
         st.builds(Read, NAMES, tuples(INTS, 3), st.one_of(st.none(), DTYPES)),
         st.builds(Tie, NAMES),
+        st.builds(Scale, tuples(NAMES), st.floats(allow_nan=False, allow_infinity=False)),
     ),
     lambda inner: st.one_of(
         st.builds(Slice, inner, INTS, EXPRS, EXPRS),
@@ -244,6 +247,7 @@ RECIPES = st.recursive(
         st.builds(Reshape, inner, tuples(EXPRS)),
         st.builds(Cast, inner, DTYPES),
         st.builds(Each, inner, INTS, INTS, INTS),
+        st.builds(Repeat, inner, INTS, EXPRS),
         st.builds(
             Dequantise,
             inner,

@@ -1,0 +1,256 @@
+"""Keeps in few bits what a checkpoint stores so: weights of linear layers and of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from precast.builder.passes.graph_pass import LoweredPass
+from precast.builder.shard.pipelines import pipelines
+from precast.builder.weights.kept import Kept, Misfit, Stored, is_quantised, kept, stored
+from precast.ir.graph.infer import references
+from precast.ir.graph.schema import (
+    Arg,
+    Block,
+    Call,
+    Const,
+    Graph,
+    Items,
+    Node,
+    Param,
+    Ref,
+    ShardRow,
+    TensorType,
+    Tie,
+    Value,
+)
+from precast.ir.graph.symbols import free_symbols
+from precast.ir.ops import table
+from precast.ir.ops.checks import WORLD
+from precast.ir.ops.op import OpDef
+
+Place = tuple[str, str]
+"""A block, empty for `main`, and the name of a weight there."""
+
+_WEIGHTS = {"aten.linear.default": ("weight",), "precast.experts": ("up", "down")}
+"""The ops that have a form for stored weights, and which of their arguments those are."""
+
+
+_FORMS = {"aten.linear.default": "precast.quantised_linear", "precast.experts": "precast.quantised_experts"}
+"""Those forms."""
+
+
+class Dequantised(NamedTuple):
+    """A param whose values are stored in few bits, and why they are dequantised while it is read."""
+
+    param: str
+    reason: str
+
+
+def keep_quantised(graph: Graph, left: list[Dequantised] | None = None) -> Graph:
+    """linear(x, w) -> quantised_linear(x, values, scales, ...), and experts likewise, where the recipe of w says that a
+    checkpoint stores it in few bits; the stored tensors become params of their own.
+
+    What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason.
+    """
+    weights = _Weights(graph)
+    if left is not None:
+        left += weights.left()
+    return weights.rewritten() if weights.kept else graph
+
+
+KEEP_QUANTISED = LoweredPass("keep_quantised", 1, keep_quantised)
+
+
+class _Weights:
+    """The quantised weights of a graph: which are kept, as what, and why others are not."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._params = {param.name: param for param in graph.params if is_quantised(param.recipe)}
+        self._bound = _bound(graph, self._params)
+        self._reasons: dict[str, str] = {}
+        self.kept: dict[str, tuple[Kept, Stored]] = {}
+        self._keep()
+        while self._drop():
+            pass
+
+    def left(self) -> Iterator[Dequantised]:
+        """The weights that are dequantised."""
+        for name in self._params:
+            if name not in self.kept:
+                yield Dequantised(name, self._reasons[name])
+
+    def _keep(self) -> None:
+        """What recipes say, weight by weight."""
+        tied = {param.recipe.param for param in self._graph.params if isinstance(param.recipe, Tie)}
+        for name, param in self._params.items():
+            try:
+                if name in tied:
+                    raise Misfit("another param is tied to it")
+                found = kept(param.recipe, param.type.dtype)
+                self.kept[name] = found, stored(found, name)
+            except Misfit as error:
+                self._reasons[name] = str(error)
+
+    def _drop(self) -> bool:
+        """Leave out what can't be kept because of where it is taken, or of others; whether anything was."""
+        found: dict[str, str] = {}
+        for place, names in self._bound.items():
+            reason = self._unfit(place, names)
+            if reason:
+                found |= {name: reason for name in names if name in self.kept}
+        for name, reason in found.items():
+            del self.kept[name]
+            self._reasons.setdefault(name, reason)
+        return bool(found)
+
+    def _unfit(self, place: Place, names: Collection[str]) -> str:
+        """Why the weights that one place of the graph takes can't be kept there; empty: they can."""
+        if any(name not in self.kept for name in names):
+            return "the layers that share its block store it in other ways"
+        node, arg = _taker(self._graph, place)
+        if node is None or arg not in _WEIGHTS.get(node.op, ()):
+            return f"{node.op if node else 'more than one op'} takes it"
+        if len({_form(*self.kept[name]) for name in names}) > 1:
+            return "the layers that share its block store it in other ways"
+        known = {each.name for each in _definition(_FORMS[node.op]).args}
+        taken = {_arg_name(node, arg, part) for part in self.kept[next(iter(names))][1].params}
+        if unknown := taken - known:
+            return f"{_FORMS[node.op]} has no {', '.join(sorted(unknown))}"
+        formats = set()
+        for other in _WEIGHTS[node.op]:
+            given = node.args[other]
+            for each in self._bound.get((place[0], given.name), ()) if isinstance(given, Ref) else ():
+                formats.add((self.kept[each][0].format, self.kept[each][0].zero_offset) if each in self.kept else None)
+            if not isinstance(given, Ref) or (place[0], given.name) not in self._bound:
+                formats.add(None)
+        return "" if len(formats) == 1 else f"{node.op} takes weights of different formats"
+
+    def rewritten(self) -> Graph:
+        """The graph with the stored parts of what is kept."""
+        graph = self._graph
+        made = msgspec.structs.replace(
+            graph,
+            params=tuple(each for param in graph.params for each in self._parts(param)),
+            blocks=tuple(map(self._block, graph.blocks)),
+            main=tuple(self._call(step) if isinstance(step, Call) else self._node("", step) for step in graph.main),
+        )
+        rows = tuple(map(self._row, graph.shards.rows))
+        stages = pipelines(made) if graph.shards.pipelines else ()
+        return msgspec.structs.replace(made, shards=msgspec.structs.replace(graph.shards, rows=rows, pipelines=stages))
+
+    def _parts(self, param: Param) -> Iterable[Param]:
+        return self.kept[param.name][1].params.values() if param.name in self.kept else (param,)
+
+    def _at(self, function: str, name: str) -> tuple[Kept, Stored] | None:
+        """What is kept in place of a weight of a function."""
+        names = self._bound.get((function, name), ())
+        return next((self.kept[each] for each in names if each in self.kept), None)
+
+    def _types(self, function: str, name: str) -> dict[str, TensorType]:
+        """The types of the parts of a weight that a function takes, by their names there; none, if it isn't kept."""
+        found = self._at(function, name)
+        if found is None:
+            return {}
+        return {_part_name(name, part): param.type for part, param in found[1].params.items()}
+
+    def _block(self, block: Block) -> Block:
+        params: list[Value] = []
+        for value in block.params:
+            types = self._types(block.name, value.name)
+            params += [Value(name, kind) for name, kind in types.items()] or [value]
+        nodes = tuple(self._node(block.name, node) for node in block.nodes)
+        return msgspec.structs.replace(block, params=tuple(params), nodes=nodes)
+
+    def _call(self, call: Call) -> Call:
+        args = {}
+        for formal, actual in call.args.items():
+            found = self._at(call.block, formal)
+            names = ["of"] if found is None else found[1].params
+            args |= {_part_name(formal, part): _part_name(actual, part) for part in names}
+        return msgspec.structs.replace(call, args=args)
+
+    def _node(self, function: str, node: Node) -> Node:
+        given: dict[str, tuple[str, Kept, Stored]] = {}
+        for arg in _WEIGHTS.get(node.op, ()):
+            value = node.args[arg]
+            found = self._at(function, value.name) if isinstance(value, Ref) else None
+            if isinstance(value, Ref) and found is not None:
+                given[arg] = value.name, *found
+        if not given:
+            return node
+        args: dict[str, Arg] = dict(node.args)
+        for arg, (name, whole, parts) in given.items():
+            args |= {_arg_name(node, arg, part): Ref(_part_name(name, part)) for part in parts.params}
+            if parts.block is not None:
+                args[_arg_name(node, arg, "block")] = Items(tuple(map(Const, parts.block)))
+            args["format"] = Const(whole.format)
+            if whole.zero_offset:
+                args["zero_offset"] = Const(whole.zero_offset)
+        op = _FORMS[node.op]
+        left_out = {each.name: Const(None) for each in _definition(op).args if not each.has_default}
+        return Node(op, left_out | args, node.outputs)
+
+    def _row(self, row: ShardRow) -> ShardRow:
+        """With the parts of its weights: all of them, or, of weights that are split, those that are split, too."""
+        params: list[str] = []
+        for name in row.params:
+            types = self._types(row.block, name)
+            split = [each for each, kind in types.items() if row.mode == "replicated" or _is_split(kind)]
+            params += split or [name]
+        return msgspec.structs.replace(row, params=tuple(params))
+
+
+def _definition(op: str) -> OpDef:
+    found = table.lookup(op)
+    assert found is not None, f"{op} is in the table"
+    return found
+
+
+def _arg_name(node: Node, arg: str, part: str) -> str:
+    """What the form for stored weights calls a part of the argument."""
+    if part == "of":
+        return arg
+    return part if len(_WEIGHTS[node.op]) == 1 else f"{arg}_{part}"
+
+
+def _part_name(weight: str, part: str) -> str:
+    return weight if part == "of" else f"{weight}.{part}"
+
+
+def _is_split(kind: TensorType) -> bool:
+    return any(free_symbols(size) & WORLD for size in kind.shape)
+
+
+def _form(whole: Kept, parts: Stored) -> tuple[object, ...]:
+    """What the node and the types say of a kept weight."""
+    types = tuple((name, param.type) for name, param in parts.params.items())
+    return whole.format, whole.zero_offset, parts.block, types
+
+
+def _bound(graph: Graph, params: Mapping[str, Param]) -> dict[Place, list[str]]:
+    """The params that are quantised in some call, and all that calls bind there, by where functions take them."""
+    found: dict[Place, list[str]] = {("", name): [name] for name in params}
+    for step in graph.main:
+        if isinstance(step, Call):
+            for formal, actual in step.args.items():
+                found.setdefault((step.block, formal), []).append(actual)
+    in_main = {name for step in graph.main if isinstance(step, Node) for name in references(step.args)}
+    return {
+        place: list(dict.fromkeys(names))
+        for place, names in found.items()
+        if not params.keys().isdisjoint(names) and (place[0] or place[1] in in_main)
+    }
+
+
+def _taker(graph: Graph, place: Place) -> tuple[Node | None, str]:
+    """The only node that takes a value, and as which argument; None: there are several."""
+    function, name = place
+    steps: Sequence[Any] = next((block.nodes for block in graph.blocks if block.name == function), graph.main)
+    nodes = [step for step in steps if isinstance(step, Node) and name in references(step.args)]
+    args = [arg for node in nodes for arg, given in node.args.items() if given == Ref(name)]
+    alone = len(nodes) == 1 and len(args) == 1
+    return (nodes[0], args[0]) if alone else (nodes[0] if len(nodes) == 1 else None, "")
