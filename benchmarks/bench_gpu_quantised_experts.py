@@ -32,6 +32,7 @@ from support.quantised_layers import (
     FEW,
     FEW_DOWN,
     FEW_UP,
+    SPLITS,
     Case,
     compile_for,
     few_launches,
@@ -73,6 +74,9 @@ def measure(case: Case, tokens: int, stored: Layers, whole: Layers, read_rate: f
         downs = tried(FEW_DOWN, lambda each: few_launches(use, down=each)[1:2], layers)
         row |= {"few up": named(ups), "few down": named(downs)}
         ways["few"] = few_launches(use, best(ups), best(downs))
+        for splits in SPLITS:
+            ways[f"few_in_{splits}"] = few_launches(use, best(ups), best(downs), splits=splits)
+        ways["few_asking_ahead"] = few_launches(use, best(ups), best(downs), asks_ahead=True)
     row["order_us"] = round(layers_us(grouped_launches(use, tokens)[:-3], layers), 2)
     # What follows takes the order of the last layer.
     ups, downs = (

@@ -54,6 +54,7 @@ def key(source: Source, options: Options, passes: tuple[Pass, ...]) -> str:
         "code": _code_digests(source.config),
         "facts": source.facts,
         "dtype": options.dtype,
+        "quantise": options.quantise,
         "max_seq_len": options.max_seq_len,
         "caches": cached if any(each.stage == "cache" for each in passes) else None,
         "shard plan": [(each.pattern, each.choice) for each in options.overrides],

@@ -13,12 +13,11 @@ from precast.cli.progress import counted
 from precast.cli.show import Report, table
 from precast.cli.timeline_file import write
 from precast.cli.timeline_page import document
+from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError
 from precast.loader.timeline import amount
 
-MOST_SECONDS = 1_000_000
-"""That a start may be waited for: what a system can count is not much more."""
 CACHES = {"warm": ("warm",), "cold": ("cold",), "both": ("warm", "cold")}
 
 
@@ -29,9 +28,9 @@ def bench(
     """Measure starts, write them to `out` if it is given, and report. Raises PrecastError."""
     if runs < 1:
         raise PrecastError("option-invalid", f"runs is {runs}, expected at least 1")
-    if not 0 < timeout <= MOST_SECONDS:
+    if not 0 < timeout <= limits.MAX_SECONDS:
         raise PrecastError(
-            "option-invalid", f"timeout is {timeout}, expected seconds above 0 and at most {MOST_SECONDS}"
+            "option-invalid", f"timeout is {timeout}, expected seconds above 0 and at most {limits.MAX_SECONDS}"
         )
     Bundle.open(bundle)
     where = startup.device_of(device)

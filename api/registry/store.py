@@ -78,8 +78,10 @@ def default_path(environment: Mapping[str, str] | None = None) -> Path:
     environment = os.environ if environment is None else environment
     if path := environment.get("PRECAST_STORE"):
         return Path(path)
-    home = Path(environment.get("HOME") or Path.home())
-    return Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "precast" / "store"
+    cache = environment.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache):  # the XDG specification: others are to be ignored
+        return Path(cache) / "precast" / "store"
+    return Path(environment.get("HOME") or Path.home()) / ".cache" / "precast" / "store"
 
 
 class Store:

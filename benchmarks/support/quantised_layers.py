@@ -45,6 +45,7 @@ CASES = {
     "qwen3-30b-a3b in fp8 blocks": Case(SHAPES["qwen3-30b-a3b"], "fp8"),
 }  # fmt: skip
 
+SPLITS = (1, 2, 3)
 FEW_UP = (
     Tiles(8, 32, 128, 4, 4, True), Tiles(8, 32, 128, 2, 4, True), Tiles(8, 16, 128, 2, 5, True),
     Tiles(8, 32, 256, 4, 3, True), Tiles(8, 64, 128, 4, 3, True), Tiles(8, 32, 64, 4, 6, True),
@@ -109,9 +110,11 @@ def use_of(case: Case, tokens: int) -> Use:
     return Use(node, {name: Operand(kind, True) for name, kind in types.items()}, Target("cuda", capability))
 
 
-def few_launches(use: Use, up: Tiles | None = None, down: Tiles | None = None) -> tuple[Launch, ...]:
+def few_launches(
+    use: Use, up: Tiles | None = None, down: Tiles | None = None, *, splits: int | None = None, asks_ahead: bool = False
+) -> tuple[Launch, ...]:
     """Three launches, in which each pair reads its expert."""
-    return launches.few(up, down)(use)
+    return launches.few(up, down, splits=splits, asks_ahead=asks_ahead)(use)
 
 
 def grouped_launches(use: Use, tokens: int, up: Tiles | None = None, down: Tiles | None = None) -> tuple[Launch, ...]:
@@ -161,6 +164,10 @@ def compile_all(job: tuple[str, tuple[int, ...], int, int]) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     use, found = use_of(CASES[name], 16), list[Launch]()
     found += [few_launches(use, up=each)[0] for each in FEW_UP] + [few_launches(use, down=each)[1] for each in FEW_DOWN]
+    for down in FEW_DOWN:
+        found += few_launches(use, None, down, asks_ahead=True)[1:]
+        for splits in SPLITS:
+            found += few_launches(use, None, down, splits=splits)[1:]
     found += few_launches(use)
     for tokens in steps:
         ups, downs = tiles_for(tokens)

@@ -68,6 +68,8 @@ class Options:
     """Whether the config names that dtype, not the user: then latents keep the model's, and it may have no effect."""
     dequantise: bool = False
     """Whether weights that a checkpoint stores in few bits are dequantised while they are read, all of them."""
+    quantise: str | None = None
+    """The format that weights of a checkpoint in 16 or 32 bits are brought to while they are read; None: none."""
 
 
 class KvScales(NamedTuple):

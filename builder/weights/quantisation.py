@@ -103,6 +103,11 @@ def _chosen(
     return holds
 
 
+def unskipped(model: PreTrainedModel) -> Callable[[Weight], bool]:
+    """All linear layers but the head and those that transformers keeps in float32, and experts."""
+    return _chosen(model, None)
+
+
 # --- FP8 ---------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from precast.ir.graph.schema import (
     Graph,
     Items,
     Node,
+    Quantise,
     Read,
     Recipe,
     Scale,
@@ -115,6 +116,10 @@ def _written(recipe: Recipe, each: Each | None) -> Iterator[tuple[str, Each | No
         yield recipe.tensor, each
     elif isinstance(recipe, Scale):
         yield from ((name, None) for name in recipe.tensors)
+    if isinstance(recipe, Quantise) and recipe.part == "scales":
+        # A matrix is read for its values and for its scales.
+        yield from ((f"scales of {name}", each) for name, each in _written(recipe.of, each))
+        return
     for part in recipes.parts(recipe):
         yield from _written(part, recipe if isinstance(recipe, Each) else each)
 

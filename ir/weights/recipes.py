@@ -194,7 +194,8 @@ def sizes(recipe: schema.Recipe) -> Iterator[schema.Expr]:
 def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
     """The sizes of what the recipe makes.
 
-    Raises RecipeError where parts don't fit each other, and for a `Tie`, which has the shape of its param.
+    Raises RecipeError where parts don't fit each other, for a scale that is one of them, and for a `Tie`, which has the
+    shape of its param.
     """
     if isinstance(recipe, schema.Read):
         expect(all(size >= 0 for size in recipe.shape), f"read of {recipe.tensor}: a negative size")
@@ -203,11 +204,15 @@ def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
         raise _part_tied(recipe)
     if isinstance(recipe, schema.Scale):
         return scales.shape(recipe)
+    if any(isinstance(part, schema.Scale) for part in parts(recipe)):
+        raise RecipeError("a scale is a recipe of its own, never a part of one")
     if isinstance(recipe, (schema.Concat, schema.Stack)):
         return _joined(recipe)
     if isinstance(recipe, schema.Dequantise):
         return quantised.shape(recipe, *map(shape, parts(recipe)))
     found = shape(recipe.of)
+    if isinstance(recipe, schema.Quantise):
+        return quantised.shape_at_load(recipe, found)
     if isinstance(recipe, schema.Each):
         return _repeated(recipe, found)
     if isinstance(recipe, schema.Slice):
@@ -246,6 +251,8 @@ def dtype(recipe: schema.Recipe) -> schema.Dtype | None:
         return quantised.dtype(recipe, *map(dtype, parts(recipe)))
     if isinstance(recipe, schema.Scale):
         return "float32"
+    if isinstance(recipe, schema.Quantise):
+        return quantised.dtype_at_load(recipe, dtype(recipe.of))
     return dtype(recipe.of)
 
 

@@ -17,7 +17,7 @@ from precast.kernels.experts.launches import Sizes, Tiles, given, has_pdl, share
 from precast.kernels.records import Launch, Launches, Pointer, Stride
 from precast.kernels.use import Use
 
-_PRODUCT = "precast.kernels.quantised_experts.triton:product_kernel"
+_PRODUCT, _SUM = (f"precast.kernels.quantised_experts.triton:{name}_kernel" for name in ("product", "sum"))
 _VALUES = {
     "mxfp4": ("fp4", "e8m0"), "nvfp4": ("fp4", "e4m3"), "nvfp4_divided": ("fp4", "e4m3"), "packed4": ("int4", "float"),
     "packed8": ("uint8", "float"), "fp8": ("float8", "float"), "int8": ("int8", "float"),
@@ -29,6 +29,11 @@ _MOST_TAKEN = 112
 """What may be taken from integers of four bits, at most, besides zeros of four bits: bfloat16 holds 128 and it all."""
 _LEAST_K, _LEAST_GROUP = 32, 16
 """The fewest columns of a block, and of a group that a block has several of."""
+_BUSY, _LONG = 1024, 1024
+"""Warps that keep a GPU busy, and numbers of a row that make two parts of it worth a sum."""
+_SUM_BLOCK = 256
+_COPIED = 16
+"""Bytes of which what is brought to the L2 cache at once is a multiple."""
 _LARGE_GROUP = 64
 """Groups of so many columns are blocks: a product with the sum is cheaper than one with each value."""
 Constants = dict[str, int | float | bool | str]
@@ -68,14 +73,26 @@ def has_float8(use: Use) -> bool:
     return "float8_e4m3fn" not in stored or use.target.capability >= (8, 9)
 
 
-def few(up: Tiles | None = None, down: Tiles | None = None) -> Launches:
-    """Each pair is a tile: both products, and the sum."""
-    return lambda use: _few(use, up, down)
+def few(
+    up: Tiles | None = None, down: Tiles | None = None, *, splits: int | None = None, asks_ahead: bool = False
+) -> Launches:
+    """Each pair is a tile: both products, and the sum.
+
+    `splits`: parts of the second product's sums; None: as many as GPUs need to be busy. `asks_ahead`: its weights are
+    brought to the L2 cache while the first one runs, if the GPU can.
+    """
+    return lambda use: _few(use, up, down, splits or splits_of(_known(use)), asks_ahead=asks_ahead)
 
 
 def few_workspace(use: Use) -> Expr:
     """What is between the products, and the rows of all pairs."""
-    return _rows(use, 0).end
+    return _rows(use, 0, splits_of(_known(use))).end
+
+
+def splits_of(sizes: Sizes) -> int:
+    """Parts of the second product's sums, where each pair is a tile: its warps have 16 rows, and a token's pairs alone
+    should be of more than 7 for each of 132 multiprocessors, if rows are long enough."""
+    return 2 if -(-sizes.width // 16) * sizes.top_k < _BUSY and sizes.inner >= _LONG else 1
 
 
 def grouped(tokens: int | None, up: Tiles | None = None, down: Tiles | None = None) -> Launches:
@@ -96,13 +113,13 @@ class _Rows(NamedTuple):
     end: Expr
 
 
-def _rows(use: Use, start: Expr) -> _Rows:
+def _rows(use: Use, start: Expr, splits: int = 1) -> _Rows:
     sizes = _known(use)
     second = add(start, experts.aligned(mul(use.width("x") * sizes.inner, sizes.pairs)))
     dtype = use.operands["x"].type.dtype
     return _Rows(
         Pointer("workspace", dtype, start), Pointer("workspace", "float32", second),
-        add(second, experts.aligned(mul(4 * sizes.width, sizes.pairs))),
+        add(second, experts.aligned(mul(4 * splits * sizes.width, sizes.pairs))),
     )  # fmt: skip
 
 
@@ -111,11 +128,33 @@ def _places(use: Use, tokens: int | None) -> experts.Places:
     return experts.places_of(sizes.pairs, sizes.num_experts, is_counted=experts.are_many(tokens))
 
 
-def _few(use: Use, up: Tiles | None, down: Tiles | None) -> tuple[Launch, ...]:
-    sizes, rows = _known(use), _rows(use, 0)
+def _few(use: Use, up: Tiles | None, down: Tiles | None, splits: int, *, asks_ahead: bool) -> tuple[Launch, ...]:
+    sizes, rows = _known(use), _rows(use, 0, splits)
     is_wide = use.width("x") > 2
     up, down = up or (_FEW_WIDE if is_wide else _FEW_UP), down or (_FEW_WIDE if is_wide else _FEW_DOWN)
-    return (*_products(use, rows, None, up, down), experts.sum_of(use, rows.rows, sizes))
+    first, second = _products(use, rows, None, up, down)
+    asks_ahead = asks_ahead and has_pdl(use) and _row_bytes(use, sizes.inner) % _COPIED == 0
+    ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
+    weights = (step_of(use, "expert_weights", 0), step_of(use, "expert_weights", 1))
+    return (
+        first._replace(constants={**first.constants, "RELEASES_LATE": True}),
+        second._replace(
+            grid=(*second.grid, splits), constants={**second.constants, "SPLITS": splits, "ASKS_AHEAD": asks_ahead}
+        ),
+        Launch(
+            _SUM,
+            (ceildiv(sizes.width, _SUM_BLOCK), sizes.tokens),
+            (
+                Pointer("out.0"), rows.rows, Pointer("expert_ids"), Pointer("expert_weights"), sizes.pairs, *ids,
+                *weights,
+            ),
+            {
+                "NUM_EXPERTS": sizes.num_experts, "TOP_K": sizes.top_k, "SPLITS": splits, "SIZE": sizes.width,
+                "BLOCK_J": power_of_two(splits * sizes.top_k), "BLOCK": _SUM_BLOCK, "PDL": has_pdl(use),
+            },
+            pdl=has_pdl(use),
+        ),
+    )  # fmt: skip
 
 
 def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None) -> tuple[Launch, ...]:
@@ -210,7 +249,8 @@ def _product(
             "HAS_BIAS": use.has(f"{name}_bias"), "BY_PAIR": places is None,
             "X_IN_PAIRS": bool(constants["X_IN_PAIRS"]) and is_half, "LEAST_M": tiles.m >> tiles.halvings,
             "HALVINGS": tiles.halvings, "BLOCK_N": tiles.n, "BLOCK_K": block_k,
-            "PRECISION": "ieee" if use.operands["x"].type.dtype == "float32" else "tf32", "PDL": has_pdl(use),
+            "PRECISION": "ieee" if use.operands["x"].type.dtype == "float32" else "tf32",
+            "SPLITS": 1, "RELEASES_LATE": False, "ASKS_AHEAD": False, "PDL": has_pdl(use),
         },
         tiles.num_warps,
         _stages(use, tiles, block_k, is_gated=bool(constants["IS_GATED"])),
@@ -260,6 +300,11 @@ def _shared(use: Use, name: str, size_k: int) -> tuple[int, int]:
     assert isinstance(rows, int)
     assert isinstance(columns, int)
     return rows, columns
+
+
+def _row_bytes(use: Use, size_k: int) -> int:
+    """Bytes of a row of so many values."""
+    return size_k // 2 if _VALUES[str(use.constant("format"))][0] in ("fp4", "int4") else size_k
 
 
 def _block_k(most: int, group: int, size_k: int, *, is_fp4: bool) -> int:

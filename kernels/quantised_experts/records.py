@@ -37,8 +37,8 @@ _TRITON: dict[str, Any] = {
     "allocates": False, "dtypes": {"x": ("float16", "bfloat16", "float32")},
     "takes": (
         Condition(
-            f"one of {', '.join(launches.FORMATS)}, in groups of a multiple of 32 or of 16 where there are groups, and "
-            "sizes that are known at load", launches.is_taken,
+            f"one of {', '.join(launches.FORMATS)}, groups of 16 or a multiple of 32, sizes that are known at load",
+            launches.is_taken,
         ),
         Condition("compute capability 8.9 or higher for numbers of float8", launches.has_float8),
     ),

@@ -20,18 +20,20 @@ from precast.kernels.rows import rows_of
 from precast.kernels.use import Use
 
 _KERNELS = "precast.kernels.quantised_linear.triton"
-_VALUES = {"fp8": 1, "int8": 1, "packed8": 4, "packed4": 8, "gptq": 8, "mxfp4": 8, "nvfp4": 8, "nvfp4_divided": 8}
-"""Inputs of a word, by format; those of awq are outputs."""
+_VALUES = {"packed8": 4, "packed4": 8, "gptq": 8, "mxfp4": 8, "nvfp4": 8, "nvfp4_divided": 8}
+"""Inputs of a word, by format; those of awq are outputs, and those of other formats up to the sizes."""
 _SAME = {"gptq": "packed4", "nvfp4": "fp4", "nvfp4_divided": "fp4"}
 """Formats whose values are stored as those of another."""
 _MXFP4_BLOCK = 32
+_ROW_TILES = {16: 1, 32: 1, 96: 2, 256: 4, None: 8}
+"""Tiles that at least so many rows are; how many they are at most depends on the step."""
 INPUT_GROUP = 128
 """Inputs that have a scale together in `fp8_group`, and that are summed at a time where groups of weights allow it."""
 LONGEST_ROUNDED = 32768
 """Inputs of a row of which one program finds the largest."""
 _ROUNDED_AT_ONCE = 1024
-_PROGRAMS = 128
-"""Tiles that are enough for the 132 multiprocessors of Hopper's GPUs."""
+_PROGRAMS = 396
+"""Programs for three on each of the 132 multiprocessors of Hopper's GPUs: one waits while another computes."""
 _MOST_PARTS = 8
 _SMALL_BYTES, _LARGE_BYTES, _SHARED_BYTES = 56 << 10, 144 << 10, 72 << 10
 """What is on its way to a program's shared memory: of few rows, where three programs share a multiprocessor of
@@ -41,7 +43,7 @@ _VALUES_AT_ONCE = 32, 128
 """Outputs and inputs of which a program makes values."""
 _ALIGNED = 256
 """Bytes that each part of a workspace is a multiple of."""
-ROWS = (16, 32, 256)
+ROWS = (16, 32, 96, 256)
 """Up to so many rows tiles are of one size each; above, of the largest. From the last on a weight is dequantised once
 for all rows, where the input is not rounded: what that takes is little beside the product then."""
 
@@ -98,8 +100,14 @@ def _block(use: Use) -> tuple[int, int] | None:
 
 
 def values_of_a_word(use: Use) -> int:
-    """Inputs that a word of the weight has."""
-    return _VALUES.get(str(use.constant("format")), 1)
+    """Inputs of a word of the weight, which is an int32 but where one value is multiplied as it is stored, or is left
+    over."""
+    format, sizes = str(use.constant("format")), sizes_of(use)
+    if format not in ("fp8", "int8"):
+        return _VALUES.get(format, 1)
+    if sizes is None or _is_exact(use) or sizes.inputs % 4 or (sizes.num_groups > 1 and sizes.group % 4):
+        return 1
+    return 4
 
 
 def _activation(use: Use) -> str:
@@ -137,22 +145,23 @@ def tile_of(use: Use, most: int | None) -> Tile:
     # Values of words of several are made into operands of few rows without a detour over shared memory.
     m = 16 if most == ROWS[0] else 32 if each > 1 or most == ROWS[1] else 64 if most is not None else 128
     if m >= 64:
-        n, parts = 128 if m > 64 and sizes.outputs > _PROGRAMS * 16 else 64, 1
+        n, parts = 128 if m > 64 and sizes.outputs > 2048 else 64, 1
     else:
-        n = next((n for n in (128, 64) if sizes.outputs // n >= _PROGRAMS), 32)
+        # A warp has all rows of the input: with fewer outputs each, bringing these there would take most of the time.
+        n = 64 if m == 16 else 128
         parts = _parts(sizes, n, most)
-    inputs = INPUT_GROUP if each > 1 or _is_exact(use) or _activation(use) == "fp8_group" else 64 if m >= 64 else 256
-    if _scales_at(use, inputs) == "values" and _scales_at(use, INPUT_GROUP) != "values":
-        inputs = INPUT_GROUP
-    if _scales_at(use, inputs) == "values" and each == 1 and sizes.group in (16, 32, 64):
+    inputs = INPUT_GROUP if each > 1 or _is_exact(use) or _activation(use) == "fp8_group" else 64
+    if _scales_at(use, inputs) == "values" and each in (1, 4) and sizes.group in (16 * each, 32 * each, 64):
         inputs = sizes.group
-    stage = m * inputs * use.width("input") + n * inputs * use.width("weight") // each
-    held = _SMALL_BYTES if m < 64 else _LARGE_BYTES if use.target.capability[0] == 9 else _SHARED_BYTES
+    bits = 4 if each == 8 else 8
+    stage = m * inputs * use.width("input") + n * inputs * bits // 8
+    many = _LARGE_BYTES if use.target.capability[0] == 9 else _SHARED_BYTES
+    held = _SMALL_BYTES if m == 16 else many // 2 if m == 32 else many
     return Tile(m, n, inputs // each, parts, 8 if m > 64 else 4, max(2, min(held // stage, 8)))
 
 
 def _tile_of_awq(use: Use, most: int | None) -> Tile:
-    """Words lie side by side along outputs, 32 of them in 128 bytes; registers hold the sums of half for more rows."""
+    """Words lie side by side along outputs, 32 of them in 128 bytes; for more rows registers hold the sums of half."""
     sizes = _sizes(use)
     inputs = INPUT_GROUP if sizes.num_groups == 1 else shared_inputs(sizes.group)
     m, n, num_warps = (16, 256, 4) if most == ROWS[0] else (32, 128, 8)
@@ -166,7 +175,7 @@ def shared_inputs(group: int) -> int:
 
 def _parts(sizes: Sizes, n: int, most: int | None) -> int:
     """Programs that share the sum of `n` outputs, of 512 inputs each at least, where tiles of rows are few."""
-    tiles = -(-sizes.outputs // n) * (1 if most in ROWS[:2] else 2 if most is not None else _PROGRAMS)
+    tiles = -(-sizes.outputs // n) * _ROW_TILES[most]
     return max(1, min(_PROGRAMS // tiles, _MOST_PARTS, sizes.inputs // 512))
 
 
@@ -296,18 +305,19 @@ class _Parts(NamedTuple):
     constants: dict[str, int | float | bool | str]
 
 
-def _parts_of(use: Use) -> _Parts:
-    format, sizes, each = str(use.constant("format")), _sizes(use), values_of_a_word(use)
+def _parts_of(use: Use, each: int) -> _Parts:
+    """The weight as words of so many values."""
+    format, sizes = str(use.constant("format")), _sizes(use)
     k, n = (0, 1) if format in ("awq", "gptq") else (1, 0)
-    is_fp4 = "fp4" in format
-    words = (sizes.inputs // each, 1) if is_fp4 else (Stride("weight", n), Stride("weight", k))
+    is_bytes = each > 1 and use.width("weight") == 1
+    words = (sizes.inputs // each, 1) if is_bytes else (Stride("weight", n), Stride("weight", k))
     zeros = (Stride("zeros", n), Stride("zeros", k)) if use.has("zeros") else (0, 0)
     of_all = "none"
     if use.has("global_scale"):
         of_all = ("rows" if use.number("global_scale", 0) != 1 else "one") + ("_divided" if "div" in format else "")
     names = ("scales", "zeros", "groups", "global_scale")
     return _Parts(
-        (Pointer("weight", "int32") if is_fp4 else Pointer("weight"),
+        (Pointer("weight", "int32") if is_bytes else Pointer("weight"),
          *(Pointer(name) if use.has(name) else None for name in names)),
         (*words, Stride("scales", n), Stride("scales", k), *zeros),
         {"FORMAT": _SAME.get(format, format), "VALUES": each, "GROUP": sizes.group, "ROWS": sizes.rows,
@@ -316,17 +326,17 @@ def _parts_of(use: Use) -> _Parts:
 
 
 def _product(use: Use, most: int | None) -> Launch:
-    tile, sizes, of = tile_of(use, most), _sizes(use), _parts_of(use)
+    tile, sizes, each = tile_of(use, most), _sizes(use), values_of_a_word(use)
+    of = _parts_of(use, each)
     grid, parts, bias, constants = _common(use, most)
-    num_words = sizes.inputs // values_of_a_word(use)
     return Launch(
         f"{_KERNELS}:product_kernel",
         grid=grid,
         args=(
             Pointer("out.0"), parts, _input(use), *of.pointers, _input_scales(use, most)[1], bias,
-            numel(use.shape("input")[:-1]), sizes.outputs, num_words, sizes.num_groups, *of.strides,
+            numel(use.shape("input")[:-1]), sizes.outputs, sizes.inputs // each, sizes.num_groups, *of.strides,
         ),
-        constants={**of.constants, "SCALES": _scales_at(use, tile.k * values_of_a_word(use)), **constants},
+        constants={**of.constants, "SCALES": _scales_at(use, tile.k * each), **constants},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         pdl=use.target.capability >= (9, 0),
@@ -352,7 +362,8 @@ def _awq(use: Use, most: int | None) -> Launch:
 
 def dequantised(use: Use) -> tuple[Launch, ...]:
     """The weight's values in the input's dtype, and cuBLASLt's product with them."""
-    sizes, of = _sizes(use), _parts_of(use)
+    sizes, format = _sizes(use), str(use.constant("format"))
+    of = _parts_of(use, _VALUES.get(format, 1))
     dtype = use.operands["input"].type.dtype
     values = Pointer("workspace", dtype, linear.workspace_bytes(sizes.outputs))
     has_pdl, (n, k) = use.target.capability >= (9, 0), _VALUES_AT_ONCE

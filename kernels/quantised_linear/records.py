@@ -48,7 +48,7 @@ def _has_whole_words(use: Use) -> bool:
         sizes is not None
         and sizes.inputs % each == 0
         and (sizes.group % each == 0 or use.has("groups"))
-        and abs(int(offset or 0)) <= _MOST_OFFSET  # type: ignore[arg-type]
+        and abs(int(offset or 0)) <= _MOST_OFFSET
         and (format != "awq" or sizes.num_groups == 1 or launches.shared_inputs(sizes.group) >= _LEAST_INPUTS)
         and not (use.constant("activation") == "fp8_group" and (use.has("groups") or format == "awq"))
     )

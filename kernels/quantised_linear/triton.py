@@ -81,32 +81,49 @@ def round_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _raised(FORMAT: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How much more than the value `_value` gives."""
-    return (1024 if dtype == tl.float16 else 128) if FORMAT == "packed4" else 0
+def _halves(pair, j: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The lower half of int32 words, or for `j` the upper one, as a number of 16 bits."""
+    half = (pair >> 16).to(tl.int16) if j else pair.to(tl.int16)
+    return half.to(dtype, bitcast=True)
 
 
 @triton.jit
-def _value(words, j: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Value `j` of each word, exact in a half-precision dtype, `_raised`."""
+def _constant(value: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number of a dtype, for what is computed in half precision."""
+    return tl.full((1, 1), value, tl.float32).to(dtype)
+
+
+@triton.jit
+def _value(words, j: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Value `j` of each word, less OFFSET: exact in a half-precision dtype.
+
+    Numbers of few bits are put where a number of 16 bits has them, for two values of a word at a time. What float8 and
+    fp4 lack of an exponent is multiplied by then; NaN, which float8 weights have not, comes out as 480.
+    """
+    IS_HALF: tl.constexpr = dtype == tl.float16
     if FORMAT == "fp8":
-        value = words.to(dtype)
+        if words.dtype == tl.int32:
+            MORE: tl.constexpr = 7 if IS_HALF else 4  # pyright: ignore[reportAssignmentType]
+            pair = (words >> (8 * (j % 2))) & 0x00FF00FF
+            pair = ((pair & 0x00800080) << 8) | ((pair & 0x007F007F) << MORE)
+            value = _halves(pair, j // 2, dtype) * _constant(256.0 if IS_HALF else 2.0**120, dtype)
+        else:
+            value = words.to(dtype)
     elif FORMAT == "int8" or FORMAT == "packed8":
         # the byte as the last bits of a float32 from 2^23 on
-        byte = (words.to(tl.int32) & 0xFF) ^ 0x80 if FORMAT == "int8" else (words >> (8 * j)) & 0xFF
-        more: tl.constexpr = 8388736.0 if FORMAT == "int8" else 8388608.0
-        value = ((byte | 0x4B000000).to(tl.float32, bitcast=True) - more).to(dtype)
+        IS_SIGNED: tl.constexpr = FORMAT == "int8"
+        byte = (words.to(tl.int32) >> (8 * j)) & 0xFF
+        number = ((byte ^ 0x80 if IS_SIGNED else byte) | 0x4B000000).to(tl.float32, bitcast=True)
+        value = (number - (8388608.0 + (128 if IS_SIGNED else OFFSET))).to(dtype)
+    elif FORMAT == "packed4":
+        # as the last bits of a number from 1024 on in float16, from 128 on in bfloat16
+        pair = ((words >> (4 * (j % 4))) & 0x000F000F) | (0x64006400 if IS_HALF else 0x43004300)
+        value = _halves(pair, j // 4, dtype) - _constant(OFFSET + (1024 if IS_HALF else 128), dtype)
     else:
-        # two values of a word at a time, half a word apart
-        pair = (words >> (4 * (j % 4))) & 0x000F000F
-        if FORMAT == "packed4":
-            # as the last bits of a number from 1024 on in float16, from 128 on in bfloat16
-            pair = pair | (0x64006400 if dtype == tl.float16 else 0x43004300)
-        else:
-            mantissa: tl.constexpr = 9 if dtype == tl.float16 else 6
-            pair = ((pair & 0x00080008) << 12) | ((pair & 0x00070007) << mantissa)
-        half = (pair >> 16).to(tl.int16) if j >= 4 else pair.to(tl.int16)
-        value = half.to(dtype, bitcast=True)
+        MANTISSA: tl.constexpr = 9 if IS_HALF else 6  # pyright: ignore[reportAssignmentType]
+        pair = words >> (4 * (j % 4))
+        pair = ((pair & 0x00080008) << 12) | ((pair & 0x00070007) << MANTISSA)
+        value = _halves(pair, j // 4, dtype) * _constant(16384.0 if IS_HALF else 2.0**126, dtype)
     return value
 
 
@@ -136,8 +153,9 @@ def _points(zeros_ptr, n, g, has, stride_n, stride_g, FORMAT: tl.constexpr, VALU
         points = tl.load(zeros_ptr + n // ROWS * stride_n + g * stride_g, mask=has, other=0)
     else:
         BITS: tl.constexpr = 32 // VALUES
+        MOST: tl.constexpr = 15 if VALUES == 8 else 255  # pyright: ignore[reportAssignmentType]
         words = tl.load(zeros_ptr + n // VALUES * stride_n + g * stride_g, mask=has, other=0)
-        points = (words >> (n % VALUES * BITS)) & ((1 << BITS) - 1)
+        points = (words >> (n % VALUES * BITS)) & MOST
     return points.to(tl.float32)
 
 
@@ -227,8 +245,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(first + steps * BLOCK_K, num_words)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     IS_EXACT: tl.constexpr = dtype == tl.float8e4nv or dtype == tl.int8
-    NOTHING: tl.constexpr = 0.0 if FORMAT == "fp8" else 0  # pyright: ignore[reportAssignmentType]
-    RAISED: tl.constexpr = OFFSET + _raised(FORMAT, dtype)
+    NOTHING: tl.constexpr = 0.0 if words_ptr.dtype.element_ty == tl.float8e4nv else 0  # pyright: ignore[reportAssignmentType]
     of_row = row.to(tl.int64)
     word_ptrs = words_ptr + n.to(tl.int64)[:, None] * word_stride_n
     scale_ptrs = scales_ptr + (n // ROWS).to(tl.int64) * scale_stride_n
@@ -269,7 +286,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
             part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) if IN_STEPS else total
             for j in tl.static_range(VALUES):
                 x = _input(x_ptr, of_row, i, has_input, num_words, j, VALUES)
-                value = _value(words, j, FORMAT, dtype)
+                value = _value(words, j, FORMAT, OFFSET, dtype)
                 if SCALES == "values":
                     if groups_ptr is not None:
                         group = tl.load(groups_ptr + i * VALUES + j, mask=i < num_words, other=-1)[None, :]
@@ -281,19 +298,16 @@ def product_kernel(  # type: ignore[no-untyped-def]
                                 zeros_ptr, n[:, None], group, has_group, zero_stride_n, zero_stride_g, FORMAT, VALUES,
                                 ROWS,
                             )  # fmt: skip
-                    wide = value.to(tl.float32)
                     if FORMAT == "fp4" or FORMAT == "mxfp4":
-                        wide *= 16384.0 if dtype == tl.float16 else 8.507059173023462e37
-                    if RAISED:
-                        wide -= RAISED
-                    if zeros_ptr is not None:
-                        wide -= zeros
-                    value = (wide * scales).to(dtype)
-                else:
-                    if RAISED:
-                        value = value - tl.full((1, 1), RAISED, tl.float32).to(dtype)
-                    if zeros_ptr is not None:
-                        inputs += x.to(tl.float32)
+                        # no digits are lost; a power of two that float16 has not is cut to its largest
+                        value = value * tl.minimum(scales, 32768.0 if dtype == tl.float16 else 3e38).to(dtype)
+                    else:
+                        wide = value.to(tl.float32)
+                        if zeros_ptr is not None:
+                            wide -= zeros
+                        value = (wide * scales).to(dtype)
+                elif zeros_ptr is not None:
+                    inputs += x.to(tl.float32)
                 part = tl.dot(x, tl.trans(value), part)
         if SCALES != "values" and zeros_ptr is not None:
             # what stands for 0 is the same for all inputs of a group: it is multiplied with their sum
@@ -321,8 +335,7 @@ def _eighth(total, x, words, points, inputs, scale_ptrs, is_word, j: tl.constexp
     of a word in its lower half. `inputs`: the sum of x, which is multiplied with what stands for 0."""
     dtype: tl.constexpr = x.dtype
     START: tl.constexpr = j // 2 + j % 2 * 4
-    value = _value(words, START, "packed4", dtype)
-    value = value - tl.full((1, 1), _raised("packed4", dtype), tl.float32).to(dtype)
+    value = _value(words, START, "packed4", 0, dtype)
     zeros = ((points >> (4 * START)) & 15) + OFFSET
     scale = tl.load(scale_ptrs + j, mask=is_word, other=0.0).to(tl.float32)
     part = tl.dot(x, value) - inputs[:, None] * zeros.to(tl.float32)[None, :]

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Dtype, Graph, Recipe, Tie
+from precast.ir.graph.schema import Dtype, Graph, Quantise, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.memory.strides import contiguous
 from precast.ir.weights import recipes, scales
@@ -35,7 +35,7 @@ from precast.loader.weights.files import Range, read_ranges
 from precast.loader.weights.jobs import Worker, share
 from precast.loader.weights.parts import Assembly, Casts, Target, param_parts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Copy, Job, Plan, plan_reads
-from precast.loader.weights.stored_checks import BITS, Check, checks
+from precast.loader.weights.stored_checks import BITS, Check, checks, is_rounded
 from precast.loader.weights.views import View
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Planned(NamedTuple):
     files: CheckpointFiles
     checks: Mapping[int, Check] = MappingProxyType({})
     """What is to be looked at, by target."""
+    rounded: Check | None = None
+    """Scales that may be rounded while they are read."""
     scales: tuple[str, ...] = ()
     """The params by which caches are divided."""
 
@@ -90,7 +92,9 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     on_host |= {target for move in plan.moves for target in (move.source, move.target)}
     found = {check.param: check for check in checks(graph)}
     wanted = {i: found[target.name] for i, target in enumerate(plan.targets) if target.name in found}
-    return Planned(assembly, plan, frozenset(on_host), files, wanted, tuple(scales.names(graph.params)))
+    rounded = next((check for check in found.values() if is_rounded(check, lambda name: stored[name].dtype)), None)
+    divided_by = tuple(scales.names(graph.params))
+    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by)
 
 
 def planned_bytes(what: Planned) -> int:
@@ -105,7 +109,12 @@ def planned_bytes(what: Planned) -> int:
 def uncovered(what: Planned) -> str:
     """Why params aren't made here; empty if they are."""
     if what.assembly.computed:
-        return f"the checkpoint's tensors are quantised ({what.assembly.computed[0].recipe.format})"
+        first = what.assembly.computed[0].recipe
+        if isinstance(first, Quantise):
+            return "weights are quantised while they are read"
+        return f"the checkpoint's tensors are quantised ({first.format})"
+    if what.rounded is not None:
+        return f"{what.rounded.tensors[0]}: that {what.rounded.dtype} holds such scales is looked at by torch"
     for copy in (copy for job in what.plan.jobs for copy in job.copies):
         odd = sorted({copy.dtype, *copy.casts} - _CONVERTED) if copy.casts else []
         if odd:

@@ -6,12 +6,12 @@ bits, a few in a hundred of the weights; each backend does that with its own arr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from precast.ir.errors import WeightsError, some
-from precast.ir.graph.schema import Dtype, Graph
+from precast.ir.graph.schema import Cast, Dtype, Graph, Recipe
 from precast.ir.graph.stored_parts import groups_dim, stored_parts
 from precast.ir.weights import recipes
 
@@ -45,6 +45,23 @@ class Check(NamedTuple):
         message = f"{', '.join(some(list(self.tensors), _MOST_NAMED))}: {what}"
         fix = "the checkpoint is damaged: download or copy it again"
         return WeightsError("weights-mismatch", message, where=self.param, fix=fix)
+
+    def rounding(self) -> WeightsError:
+        """The error for scales that the param's type doesn't hold."""
+        message = f"{', '.join(some(list(self.tensors), _MOST_NAMED))}: a scale that {self.dtype} doesn't hold exactly"
+        fix = "build the bundle with --dequantise, which reads scales of any type"
+        return WeightsError("weights-mismatch", message, where=self.param, fix=fix)
+
+
+def is_rounded(check: Check, stored_dtype: Callable[[str], str]) -> bool:
+    """Whether scales are of a type, in the checkpoint, of which the param's type doesn't hold all numbers."""
+    halves = check.dtype in ("float16", "bfloat16")
+    return halves and any(stored_dtype(name) != check.dtype for name in check.tensors)
+
+
+def widened(recipe: Recipe) -> Recipe:
+    """The recipe of scales, with float32 in place of the type that they are converted to."""
+    return Cast(recipe.of if isinstance(recipe, Cast) else recipe, "float32")
 
 
 def checks(graph: Graph) -> Iterator[Check]:

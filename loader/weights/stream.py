@@ -14,17 +14,18 @@ import msgspec
 import torch
 
 from precast.ir.errors import TargetError, WeightsError
-from precast.ir.graph.schema import Dequantise, Graph, Param, Recipe, Tie
+from precast.ir.graph.schema import Dequantise, Graph, Param, Quantise, Recipe, TensorType, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.kernels import dtypes
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
+from precast.kernels.dequantise.quantise import quantised
 from precast.loader.device import Device, aligned
 from precast.loader.torch_device import tensor_of
 from precast.loader.weights.parts import Assembly, Computed, Target, param_parts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Granularity, grouped, plan_reads
-from precast.loader.weights.stored_checks import BITS, Check, checks
+from precast.loader.weights.stored_checks import BITS, Check, checks, is_rounded, widened
 from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_all, read_all, strided
 
 PARAM_ALIGNMENT = 256
@@ -86,6 +87,7 @@ def load_weights(
     made = {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
     _check_scales(graph, made)
     _check_stored(graph, made)
+    _check_exact(graph, made, files, stored, device)
     return Weights(made, bytes_read, bytes_needed)
 
 
@@ -102,6 +104,27 @@ def _check_stored(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:
     faults = [_has_fault(tensors[check.param], check) for check in found]
     if faults and bool(torch.stack(faults).any()):
         raise next(check.refusal() for check, fault in zip(found, faults, strict=True) if fault)
+
+
+def _check_exact(
+    graph: Graph, made: Mapping[str, torch.Tensor], files: CheckpointFiles, stored: Mapping[str, StoredTensor],
+    device: Device,
+) -> None:  # fmt: skip
+    """Raise WeightsError (weights-mismatch) for scales that were rounded: those of another type are read once more."""
+    rounded = {check.param: check for check in checks(graph) if is_rounded(check, lambda name: stored[name].dtype)}
+    wanted = [param for param in graph.params if param.name in rounded]
+    if not wanted:
+        return
+    wide = [Param(each.name, TensorType("float32", each.type.shape), widened(each.recipe)) for each in wanted]
+    assembly = param_parts(wide, lambda name: stored[name].dtype)
+    plan = plan_reads(assembly, stored.__getitem__)
+    memory = _allocate(plan.targets, device)
+    with PinnedBuffers(device) as pinned:
+        read_all(plan, memory, pinned, files)
+    move_all(plan, memory)
+    for target, values in zip(plan.targets, _typed(plan.targets, memory), strict=True):
+        if target.name is not None and not torch.equal(made[target.name].float(), values):
+            raise rounded[target.name].rounding()
 
 
 def _has_fault(values: torch.Tensor, check: Check) -> torch.Tensor:
@@ -129,17 +152,24 @@ def _round(
     """Read what these computations need, make them, and forget it; the bytes read, and those needed."""
     assembly = Assembly(lambda name: stored[name].dtype)
     inputs = [assembly.add_inputs(each) for each in computed]
+    assert not assembly.computed, "verified: what is computed is made of what is stored"
     plan = plan_reads(assembly, stored.__getitem__, sizes)
     read = _allocate(plan.targets, buffers.device)
     num_bytes = read_all(plan, read, buffers, files)
     move_all(plan, read)
     tensors = _typed(plan.targets, read)
     for each, places in zip(computed, inputs, strict=True):
-        made = _values(each.recipe, {name: tensors[place] for name, place in places.items()})
+        made = _made(each.recipe, {name: tensors[place] for name, place in places.items()})
         source = strided(made.contiguous().flatten(), each.source)
         copy_converted(source, memory[each.target], each.destination, each.casts)
         del made, source  # before the next is made
     return num_bytes, plan.bytes_needed
+
+
+def _made(recipe: Dequantise | Quantise, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if isinstance(recipe, Quantise):
+        return quantised(parts["of"], recipe.part, recipe.block)
+    return _values(recipe, parts)
 
 
 def _values(recipe: Dequantise, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:

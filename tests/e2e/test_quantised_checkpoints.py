@@ -42,6 +42,8 @@ class Case(NamedTuple):
     quantise: Quantise
     file: str = "config.json"
     changes: dict[str, Any] = SIZES
+    dtype: str = "bfloat16"
+    """What the config says: that of scales, too."""
     which: str = r".*\.layers\..*_proj\.weight"
 
     @property
@@ -135,6 +137,7 @@ CASES = {
         compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32,
                    scale_dtype="torch.uint8"),
         quantised.packed_mxfp4,
+        changes=SIZES | {"head_dim": 32},
     ),
     "FP8 experts in blocks": Case(
         "qwen3_moe", {"quant_method": "fp8", "weight_block_size": [16, 16]}, float8("_scale_inv", (16, 16), finer),
@@ -183,8 +186,10 @@ CASES = {
     "AWQ": Case(
         "llama", {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, four_bits(quantised.awq)
     ),
-    "GPTQ": Case("llama", GPTQ | {"desc_act": False}, four_bits(quantised.gptq, order=False)),
-    "GPTQ with act order": Case("llama", GPTQ | {"desc_act": True}, four_bits(quantised.gptq, order=True)),
+    "GPTQ": Case("llama", GPTQ | {"desc_act": False}, four_bits(quantised.gptq, order=False), dtype="float16"),
+    "GPTQ with act order": Case(
+        "llama", GPTQ | {"desc_act": True}, four_bits(quantised.gptq, order=True), dtype="float16"
+    ),
 }  # fmt: skip
 
 
@@ -215,7 +220,7 @@ def write(case: Case, folder: Path) -> Checkpoints:
     save_file({name: each.contiguous() for name, each in dense.items()}, plain / "model.safetensors", {"format": "pt"})
     stored.mkdir()
     save_file(files, stored / "model.safetensors")
-    written = json.loads((plain / "config.json").read_text())
+    written = json.loads((plain / "config.json").read_text()) | {"dtype": case.dtype}
     (stored / case.file).write_text(json.dumps(case.entries))
     both = written | {"quantization_config": case.entries} if case.file == "config.json" else written
     (stored / "config.json").write_text(json.dumps(both))
@@ -322,3 +327,26 @@ def test_a_checkpoint_that_is_not_quantised_is_refused(made: Callable[[str], Mad
 
     assert "model.layers.0.mlp.down_proj.weight: expected float8_e4m3fn, found float32" in str(error.value)
     assert "model.layers.0.mlp.down_proj.weight_scale_inv" in str(error.value)
+
+
+@pytest.mark.parametrize(("scale", "fits"), [(2.0**-14, True), (1.0 + 2.0**-10, False)])
+def test_scales_that_16_bits_do_not_hold_are_refused(
+    scale: float, fits: bool, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """The config says bfloat16, and so does the bundle; in the checkpoint scales are float16."""
+    (_, stored), bundle = made("INT4")
+    tensors = load_file(stored / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    assert tensors[name].dtype == torch.bfloat16
+    tensors[name] = torch.full_like(tensors[name], 2.0**-9).half()
+    tensors[name][3, 1] = scale
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = ""
+
+    try:
+        precast.load(bundle.path, weights=tmp_path, device="cpu", cache_bytes=1 << 20).close()
+    except WeightsError as error:
+        message = str(error)
+
+    assert bool(message) != fits
+    assert fits or re.search(f"{name}: a scale that bfloat16 doesn't hold exactly(.|\n)*--dequantise", message)

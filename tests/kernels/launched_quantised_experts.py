@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 from op_samples.draw import Draw, Sample
@@ -16,7 +17,7 @@ from op_samples.quantised_experts import CLAMPED, Make, experts, quantised_exper
 
 from precast.kernels.choices import records_of
 from precast.kernels.launch import as_function, use_of_tensors
-from precast.kernels.quantised_experts.launches import is_taken
+from precast.kernels.quantised_experts.launches import few, grouped_workspace, is_taken
 from precast.kernels.quantised_experts.quantised_experts import QUANTISED_EXPERTS
 from precast.kernels.records import Record
 
@@ -75,6 +76,19 @@ def test_groups_of_several_blocks(record: Record, same: Callable[..., None]) -> 
     """Of 96 columns, of which blocks have 32."""
     make = partial(packed, size=96, zeros=True)
     agrees(record, experts(Draw(DTYPES[0], DEVICE), make, 2, 2, 3, 192, 96), same)
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+@pytest.mark.parametrize("asks_ahead", [False, True])
+def test_sums_in_parts(splits: int, asks_ahead: bool, same: Callable[..., None]) -> None:
+    """Of rows that have no such number of whole blocks, with biases, which are added once."""
+    record = msgspec.structs.replace(
+        FEW, runs=few(splits=splits, asks_ahead=asks_ahead), workspace=lambda use: 3 * grouped_workspace(None)(use)
+    )
+    sample = experts(Draw(DTYPES[0], DEVICE), mxfp4, 2, 2, 3, 32, 416, bias=True)
+    sample["expert_ids"][1, 0] = -1
+
+    agrees(record, sample, same)
 
 
 @each_record

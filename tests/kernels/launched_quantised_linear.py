@@ -38,6 +38,9 @@ FORMATS: dict[str, Callable[[Draw], tuple[int, Sample]]] = {
     "fp8 of rows": lambda draw: (77, quantised.fp8(draw, 33, 77, (1, 77))),
     "fp8 of all": lambda draw: (77, quantised.fp8(draw, 33, 77, (33, 77))),
     "int8 of rows": lambda draw: (77, quantised.int8(draw, 33, 77)),
+    "int8 in words": lambda draw: (100, quantised.int8(draw, 33, 100)),
+    "int8 in words, with points": lambda draw: (128, quantised.int8(draw, 33, 128, (3, 64), zeros=True)),
+    "fp8 in words": lambda draw: (100, quantised.fp8(draw, 33, 100, (1, 100))),
     "int8 with points": lambda draw: (77, quantised.int8(draw, 33, 77, (3, 10), zeros=True)),
     "int8 of rows with points": lambda draw: (77, quantised.int8(draw, 33, 77, zeros=True)),
     "packed4 of rows": lambda draw: (200, quantised.packed(draw, 37, 200)),
@@ -83,7 +86,7 @@ def test_formats(format: str, dtype: torch.dtype, same: Callable[..., None]) -> 
     check(quantised.call(draw.normal(1, 3, inputs), weight), 3, same)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 17, 33, 70, 257])
+@pytest.mark.parametrize("rows", [0, 1, 17, 33, 130, 257])
 @pytest.mark.parametrize("format", ["fp8 in blocks", "packed4", "awq"])
 @each_dtype
 def test_rows(rows: int, format: str, dtype: torch.dtype, same: Callable[..., None]) -> None:

@@ -40,6 +40,7 @@ from precast.ir.graph.schema import (
     Param,
     Pipeline,
     Pool,
+    Quantise,
     Read,
     Recipe,
     Ref,
@@ -525,6 +526,7 @@ def _recipe(cursor: Cursor) -> Recipe:
         "cast": lambda: Cast(_of(cursor), _dtype(cursor)),
         "each": lambda: _each(cursor),
         "dequantise": lambda: _dequantise(cursor),
+        "quantise": lambda: _quantise(cursor),
         "repeat": lambda: _repeat(cursor),
         "tie": lambda: Tie(cursor.ref()),
         "scale": lambda: _scale(cursor),
@@ -559,6 +561,14 @@ def _scale(cursor: Cursor) -> Scale:
     tensors = cursor.list("[", lambda: cursor.kind("string", "a name in quotes").value, "]")
     cursor.key("default")
     return Scale(tensors, float(cursor.kind("float", "a number").text))
+
+
+def _quantise(cursor: Cursor) -> Quantise:
+    part = cursor.expect("values", "scales").text
+    cursor.expect(",")
+    of = _recipe(cursor)
+    cursor.key("block")
+    return Quantise(of, part, cursor.inside("[", lambda: _pair(cursor), "]"))  # type: ignore[arg-type]
 
 
 def _repeat(cursor: Cursor) -> Repeat:

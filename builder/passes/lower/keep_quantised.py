@@ -9,6 +9,7 @@ import msgspec
 
 from precast.builder.passes.graph_pass import LoweredPass
 from precast.builder.shard.pipelines import pipelines
+from precast.builder.weights.at_load import exact
 from precast.builder.weights.kept import Kept, Misfit, Stored, is_quantised, kept, stored
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import (
@@ -16,6 +17,7 @@ from precast.ir.graph.schema import (
     Block,
     Call,
     Const,
+    Dtype,
     Graph,
     Items,
     Node,
@@ -49,16 +51,20 @@ class Dequantised(NamedTuple):
     reason: str
 
 
-def keep_quantised(graph: Graph, left: list[Dequantised] | None = None) -> Graph:
+def keep_quantised(graph: Graph, left: list[Dequantised] | None = None, scales: Dtype = "float32") -> Graph:
     """linear(x, w) -> quantised_linear(x, values, scales, ...), and experts likewise, where the recipe of w says that a
     checkpoint stores it in few bits; the stored tensors become params of their own.
 
-    What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason.
+    What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason. A weight that was to
+    be quantised while it is read, and can't be kept so, is read as it is stored. `scales`: the type of scales that
+    formats with groups of inputs are published with.
     """
-    weights = _Weights(graph)
+    weights = _Weights(graph, scales)
     if left is not None:
         left += weights.left()
-    return weights.rewritten() if weights.kept else graph
+    made = weights.rewritten() if weights.kept else graph
+    params = tuple(msgspec.structs.replace(param, recipe=exact(param.recipe)) for param in made.params)
+    return made if params == made.params else msgspec.structs.replace(made, params=params)
 
 
 KEEP_QUANTISED = LoweredPass("keep_quantised", 1, keep_quantised)
@@ -67,8 +73,8 @@ KEEP_QUANTISED = LoweredPass("keep_quantised", 1, keep_quantised)
 class _Weights:
     """The quantised weights of a graph: which are kept, as what, and why others are not."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, scales: Dtype) -> None:
+        self._graph, self._scales = graph, scales
         self._params = {param.name: param for param in graph.params if is_quantised(param.recipe)}
         self._bound = _bound(graph, self._params)
         self._reasons: dict[str, str] = {}
@@ -91,7 +97,7 @@ class _Weights:
                 if name in tied:
                     raise Misfit("another param is tied to it")
                 found = kept(param.recipe, param.type.dtype)
-                self.kept[name] = found, stored(found, name)
+                self.kept[name] = found, stored(found, name, self._scales)
             except Misfit as error:
                 self._reasons[name] = str(error)
 

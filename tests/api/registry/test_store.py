@@ -41,6 +41,7 @@ def reference(registry: FakeRegistry, tiny: Bundle) -> str:
     [
         ({"HOME": "/h"}, "/h/.cache/precast/store"),
         ({"HOME": "/h", "XDG_CACHE_HOME": "/c"}, "/c/precast/store"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "c"}, "/h/.cache/precast/store"),
         ({"HOME": "/h", "XDG_CACHE_HOME": "/c", "PRECAST_STORE": "/s"}, "/s"),
     ],
 )

@@ -330,9 +330,15 @@ def test_what_is_kept_is_exact(case: tuple[Recipe, Files]) -> None:
     is_kept(*case)
 
 
-def test_scales_of_any_type_are_held_in_float32() -> None:
-    recipe = Dequantise(Read("w", (8, 8), "int8"), Read("s", (8, 1)), "int8", (1, 8))
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        (Dequantise(Read("w", (8, 8), "int8"), Read("s", (8, 1)), "int8", (1, 8)), "float32"),
+        (Dequantise(Read("w", (8, 2), "int32"), Read("s", (8, 1)), "packed4", zero_offset=8), "float16"),
+    ],
+)
+def test_what_holds_scales_of_any_type(recipe: Recipe, dtype: Dtype) -> None:
+    params, _ = stored(kept(recipe, "bfloat16"), "w", scales="float16")
 
-    params, _ = stored(kept(recipe, "bfloat16"), "w")
-
-    assert {name: param.type.dtype for name, param in params.items()} == {"of": "int8", "scales": "float32"}
+    assert params["scales"].type.dtype == dtype
+    assert params["scales"].recipe == Cast(Read("s", (8, 1)), dtype)

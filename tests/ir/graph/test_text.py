@@ -38,6 +38,7 @@ from precast.ir.graph.schema import (
     PagedSpec,
     Param,
     Pool,
+    Quantise,
     Read,
     Ref,
     Repeat,
@@ -247,6 +248,7 @@ RECIPES = st.recursive(
         st.builds(Reshape, inner, tuples(EXPRS)),
         st.builds(Cast, inner, DTYPES),
         st.builds(Each, inner, INTS, INTS, INTS),
+        st.builds(Quantise, inner, st.sampled_from(("values", "scales")), st.tuples(INTS, INTS)),
         st.builds(Repeat, inner, INTS, EXPRS),
         st.builds(
             Dequantise,
