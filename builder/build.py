@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import platform
+import re
 import resource
 import sys
 import time
@@ -130,7 +131,7 @@ def build(
         raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
     parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after or "shard")
     left: list[Dequantised] = []
-    late = pipeline.lowered_passes(disabled_passes, options.overrides, left)
+    late = pipeline.lowered_passes(disabled_passes, options.overrides, left, _scales(opened))
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
     dump_dir = _dump_dir(dump)
     if check is not None:
@@ -260,6 +261,13 @@ def _beside_theirs(source: Source, graph: Graph) -> dict[str, object]:
     return {"tp_plan": msgspec.to_builtins(compared(graph, theirs))} if theirs and graph.shards.rows else {}
 
 
+def _scales(source: Source) -> Dtype:
+    """The type of scales that a checkpoint of this config has: AutoAWQ writes float16, others the model's own type."""
+    method = (source.facts.quantisation or {}).get("quant_method")
+    dtypes: dict[str, Dtype] = {"float16": "float16", "bfloat16": "bfloat16"}
+    return "float16" if method == "awq" else dtypes.get(source.facts.dtype, "float32")
+
+
 def _check_quantise(quantise: str | None, source: Source, disabled_passes: Collection[str]) -> None:
     if quantise is None:
         return
@@ -276,11 +284,13 @@ def _check_quantise(quantise: str | None, source: Source, disabled_passes: Colle
 
 
 def _dequantised(left: Sequence[Dequantised], options: Options) -> dict[str, object]:
-    """The weights that are, or were to be, in few bits and are not kept so, by the reason, for the provenance."""
-    reasons: dict[str, list[str]] = {}
+    """The weights that are, or were to be, in few bits and are not kept so, by the reason, for the provenance; `*`
+    stands for the number of a layer."""
+    reasons: dict[str, dict[str, None]] = {}
     for each in left:
-        reasons.setdefault(each.reason, []).append(each.param)
-    return {"not quantised" if options.quantise else "dequantised": reasons} if reasons else {}
+        reasons.setdefault(each.reason, {})[re.sub(r"\.\d+(?=\.)", ".*", each.param)] = None
+    found = {reason: list(names) for reason, names in reasons.items()}
+    return {"not quantised" if options.quantise else "dequantised": found} if found else {}
 
 
 def _provenance(

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pa
 from precast.builder.passes.lower.copy_before_reshape import copy_before_reshape
 from precast.builder.passes.lower.fuse_gated_linear import fuse_gated_linear
 from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
-from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised, keep_quantised
+from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised
 from precast.builder.passes.lower.spelled_out import spell_out_gates
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
@@ -34,6 +34,7 @@ from precast.builder.passes.match.pointwise import fuse_gated_activation, match_
 from precast.builder.passes.match.rotary import match_paired_rotary, match_rotary
 from precast.builder.passes.match.rotary_tables import match_complex_rotary, match_rotary_tables
 from precast.builder.passes.match.routers import match_routers
+from precast.builder.passes.match.sparse_attention import match_sparse_attention
 from precast.builder.passes.match.spelling import (
     cancel_transposes,
     join_slices,
@@ -48,10 +49,10 @@ from precast.builder.passes.normalise.views import normalise_views, remove_noops
 from precast.builder.passes.normalise.writes import assemble_copies, remove_self_copies, remove_writes
 from precast.builder.passes.plan.gather_logits import gather_logits
 from precast.builder.passes.plan.plan_pages import plan_pages
-from precast.builder.passes.shard.shard import SHARD, shard
+from precast.builder.passes.shard.shard import SHARD
 from precast.builder.shard.overrides import Overrides
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import Call, Graph, Node
+from precast.ir.graph.schema import Call, Dtype, Graph, Node
 from precast.ir.graph.text import format_graph
 from precast.ir.manifest import PassRecord
 
@@ -62,8 +63,8 @@ PASSES: tuple[Pass, ...] = (
     # match
     match_attention, match_causal_conv,
     match_rotary_tables, match_rotary, match_paired_rotary, match_complex_rotary,
-    normalise_spelling, join_slices, match_latent_attention, match_norms, match_activations, match_embedding,
-    match_routers, keep_heads_apart,
+    normalise_spelling, join_slices, match_latent_attention, match_sparse_attention,
+    match_norms, match_activations, match_embedding, match_routers, keep_heads_apart,
     fold_param_views, fuse_gated_activation, order_outputs, fuse_projections, cancel_transposes,
     fuse_residual_norm, fuse_norm_residual_norm,
     # cache, plan
@@ -107,22 +108,29 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
 
 
 def lowered_passes(
-    disabled: Collection[str] = (), overrides: Overrides = (), left: list[Dequantised] | None = None
+    disabled: Collection[str] = (),
+    overrides: Overrides = (),
+    left: list[Dequantised] | None = None,
+    scales: Dtype = "float32",
 ) -> tuple[LoweredPass, ...]:
     """The passes over the bundle's graph, without the disabled ones; `shard` minds the overrides, and that quantised
-    weights are to be kept. `left` gets those that `keep_quantised` leaves to be dequantised.
+    weights are to be kept. `left` gets those that `keep_quantised` leaves to be dequantised; `scales`: of its argument.
 
     `passes` refuses names that are none. Raises BuildError (option-invalid) for overrides where `shard` is disabled.
     """
     if overrides and SHARD.name in disabled:
         message = f"there is a shard plan, and the pass {SHARD.name} is disabled, which it is for"
         raise BuildError("option-invalid", message, fix="leave out one of them")
-    runs = {
-        SHARD.name: partial(shard, overrides=overrides, in_blocks=KEEP_QUANTISED.name not in disabled),
-        KEEP_QUANTISED.name: partial(keep_quantised, left=left),
+    told: dict[str, dict[str, Any]] = {
+        SHARD.name: {"overrides": overrides, "in_blocks": KEEP_QUANTISED.name not in disabled},
+        KEEP_QUANTISED.name: {"left": left, "scales": scales},
     }
-    todo = (each for each in LOWERED_PASSES if each.name not in disabled)
-    return tuple(dataclasses.replace(each, run=runs[each.name]) if each.name in runs else each for each in todo)
+    return tuple(_told(each, told.get(each.name, {})) for each in LOWERED_PASSES if each.name not in disabled)
+
+
+def _told(each: LoweredPass, given: dict[str, Any]) -> LoweredPass:
+    """The pass with these arguments."""
+    return dataclasses.replace(each, run=update_wrapper(partial(each.run, **given), each.run)) if given else each
 
 
 def split(todo: tuple[Pass, ...], stage: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +15,25 @@ from precast.ir.artifact import Bundle
 from precast.ir.bundle import oci
 from precast.ir.errors import shown, some
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import CacheGroup, CacheSpec, Call, Expr, Graph, LatentSpec, Node, PagedSpec, StateSpec
+from precast.ir.graph.schema import (
+    CacheGroup,
+    CacheSpec,
+    Call,
+    Expr,
+    Graph,
+    IndexSpec,
+    LatentSpec,
+    Node,
+    PagedSpec,
+    StateSpec,
+    Tie,
+)
 from precast.ir.graph.text import format_graph, format_recipe, format_type
 from precast.ir.graph.world import unsharded
 from precast.ir.memory import caches
 from precast.ir.memory.liveness import computed
 from precast.ir.ops.flops import precast_share
+from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels import step_memory
 from precast.kernels.use import GPU
 
@@ -53,6 +68,7 @@ def summary(bundle: Bundle) -> Report:
     total = _bytes_of(bundle)
     others = [extra for extra in bundle.attached if extra.artifact_type != oci.PROVENANCE]
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
+    held = _weights_bytes(graph)
     with computed():
         share = precast_share(graph)
         peaks = _activation_peaks(graph)
@@ -68,6 +84,7 @@ def summary(bundle: Bundle) -> Report:
         "built_with": manifest.built_with,
         "checked": manifest.checked,
         "precast_share": round(share, 4),
+        "weights_bytes": held,
         "activation_bytes": [
             {"tokens": tokens, "sequences": sequences, "bytes": peak} for (tokens, sequences), peak in peaks.items()
         ],
@@ -87,6 +104,7 @@ def summary(bundle: Bundle) -> Report:
             ", ".join(f"{group.name}: {_counted(len(group.slots), 'layer')}" for group in caches.groups(graph.caches))
             or "none",
         ),
+        ("weights", "; ".join(f"{size:,} bytes of {dtype}" for dtype, size in held.items()) or "none"),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
         ("activations", "; ".join(f"{peak / 2**20:,.0f} MiB for {_step_text(*step)}" for step, peak in peaks.items())),
@@ -113,9 +131,26 @@ def _provenance(record: Mapping[str, object]) -> list[tuple[str, str]]:
     """What the builder says of the build, and in rows of their own what it wants the user to know."""
     noted = record.get("notes")
     notes = some(list(map(str, noted)), _MOST_NOTES) if isinstance(noted, list) else []
+    reasons = record.get("dequantised")
+    left = [f"{_names(names)}: {why}" for why, names in reasons.items()] if isinstance(reasons, dict) else []
+    rows = {"notes": [("note", note) for note in notes], "dequantised": [("dequantised", each) for each in some(left)]}
     # `inspect --shards` shows the comparison with transformers' plan
-    others = {name: value for name, value in record.items() if name != "tp_plan" and (name != "notes" or not notes)}
-    return [("provenance", _pairs(others) or "none"), *(("note", note) for note in notes)]
+    others = {name: value for name, value in record.items() if name != "tp_plan" and not rows.get(name)}
+    return [("provenance", _pairs(others) or "none"), *(row for each in rows.values() for row in each)]
+
+
+def _names(names: object) -> str:
+    return ", ".join(map(str, names)) if isinstance(names, list) else str(names)
+
+
+def _weights_bytes(graph: Graph) -> dict[str, int]:
+    """What the params of a graph of one rank take, by their dtypes, the largest first."""
+    found: Counter[str] = Counter()
+    for param in graph.params:
+        sizes = [size for size in param.type.shape if isinstance(size, int)]
+        if not isinstance(param.recipe, Tie):
+            found[param.type.dtype] += math.prod(sizes) * element_bytes(param.type.dtype)
+    return dict(found.most_common())
 
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:
@@ -248,6 +283,9 @@ def _geometry(group: CacheGroup) -> tuple[str, ...]:
     if isinstance(spec, StateSpec):
         shape = "x".join(map(symbols.text, spec.shape))
         return (group.name, group.pool, layers, spec.kind, shape, spec.dtype, "-", "-", "-", state)
+    if isinstance(spec, IndexSpec):
+        row = (group.name, group.pool, layers, "index", str(spec.key_size), spec.dtype, str(spec.page_size), "-")
+        return (*row, token, "-")
     if isinstance(spec, LatentSpec):
         kind, shape = "latent", f"{spec.latent_size} + {spec.rope_size}"
     else:

@@ -23,9 +23,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from precast.builder.capture.reach import Reach, find_reach
+from precast.builder.graph.nodes import largest
 from precast.builder.replaced import replaced
 from precast.ir.errors import BuildError
-from precast.kernels.attention.attend import visible_keys
+from precast.kernels.attention.attend import probabilities, visible_keys
 
 IMPLEMENTATION = "precast"
 
@@ -133,6 +134,23 @@ def causal_mask(
     return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
 
 
+def sparse_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selected: torch.Tensor, sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor, *, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Attention over the keys at `selected` [1, T, N], which count all tokens; a key that a query may not see is passed
+    over. `q`, `k`, `v` as `precast.attention` takes them."""
+    size = q.shape[1]
+    mask = causal_mask(cu_seqlens, size, window=None, chunk=None, dtype=torch.float32)[0, 0]
+    hidden = torch.ones_like(mask, dtype=torch.bool).scatter(-1, selected[0].long(), False)
+    group = q.shape[2] // k.shape[2]
+    keys, values = (heads[0].repeat_interleave(group, dim=1) for heads in (k, v))
+    scores = torch.einsum("qhd,lhd->qhl", q[0].float(), keys.float()) * scale
+    unseen = hidden | (mask < 0)
+    shares = probabilities(scores.masked_fill(unseen[:, None], float("-inf")), sinks)
+    return torch.einsum("qhl,lhd->qhd", shares, values.float()).to(q.dtype)[None].contiguous()
+
+
 @cache
 def trace_ops() -> torch.library.Library:
     """`torch.ops.precast_trace`, defined once; kept by this function."""
@@ -144,6 +162,16 @@ def trace_ops() -> torch.library.Library:
     torch.library.register_fake(
         "precast_trace::causal_mask",
         lambda cu_seqlens, size, *, window, chunk, dtype: cu_seqlens.new_empty((1, 1, size, size), dtype=dtype),
+        lib=library,
+    )
+    library.define(
+        "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor selected, Tensor? sinks, Tensor cu_seqlens, *,"
+        " float scale) -> Tensor"
+    )
+    library.impl("sparse_attention", sparse_attention, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "precast_trace::sparse_attention",
+        lambda q, k, v, selected, sinks, cu_seqlens, *, scale: q.new_empty((*q.shape[:-1], v.shape[-1])),
         lib=library,
     )
     return library
@@ -192,9 +220,14 @@ def _is_size(size: Any) -> bool:
 def _attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, softcap: float | None = None,
-    s_aux: torch.Tensor | None = None, indices: torch.Tensor | None = None, **kwargs: Any,
+    s_aux: torch.Tensor | None = None, indices: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`."""
+    """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`.
+
+    Of the modules in `_RELATIVE` alone: `position_bias` `[1, H, T, R]`, a number for each query and distance;
+    `sinks` `[1, H, T, 1]`, a sink of each query's own.
+    """
     where = type(module).__name__
     found = [reach for mask, reach in current_trace().masks if _is_whole(attention_mask, mask)]
     if not found:
@@ -206,17 +239,46 @@ def _attention(
         )
     if isinstance(found[0], BuildError):
         raise found[0]
-    if indices is not None:
-        _refuse_selection(indices, where)
+    if where not in _RELATIVE:
+        kwargs |= {"position_bias": position_bias, "sinks": sinks}
     unknown = {name for name, argument in kwargs.items() if argument is not None} - _IGNORED_ARGUMENTS
     if unknown:
         raise BuildError("feature-unsupported", f"{where} passes {', '.join(sorted(unknown))} to its attention")
+    # A query selects as many keys as `indices` has columns, min(limit, T): up to so many tokens attention is full.
+    if indices is not None and largest(indices.shape[-1]) < current_trace().max_seq_len:
+        return _sparse_attention(where, query, key, value, indices, scaling, softcap, s_aux, found[0]), None
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if sinks is not None:
+        query, key, s_aux = _with_own_sinks(query, key, sinks, scale)
+    bias = {} if position_bias is None else {"bias": position_bias.transpose(1, 2)}
     out = torch.ops.precast.attention(
         *(heads.transpose(1, 2) for heads in (query, key, value)), s_aux, current_trace().cu_seqlens,
-        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        window=found[0].window, soft_cap=softcap, chunk=found[0].chunk,
+        scale=scale, window=found[0].window, soft_cap=softcap, chunk=found[0].chunk, **bias,
     )  # fmt: skip
     return out, None
+
+
+_RELATIVE = {"InklingAttention", "Inkling2SlidingAttention", "Inkling2FullAttention"}
+"""Modules whose bias `attentions` makes by distance. That of others has a number for each pair of tokens."""
+
+EXTRA_ELEMENTS = 8
+"""Of queries and keys, where one element more says something: heads stay a multiple of what kernels read at once."""
+
+
+def _with_own_sinks(
+    query: torch.Tensor, key: torch.Tensor, sinks: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys whose scores are less by the query's sink, by one element more; sinks of 0 for all heads.
+
+    exp(s) / (sum exp(s) + exp(sink)) is exp(s - sink) / (sum exp(s - sink) + 1).
+    """
+    shift = sinks.float() / -scale
+    rounded = shift.to(query.dtype)
+    rest = (shift - rounded.float()).to(query.dtype)  # of half precision: without it the sink would be coarse
+    zeros = query.new_zeros((*query.shape[:-1], EXTRA_ELEMENTS - 2))
+    ones = key.new_ones((*key.shape[:-1], EXTRA_ELEMENTS))
+    wide = torch.cat([query, rounded, rest, zeros], dim=-1)
+    return wide, torch.cat([key, ones], dim=-1), torch.zeros(query.shape[1], dtype=query.dtype)
 
 
 def _is_whole(given: torch.Tensor | None, mask: torch.Tensor) -> bool:
@@ -226,21 +288,20 @@ def _is_whole(given: torch.Tensor | None, mask: torch.Tensor) -> bool:
     return given is not None and given._base is mask and given.shape == mask.shape and given.storage_offset() == 0
 
 
-def _refuse_selection(indices: torch.Tensor, where: str) -> None:
-    """Sparse attention selects as many keys as `indices` [1, T, N] has columns, N = min(limit, T).
-
-    It is full attention for sequences that are no longer. Raises BuildError when longer ones are to be served.
-    """
-    count: Any = indices.shape[-1]
-    limit = current_trace().max_seq_len
-    if isinstance(count, int):
-        selected = count
-    else:
-        selected = int(count.node.expr.subs(dict.fromkeys(count.node.expr.free_symbols, 1 << 40)))
-    if selected < limit:
+def _sparse_attention(
+    where: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, indices: torch.Tensor,
+    scaling: float | None, softcap: float | None, s_aux: torch.Tensor | None, reach: Reach,
+) -> torch.Tensor:  # fmt: skip
+    """As `_attention`, over the keys at `indices` [1, T, N] alone, which count all tokens of a trace: an op of traces,
+    of which `match_sparse_attention` makes one of ours."""
+    given = {"a soft cap": softcap, "a window": reach.window, "chunks": reach.chunk}
+    others = [name for name, argument in given.items() if argument is not None]
+    if others:
+        message = f"{where} gives {' and '.join(others)} to attention over selected keys, expected none"
         raise BuildError(
-            "feature-unsupported",
-            f"{where} selects {selected} keys for each query, expected at least max_seq_len, {limit}: precast has no "
-            "sparse attention, and only sequences of which every key is selected have full attention",
-            fix=f"build with max_seq_len of at most {selected}",
+            "feature-unsupported", message, fix=f"build with max_seq_len of at most {largest(indices.shape[-1])}"
         )
+    return torch.ops.precast_trace.sparse_attention(  # type: ignore[no-any-return]
+        *(heads.transpose(1, 2) for heads in (query, key, value)), indices, s_aux, current_trace().cu_seqlens,
+        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+    )  # fmt: skip

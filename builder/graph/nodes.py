@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from precast.builder.graph.context import FxGraph, FxNode, PassContext
 
 
@@ -40,6 +42,14 @@ def given_arguments(node: FxNode) -> dict[str, Any]:
     """The call's arguments by name, without those that have their defaults because they aren't given."""
     positional = (arg.name for arg in node.target._schema.arguments if not arg.kwarg_only)
     return dict(zip(positional, node.args, strict=False)) | node.kwargs
+
+
+def largest(size: int | torch.SymInt) -> int:
+    """The size where no step is too short for it: 7 of `min(T, 7)`; more than any step has where nothing bounds it."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    return int(expr.subs(dict.fromkeys(expr.free_symbols, 1 << 40)))
 
 
 def placeholder(graph: FxGraph, name: str) -> FxNode:

@@ -83,6 +83,7 @@ def _single_heads(system: System, function: Function, node: Node, seed: int) -> 
 
 _HEADS = {
     "precast.paged_latent_attention": "latent attention",
+    "precast.paged_sparse_latent_attention": "latent attention",
     "precast.stateful_linear_attention": "linear attention",
     "precast.stateful_selective_scan": "selective scan",
     "precast.stateful_linear_recurrence": "linear recurrence",
@@ -181,6 +182,23 @@ def _feed_forward(system: System, function: Function, node: Node, seed: int) -> 
     count = size // _unit(system, spot, size)
     attempt = ((spot, whole(size, Units(count, "tp", count, seed))),)
     return Layer("feed-forward", function.name, node.outputs[0].name, (attempt, attempt), through_norms=(False, True))
+
+
+_SELECTING = ("precast.paged_select_keys", "precast.write_index_keys")
+
+
+def only_for_selection(function: Function) -> frozenset[str]:
+    """The values from which nothing is computed but a selection of keys, or its cache."""
+    needed, found = set(function.returned), set[str]()
+    for step in reversed(function.steps):
+        made = {value.name for value in step.outputs}
+        if isinstance(step, Node) and step.op in _SELECTING:
+            continue
+        if made and not made & needed:
+            found |= made
+        else:
+            needed.update(references(step.args) if isinstance(step, Node) else step.args.values())
+    return frozenset(found)
 
 
 def _unit(system: System, spot: Spot, size: int) -> int:

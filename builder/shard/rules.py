@@ -284,14 +284,14 @@ def _write_kv(of: _Of) -> Iterator[Relation]:
 
 
 def _paged_attention(of: _Of) -> Iterator[Relation]:
-    yield from of.same((of.result, 2), of.arg("q", 2), of.arg("sinks", 0), of.arg("slopes", 0))
+    yield from of.same((of.result, 2), of.arg("q", 2), of.arg("sinks", 0), of.arg("slopes", 0), of.arg("bias", 2))
     yield from of.same(of.arg("k_cache", 2), of.arg("v_cache", 2))
     yield Shares((of.result, 2), of.at(of.given("k_cache"), 2))
 
 
 def _latent_attention(of: _Of) -> Iterator[Relation]:
-    q, weight = of.arg("q", 2), of.given("weight")
-    yield from of.same((of.result, 2), q)
+    weight = of.given("weight")
+    yield from of.same((of.result, 2), of.arg("q", 2), of.arg("sinks", 0))
     yield HeadRows((weight, 0), (of.result, 2))
 
 
@@ -378,6 +378,7 @@ _RULES: dict[str, Callable[[_Of], Iterator[Relation]]] = {
     "precast.write_kv": _write_kv,
     "precast.paged_attention": _paged_attention,
     "precast.paged_latent_attention": _latent_attention,
+    "precast.paged_sparse_latent_attention": _latent_attention,
     "precast.stateful_causal_conv": _channels(x=2, weight=0, bias=0, state=1),
     "precast.stateful_selective_scan": _channels(x=2, dt=2, a=0, d=0, dt_bias=0, state=1),
     "precast.stateful_state_space_scan": _state_space_scan,

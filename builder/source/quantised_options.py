@@ -157,7 +157,8 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
     if (algorithm == "MIXED_PRECISION") != bool(layers):
         raise refuse("modelopt", f"quant_algo = {algorithm!r} and {len(layers or ())} quantized_layers", where)
     if algorithm and not layers and not {"ignore", "exclude_modules"} & set(entries):
-        raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where)
+        fix = f"take hf_quant_config.json whole, with its exclude_modules, from the publisher; or {_USE_OTHER}"
+        raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where, fix)
     for name, group in (entries.get("config_groups") or {}).items():
         found = {_MODELOPT[each] for each in ([algorithm] if not layers else _MODELOPT)} if algorithm else set()
         weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -206,13 +207,16 @@ def stored_as(group: Any, format: str | None) -> str | None:
     return None
 
 
-def refuse(method: str, what: str, where: str | None = None) -> BuildError:
+_USE_OTHER = "use a checkpoint of float32, bfloat16 or float16 weights"
+
+
+def refuse(method: str, what: str, where: str | None = None, fix: str = _USE_OTHER) -> BuildError:
     """The error for something in a known method that isn't known."""
     return BuildError(
         "feature-unsupported",
         f"the checkpoint is quantised by {method}, with {what}: this is not known",
         where=where,
-        fix="use a checkpoint of float32, bfloat16 or float16 weights",
+        fix=fix,
     )
 
 

@@ -50,7 +50,7 @@ _EXPERT_GROUPS = {"n_group": "topk_group", "num_expert_group": "topk_group"}
 
 _CAPPED = {
     # counts and lengths that are no size of a weight that matters, and the most of them that stays
-    "original_max_position_embeddings": 64, "keep_window_size": 256, "index_topk": 256, "zero_expert_num": 4,
+    "original_max_position_embeddings": 64, "keep_window_size": 256, "index_topk": 8, "zero_expert_num": 4,
     "split_ngram_parts": 4, "rel_extent": 10,
     **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention_window_len"), 9),
     **dict.fromkeys(("window_size", "sliding_window_size", "local_attention", "attention_chunk_size"), 10),
@@ -105,6 +105,8 @@ def shrink_sizes(entries: dict[str, Any], vocab: int, scale: int, known: Known) 
         known.hidden[old_hidden] = hidden = _hidden(old_hidden, 16 * scale * (_first(entries, HEADS) or 4), known)
     _change(entries, old, HIDDEN, lambda size: known.get(size) or _scaled(size, old_hidden, hidden))
     _head_sizes(entries, old, scale, known)
+    # With few heads many keys' scores are sums of zeros alone: of equal ones models leave open which are selected.
+    _change(entries, old, ("index_n_heads",), lambda heads: min(heads, 16))
     _experts(entries, old)
     _rest(entries, old, known)
     _vocabulary(entries, old, vocab)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
@@ -19,6 +20,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from precast.builder.weights.tensor_recipes import RecipeTensor
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Recipe
+
+PUBLISHED: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({
+    # Kimi-K2.5 and -K2.7: transformers renames the vision tower's `blocks` to `layers`, in all names, so what it writes
+    # itself has blocks in the decoder, too. The publishers' quantisation configs name `language_model.model.layers.*`.
+    "kimi_k25": (("language_model.model.blocks.", "language_model.model.layers."),),
+})  # fmt: skip
+"""By model type, beginnings of names that transformers' conversions give when they are taken back, and what the
+publishers' checkpoints have in their place. Both are read."""
 
 ReadBy = Callable[[str, torch.Tensor, str], Recipe]
 """Gives a checkpoint tensor's recipe, by its name, the tensor (on the meta device) and the first param it makes."""
@@ -46,22 +55,32 @@ def saved_tensors(model: PreTrainedModel, tied: Iterable[str]) -> dict[str, torc
     left_out = set(tied)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     try:
-        return dict(loading.revert_weight_conversion(model, state))
+        saved = loading.revert_weight_conversion(model, state)
     except NotImplementedError as error:
         message = f"a conversion of {model.config.model_type} checkpoints has no reverse, so their layout is unknown"
         raise BuildError("recipe-unsupported", message) from error
+    return {_published(model, name): tensor for name, tensor in saved.items()}
+
+
+def _published(model: PreTrainedModel, name: str) -> str:
+    """The publisher's name for the tensor that transformers saves under this one."""
+    for written, published in PUBLISHED.get(model.config.model_type, ()):
+        if name.startswith(written):
+            return published + name.removeprefix(written)
+    return name
 
 
 def saved_name(model: PreTrainedModel, name: str) -> str:
     """The checkpoint's name for an entry of the state dict that no conversion splits or merges."""
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     reverse = [each.reverse_transform() for each in transforms[::-1] if not isinstance(each, loading.PrefixChange)]
-    return loading.apply_renamings(name, [each for each in reverse if isinstance(each, loading.WeightRenaming)])
+    renamings = [each for each in reverse if isinstance(each, loading.WeightRenaming)]
+    return _published(model, loading.apply_renamings(name, renamings))
 
 
 def other_prefixes(model: PreTrainedModel) -> dict[str, str]:
     """Beginnings of checkpoint names, and what may stand there instead: a text model's in a multimodal checkpoint."""
-    found = {}
+    found = {published: written for written, published in PUBLISHED.get(model.config.model_type, ())}
     for change in get_model_conversion_mapping(model, add_legacy=False):
         if not isinstance(change, loading.PrefixChange) or change.scope_prefix:
             continue

@@ -45,6 +45,10 @@ BY_INPUTS = ("awq", "gptq")
 """Formats whose parts have the inputs of a linear layer first, and its outputs last."""
 
 
+_IN_GROUPS = ("awq", "gptq", *PACKED)
+"""Formats that have a scale for a few inputs each; others have so few that float32 costs nothing."""
+
+
 class Misfit(Exception):
     """The weight has to be dequantised while it is read; the message is a reason that people read."""
 
@@ -414,9 +418,10 @@ class Stored(NamedTuple):
     block: tuple[int, int] | None
 
 
-def stored(whole: Kept, name: str) -> Stored:
-    """The params for the weight [.., outputs, inputs] that was called `name`. Raises Misfit where no `Dequantise` could
-    say it."""
+def stored(whole: Kept, name: str, scales: Dtype = "float32") -> Stored:
+    """The params for the weight [.., outputs, inputs] that was called `name`. `scales`: what the many scales of groups
+    of inputs are held in, where the format doesn't say it; a load refuses those that this type would round. Others are
+    held in float32. Raises Misfit where no `Dequantise` could say it."""
     rank = len(whole.shape)
     if whole.format in BY_INPUTS:
         whole = _transposed(whole, rank - 2, rank - 1)
@@ -432,7 +437,8 @@ def stored(whole: Kept, name: str) -> Stored:
             recipe = compact.reshaped(recipe, (*whole.shape[:-2], whole.shape[-1 if whole.format in PACKED else -2]))
         dtype = recipes.dtype(recipe)
         if dtype is None:
-            dtype, recipe = "float32", Cast(recipe, "float32")  # exact, whatever the checkpoint has
+            dtype = scales if part_name == "scales" and whole.format in _IN_GROUPS else "float32"
+            recipe = Cast(recipe, dtype)
         own = name if part_name == "of" else f"{name}.{part_name}"
         params[part_name] = Param(own, TensorType(dtype, recipes.shape(recipe)), recipe)
     return Stored(params, block)

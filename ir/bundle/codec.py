@@ -156,7 +156,11 @@ def _parse(data: bytes, type: type[T], what: str) -> T:
     except (msgspec.DecodeError, ValueError) as error:  # ValueError: broken UTF-8, integers of thousands of digits
         raise BundleError("json-invalid", f"{what}: {shown(str(error))}") from None
     except RecursionError:
-        raise BundleError("json-invalid", f"{what}: values are nested too deep to be decoded") from None
+        raise _nested_too_deep(what) from None
+
+
+def _nested_too_deep(what: str) -> BundleError:
+    return BundleError("json-invalid", f"{what}: values are nested too deep to be decoded")
 
 
 def _check_plain(plain: Any, what: str) -> None:
@@ -192,7 +196,10 @@ def _refuse_duplicates(data: bytes, what: str) -> None:
                 )
             seen.add(key)
 
-    json.loads(data, object_pairs_hook=pairs)
+    try:
+        json.loads(data, object_pairs_hook=pairs)
+    except RecursionError:  # of a value whose place another one under the same key has taken
+        raise _nested_too_deep(what) from None
 
 
 def _check_canonical(expected: bytes, found: bytes, what: str, code: str) -> None:

@@ -312,6 +312,14 @@ class LatentSpec(Wire, frozen=True, tag="latent", tag_field="k"):
     window: int | None = None
 
 
+class IndexSpec(Wire, frozen=True, tag="index", tag_field="k"):
+    """Geometry of a paged cache of the keys by which sparse attention selects: one of `key_size` elements a token."""
+
+    key_size: int
+    dtype: Dtype
+    page_size: int
+
+
 class StateSpec(Wire, frozen=True, tag="state", tag_field="k"):
     """Geometry of a state that a sequence keeps as a whole: a recurrent `state`, or the last inputs of a `conv`.
 
@@ -323,7 +331,7 @@ class StateSpec(Wire, frozen=True, tag="state", tag_field="k"):
     dtype: Dtype
 
 
-CacheSpec = PagedSpec | LatentSpec | StateSpec
+CacheSpec = PagedSpec | LatentSpec | IndexSpec | StateSpec
 
 
 class PagedInputs(Wire, frozen=True):
@@ -347,7 +355,7 @@ class Group(Wire, frozen=True):
 
     name: str
     pool: str
-    spec: PagedSpec | LatentSpec
+    spec: PagedSpec | LatentSpec | IndexSpec
     inputs: PagedInputs
     slots: tuple[Slot, ...]
 

@@ -174,7 +174,9 @@ def _slot(slot: schema.Slot) -> str:
     return f"slot {_name(slot.name)}({', '.join(map(format_value, slot.tensors))})"
 
 
-def _spec(spec: schema.PagedSpec | schema.LatentSpec) -> str:
+def _spec(spec: schema.PagedSpec | schema.LatentSpec | schema.IndexSpec) -> str:
+    if isinstance(spec, schema.IndexSpec):
+        return f"index(key_size={spec.key_size}, dtype={spec.dtype}, page_size={spec.page_size})"
     pages = f"dtype={spec.dtype}, page_size={spec.page_size}, window={'none' if spec.window is None else spec.window}"
     if isinstance(spec, schema.LatentSpec):
         return f"latent(latent_size={spec.latent_size}, rope_size={spec.rope_size}, {pages})"

@@ -22,6 +22,7 @@ from precast.ir.graph.schema import (
     CacheSpec,
     Expr,
     Group,
+    IndexSpec,
     LatentSpec,
     PagedSpec,
     Slot,
@@ -74,6 +75,8 @@ def slot_types(spec: CacheSpec, pages: str) -> tuple[TensorType, ...]:
         return (TensorType(spec.dtype, (pages, *spec.shape)),)
     if isinstance(spec, LatentSpec):
         return (TensorType(spec.dtype, (pages, spec.page_size, spec.latent_size + spec.rope_size)),)
+    if isinstance(spec, IndexSpec):
+        return (TensorType(spec.dtype, (pages, spec.page_size, spec.key_size)),)
     keys = (pages, spec.page_size, spec.num_kv_heads, spec.head_size)
     return TensorType(spec.dtype, keys), TensorType(spec.dtype, (*keys[:-1], spec.value_size))
 
@@ -128,8 +131,10 @@ def peak_pages(group: CacheGroup, length: int, step: int) -> int:
     return min(whole, -(-(tokens - 1) // group.spec.page_size) + 1)
 
 
-def first_visible(spec: PagedSpec | LatentSpec, position: int) -> int:
+def first_visible(spec: PagedSpec | LatentSpec | IndexSpec, position: int) -> int:
     """The position of the first token that the one at `position` can see."""
+    if isinstance(spec, IndexSpec):
+        return 0
     if spec.window is not None:
         return max(0, position - spec.window + 1)
     if isinstance(spec, PagedSpec) and spec.chunk is not None:

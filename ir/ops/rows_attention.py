@@ -73,7 +73,7 @@ def paged_attention(args: Args) -> tuple[TensorType, ...]:
     expect_dtype("k_cache", k_cache, *FLOATS)
     expect_dtype("v_cache", v_cache, k_cache.dtype)
     expect_shape("v_cache's pages and heads", v_cache.shape[:3], k_cache.shape[:3])
-    _pages(args)
+    expect_pages(args)
     _scales(args)
     return (_heads(args, k_cache, v_cache),)
 
@@ -113,13 +113,13 @@ def paged_latent_attention(args: Args) -> tuple[TensorType, ...]:
     expect_rank("weight", weight, 2)
     expect_dtype("q", args["q"], *COMPUTED)
     expect_dtype("cache", cache, *FLOATS)
-    _pages(args)
+    expect_pages(args)
     latent = weight.shape[1]
     return (_latent_heads(args, latent, symbols.add(cache.shape[2], symbols.mul(-1, latent))),)
 
 
-def _pages(args: Args) -> None:
-    """The metadata that says which pages hold a sequence's keys."""
+def expect_pages(args: Args) -> None:
+    """The metadata that say which pages hold a sequence's keys."""
     for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"):
         expect_vector(name, args[name], "int32")
     sequences = args["kv_lens"].shape
@@ -151,11 +151,24 @@ def _heads(args: Args, key: TensorType, value: TensorType) -> TensorType:
     expect_given(args, "sinks", (heads,), *COMPUTED)
     expect_positive(args, "window")
     expect_given(args, "slopes", (heads,), "float32")
+    _bias(args)
     expect_positive(args, "chunk")
     both = args.get("window") is not None and args.get("chunk") is not None
     expect(not both, "window, chunk: expected one of them at most, found both")
     expect_dtype("q", q, *COMPUTED)
     return TensorType(q.dtype, (*q.shape[:-1], value.shape[-1]))
+
+
+def _bias(args: Args) -> None:
+    """A bias has a row for each of q's heads, with a number for each distance up to its size."""
+    bias = args.get("bias")
+    if bias is None:
+        return
+    expect_rank("bias", bias, 4)
+    expect_shape("bias's tokens and heads", bias.shape[:3], args["q"].shape[:3])
+    expect_known("bias's size", bias.shape[3])
+    expect(not isinstance(bias.shape[3], int) or bias.shape[3] > 0, "bias: expected a size of at least 1, found 0")
+    expect_dtype("bias", bias, *COMPUTED)
 
 
 def _latent_heads(args: Args, latent: Expr, rope: Expr) -> TensorType:
@@ -173,13 +186,15 @@ def _latent_heads(args: Args, latent: Expr, rope: Expr) -> TensorType:
     return TensorType(q.dtype, (*q.shape[:-1], value))
 
 
-_PAGES = SEQUENCE_LENGTHS | dict.fromkeys(("page_indices", "page_indptr", "page_start"), GROUP)
-_SLOTS = {"slot_mapping": GROUP}
+PAGES = SEQUENCE_LENGTHS | dict.fromkeys(("page_indices", "page_indptr", "page_start"), GROUP)
+"""What the integers are for that say which pages hold a sequence's keys."""
+SLOTS = {"slot_mapping": GROUP}
+"""The same of those that say where a step's tokens are written."""
 
 ROWS = (
     row(
         "precast.attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, *, float scale,"
-        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None) -> Tensor",
+        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None, Tensor? bias=None) -> Tensor",
         attention,
         SEQUENCES,
         work.attention,
@@ -191,7 +206,7 @@ ROWS = (
         write_kv,
         SEQUENCES,
         work.nothing,
-        integers=_SLOTS,
+        integers=SLOTS,
     ),
     row(
         "precast.rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight,"
@@ -200,17 +215,17 @@ ROWS = (
         " Tensor? v_scale=None) -> Tensor",
         rotary_write_kv,
         SEQUENCES,
-        integers=_SLOTS,
+        integers=SLOTS,
     ),
     row(
         "precast.paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor cu_seqlens,"
         " Tensor kv_lens, Tensor page_indices, Tensor page_indptr, Tensor page_start, *, float scale,"
-        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None, Tensor? k_scale=None,"
-        " Tensor? v_scale=None) -> Tensor",
+        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None, Tensor? bias=None,"
+        " Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
         paged_attention,
         SEQUENCES,
         work.attention,
-        integers=_PAGES,
+        integers=PAGES,
     ),
     row(
         "precast.latent_attention(Tensor q, Tensor latent, Tensor k_rope, Tensor weight, Tensor cu_seqlens, *,"
@@ -225,7 +240,7 @@ ROWS = (
         write_latent,
         SEQUENCES,
         work.nothing,
-        integers=_SLOTS,
+        integers=SLOTS,
     ),
     row(
         "precast.paged_latent_attention(Tensor q, Tensor cache, Tensor weight, Tensor cu_seqlens, Tensor kv_lens,"
@@ -234,6 +249,6 @@ ROWS = (
         paged_latent_attention,
         SEQUENCES,
         work.latent_attention,
-        integers=_PAGES,
+        integers=PAGES,
     ),
 )

@@ -66,6 +66,22 @@ def latent_attention(node: Node, shapes: Shapes) -> float:
     return attention(node, shapes) + 2 * query[1] * weight[0] * weight[1]
 
 
+def selection(node: Node, shapes: Shapes) -> float:
+    """2 T C H (D + 1): C is how many keys a query may see on average, each of which every head scores."""
+    query = _of(node, "q", shapes)
+    return 2 * query[1] * _keys(node, query[1]) * query[2] * (query[3] + 1)
+
+
+def sparse_latent_attention(node: Node, shapes: Shapes) -> float:
+    """Over N selected latents as keys and values of one head, 2 T N H (2 C + Dr), and the query's and the result's
+    products with the weight, 2 T H (Dn + Dv) C."""
+    query, weight = _of(node, "q", shapes), _of(node, "weight", shapes)
+    selected, latent = _of(node, "selected", shapes)[2], weight[1]
+    rope = query[3] + _result(node, shapes)[3] - weight[0] // query[2]
+    over = query[1] * min(selected, query[1]) * query[2] * (2 * latent + rope)
+    return 2.0 * (over + query[1] * weight[0] * latent)
+
+
 def experts(node: Node, shapes: Shapes) -> float:
     """2 T k (up and gate, and down)."""
     chosen, up, down = (_of(node, name, shapes) for name in ("expert_ids", "up", "down"))

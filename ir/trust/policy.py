@@ -98,7 +98,7 @@ class Policy(msgspec.Struct, frozen=True):
         Raises TrustError for one that can't be read.
         """
         places = [*_user_places(environment), system]
-        found = [Policy.read(path) for path in places if os.path.lexists(path)]
+        found = [Policy.read(path) for path in places if _is_there(path)]
         is_strict = any(policy.portable == "vouched" for policy in found)
         rules = tuple(rule for policy in found for rule in policy.rules)
         return Policy(rules, "vouched" if is_strict else "anyone")
@@ -179,12 +179,24 @@ def _user_places(environment: Mapping[str, str]) -> list[Path]:
     return [Path(home) / ".config" / "precast" / "trust.json"] if os.path.isabs(home) else []
 
 
+def _is_there(path: Path) -> bool:
+    """Whether there is a policy. Where that can't be known, as in a folder that we may not enter, there is one."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _decode(path: Path) -> _File:
     try:
         data = keys.read_pem(path)
         return codec.decode_foreign_json(data, _File, "trust policy", limits.MAX_TRUST_BYTES)
     except TrustError as error:
-        raise TrustError("trust-invalid", error.message, where=str(path)) from None
+        fix = "check the path, and whether this user may read it"
+        raise TrustError("trust-invalid", error.message, where=str(path), fix=fix) from None
     except BundleError as error:
         fix = "docs/trust.md says what a policy holds"
         raise TrustError("trust-invalid", error.message, where=str(path), fix=fix) from None

@@ -15,11 +15,14 @@ import msgspec
 
 from precast.ir import limits
 from precast.ir.bundle import codec
-from precast.ir.errors import BundleError, TrustError
+from precast.ir.errors import BundleError, TrustError, shown
 from precast.ir.files import read_file
 
 NAME = "precast.lock"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# What is printed, and may be passed on to a command, is one word.
+_REFERENCE = re.compile(r"(oci://[!-~]+)?")
+_TARGET = re.compile(r"[a-z0-9_]{1,32}")
 
 
 class Locked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -60,11 +63,13 @@ def read(checkpoint: Path) -> Lock:
         found = codec.decode_foreign_json(data, Lock, NAME, limits.MAX_TRUST_BYTES)
     except BundleError as error:
         raise TrustError("lock-invalid", error.message, where=str(path)) from None
-    if found.version != 1 or not all(_DIGEST.fullmatch(each.digest) for each in found.bundles):
-        raise TrustError("lock-invalid", "expected version 1, and digests of bundles", where=str(path))
+    if found.version != 1 or not all(map(_is_sound, found.bundles)):
+        message = "expected version 1, and of each bundle a digest, an address with oci:// if any, and targets"
+        raise TrustError("lock-invalid", message, where=str(path))
     config = config_digest(checkpoint)
     if config != found.config:
-        message = f"it was written for a config.json with digest {found.config[:100]}, and the one here has {config}"
+        written_for = shown(found.config, 100)
+        message = f"it was written for a config.json with digest {written_for}, and the one here has {config}"
         fix = "the config was changed: build a bundle from it, and link that"
         raise TrustError("lock-mismatch", message, where=str(path), fix=fix)
     return found
@@ -85,9 +90,21 @@ def add(checkpoint: Path, locked: Locked) -> Lock:
     bundles = tuple(sorted((*kept, locked), key=lambda each: each.digest))
     lock = Lock(1, config_digest(checkpoint), bundles)
     unfinished = checkpoint / f".{NAME}.{os.getpid()}"
-    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(lock), indent=2) + b"\n")
-    unfinished.replace(checkpoint / NAME)
+    unfinished.unlink(missing_ok=True)
+    try:
+        with unfinished.open("xb") as file:  # never what somebody else has put there
+            file.write(msgspec.json.format(msgspec.json.encode(lock), indent=2) + b"\n")
+        unfinished.replace(checkpoint / NAME)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return lock
+
+
+def _is_sound(found: Locked) -> bool:
+    """Whether it says what a lock may: anybody may have written it."""
+    return all(
+        (_DIGEST.fullmatch(found.digest), _REFERENCE.fullmatch(found.reference), *map(_TARGET.fullmatch, found.targets))
+    )
 
 
 def config_digest(checkpoint: Path) -> str:

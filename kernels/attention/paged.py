@@ -29,9 +29,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """`q` [1, T, H, D], `k_cache` [P, S, K, D], `v_cache` [P, S, K, Dv], `sinks` [H]; [1, T, H, Dv] in q's dtype.
 
-    `slopes` [H] float32. A cache of another dtype, float8_e4m3fn too, is converted as it is read; `scales` are for
-    float8_e4m3fn alone. Computed in float32, rounded once. Raises ValueError for a window or chunk below 1, and for
-    both at once.
+    `slopes` [H] float32, `bias` [1, T, H, R]. A cache of another dtype, float8_e4m3fn too, is converted as it is read;
+    `scales` are for float8_e4m3fn alone. Computed in float32, rounded once. Raises ValueError for a window or chunk
+    below 1, and for both at once.
     """
     check_window(scoring.window, scoring.chunk)
     out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
@@ -41,7 +41,7 @@ def paged_attention(
             unscaled(gathered(cache, held).flatten(0, 1)[: len(keys)], scale)
             for cache, scale in zip((k_cache, v_cache), scales, strict=True)
         )
-        out[0, rows] = attend(q[0, rows], k, v, queries, keys[: len(k)], scoring)
+        out[0, rows] = attend(q[0, rows], k, v, queries, keys[: len(k)], scoring.of(rows))
     return out
 
 
@@ -61,11 +61,11 @@ PAGES_AXES = {"cu_seqlens": "B+1", "kv_lens": "B", "page_indices": "N", "page_in
 PAGED_ATTENTION = OpSpec(
     name="precast.paged_attention",
     axes={
-        "q": "1 T H D", "k_cache": "P S K D", "v_cache": "P S K E", "sinks": "H", "slopes": "H", "k_scale": "1",
-        "v_scale": "1", **PAGES_AXES,
+        "q": "1 T H D", "k_cache": "P S K D", "v_cache": "P S K E", "sinks": "H", "slopes": "H", "bias": "1 T H R",
+        "k_scale": "1", "v_scale": "1", **PAGES_AXES,
     },
     results={"y": "1 T H E"},
-    dtypes={"q": FLOAT, "k_cache": STORED, "v_cache": STORED, "sinks": FLOAT}
+    dtypes={"q": FLOAT, "k_cache": STORED, "v_cache": STORED, "sinks": FLOAT, "bias": FLOAT}
     | dict.fromkeys(("slopes", "k_scale", "v_scale"), (torch.float32,))
     | dict.fromkeys(PAGES_AXES, (torch.int32,)),
     reference=paged_attention,

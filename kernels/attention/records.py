@@ -42,12 +42,14 @@ def _written(use: Use) -> Expr:
     return add(largest(rows), mul(64, use.shape("slot_mapping")[0]))
 
 
+_NO_BIAS = Condition("no bias by distance", lambda use: not use.has("bias"))
+
 _TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0)}
 """What Triton's compiler is for."""
 
 
 _PAGED: dict[str, Any] = {
-    **_TRITON, "op": "precast.paged_attention", "dtypes": {"q": _COMPUTED}, "takes": (_SCALES, CONVERTS),
+    **_TRITON, "op": "precast.paged_attention", "dtypes": {"q": _COMPUTED}, "takes": (_SCALES, _NO_BIAS, CONVERTS),
     "allocates": False,
 }  # fmt: skip
 
@@ -61,7 +63,7 @@ _PLAIN_CACHE = Condition(
     ),
 )
 _HOPPER: dict[str, Any] = {
-    **_PAGED, "dtypes": {"q": ("float16", "bfloat16")}, "takes": (_SCALES, _PLAIN_CACHE),
+    **_PAGED, "dtypes": {"q": ("float16", "bfloat16")}, "takes": (_SCALES, _NO_BIAS, _PLAIN_CACHE),
     "min_capability": (9, 0), "max_capability": (9, 0),
 }  # fmt: skip
 
@@ -79,7 +81,7 @@ _SINKS = Condition(
     lambda use: not use.has("sinks") or use.operands["sinks"].type.dtype in ("float32", use.operands["q"].type.dtype),
 )
 _DECODE: dict[str, Any] = {
-    **_HOPPER, "kind": "cuda", "takes": (_SCALES, _WHOLE_TILES, _SINKS), "workspace": nothing,
+    **_HOPPER, "kind": "cuda", "takes": (_SCALES, _NO_BIAS, _WHOLE_TILES, _SINKS), "workspace": nothing,
 }  # fmt: skip
 
 _SMALL_STEPS: dict[str, tuple[int, int | None]] = {
@@ -120,7 +122,7 @@ RECORDS = (
     ),
     reference_on_cpu("precast.paged_attention", "attention.paged"),
     Record(
-        name="triton.attention", op="precast.attention", **_TRITON, dtypes={"q": _COMPUTED}, takes=(_SCALES,),
+        name="triton.attention", op="precast.attention", **_TRITON, dtypes={"q": _COMPUTED}, takes=(_SCALES, _NO_BIAS),
         allocates=False, workspace=nothing, runs=launches.packed,
     ),
     Record(

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -34,6 +35,7 @@ from precast.loader.weights.files import Range, read_ranges
 from precast.loader.weights.jobs import Worker, share
 from precast.loader.weights.parts import Assembly, Casts, Target, param_parts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Copy, Job, Plan, plan_reads
+from precast.loader.weights.stored_checks import BITS, Check, checks, is_rounded
 from precast.loader.weights.views import View
 
 if TYPE_CHECKING:
@@ -61,7 +63,12 @@ class Planned(NamedTuple):
     plan: Plan
     on_host: frozenset[int]
     files: CheckpointFiles
+    checks: Mapping[int, Check] = MappingProxyType({})
+    """What is to be looked at, by target."""
+    rounded: Check | None = None
+    """Scales that may be rounded while they are read."""
     scales: tuple[str, ...] = ()
+    """The params by which caches are divided."""
 
 
 class Made(Protocol):
@@ -83,7 +90,11 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     plan = plan_reads(assembly, stored.__getitem__, msgspec.structs.replace(sizes, job=BUFFER_BYTES))
     on_host = {copy.target for job in plan.jobs for copy in job.copies}
     on_host |= {target for move in plan.moves for target in (move.source, move.target)}
-    return Planned(assembly, plan, frozenset(on_host), files, tuple(scales.names(graph.params)))
+    found = {check.param: check for check in checks(graph)}
+    wanted = {i: found[target.name] for i, target in enumerate(plan.targets) if target.name in found}
+    rounded = next((check for check in found.values() if is_rounded(check, lambda name: stored[name].dtype)), None)
+    divided_by = tuple(scales.names(graph.params))
+    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by)
 
 
 def planned_bytes(what: Planned) -> int:
@@ -102,6 +113,8 @@ def uncovered(what: Planned) -> str:
         if isinstance(first, Quantise):
             return "weights are quantised while they are read"
         return f"the checkpoint's tensors are quantised ({first.format})"
+    if what.rounded is not None:
+        return f"{what.rounded.tensors[0]}: that {what.rounded.dtype} holds such scales is looked at by torch"
     for copy in (copy for job in what.plan.jobs for copy in job.copies):
         odd = sorted({copy.dtype, *copy.casts} - _CONVERTED) if copy.casts else []
         if odd:
@@ -193,13 +206,13 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice) -> i
     """Bring all params to their places; the bytes that were read.
 
     Raises WeightsError (checkpoint-read) for a file that can't be read to its end or whose folder is stopped,
-    (checkpoint-changed) for one that somebody writes to, (scale-invalid) for scales of caches that are no numbers
-    above 0.
+    (checkpoint-changed) for one that somebody writes to, (weights-mismatch) for scales of weights that are no numbers,
+    (scale-invalid) for scales of caches that are no numbers above 0.
     """
     made = OnHost(what, params.at)
     parts = ring.parts()
     threads = min(what.files.folder.readers or len(parts), len(parts))
-    num_bytes = share(what.plan.jobs, lambda: _worker(params, made, device, parts.pop()), threads, what.files)
+    num_bytes = share(what.plan.jobs, lambda: _worker(what, params, made, device, parts.pop()), threads, what.files)
     with device.use():
         made.move_all()
         for target, value in what.assembly.filled.items():
@@ -226,7 +239,7 @@ class OnHost:
     """
 
     def __init__(self, what: Planned, at: Mapping[int, int]) -> None:
-        self._plan, self._at = what.plan, at
+        self._plan, self._at, self._checks = what.plan, at, what.checks
         self.targets = what.on_host
         self._made: dict[int, npt.NDArray[np.uint8]] = {}
         self._lock = threading.Lock()
@@ -261,6 +274,7 @@ class OnHost:
 
     def _upload(self, target: int, stream: int | None) -> None:
         data = self[target]
+        check_bytes(self._checks, target, data)
         upload(self._at[target], data, stream)
         library.call("cuStreamSynchronize", stream)
         with self._lock:
@@ -294,7 +308,7 @@ def upload(address: int, data: npt.NDArray[np.uint8], stream: int | None) -> Non
 
 
 @contextmanager
-def _worker(params: Params, made: OnHost, device: DriverDevice, buffer: Buffer) -> Iterator[Worker]:
+def _worker(what: Planned, params: Params, made: OnHost, device: DriverDevice, buffer: Buffer) -> Iterator[Worker]:
     """Reads into a pinned buffer, and leaves the rest to the device; its stream has run dry at the end."""
     with device.use():
         stream, emptied, view = device.stream(), device.event(), host_bytes(buffer)
@@ -302,7 +316,7 @@ def _worker(params: Params, made: OnHost, device: DriverDevice, buffer: Buffer) 
 
         def run(job: Job, source: Source) -> int:
             library.call("cuEventSynchronize", emptied.handle)  # type: ignore[attr-defined]
-            num_bytes = do_job(job, source, buffer.pointer, view, params.at, made, stream)
+            num_bytes = do_job(job, source, buffer.pointer, view, params.at, made, stream, what.checks)
             emptied.record(stream)
             made.done(job, stream)
             return num_bytes
@@ -322,11 +336,12 @@ def do_job(
     at: Mapping[int, int],
     made: Made,
     stream: int,
+    checked: Mapping[int, Check] = MappingProxyType({}),
 ) -> int:
     """Read a job's bytes, where they belong or through pinned memory, and make its copies; how many were read.
 
     Targets are made on the host (`made`), or are on the device (`at` these addresses), where `stream` brings them from
-    `pinned` memory, which is seen by `view`.
+    `pinned` memory, which is seen by `view`; what of them is to be `checked`, it checks there.
     """
     through = sum(each.num_bytes for each in job.ranges if each.target is not None and each.target not in made.targets)
     large = np.empty(through if through > len(view) else 0, np.uint8)
@@ -334,6 +349,7 @@ def do_job(
         pinned, view = large.ctypes.data, large.data
     staged = np.empty(job.buffer_bytes, np.uint8)
     ranges: list[Range] = []
+    seen: list[tuple[int, int, int]] = []  # targets that are checked, and their bytes here
     uploads: list[tuple[int, int, int]] = []  # addresses there and here, and bytes
     used = 0
     for each in job.ranges:
@@ -344,6 +360,7 @@ def do_job(
                 ranges.append(Range(start, made[each.target].data[offset : offset + length]))
             else:
                 ranges.append(Range(start, view[used : used + length]))
+                seen += [(each.target, used, length)] if each.target in checked else []
                 address = at[each.target] + offset
                 if uploads and uploads[-1][0] + uploads[-1][2] == address:
                     uploads[-1] = uploads[-1][0], uploads[-1][1], uploads[-1][2] + length
@@ -351,6 +368,8 @@ def do_job(
                     uploads.append((address, pinned + used, length))
                 used += length
     num_bytes = read_ranges(source, ranges)
+    for target, place, length in seen:
+        check_bytes(checked, target, np.frombuffer(view[place : place + length], np.uint8))
     for address, here, length in uploads:
         library.call("cuMemcpyAsync", address, here, length, stream)
     if len(large):
@@ -358,6 +377,22 @@ def do_job(
     for copy in job.copies:
         _copy(copy, staged, made)
     return num_bytes
+
+
+def check_bytes(checked: Mapping[int, Check], target: int, data: npt.NDArray[np.uint8]) -> None:
+    """Raise WeightsError (weights-mismatch) where some bytes of a target, whole elements, aren't what they must be."""
+    check = checked.get(target)
+    if check is None:
+        return
+    if check.num_groups is not None:
+        values = data.view(np.int32)
+        bad = (values < 0) | (values >= check.num_groups)
+    else:
+        kind, mask = BITS[check.dtype]
+        values = data.view(kind)
+        bad = (values & mask == mask) | (values == 0 if check.divides else False)
+    if bad.any():
+        raise check.refusal()
 
 
 def _copy(copy: Copy, staged: npt.NDArray[np.uint8], made: Made) -> None:

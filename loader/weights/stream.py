@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from precast.ir.errors import TargetError, WeightsError
-from precast.ir.graph.schema import Dequantise, Graph, Param, Quantise, Recipe, Tie
+from precast.ir.graph.schema import Dequantise, Graph, Param, Quantise, Recipe, TensorType, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
@@ -25,6 +25,7 @@ from precast.loader.device import Device, aligned
 from precast.loader.torch_device import tensor_of
 from precast.loader.weights.parts import Assembly, Computed, Target, param_parts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Granularity, grouped, plan_reads
+from precast.loader.weights.stored_checks import BITS, Check, checks, is_rounded, widened
 from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_all, read_all, strided
 
 PARAM_ALIGNMENT = 256
@@ -62,11 +63,10 @@ def load_weights(
 
     `whole` is the graph before it was bound, where it may read tensors that this rank has no part of.
     `buffers` that were made beforehand save the time that pinning takes. Recipes and headers are compared before
-    memory is taken or a tensor read. Raises WeightsError (weights-mismatch) with everything that does not fit,
-    (scale-invalid) for scales of caches that are no numbers above 0,
-    (checkpoint-read) for a file that can't be read to its end, (checkpoint-changed) for one
-    that somebody writes to; TargetError (device-memory) if the params don't fit a
-    GPU.
+    memory is taken or a tensor read. Raises WeightsError (weights-mismatch) with everything that does not fit, and
+    for scales of weights that are no numbers, (scale-invalid) for scales of caches that are no numbers above 0,
+    (checkpoint-read) for a file that can't be read to its end, (checkpoint-changed) for one that somebody writes to;
+    TargetError (device-memory) if the params don't fit a GPU.
     """
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
         stored = recipes.require(graph, rules, files, whole=whole)
@@ -86,6 +86,8 @@ def load_weights(
     recipe_of = {param.name: param.recipe for param in graph.params}
     made = {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
     _check_scales(graph, made)
+    _check_stored(graph, made)
+    _check_exact(graph, made, files, stored, device)
     return Weights(made, bytes_read, bytes_needed)
 
 
@@ -94,6 +96,44 @@ def _check_scales(graph: Graph, made: Mapping[str, torch.Tensor]) -> None:
     if names:
         found = torch.cat([made[name] for name in names]).tolist()
         scales.check(dict(zip(names, found, strict=True)))
+
+
+def _check_stored(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise WeightsError (weights-mismatch) for scales and groups that can't be meant, waiting for the device once."""
+    found = list(checks(graph))
+    faults = [_has_fault(tensors[check.param], check) for check in found]
+    if faults and bool(torch.stack(faults).any()):
+        raise next(check.refusal() for check, fault in zip(found, faults, strict=True) if fault)
+
+
+def _check_exact(
+    graph: Graph, made: Mapping[str, torch.Tensor], files: CheckpointFiles, stored: Mapping[str, StoredTensor],
+    device: Device,
+) -> None:  # fmt: skip
+    """Raise WeightsError (weights-mismatch) for scales that were rounded: those of another type are read once more."""
+    rounded = {check.param: check for check in checks(graph) if is_rounded(check, lambda name: stored[name].dtype)}
+    wanted = [param for param in graph.params if param.name in rounded]
+    if not wanted:
+        return
+    wide = [Param(each.name, TensorType("float32", each.type.shape), widened(each.recipe)) for each in wanted]
+    assembly = param_parts(wide, lambda name: stored[name].dtype)
+    plan = plan_reads(assembly, stored.__getitem__)
+    memory = _allocate(plan.targets, device)
+    with PinnedBuffers(device) as pinned:
+        read_all(plan, memory, pinned, files)
+    move_all(plan, memory)
+    for target, values in zip(plan.targets, _typed(plan.targets, memory), strict=True):
+        if target.name is not None and not torch.equal(made[target.name].float(), values):
+            raise rounded[target.name].rounding()
+
+
+def _has_fault(values: torch.Tensor, check: Check) -> torch.Tensor:
+    """Whether anything in there isn't what is asked, on the values' device."""
+    if check.num_groups is not None:
+        return ((values < 0) | (values >= check.num_groups)).any()
+    kind, mask = BITS[check.dtype]
+    is_bad = values.view(getattr(torch, kind)) & mask == mask
+    return (is_bad | (values == 0)).any() if check.divides else is_bad.any()
 
 
 def params_bytes(graph: Graph) -> int:

@@ -1,6 +1,7 @@
 """Greedy tokens are those of transformers while sequences are evicted, preempted, resumed, chunked, and share prefixes.
 
-Models with windows, two head sizes, shared keys and values, sinks, latents, states beside pages, states alone.
+Models with windows, two head sizes, shared keys and values, sinks, latents, selected latents, states
+beside pages, states alone.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ MODEL_TYPES = {
     "qwen3_next": False,
     "nemotron_h": False,
     "deepseek_v3": False,
+    "deepseek_v32": False,
+    "glm_moe_dsa": False,
     "mamba2": False,
     "falcon_h1": False,
     "lfm2": False,

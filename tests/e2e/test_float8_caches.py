@@ -30,8 +30,9 @@ from precast.ir.memory import caches
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
 
-MODEL_TYPES = ("llama", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_next")
-"""Keys and values; windows; two head sizes, layers that share; sinks; latents; pages beside states in float32."""
+MODEL_TYPES = ("llama", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next")
+"""Keys and values; windows; two head sizes, layers that share; sinks; latents, and such as are selected by keys of
+their own; pages beside states in float32."""
 
 SHARED = [3 + (7 * i) % 118 for i in range(70)]
 PROMPTS = [[*SHARED, 5, 9, 70], [17], [*SHARED, 33, 12, 88, 3, 41], [*SHARED[:40], 99, 4, 4, 120, 56]]
@@ -48,8 +49,8 @@ Scales = list[tuple[float, float]]
 
 
 class Float8Cache(DynamicCache):
-    """Keeps keys, values and latents as float8_e4m3fn would: divided by scales, rounded, saturated; in float32, and
-    times the scales again."""
+    """Keeps keys, values, latents and what these are selected by as float8_e4m3fn would: divided by scales, rounded,
+    saturated; in float32, and times the scales again."""
 
     scales: Scales
 
@@ -60,8 +61,11 @@ class Float8Cache(DynamicCache):
         kept = rounded(key_states, k_scale), rounded(value_states, v_scale)
         return super().update(*kept, layer_idx, *args, **kwargs)
 
+    def update_indexer(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update_indexer(rounded(key_states), *args, **kwargs)
 
-def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+
+def rounded(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
@@ -159,7 +163,7 @@ def assert_planned(bundle: Bundle, model_type: str) -> None:
     specs = [group.spec for group in caches.groups(bundle.graph.caches)]
     assert {spec.dtype for spec in specs if not isinstance(spec, StateSpec)} == {"float8_e4m3fn"}
     assert {spec.dtype for spec in specs if isinstance(spec, StateSpec)} <= {"float32"}
-    assert any(isinstance(spec, LatentSpec) for spec in specs) == (model_type == "deepseek_v3")
+    assert any(isinstance(spec, LatentSpec) for spec in specs) == model_type.startswith("deepseek_v3")
 
 
 def assert_logits(engine: Engine, model: Any, scales: Scales | None) -> None:

@@ -24,6 +24,7 @@ import precast
 from precast.builder.source.shrink import random_model
 from precast.check.shards import prove, prove_with_random_weights, unsharded
 from precast.ir.artifact import Bundle
+from precast.ir.errors import WeightsError
 
 PROMPT = [5, 9, 70, 33, 12, 88]
 
@@ -41,6 +42,8 @@ class Case(NamedTuple):
     quantise: Quantise
     file: str = "config.json"
     changes: dict[str, Any] = SIZES
+    dtype: str = "bfloat16"
+    """What the config says: that of scales, too."""
     which: str = r".*\.layers\..*_proj\.weight"
 
     @property
@@ -134,6 +137,7 @@ CASES = {
         compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32,
                    scale_dtype="torch.uint8"),
         quantised.packed_mxfp4,
+        changes=SIZES | {"head_dim": 32},
     ),
     "FP8 experts in blocks": Case(
         "qwen3_moe", {"quant_method": "fp8", "weight_block_size": [16, 16]}, float8("_scale_inv", (16, 16), finer),
@@ -182,8 +186,10 @@ CASES = {
     "AWQ": Case(
         "llama", {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, four_bits(quantised.awq)
     ),
-    "GPTQ": Case("llama", GPTQ | {"desc_act": False}, four_bits(quantised.gptq, order=False)),
-    "GPTQ with act order": Case("llama", GPTQ | {"desc_act": True}, four_bits(quantised.gptq, order=True)),
+    "GPTQ": Case("llama", GPTQ | {"desc_act": False}, four_bits(quantised.gptq, order=False), dtype="float16"),
+    "GPTQ with act order": Case(
+        "llama", GPTQ | {"desc_act": True}, four_bits(quantised.gptq, order=True), dtype="float16"
+    ),
 }  # fmt: skip
 
 
@@ -214,7 +220,7 @@ def write(case: Case, folder: Path) -> Checkpoints:
     save_file({name: each.contiguous() for name, each in dense.items()}, plain / "model.safetensors", {"format": "pt"})
     stored.mkdir()
     save_file(files, stored / "model.safetensors")
-    written = json.loads((plain / "config.json").read_text())
+    written = json.loads((plain / "config.json").read_text()) | {"dtype": case.dtype}
     (stored / case.file).write_text(json.dumps(case.entries))
     both = written | {"quantization_config": case.entries} if case.file == "config.json" else written
     (stored / "config.json").write_text(json.dumps(both))
@@ -279,3 +285,68 @@ def test_ranks_together_give_the_logits_of_one(case: str, made: Callable[[str], 
 @pytest.mark.parametrize("case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ"])
 def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]) -> None:
     assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "value", "message"),
+    [
+        ("FP8 in blocks", "self_attn.q_proj.weight_scale_inv", torch.nan, "a scale that is no finite number"),
+        ("FBGEMM FP8", "mlp.down_proj.weight_scale", torch.inf, "a scale that is no finite number"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, "a scale that is no finite number"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", torch.nan, "a scale that is no finite number"),
+        ("compressed NVFP4", "mlp.up_proj.weight_global_scale", 0.0, "a scale that is 0 or no finite number"),
+        ("compressed MXFP4", "mlp.down_proj.weight_scale", 255, "a scale that is no finite number"),
+        ("INT4", "mlp.down_proj.weight_scale", torch.nan, "a scale that is no finite number"),
+        ("GPTQ with act order", "self_attn.o_proj.g_idx", 4, "a group that has no scales: expected 0 to 3"),
+        ("INT4 with act order", "self_attn.o_proj.weight_g_idx", -1, "a group that has no scales: expected 0 to 3"),
+    ],
+)
+def test_scales_that_cannot_be_meant_are_refused(
+    case: str, part: str, value: float, message: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    (_, stored), bundle = made(case)
+    tensors = load_file(stored / "model.safetensors")
+    name = f"model.layers.1.{part}"
+    damaged = tensors[name].float()
+    damaged.view(-1)[-1] = value
+    tensors[name] = damaged.to(tensors[name].dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    with pytest.raises(WeightsError, match=re.escape(message)) as error:
+        precast.load(bundle.path, weights=tmp_path, device="cpu", cache_bytes=1 << 20)
+
+    assert error.value.code == "weights-mismatch"
+    assert name in str(error.value)
+
+
+def test_a_checkpoint_that_is_not_quantised_is_refused(made: Callable[[str], Made]) -> None:
+    (plain, _), bundle = made("FP8 in blocks")
+
+    with pytest.raises(WeightsError) as error:
+        precast.load(bundle.path, weights=plain, device="cpu", cache_bytes=1 << 20)
+
+    assert "model.layers.0.mlp.down_proj.weight: expected float8_e4m3fn, found float32" in str(error.value)
+    assert "model.layers.0.mlp.down_proj.weight_scale_inv" in str(error.value)
+
+
+@pytest.mark.parametrize(("scale", "fits"), [(2.0**-14, True), (1.0 + 2.0**-10, False)])
+def test_scales_that_16_bits_do_not_hold_are_refused(
+    scale: float, fits: bool, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """The config says bfloat16, and so does the bundle; in the checkpoint scales are float16."""
+    (_, stored), bundle = made("INT4")
+    tensors = load_file(stored / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    assert tensors[name].dtype == torch.bfloat16
+    tensors[name] = torch.full_like(tensors[name], 2.0**-9).half()
+    tensors[name][3, 1] = scale
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = ""
+
+    try:
+        precast.load(bundle.path, weights=tmp_path, device="cpu", cache_bytes=1 << 20).close()
+    except WeightsError as error:
+        message = str(error)
+
+    assert bool(message) != fits
+    assert fits or re.search(f"{name}: a scale that bfloat16 doesn't hold exactly(.|\n)*--dequantise", message)

@@ -29,6 +29,7 @@ WORLDS = {
     "gpt_oss": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)],
     "qwen2_moe": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)],
     "deepseek_v3": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)],
+    "deepseek_v32": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)],
     "qwen3_next": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)],
     "nemotron_h": [(1, 1), (2, 1)],
     "lfm2": [(1, 1), (2, 1), (4, 1)],
@@ -54,6 +55,19 @@ def test_ranks_together_give_the_logits_of_one(variant: str, tmp_path: Path) -> 
             assert prove(bundle, tmp_path / "ckpt", tp=tp, ep=ep, dp=tp, alone=alone).holds
         else:
             assert variant == "mamba"
+
+
+def test_a_selection_is_whole_on_every_rank_and_handed_from_stage_to_stage(tmp_path: Path) -> None:
+    """Layers 3 and 4 attend to what layer 2 selected, which stands at the end of the stage before theirs."""
+    families.make_model("glm_moe_dsa").save_pretrained(tmp_path / "ckpt")
+
+    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32")
+
+    whole = [row for row in bundle.graph.shards.rows if row.reason.startswith("it selects keys for all heads")]
+    assert sum(len(row.params) for row in whole) == 3 * 2  # of the blocks of layers 0 and 2
+    assert [pipeline.layers for pipeline in bundle.graph.shards.pipelines if len(pipeline.layers) == 2] == [(3, 2)]
+    assert prove(bundle, tmp_path / "ckpt", tp=1, pp=2).holds
+    assert prove(bundle, tmp_path / "ckpt", tp=2, pp=2).holds
 
 
 def test_ranks_with_keys_and_values_of_8_bits(tmp_path: Path) -> None:

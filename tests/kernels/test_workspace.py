@@ -195,6 +195,35 @@ def _write_kv(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None =
     }  # fmt: skip
 
 
+def _index_keys(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "k": _normal(dtype, 1, count, 128), "cache": _normal(kv or dtype, 100, 16, 128),
+        "slot_mapping": torch.arange(count),
+    }  # fmt: skip
+
+
+def _scored(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "q": _normal(dtype, 1, count, 8, 128), "k": _normal(dtype, 1, count, 128), "weights": torch.rand(1, count, 8),
+        "cu_seqlens": _bounds(sequences)["cu_seqlens"], "scale": 0.1, "count": 64,
+    }  # fmt: skip
+
+
+def _scored_pages(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    pages = _pages(sequences)
+    made = {**_scored(sequences, dtype), **pages}
+    del made["k"]
+    return {**made, "cache": _normal(dtype, len(pages["page_indices"]), 16, 128)}
+
+
+def _selected(make: Callable[..., Sample], sequences: Sequences, dtype: torch.dtype) -> Sample:
+    least = min(context for _, context in sequences)
+    selected = torch.randint(0, least, (1, _tokens(sequences), 64), dtype=torch.int32)
+    return {**make(sequences, dtype), "selected": selected, "sinks": None}
+
+
 def _without_states(sequences: Sequences, dtype: torch.dtype, make: Callable[..., Sample], **rule: Any) -> Sample:
     return without_states(make(sequences, dtype, **rule))
 
@@ -329,6 +358,12 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     },
     "attention, without a cache": ("attention", _packed, {}, 1.2),
     "latent attention, without a cache": ("latent_attention", _latents, {}, 1.6),
+    "index keys": ("write_index_keys", _index_keys, {}, 1.25),
+    "index keys, 8 bits": ("write_index_keys", _index_keys, FLOAT8, 1.25),
+    "select keys": ("paged_select_keys", _scored_pages, {}, 2.0),
+    "select keys, without a cache": ("select_keys", _scored, {}, 2.0),
+    "sparse attention": ("paged_sparse_latent_attention", partial(_selected, _latent_attention), {}, 2.0),
+    "sparse attention, without a cache": ("sparse_latent_attention", partial(_selected, _latents), {}, 2.0),
     "grouped linear": ("grouped_linear", _grouped, {"bias": False}, 1.1),
     "grouped linear, bias": ("grouped_linear", _grouped, {"bias": True}, 1.1),
     "residual rms norm": ("residual_rms_norm", _residual_norm, {"cast_before_scale": True}, 1.05),

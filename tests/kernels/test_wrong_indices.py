@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_samples.draw import Draw
+from op_samples.draw import Draw, Sample
 from op_samples.table import chosen, samples_of
 
 from precast.kernels import registry
@@ -29,13 +29,23 @@ def guarded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return copy.copy_(x), memory
 
 
+def numbered(sample: Sample, name: str) -> int:
+    """Of how many things, at most, the integers of an op name one."""
+    if name == "groups":
+        return sample["scales"].shape[0 if sample["format"] == "gptq" else 1]
+    return next(sample[key].shape[0] for key in ("up", "weight") if key in sample)
+
+
 def test_the_ops_that_pass_over_wrong_integers_are_known() -> None:
     found = sorted((spec.name, name) for spec, name in PASSED_OVER)
     assert found == [
         ("precast.experts", "expert_ids"),
         ("precast.grouped_linear", "expert_ids"),
+        ("precast.paged_sparse_latent_attention", "selected"),
         ("precast.quantised_experts", "expert_ids"),
+        ("precast.quantised_linear", "groups"),
         ("precast.sharded_embedding", "ids"),
+        ("precast.sparse_latent_attention", "selected"),
     ]
 
 
@@ -47,15 +57,18 @@ def test_an_index_of_nothing_adds_nothing(
 ) -> None:
     op: Any = spec.reference if which == "reference" else chosen(spec, device)
     for sample in samples_of(spec, Draw(dtype, device)):
+        if sample.get(name) is None:
+            continue
         memories, given = [], dict(sample)
         for key, x in sample.items():
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype.itemsize > 1:
                 given[key], memory = guarded(x)
                 memories.append(memory)
         first = sample.get("start", 0)
-        first_of_none = first + next(sample[key].shape[0] for key in ("up", "weight") if key in sample)
+        first_of_none = first + numbered(sample, name)
         ids = sample[name].flatten().clone()
-        ids[::2] = torch.tensor((first_of_none, *WRONG), device=device).repeat(len(ids))[: len(ids[::2])]
+        wrong = (first_of_none, *(each for each in WRONG if abs(each) <= torch.iinfo(ids.dtype).max))
+        ids[::2] = torch.tensor(wrong, dtype=ids.dtype, device=device).repeat(len(ids))[: len(ids[::2])]
         given[name] = ids.view(sample[name].shape)
         nothing = torch.where((given[name] < first) | (given[name] >= first_of_none), -1, given[name])
 

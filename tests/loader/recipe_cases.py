@@ -23,6 +23,7 @@ from precast.ir.graph.schema import (
     Quantise,
     Read,
     Recipe,
+    Repeat,
     Reshape,
     ShardPlan,
     Slice,
@@ -65,6 +66,8 @@ def evaluate(
                 return make(part.of).reshape([size(each) for each in part.shape])
             case Cast():
                 return make(part.of).to(dtypes.BY_NAME[part.dtype])
+            case Repeat():
+                return make(part.of).repeat_interleave(size(part.count), part.dim)
             case Each():
                 return torch.stack([make(ir_recipes.nth(part, i)) for i in range(part.count)], part.dim)
             case Dequantise():
@@ -125,7 +128,9 @@ def _made(draw: st.DrawFn, tensors: Tensors, firsts: Sequence[Callable[[Tensors]
     made = draw(st.sampled_from(firsts).flatmap(lambda first: first(tensors)))
     for _ in range(draw(st.integers(0, 5))):
         made = draw(
-            st.sampled_from((_slice, _join, _transpose, _reshape, _cast)).flatmap(lambda op, m=made: op(tensors, m))
+            st.sampled_from((_slice, _join, _transpose, _reshape, _cast, _repeat)).flatmap(
+                lambda op, m=made: op(tensors, m)
+            )
         )
     return made
 
@@ -242,3 +247,10 @@ def _reshape(draw: st.DrawFn, tensors: Tensors, made: Made) -> Made:
 def _cast(draw: st.DrawFn, tensors: Tensors, made: Made) -> Made:
     dtype = draw(st.sampled_from(FLOATS))
     return Made(Cast(made.recipe, dtype), made.shape, dtype)
+
+
+@st.composite
+def _repeat(draw: st.DrawFn, tensors: Tensors, made: Made) -> Made:
+    dim, count = draw(st.integers(0, len(made.shape) - 1)), draw(st.integers(1, 3))
+    shape = (*made.shape[:dim], made.shape[dim] * count, *made.shape[dim + 1 :])
+    return Made(Repeat(made.recipe, dim, count), shape, made.dtype)

@@ -32,6 +32,9 @@ _DBRX: dict[str, Any] = {
 }  # fmt: skip
 _DBRX_EXPERTS: dict[str, Any] = {"hidden_size": 48, "ffn_hidden_size": 28, "moe_num_experts": 5, "moe_top_k": 2}
 
+# Fewer keys than the prompts have; so many heads that hardly a key has nothing but zeros, and equal scores.
+_INDEX: dict[str, Any] = {"index_n_heads": 9, "index_head_dim": 14, "index_topk": 5}
+
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "mixtral-window-tied": (
@@ -127,6 +130,15 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, **_ROUTED, "n_group": 2, "topk_group": 1}),
+    "deepseek_v32": (
+        "deepseek_v32", {**_LATENT, **_ROUTED, **_INDEX, "n_group": 2, "topk_group": 1, "rope_parameters": _YARN},
+    ),
+    "deepseek_v32-dense-one": ("deepseek_v32", {**_LATENT, **_INDEX, "index_topk": 1, "first_k_dense_replace": 3}),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {**_LATENT, **_ROUTED, **_INDEX, "num_hidden_layers": 5,
+         "indexer_types": ["full", "shared", "full", "shared", "shared"]},
+    ),
     "glm4_moe_lite-sparse-first-tied": (
         "glm4_moe_lite",
         {**_LATENT, **_ROUTED, "mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None,

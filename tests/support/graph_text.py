@@ -31,6 +31,7 @@ from precast.ir.graph.schema import (
     ExprOp,
     Graph,
     Group,
+    IndexSpec,
     Items,
     LatentSpec,
     Node,
@@ -459,10 +460,11 @@ def _item(cursor: Cursor) -> Ref | Const | Dim:
     return Dim(_expr(cursor))
 
 
-def _spec(cursor: Cursor) -> PagedSpec | LatentSpec:
-    kinds: dict[str, Callable[[], PagedSpec | LatentSpec]] = {
+def _spec(cursor: Cursor) -> PagedSpec | LatentSpec | IndexSpec:
+    kinds: dict[str, Callable[[], PagedSpec | LatentSpec | IndexSpec]] = {
         "paged": lambda: _paged(cursor),
         "latent": lambda: _latent(cursor),
+        "index": lambda: _index(cursor),
     }
     return cursor.inside("(", kinds[cursor.expect(*kinds, "state", "conv").text], ")")
 
@@ -493,6 +495,15 @@ def _latent(cursor: Cursor) -> LatentSpec:
     latent_size = cursor.int()
     cursor.key("rope_size")
     return LatentSpec(latent_size, cursor.int(), *_pages(cursor))
+
+
+def _index(cursor: Cursor) -> IndexSpec:
+    cursor.key("key_size", first=True)
+    key_size = cursor.int()
+    cursor.key("dtype")
+    dtype = _dtype(cursor)
+    cursor.key("page_size")
+    return IndexSpec(key_size, dtype, cursor.int())
 
 
 def _pages(cursor: Cursor) -> tuple[Dtype, int, int | None]:

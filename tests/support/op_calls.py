@@ -44,6 +44,14 @@ LATENT_PAGES: Args = {
     **LATENT_HEADS, "cache": f32("P", 4, 19), "kv_lens": t("int32", "B"), "page_indices": t("int32", "N"),
     "page_indptr": t("int32", B1), "page_start": t("int32", "B"),
 }  # fmt: skip
+INDEX_KEYS: Args = {"q": f32(1, "T", 3, 6), "weights": f32(1, "T", 3), "count": 5}
+SELECT: Args = {**INDEX_KEYS, "k": f32(1, "T", 6), "cu_seqlens": t("int32", B1)}
+SELECT_PAGES: Args = {
+    **INDEX_KEYS, "cache": f32("P", 4, 6), **{name: LATENT_PAGES[name] for name in (
+        "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")},
+}  # fmt: skip
+WRITE_INDEX: Args = {"k": f32(1, "T", 6), "cache": f32("P", 4, 6), "slot_mapping": t("int64", "T")}
+SELECTED: Args = {"selected": t("int32", 1, "T", 5), "sinks": None}
 FUSED: Args = {
     "x0": f32(1, "T", 8), "x1": f32(8), "steps": parse_steps(
         "{%s0 = aten.silu.default(self=%x0), %s1 = aten.silu.default(self=%x1), "
@@ -200,6 +208,7 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
         {**PACKED, "q": t("bfloat16", 1, "T", HEADS, 16), "slopes": f32(HEADS), "window": 3},
         (t("bfloat16", 1, "T", HEADS, 16),),
     ),
+    ("attention", {**PACKED, "bias": f32(1, "T", 8, 33)}, (Q,)),
     ("write_kv", WRITE, ()),
     ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8}, ()),
     ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}, ()),
@@ -218,6 +227,7 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("paged_attention", PAGED, (Q,)),
     ("paged_attention", {**PAGED, "sinks": f32(8), "window": 1}, (Q,)),
     ("paged_attention", {**PAGED, "slopes": f32(8), "chunk": 1}, (Q,)),
+    ("paged_attention", {**PAGED, "bias": t("bfloat16", 1, "T", 8, 1)}, (Q,)),
     ("paged_attention", {**PAGED, "v_cache": t("bfloat16", "P", 4, 2, 3)}, (t("bfloat16", 1, "T", 8, 3),)),
     *((name, {**args, **BOUNDS}, (result,)) for name, args, _, result in STATES),
     *((f"stateful_{name}", {**args, **SLOTS, "state": state}, (result,)) for name, args, state, result in STATES),
@@ -230,6 +240,18 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("latent_attention", {**LATENT, **LATENT_HEADS}, (f32(1, "T", 4, 8),)),
     ("write_latent", WRITE_LATENT, ()),
     ("paged_latent_attention", LATENT_PAGES, (f32(1, "T", 4, 8),)),
+    ("write_index_keys", {**WRITE_INDEX, "cache": t("float8_e4m3fn", "P", 4, 6)}, ()),
+    ("write_index_keys", WRITE_INDEX, ()),
+    ("select_keys", SELECT, (t("int32", 1, "T", 5),)),
+    ("paged_select_keys", {**SELECT_PAGES, "cache": t("float8_e4m3fn", "P", 4, 6)}, (t("int32", 1, "T", 5),)),
+    ("paged_select_keys", SELECT_PAGES, (t("int32", 1, "T", 5),)),
+    ("sparse_latent_attention", {**LATENT, **LATENT_HEADS, **SELECTED}, (f32(1, "T", 4, 8),)),
+    (
+        "paged_sparse_latent_attention",
+        {**LATENT_PAGES, **SELECTED, "sinks": t("bfloat16", 4), "cache": t("float8_e4m3fn", "P", 4, 19)},
+        (f32(1, "T", 4, 8),),
+    ),
+    ("paged_sparse_latent_attention", {**LATENT_PAGES, **SELECTED}, (f32(1, "T", 4, 8),)),
     ("gather_rows", {"x": f32(1, "T", 8), "rows": t("int64", "R")}, (f32(1, "R", 8),)),
     ("sample", SAMPLE, (t("int64", "B"),)),
     ("all_reduce", {"x": f32(1, "T", 8), "group": "tp"}, (f32(1, "T", 8),)),

@@ -11,7 +11,20 @@ import torch
 from precast.check.agreement import hf_logits as hf_logits
 from precast.check.agreement import is_greedy as is_greedy
 from precast.check.agreement import relative_error as relative_error
-from precast.ir.graph.schema import Cast, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
+from precast.ir.graph.schema import (
+    Cast,
+    Concat,
+    Dequantise,
+    Each,
+    Read,
+    Recipe,
+    Repeat,
+    Reshape,
+    Slice,
+    Stack,
+    Tie,
+    Transpose,
+)
 from precast.ir.weights import recipes
 
 
@@ -46,6 +59,8 @@ def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tenso
             return quantised.dequantised(recipe, [evaluate(part, tensors) for part in recipes.parts(recipe)])
         case Slice(of=of, dim=dim, start=int(start), length=int(length)):
             return evaluate(of, tensors).narrow(dim, start, length)
+        case Repeat(of=of, dim=dim, count=int(count)):
+            return evaluate(of, tensors).repeat_interleave(count, dim)
         case Reshape(of=of, shape=shape):
             return evaluate(of, tensors).reshape([int(size) for size in shape])  # type: ignore[arg-type]
         case Tie():

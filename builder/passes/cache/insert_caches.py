@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +46,7 @@ class MetadataInputs:
         return self.inputs[name]
 
 
-Spec = ir.PagedSpec | ir.LatentSpec
+Spec = ir.PagedSpec | ir.LatentSpec | ir.IndexSpec
 
 DEFAULT_PAGE_SIZE = 16
 """Tokens a page until `plan_pages` chooses."""
@@ -60,9 +60,34 @@ _INPUTS = {
 }
 
 
+class _Form(NamedTuple):
+    """How an op that looks at a sequence's tokens gets a cache: what writes it, what reads it in the op's place, the
+    arguments that are kept, by their places, and the names of the tensors that keep them."""
+
+    write: str
+    read: str
+    kept: tuple[int, ...]
+    tensors: tuple[str, ...]
+
+    @property
+    def is_index(self) -> bool:
+        """Whether keys are selected by what is kept."""
+        return self.tensors == ("index",)
+
+
+_FORMS = {
+    "attention": _Form("write_kv", "paged_attention", (1, 2), ("k", "v")),
+    "latent_attention": _Form("write_latent", "paged_latent_attention", (1, 2), ("latent",)),
+    "sparse_latent_attention": _Form("write_latent", "paged_sparse_latent_attention", (1, 2), ("latent",)),
+    "select_keys": _Form("write_index_keys", "paged_select_keys", (1,), ("index",)),
+}
+"""By the op. All take queries first, `cu_seqlens` last; what reads has the cache's tensors for those that are kept."""
+
+
 @graph_pass(stage="cache", version=1)
 def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
-    """attention(q, k, v) -> write_kv(k, v, cache), paged_attention(q, cache); latent_attention likewise.
+    """attention(q, k, v) -> write_kv(k, v, cache), paged_attention(q, cache); likewise latent and sparse attention, and
+    the selection of keys.
 
     Layers of equal geometry, window and chunk form a group, with a page table, a pool and a set of metadata inputs. A
     layer with the very keys and values of an earlier one has no cache of its own: it reads that one's. The plan is
@@ -74,11 +99,11 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
     Keys and values of 8 bits are divided by scales where the checkpoint's format has some: params of their own, one for
     the keys and one for the values of each layer that writes.
     """
-    kinds = (torch.ops.precast.attention.default, torch.ops.precast.latent_attention.default)
-    layers = [node for node in graph.nodes if node.op == "call_function" and node.target in kinds]
+    forms = {getattr(torch.ops.precast, name).default: form for name, form in _FORMS.items()}
+    layers = [node for node in graph.nodes if node.op == "call_function" and node.target in forms]
     specs: dict[Spec, list[FxNode]] = {}
     for node in layers:
-        specs.setdefault(_spec(node, ctx), []).append(node)
+        specs.setdefault(_spec(node, forms[node.target], ctx), []).append(node)
     if not specs:
         _refuse_kv_dtype(ctx)
         return False
@@ -86,7 +111,7 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
     kv_lens = sizes.add_input("kv_lens", "int32", "B")
     pools: list[ir.Pool] = []
     groups = []
-    number = {node: index for index, node in enumerate(layers)}
+    names = _slot_names(layers, forms)
     for spec, nodes in specs.items():
         name = _group_name(spec, specs)
         pool = new_pool(len(ctx.caches.pools) + len(pools))
@@ -98,18 +123,28 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
         }
         pages = sizes.symbol(pool.pages)
         slots: list[ir.Slot] = []
-        written: dict[tuple[FxNode, FxNode], tuple[tuple[FxNode, ...], dict[str, FxNode]]] = {}
+        written: dict[tuple[FxNode, ...], tuple[tuple[FxNode, ...], dict[str, FxNode]]] = {}
         for node in nodes:
-            kept = node.args[1], node.args[2]
+            form = forms[node.target]
+            kept = tuple(node.args[place] for place in form.kept)
             if kept not in written:
-                values = _values(f"layers.{number[node]}", spec, pool)
-                slots.append(ir.Slot(f"layers.{number[node]}", values))
+                values = _values(names[node], form, spec, pool)
+                slots.append(ir.Slot(names[node], values))
                 scales = _scales(ctx, node, spec)
-                written[kept] = _write(ctx, node, values, pages, kv_lens, metadata, scales), scales
-            _read(ctx, node, *written[kept], kv_lens, metadata)
+                written[kept] = _write(ctx, node, form, values, pages, kv_lens, metadata, scales), scales
+            _read(ctx, node, form, *written[kept], kv_lens, metadata)
         groups.append(ir.Group(name, pool.name, spec, ir.PagedInputs(**fields), tuple(slots)))
     ctx.caches = ir.CachePlan((*ctx.caches.pools, *pools), tuple(groups), ctx.caches.states)
     return True
+
+
+def _slot_names(layers: list[FxNode], forms: dict[Any, _Form]) -> dict[FxNode, str]:
+    """`layers.N` for what attends, and for what selects keys `indexers.N`, each numbered by itself."""
+    found = {}
+    for prefix, is_index in (("layers", False), ("indexers", True)):
+        nodes = [node for node in layers if forms[node.target].is_index == is_index]
+        found |= {node: f"{prefix}.{number}" for number, node in enumerate(nodes)}
+    return found
 
 
 def _refuse_kv_dtype(ctx: PassContext) -> None:
@@ -120,41 +155,46 @@ def _refuse_kv_dtype(ctx: PassContext) -> None:
         raise BuildError("option-invalid", message, fix="leave kv_dtype out")
 
 
-def _spec(node: FxNode, ctx: PassContext) -> Spec:
-    first, second = tensor(node.args[1]), tensor(node.args[2])
+def _spec(node: FxNode, form: _Form, ctx: PassContext) -> Spec:
+    first = tensor(node.args[1])
     own: Any = str(first.dtype).removeprefix("torch.")
-    dtype = ctx.options.kv_dtype or own
+    # Without scales of their own, latents and what they are selected by are rounded only for who asks for it.
+    dtype = own if ctx.options.kv_from_config and form.tensors != ("k", "v") else ctx.options.kv_dtype or own
     page_size, window = ctx.options.page_size or DEFAULT_PAGE_SIZE, node.kwargs.get("window")
-    if node.target is torch.ops.precast.latent_attention.default:
-        # Without scales of their own, latents are rounded only for who asks for it.
-        dtype = own if ctx.options.kv_from_config else dtype
+    if form.is_index:
+        return ir.IndexSpec(int(first.shape[2]), dtype, page_size)
+    second = tensor(node.args[2])
+    if form.tensors == ("latent",):
         return ir.LatentSpec(int(first.shape[2]), int(second.shape[2]), dtype, page_size, window)
     sizes = int(first.shape[2]), int(first.shape[3]), int(second.shape[3])
     return ir.PagedSpec(*sizes, dtype, page_size, window, node.kwargs.get("chunk"))
 
 
 def _group_name(spec: Spec, specs: dict[Spec, list[FxNode]]) -> str:
-    """`full`, `window1024`, `chunk8192`, `latent_full`; with the geometry where that alone is not enough."""
+    """`full`, `window1024`, `chunk8192`, `latent_full`, `index`; with the geometry where that alone is not enough."""
     name = _short_name(spec)
     if sum(_short_name(other) == name for other in specs) == 1:
         return name
+    if isinstance(spec, ir.IndexSpec):
+        return f"{name}_{spec.key_size}"
     if isinstance(spec, ir.LatentSpec):
         return f"{name}_{spec.latent_size}x{spec.rope_size}"
     return f"{name}_{spec.num_kv_heads}x{spec.head_size}x{spec.value_size}"
 
 
 def _short_name(spec: Spec) -> str:
+    if isinstance(spec, ir.IndexSpec):
+        return "index"
     reach = "full" if spec.window is None else f"window{spec.window}"
     if isinstance(spec, ir.PagedSpec) and spec.chunk is not None:
         reach = f"chunk{spec.chunk}"
     return reach if isinstance(spec, ir.PagedSpec) else f"latent_{reach}"
 
 
-def _values(slot: str, spec: Spec, pool: ir.Pool) -> tuple[ir.Value, ...]:
+def _values(slot: str, form: _Form, spec: Spec, pool: ir.Pool) -> tuple[ir.Value, ...]:
     """The cache tensors of a slot."""
-    names = ("latent",) if isinstance(spec, ir.LatentSpec) else ("k", "v")
     types = caches.slot_types(spec, pool.pages)
-    return tuple(ir.Value(f"{slot}.{short}", type) for short, type in zip(names, types, strict=True))
+    return tuple(ir.Value(f"{slot}.{short}", type) for short, type in zip(form.tensors, types, strict=True))
 
 
 def _scales(ctx: PassContext, node: FxNode, spec: Spec) -> dict[str, FxNode]:
@@ -162,7 +202,7 @@ def _scales(ctx: PassContext, node: FxNode, spec: Spec) -> dict[str, FxNode]:
 
     Raises BuildError where the checkpoint's format has scales, but nothing says what they are called in this layer.
     """
-    if not ctx.scales or isinstance(spec, ir.LatentSpec) or spec.dtype != "float8_e4m3fn":
+    if not ctx.scales or not isinstance(spec, ir.PagedSpec) or spec.dtype != "float8_e4m3fn":
         return {}
     paths = [path.removeprefix("model.") for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())]
     layer = next((path for path in paths if path in ctx.scales), None)
@@ -177,30 +217,26 @@ def _scales(ctx: PassContext, node: FxNode, spec: Spec) -> dict[str, FxNode]:
 
 
 def _write(
-    ctx: PassContext, node: FxNode, values: tuple[ir.Value, ...], pages: Any, kv_lens: FxNode,
+    ctx: PassContext, node: FxNode, form: _Form, values: tuple[ir.Value, ...], pages: Any, kv_lens: FxNode,
     metadata: dict[str, FxNode], scales: dict[str, FxNode],
 ) -> tuple[FxNode, ...]:  # fmt: skip
-    """Writes what the attention `node` keeps; the cache tensors that it is written into."""
-    _, first, second, *_ = node.args
+    """Writes what `node` keeps; the cache tensors that it is written into."""
     places = tuple(ctx.new_cache(kv_lens, value, pages) for value in values)
-    is_latent = node.target is torch.ops.precast.latent_attention.default
-    write = torch.ops.precast.write_latent.default if is_latent else torch.ops.precast.write_kv.default
+    kept = (node.args[place] for place in form.kept)
     with ctx.before(node):
-        ctx.call(write, first, second, *places, metadata["slot_mapping"], **scales)
+        ctx.call(getattr(torch.ops.precast, form.write).default, *kept, *places, metadata["slot_mapping"], **scales)
     return places
 
 
 def _read(
-    ctx: PassContext, node: FxNode, places: tuple[FxNode, ...], scales: dict[str, FxNode], kv_lens: FxNode,
+    ctx: PassContext, node: FxNode, form: _Form, places: tuple[FxNode, ...], scales: dict[str, FxNode], kv_lens: FxNode,
     metadata: dict[str, FxNode],
 ) -> None:  # fmt: skip
-    """Puts attention over the pages in the place of `node`."""
-    is_latent = node.target is torch.ops.precast.latent_attention.default
-    read = torch.ops.precast.paged_latent_attention.default if is_latent else torch.ops.precast.paged_attention.default
-    q, _, _, other, cu_seqlens = node.args
+    """Puts the op that reads the pages in the place of `node`."""
+    q, *others = (arg for place, arg in enumerate(node.args) if place not in form.kept)
     with ctx.before(node):
         paged = ctx.call(
-            read, q, *places, other, cu_seqlens, kv_lens,
+            getattr(torch.ops.precast, form.read).default, q, *places, *others, kv_lens,
             metadata["page_indices"], metadata["page_indptr"], metadata["page_start"], **node.kwargs, **scales,
         )  # fmt: skip
     ctx.replace(node, paged)

@@ -17,6 +17,7 @@ from precast.ir.graph.schema import (
     Block,
     Call,
     Const,
+    Dtype,
     Graph,
     Items,
     Node,
@@ -50,14 +51,15 @@ class Dequantised(NamedTuple):
     reason: str
 
 
-def keep_quantised(graph: Graph, left: list[Dequantised] | None = None) -> Graph:
+def keep_quantised(graph: Graph, left: list[Dequantised] | None = None, scales: Dtype = "float32") -> Graph:
     """linear(x, w) -> quantised_linear(x, values, scales, ...), and experts likewise, where the recipe of w says that a
     checkpoint stores it in few bits; the stored tensors become params of their own.
 
     What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason. A weight that was to
-    be quantised while it is read, and can't be kept so, is read as it is stored.
+    be quantised while it is read, and can't be kept so, is read as it is stored. `scales`: the type of scales that
+    formats with groups of inputs are published with.
     """
-    weights = _Weights(graph)
+    weights = _Weights(graph, scales)
     if left is not None:
         left += weights.left()
     made = weights.rewritten() if weights.kept else graph
@@ -71,8 +73,8 @@ KEEP_QUANTISED = LoweredPass("keep_quantised", 1, keep_quantised)
 class _Weights:
     """The quantised weights of a graph: which are kept, as what, and why others are not."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, scales: Dtype) -> None:
+        self._graph, self._scales = graph, scales
         self._params = {param.name: param for param in graph.params if is_quantised(param.recipe)}
         self._bound = _bound(graph, self._params)
         self._reasons: dict[str, str] = {}
@@ -95,7 +97,7 @@ class _Weights:
                 if name in tied:
                     raise Misfit("another param is tied to it")
                 found = kept(param.recipe, param.type.dtype)
-                self.kept[name] = found, stored(found, name)
+                self.kept[name] = found, stored(found, name, self._scales)
             except Misfit as error:
                 self._reasons[name] = str(error)
 

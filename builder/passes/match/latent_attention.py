@@ -15,6 +15,17 @@ _KNOWN = {"scale", "window"}
 """What latent attention knows of the options of attention."""
 
 
+class Latents(NamedTuple):
+    """What the keys and values of an attention are made from: its queries, the latents and what heads share of the keys
+    as latent attention takes them, the weight, and the elements of a value."""
+
+    queries: FxNode
+    latent: FxNode
+    k_rope: FxNode
+    weight: FxNode
+    value_size: int
+
+
 class _Part(NamedTuple):
     """Elements `start .. end` of each head of `linear`, whose result is taken as heads of `size`."""
 
@@ -43,16 +54,27 @@ def match_latent_attention(ctx: PassContext, node: FxNode) -> FxNode | None:
     if node.target is not torch.ops.precast.attention.default:
         return None
     q, k, v, sinks, cu_seqlens = node.args
-    keys, values = _keys(k, ctx), _part(v, False, ctx)
     plain = sinks is None and all(node.kwargs[name] is None for name in node.kwargs.keys() - _KNOWN)
-    if keys is None or values is None or not plain or not _fits(q, keys, values):
+    made = latents_of(ctx, q, k, v) if plain else None
+    if made is None:
+        return None
+    return ctx.call(
+        torch.ops.precast.latent_attention.default,
+        *made[:4],
+        cu_seqlens,
+        value_size=made.value_size,
+        **{name: value for name, value in node.kwargs.items() if name in _KNOWN},
+    )
+
+
+def latents_of(ctx: PassContext, q: FxNode, k: FxNode, v: FxNode) -> Latents | None:
+    """What queries, keys and values of an attention are made from, in new nodes where they have another order; None if
+    it isn't latents."""
+    keys, values = _keys(k, ctx), _part(v, False, ctx)
+    if keys is None or values is None or not _fits(q, keys, values):
         return None
     latent, k_rope = _tokens(ctx, values.linear.args[0]), _tokens(ctx, keys.shared)
-    return ctx.call(
-        torch.ops.precast.latent_attention.default, _queries(ctx, q, keys), latent, k_rope,
-        values.linear.args[1], cu_seqlens, value_size=values.end - values.start,
-        **{name: value for name, value in node.kwargs.items() if name in _KNOWN},
-    )  # fmt: skip
+    return Latents(_queries(ctx, q, keys), latent, k_rope, values.linear.args[1], values.end - values.start)
 
 
 def _fits(q: FxNode, keys: _Keys, values: _Part) -> bool:

@@ -122,6 +122,17 @@ def _power(ctx: PassContext, x: FxNode, order: float) -> FxNode:
     return size if order == 1 else ctx.call(aten.pow.Tensor_Scalar, size, order)
 
 
+def _index_put(ctx: PassContext, node: FxNode) -> FxNode | None:
+    """x[mask] = number: x, filled where the mask, of its shape, is true."""
+    x, indices, values, accumulate = (argument(node, name) for name in ("self", "indices", "values", "accumulate"))
+    number = ctx.constant(values)
+    if accumulate or len(indices) != 1 or number is None or number.numel() != 1:
+        return None
+    if tensor(indices[0]).dtype != torch.bool or ctx.shape(indices[0]) != ctx.shape(x):
+        return None
+    return ctx.call(aten.masked_fill.Scalar, x, indices[0], number.item())
+
+
 def _cat(ctx: PassContext, node: FxNode) -> FxNode | None:
     """Parts of several types are converted first, to the type that they have together."""
     parts, dtype = node.args[0], tensor(node).dtype
@@ -149,6 +160,7 @@ _SPELLINGS: dict[Any, NodeFunction] = {
     aten.square.default: lambda ctx, node: ctx.call(aten.mul.Tensor, node.args[0], node.args[0]),
     aten.baddbmm.default: _baddbmm,
     aten.cat.default: _cat,
+    aten.index_put.default: _index_put,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.reciprocal.default: lambda ctx, node: ctx.call(aten.pow.Tensor_Scalar, node.args[0], -1.0),
     aten.std.dim: _spread(root=True),

@@ -14,7 +14,7 @@ import msgspec
 
 from precast.builder.passes.graph_pass import LoweredPass
 from precast.builder.shard import layouts
-from precast.builder.shard.layers import Layer, layers
+from precast.builder.shard.layers import Layer, layers, only_for_selection
 from precast.builder.shard.layouts import Misfit, Units
 from precast.builder.shard.overrides import CODE, Overrides, apart, check_expected, is_whole, named
 from precast.builder.shard.pipelines import pipelines
@@ -328,6 +328,7 @@ def _replicated_rows(system: System, function: Function, outcomes: list[Outcome]
     """The matrices that all ranks have, by reason."""
     reasons = {(each.layer.function, each.layer.value): each.reason for each in outcomes if each.reason}
     found: dict[str, list[str]] = {}
+    selecting = only_for_selection(function)
     for value, kind in function.given.items():
         name = (function.name, value)
         if kind != "param" or len(system.type_of(name).shape) < 2 or system.dims(name):
@@ -337,6 +338,8 @@ def _replicated_rows(system: System, function: Function, outcomes: list[Outcome]
         if made:
             failed = next((reasons[each] for each in made if each in reasons), "")
             reason = f"it projects what every rank has whole ({failed})" if failed else "no layer that is split has it"
+            if selecting.issuperset(each for _, each in made):
+                reason = "it selects keys for all heads of a query, and every rank needs them all"
             if name in system.whole:
                 reason = str(KeptWhole(system.whole[name]))
             found.setdefault(reason, []).append(value)

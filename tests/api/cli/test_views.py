@@ -53,7 +53,7 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     tokenizer = sum(len(data) for data in opened.files("tokenizer").values())
     assert set(fields) == {
         "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "checked",
-        "precast_share", "activation_bytes", "provenance", "attached",
+        "precast_share", "weights_bytes", "activation_bytes", "provenance", "attached",
     }  # fmt: skip
     assert [(each["tokens"], each["sequences"]) for each in fields["activation_bytes"]] == [(8192, 256), (256, 256)]
     assert fields["activation_bytes"][0]["bytes"] > fields["activation_bytes"][1]["bytes"] > 256 * 131 * 48
@@ -94,6 +94,31 @@ def test_what_a_build_noted_has_rows_of_its_own(notes: object, rows: list[str], 
 
     assert [text.strip() for name, _, text in lines if name == "note"] == rows
     assert [text.strip() for name, _, text in lines if name == "provenance"] == [others]
+
+
+@pytest.mark.parametrize(
+    ("left", "rows", "others"),
+    [
+        ({"it is a head": ["a", "b"], "taken twice": ["c"]}, ["a, b: it is a head", "c: taken twice"], "python 3"),
+        ({"it is a head": 3}, ["3: it is a head"], "python 3"),
+        ({}, [], "python 3, dequantised {}"),
+        (["a"], [], "python 3, dequantised ['a']"),
+    ],
+)
+def test_what_is_dequantised_has_rows_with_the_reason(left: object, rows: list[str], others: str, bundle: Path) -> None:
+    opened = msgspec.structs.replace(Bundle.open(bundle), provenance={"python": "3", "dequantised": left})
+
+    lines = [line.partition(" ") for line in show.summary(opened).text.splitlines()]
+
+    assert [text.strip() for name, _, text in lines if name == "dequantised"] == rows
+    assert [text.strip() for name, _, text in lines if name == "provenance"] == [others]
+
+
+def test_summary_has_the_bytes_of_weights_by_their_type(bundle: Path, command: Command) -> None:
+    num_bytes = 4 * Bundle.open(bundle).manifest.model.num_parameters
+
+    assert fields_of(command, "inspect", bundle)["weights_bytes"] == {"float32": num_bytes}
+    assert f"weights      {num_bytes:,} bytes of float32\n" in command("inspect", bundle).stdout
 
 
 def test_summary_of_one_layer(tmp_path: Path, command: Command) -> None:

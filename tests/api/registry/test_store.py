@@ -41,6 +41,7 @@ def reference(registry: FakeRegistry, tiny: Bundle) -> str:
     [
         ({"HOME": "/h"}, "/h/.cache/precast/store"),
         ({"HOME": "/h", "XDG_CACHE_HOME": "/c"}, "/c/precast/store"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "c"}, "/h/.cache/precast/store"),
         ({"HOME": "/h", "XDG_CACHE_HOME": "/c", "PRECAST_STORE": "/s"}, "/s"),
     ],
 )
@@ -167,6 +168,20 @@ def test_verify_finds_damage(reference: str, tiny: Bundle, store: Store) -> None
     assert caught.value.code == "blob-digest"
 
 
+def test_what_is_no_file_in_the_place_of_a_blob_is_a_problem(reference: str, tiny: Bundle, store: Store) -> None:
+    pull(reference, store=store)
+    os.mkfifo(store.blob("sha256:" + "a" * 64))  # which nobody writes to
+    store.blob("sha256:" + "b" * 64).mkdir()
+    store.blob("sha256:" + "c" * 64).symlink_to("nowhere")
+    list_file = store.path / "bundles" / f"{'d' * 64}.json"
+    os.mkfifo(list_file)
+
+    found = store.verify()
+
+    assert (found.bundles, found.blobs) == (2, 14)
+    assert [next(letter for letter in "abcd" if letter * 64 in problem) for problem in found.problems] == list("abcd")
+
+
 def test_list_that_is_damaged_is_no_bundle(reference: str, tiny: Bundle, store: Store) -> None:
     pull(reference, store=store)
     (store.path / "bundles" / f"{tiny.digest[7:]}.json").write_bytes(b"{")
@@ -186,6 +201,23 @@ def test_list_of_another_bundle_is_not_believed(reference: str, tiny: Bundle, st
 
     with pytest.raises(BundleError, match="expected sha256:000"):
         store.open("sha256:" + "0" * 64)
+
+
+def test_list_that_leads_to_another_bundle_is_no_bundle(
+    reference: str, registry: FakeRegistry, tiny: Bundle, store: Store, tmp_path: Path
+) -> None:
+    """Whoever may write to the store can't have another bundle written out under a digest."""
+    other = write_tiny(tmp_path / "other.bundle", num_layers=1)
+    push(other.path, f"{registry.host}/org/tiny:other")
+    for name in (reference, f"{registry.host}/org/tiny:other"):
+        pull(name, store=store)
+    lists = store.path / "bundles"
+    shutil.copy(lists / f"{other.digest[7:]}.json", lists / f"{tiny.digest[7:]}.json")
+
+    assert [tiny.digest in problem for problem in store.verify().problems] == [True]
+    pulled = pull(f"{registry.host}/org/tiny@{tiny.digest}", tmp_path / "out.bundle", store=store)
+
+    assert pulled.digest == Bundle.open(tmp_path / "out.bundle").digest == tiny.digest
 
 
 def test_store_that_can_only_be_read(

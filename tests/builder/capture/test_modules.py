@@ -34,6 +34,7 @@ ops = torch.ops.precast
 PROMPTS = ([5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11], [17], [99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14])
 MULTIPLIERS = [0.5, 1.5, 0.25, 2.0, 0.75]
 
+INKLING = {"rel_extent": 5, "sliding_window_size": 4, "log_scaling_n_floor": 3}
 MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     # type, what differs from its small default config, the ops that it must come to
     ("minimax", {"block_size": 4}, {"precast.linear_attention", "precast.attention"}),
@@ -52,6 +53,8 @@ MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("longcat_flash", {"zero_expert_num": 0}, {"precast.experts", "precast.route", "precast.latent_attention"}),
     ("longcat_flash", {"n_routed_experts": 0}, {"precast.latent_attention"}),
     ("qwen4_exp_text", {}, {"precast.attention", "precast.delta_rule", "precast.experts"}),
+    ("inkling_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.experts", "precast.route"}),
+    ("inkling2_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.grouped_linear"}),
     ("jetmoe", {}, {"precast.experts", "precast.grouped_linear", "precast.route", "precast.attention"}),
 ]
 
@@ -132,19 +135,29 @@ def test_keys_that_are_chosen_by_their_bias_are_refused() -> None:
     assert "max_seq_len of at most 48" in str(refused.value)
 
 
-def test_selected_blocks_are_all_of_them_up_to_a_length() -> None:
-    longest = max(map(len, PROMPTS))
-    config = small("qwen4_exp_text", indexer_budget=longest - 1, indexer_compress_ratio=2)
+LONGEST = max(map(len, PROMPTS))
+SPARSE_AND_FULL = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [
+        ("qwen4_exp_text", {"indexer_budget": LONGEST - 1, "indexer_compress_ratio": 2}),
+        ("minimax_m3_vl_text", {**SPARSE_AND_FULL, "index_topk_blocks": LONGEST, "index_block_size": 1}),
+    ],
+)
+def test_selected_blocks_are_all_of_them_up_to_a_length(name: str, differs: dict[str, Any]) -> None:
+    config = small(name, **differs)
     model = random_model(config)
     state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
     expected = torch.cat(hf_logits(model, PROMPTS))
 
-    found = captured(config, max_seq_len=longest)
+    found = captured(config, max_seq_len=LONGEST)
 
     assert relative_error(run(found, state), expected) < 1e-5
-    with pytest.raises(BuildError, match=f"not all keys beyond {longest} tokens") as refused:
-        captured(config, max_seq_len=longest + 1)
-    assert f"max_seq_len of at most {longest}" in str(refused.value)
+    with pytest.raises(BuildError, match=f"not all keys beyond {LONGEST} tokens") as refused:
+        captured(config, max_seq_len=LONGEST + 1)
+    assert f"max_seq_len of at most {LONGEST}" in str(refused.value)
 
 
 @pytest.mark.parametrize("cap", [0.0, 40.0])

@@ -228,6 +228,39 @@ def test_an_unknown_argument_is_refused() -> None:
     assert error.value.code == "feature-unsupported"
 
 
+@pytest.mark.parametrize("name", ["position_bias", "sinks"])
+def test_a_bias_or_sinks_of_an_unknown_module_are_refused(name: str) -> None:
+    with pytest.raises(BuildError, match=f"Linear passes {name} to its attention"):
+        attention(**{name: torch.ones(1, 2, 12, 12)})
+
+
+def inkling_attention(**kwargs: Any) -> torch.Tensor:
+    """As `attention`, of a module whose bias and sinks are known."""
+    register()
+    module = type("Inkling2FullAttention", (torch.nn.Module,), {})()
+    with routed_attention(), tracing(new_trace()):
+        out, _ = AttentionInterface._global_mapping[IMPLEMENTATION](module, QUERY, KEY, KEY, made_mask(), **kwargs)
+    return out
+
+
+def test_a_bias_by_distance_is_that_of_the_op() -> None:
+    bias = torch.randn(1, 2, 12, 3)
+    q, k = QUERY.transpose(1, 2), KEY.transpose(1, 2)
+    expected = precast_attention(q, k, k, None, LENGTHS, scale=0.3, bias=bias.transpose(1, 2))
+
+    assert torch.equal(inkling_attention(position_bias=bias, scaling=0.3), expected)
+
+
+@pytest.mark.parametrize("size", [1.0, 50.0])
+def test_each_query_has_a_sink_of_its_own(size: float) -> None:
+    sinks = size * torch.randn(1, 2, 12, 1)
+    q, k = QUERY.transpose(1, 2), KEY.transpose(1, 2)
+    # a query alone, with a sink for each of its heads
+    each = [precast_attention(q, k, k, sinks[0, :, query, 0], LENGTHS, scale=0.3)[:, query] for query in range(12)]
+
+    torch.testing.assert_close(inkling_attention(sinks=sinks, scaling=0.3), torch.stack(each, 1), atol=1e-5, rtol=1e-4)
+
+
 def test_an_argument_that_is_none_says_nothing() -> None:
     assert torch.equal(attention(head_mask=None, position_ids=torch.arange(3)), attention())
 
@@ -278,10 +311,32 @@ def test_a_selection_of_all_keys_is_full_attention(count: int) -> None:
     assert torch.equal(found, attention())
 
 
-def test_a_selection_of_fewer_keys_is_refused() -> None:
-    said = "Linear selects 15 keys for each query, expected at least max_seq_len, 16"
-    with pytest.raises(BuildError, match=said) as error:
-        attention(indices=torch.zeros(1, 12, 15, dtype=torch.int64))
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["plain", "sinks"])
+def test_a_selection_of_fewer_keys_hides_the_others(sinks: torch.Tensor | None) -> None:
+    """Of all visible keys it is full attention; of the first of a sequence alone, that key's value."""
+    every = torch.arange(12).expand(1, 12, 12)
+    first = torch.tensor([0] * 5 + [5] * 7).view(1, 12, 1)
+
+    torch.testing.assert_close(attention(indices=every, s_aux=sinks), attention(s_aux=sinks))
+    if sinks is None:
+        expected = KEY[0, 0, first[0, :, 0], None].expand(12, 2, 4)
+        torch.testing.assert_close(attention(indices=first)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "more", "message"),
+    [
+        (causal_mask_function, {"softcap": 3.0}, "gives a soft cap to attention over selected keys"),
+        (sliding_window_causal_mask_function(4), {}, "gives a window to attention over selected keys"),
+        (chunks_of_3(), {"softcap": 3.0}, "gives a soft cap and chunks to attention over selected keys"),
+    ],
+    ids=["cap", "window", "chunks"],
+)
+def test_a_selection_of_what_is_not_plain_is_refused(
+    mask_function: Callable[..., Any], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BuildError, match=message) as error:
+        attention(lambda: made_mask(mask_function), indices=torch.zeros(1, 12, 15, dtype=torch.int64), **more)
 
     assert error.value.code == "feature-unsupported"
     assert error.value.fix == "build with max_seq_len of at most 15"
@@ -296,8 +351,9 @@ def test_a_selection_among_tokens_has_the_models_limit(limit: int | None, is_spa
         indices = torch.empty(1, tokens, count)
 
     if is_sparse:
-        with pytest.raises(BuildError, match="selects 15 keys"):
-            attention(indices=indices)
+        with pytest.raises(BuildError, match="expected none") as error:
+            attention(indices=indices, softcap=3.0)
+        assert error.value.fix == "build with max_seq_len of at most 15"
     else:
         assert attention(indices=indices).shape == (1, 12, 2, 4)
 

@@ -21,6 +21,7 @@ flat: param(float32, 50)
 last: constant(int64, [-1])
 third: constant(int64, [2])
 few: constant(int64, [2, -1])
+half: constant(float32, 0.5)
 """
 
 
@@ -206,6 +207,8 @@ WIDE = "aten.to.dtype(h, float32); "
             "y = aten.sum.dim_IntList(h, [-1], True, dtype=float32)",
             f"{WIDE}aten.sum.dim_IntList(v0, [-1], True)",
         ),
+        ("y = aten.index_put(x, [b], half)", "aten.masked_fill.Scalar(x, b, 0.5)"),
+        ("y = aten.index_put(i, [b], last)", "aten.masked_fill.Scalar(i, b, -1)"),
         ("y = aten.cat([x, h], 1)", "aten.to.dtype(h, float32); aten.cat.default([x, v0], 1)"),
         ("y = aten.cat([h, i, h])", "aten.to.dtype(i, bfloat16); aten.cat.default([h, v0, h])"),
         ("y = aten.where.ScalarSelf(b, 0.5, x)", "aten.masked_fill.Scalar(x, b, 0.5)"),
@@ -291,6 +294,9 @@ def test_another_spelling_of_a_norm(body: str, expected: str) -> None:
         pytest.param("y = aten.std.dim(x, None)", id="spread of all elements"),
         pytest.param("y = aten.sum.dim_IntList(x, [-1])", id="a sum in its own type"),
         pytest.param("y = aten.cat([x, x], 1)", id="parts of one type"),
+        pytest.param("y = aten.index_put(x, [b], half, True)", id="a number that is added"),
+        pytest.param("y = aten.index_put(x, [None, third], half)", id="one place of each row"),
+        pytest.param("m = aten.select.int(b, 1, 0)\ny = aten.index_put(x, [m], half)", id="whole rows"),
         pytest.param("y = aten.where.ScalarOther(b, i, 0.5)", id="a number that widens"),
         pytest.param(f"{COLUMN}y = aten.where.ScalarOther(b, s, 0.5)", id="a condition that spreads"),
         pytest.param("y = aten.where.self(b, x, x)", id="two tensors"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import families
 import pytest
+import torch
 
 from precast.builder.build import build
 from precast.builder.pipeline import passes
@@ -143,8 +144,8 @@ def test_a_hub_id_that_is_not_there(
         (b"", "config.json is no JSON"),
         (b"\xff\xfe", "config.json is no JSON"),
         (b"[]", "config.json is no JSON object"),
-        (b"{}", "config.json names no model_type"),
-        (b'{"model_type": 3}', "config.json names no model_type"),
+        (b"{}", "the config's model_type is missing, expected a name such as llama"),
+        (b'{"model_type": 3}', "the config's model_type is 3, expected a name such as llama"),
         (NESTED, "config.json is nested more than 32 levels deep"),
         (b'{"model_type": "llama", "architectures": 6}', "architectures is 6, expected a list of names"),
         (
@@ -163,9 +164,33 @@ def test_a_config_that_cannot_be_read(content: bytes, message: str, model: Path)
 def test_an_unknown_model_type(model: Path, llama: dict[str, Any]) -> None:
     write(model, {**llama, "model_type": "llama17"})
 
-    text = refused(model, "model-unknown", r"transformers [\d.]+ doesn't know the model_type llama17")
+    text = refused(model, "model-unknown", r"transformers [\d.]+ doesn't know the config's model_type llama17")
 
     assert "update transformers" in text
+
+
+FORGED = "llama\n  code: fine\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"model_type": FORGED}, "model-unknown"),
+        ({"model_type": "kimi", "auto_map": {FORGED: "own.Model"}}, "model-unsupported"),
+        ({"model_type": "kimi", "auto_map": {"AutoConfig": FORGED}}, "remote-code"),
+        ({"model_type": FORGED, "auto_map": {"AutoConfig": "own.Config"}}, "remote-code"),
+        ({"architectures": [FORGED]}, "model-unsupported"),
+        ({"hidden_act": FORGED}, "config-invalid"),
+    ],
+)
+def test_names_from_a_config_forge_no_lines_of_a_message(
+    changed: dict[str, Any], code: str, model: Path, llama: dict[str, Any]
+) -> None:
+    write(model, {**llama, **changed})
+
+    text = refused(model, code, "llama", allow_remote_code=code == "model-unsupported")
+
+    assert [line.strip().partition(": ")[0] for line in text.splitlines()[1:]] == ["fix", "code"]
 
 
 def test_an_encoder(model: Path) -> None:
@@ -193,8 +218,8 @@ def test_a_part_of_a_model_that_is_no_decoder(model: Path) -> None:
     refused(model, "model-unsupported", "no causal language model for clip_text_model, expected a decoder")
 
 
-def test_sparse_attention_over_more_keys_than_it_selects(model: Path) -> None:
-    """It is full attention up to that number, which the message names: a build with it succeeds."""
+def test_a_selection_of_keys_that_is_unknown(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to as many tokens as are selected it is full attention: a build with what the message says succeeds."""
     sizes = {
         **TINY, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10,
         "qk_rope_head_dim": 6, "v_head_dim": 14, "first_k_dense_replace": 1, "max_position_embeddings": 256,
@@ -202,9 +227,11 @@ def test_sparse_attention_over_more_keys_than_it_selects(model: Path) -> None:
     }  # fmt: skip
     write(model, {"model_type": "deepseek_v32", **sizes})
 
-    text = refused(model, "feature-unsupported", "selects 40 keys for each query, expected at least max_seq_len, 256")
+    monkeypatch.setattr(torch.nn.functional, "relu", torch.nn.functional.silu)  # what the model's code calls
 
-    assert "fix: build with max_seq_len of at most 40" in text
+    text = refused(model, "feature-unsupported", "layers.0.self_attn selects keys in a way that precast doesn't know")
+
+    assert "fix: build with max_seq_len of at most 40: of so many tokens all keys are selected" in text
     build(model, model.parent / "short.bundle", max_seq_len=40)
 
 

@@ -311,7 +311,7 @@ def test_a_model_type_in_place_of_the_configs_own(tmp_path: Path) -> None:
     entries = entries_of("llama", model_type="kimi_llama", architectures=["LlamaForCausalLM"], auto_map=CODE)
     error = refused(tmp_path, entries, "remote-code", "names code to run")
     assert error.fix is not None
-    assert "--model-type llama" in error.fix
+    assert "model_type='llama'" in error.fix
 
     source = opened(tmp_path, entries, model_type="llama")
 

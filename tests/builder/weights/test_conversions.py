@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,6 +171,35 @@ def test_a_whole_that_cannot_be_made_leaves_its_tensors_unexpected() -> None:
     config = shrink(AutoConfig.for_model("emu3"))  # its image part, as small, has too few channels for its norms
 
     assert make_whole(config, make_module(config, "float32")) is None
+
+
+KIMI = Path(__file__).parents[2] / "configs" / "nvidia--Kimi-K2.5-NVFP4" / "config.json"
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_names_are_the_publishers_and_those_of_transformers_are_read(is_published: bool, tmp_path: Path) -> None:
+    config = shrink(AutoConfig.for_model("kimi_k25"))
+    model = random_model(config)
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    published = {name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+                 for name, tensor in written.items()}  # fmt: skip
+    if is_published:
+        save_file(published, tmp_path / "model.safetensors")
+    state = {name: tensor for name, tensor in model.state_dict().items() if "language_model" in name}
+    stored = ModelCheckpoint(make_module(config, "float32"))
+
+    recipes, rules = stored.recipes(state), stored.known_names(state)
+    graph = params_graph(recipes, state)
+    made = load_weights(graph, rules, CheckpointFiles.open(tmp_path), device=open_device("cpu"))
+
+    assert written.keys() != published.keys()
+    kept = json.loads(KIMI.read_text(encoding="utf-8"))["quantization_config"]["ignore"]
+    read = [read.tensor for recipe in recipes.values() for read in ir_recipes.leaves(recipe)]
+    assert "language_model.model.layers.0.self_attn*" in kept
+    assert any(fnmatch(name, "language_model.model.layers.0.self_attn*") for name in read)
+    for name, tensor in state.items():
+        assert torch.equal(made.tensors[name], tensor), name
 
 
 # --- experts without weights -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 
 import msgspec
 import pytest
@@ -209,6 +210,17 @@ def test_recursion_in_a_deep_caller_is_an_error_of_the_bundle() -> None:
 
     with pytest.raises(BundleError):
         nested(300)
+
+
+def test_what_hides_below_a_key_that_stands_twice_is_an_error_of_the_bundle() -> None:
+    """The second value takes the place of the first, however deep that is: one parser gets through, one may not."""
+    codes = set()
+    for depth in range(1, sys.getrecursionlimit() + 1):
+        with pytest.raises(BundleError) as caught:
+            codec.decode_foreign_json(b'{"a":%b%b,"a":1}' % (b"[" * depth, b"]" * depth), dict, "document", 1 << 16)
+        codes.add(caught.value.code)
+
+    assert codes == {"json-duplicate-key", "json-invalid"}
 
 
 # --- tensor files ----------------------------------------------------------------------------------------------

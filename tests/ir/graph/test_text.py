@@ -30,6 +30,7 @@ from precast.ir.graph.schema import (
     Each,
     Graph,
     Group,
+    IndexSpec,
     Items,
     LatentSpec,
     Node,
@@ -266,6 +267,7 @@ RECIPES = st.recursive(
 SPECS = st.one_of(
     st.builds(PagedSpec, EXPRS, INTS, INTS, DTYPES, INTS, st.none() | INTS, st.none() | INTS),
     st.builds(LatentSpec, INTS, INTS, DTYPES, INTS, st.none() | INTS),
+    st.builds(IndexSpec, INTS, DTYPES, INTS),
 )
 GROUPS = st.builds(
     Group,
@@ -417,7 +419,12 @@ REFUSED = [
     Bad("capture(sizes=[1])\ncapture(sizes=[1])", 2, 1, "a second section 'capture'"),
     Bad("pool main(pages=P, slab=2)", 1, 20, "expected 'pages_per_slab'"),
     Bad("pool main(P)", 1, 11, "expected 'pages', found 'P'"),
-    Bad("group g(pool=main, spec=dense())", 1, 25, "expected 'paged' or 'latent' or 'state' or 'conv', found 'dense'"),
+    Bad(
+        "group g(pool=main, spec=dense())",
+        1,
+        25,
+        "expected 'paged' or 'latent' or 'index' or 'state' or 'conv', found 'dense'",
+    ),
     Bad("group g(pool=main, spec=state)", 1, 30, r"expected '\(', found '\)'"),
     Bad("group g(pool=main, spec=state(dtype=int8))", 1, 31, "expected 'shape', found 'dtype'"),
     Bad("group g(pool=main, spec=conv(shape=[2], dtype=int8), page_indices=%a)", 1, 54, "expected 'slot_ids'"),

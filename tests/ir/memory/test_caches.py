@@ -14,6 +14,7 @@ from precast.ir.graph.schema import (
     Apply,
     CachePlan,
     Group,
+    IndexSpec,
     LatentSpec,
     PagedSpec,
     Pool,
@@ -80,11 +81,14 @@ def test_the_metadata_of_a_group(group: Group | StateGroup, names: tuple[str, ..
             ),
         ),
         (LatentSpec(16, 4, "bfloat16", 8), (TensorType("bfloat16", ("N", 8, 20)),)),
+        (IndexSpec(12, "float8_e4m3fn", 8), (TensorType("float8_e4m3fn", ("N", 8, 12)),)),
         (StateSpec("conv", (6, 3), "bfloat16"), (TensorType("bfloat16", ("N", 6, 3)),)),
         (StateSpec("state", (), "float32"), (TensorType("float32", ("N",)),)),
     ],
 )
-def test_the_tensors_of_a_slot(spec: PagedSpec | LatentSpec | StateSpec, types: tuple[TensorType, ...]) -> None:
+def test_the_tensors_of_a_slot(
+    spec: PagedSpec | LatentSpec | IndexSpec | StateSpec, types: tuple[TensorType, ...]
+) -> None:
     assert caches.slot_types(spec, "N") == types
 
 

@@ -258,6 +258,7 @@ def test_user_and_system_count_together(tmp_path: Path) -> None:
 def test_a_machine_without_policies(tmp_path: Path) -> None:
     assert Policy.of_this_machine({"HOME": str(tmp_path)}, tmp_path / "none.json") == Policy()
     assert Policy.of_this_machine({}, tmp_path / "none.json") == Policy()
+    assert Policy.of_this_machine({"HOME": "/dev/null"}, tmp_path / "none.json") == Policy()
 
 
 def test_a_policy_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
@@ -265,6 +266,17 @@ def test_a_policy_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None
 
     with pytest.raises(TrustError):
         Policy.of_this_machine({}, tmp_path / "trust.json")
+
+
+def test_a_policy_that_cannot_be_looked_for_is_not_taken_for_none(tmp_path: Path) -> None:
+    """As where the folder may not be entered, which would not stop root here."""
+    (tmp_path / "precast").symlink_to("precast")
+
+    with pytest.raises(TrustError) as caught:
+        Policy.of_this_machine({}, tmp_path / "precast" / "trust.json")
+
+    assert caught.value.code == "trust-invalid"
+    assert str(tmp_path / "precast" / "trust.json") in str(caught.value)
 
 
 def test_a_damaged_key_is_said_with_its_rule(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from precast.ir.graph.schema import (
     DtypeArg,
     Graph,
     Group,
+    IndexSpec,
     Items,
     LatentSpec,
     Node,
@@ -83,9 +84,12 @@ def group_of(op: OpDef, args: Args) -> CachePlan:
         return CachePlan(pools, states=(states,))
     size = first.shape[1]
     assert isinstance(size, int)
-    if len(held) == 1:
+    spec: IndexSpec | LatentSpec | PagedSpec
+    if op.name in ("precast.write_index_keys", "precast.paged_select_keys"):
+        spec = IndexSpec(first.shape[2], first.dtype, size)  # type: ignore[arg-type]
+    elif len(held) == 1:
         latent = args["latent"].shape[2] if "latent" in args else args["weight"].shape[1]
-        spec: LatentSpec | PagedSpec = LatentSpec(latent, first.shape[2] - latent, first.dtype, size)
+        spec = LatentSpec(latent, first.shape[2] - latent, first.dtype, size)
     else:
         spec = PagedSpec(first.shape[2], first.shape[3], held[1][1].shape[3], first.dtype, size)  # type: ignore[arg-type]
     return CachePlan(pools, (Group("group", "pool", spec, names, slots),))

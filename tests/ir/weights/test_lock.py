@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,21 @@ def test_a_checkpoint_without_lock_or_config(tmp_path: Path) -> None:
     assert caught.value.code == "lock-invalid"
 
 
+def test_what_lies_where_a_lock_is_made_is_not_written_through(checkpoint: Path, tmp_path_factory: Any) -> None:
+    """Whoever made the checkpoint's directory can't have a file elsewhere overwritten."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "file"
+    elsewhere.write_text("mine")
+    (checkpoint / f".precast.lock.{os.getpid()}").symlink_to(elsewhere)
+    (checkpoint / "precast.lock").symlink_to(elsewhere.with_name("none"))
+
+    lock.add(checkpoint, Locked(ONE))
+
+    assert elsewhere.read_text() == "mine"
+    assert lock.read(checkpoint).bundles == (Locked(ONE),)
+    assert sorted(file.name for file in checkpoint.iterdir()) == ["config.json", "precast.lock"]
+    assert [file.name for file in elsewhere.parent.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -70,6 +87,9 @@ def test_a_checkpoint_without_lock_or_config(tmp_path: Path) -> None:
         {"bundles": [{"digest": "sha256:1"}]},
         {"bundles": [{"digest": ONE, "surprise": 1}]},
         {"bundles": None},
+        {"bundles": [{"digest": ONE, "reference": "oci://ghcr.io/a\noci://ghcr.io/b"}]},
+        {"bundles": [{"digest": ONE, "reference": "--help"}]},
+        {"bundles": [{"digest": ONE, "targets": ["sm_90 sm_80"]}]},
     ],
 )
 def test_a_lock_is_read_strictly(checkpoint: Path, changed: dict[str, object]) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from cublaslt_by_hand import CublasLt
 from driver_by_hand import CudaDriver
+from graph_text import parse_graph
 from recipe_cases import params_graph, read
 from safetensors.torch import save_file
 
@@ -330,3 +331,41 @@ def test_of_params_that_are_made_on_the_host_few_are_there_at_once(
     for name, tensor in tensors.items():
         found = ctypes.string_at(params.buffers[name].pointer, 2 * tensor.numel())
         assert found == tensor.half().view(torch.uint8).numpy().tobytes()
+
+
+QUANTISED = """
+inputs { %x: float32[1, T, 8] } symbols { T: 1.. }
+params {
+  %w: float8_e4m3fn[6, 8] = read("w", [6, 8], float8_e4m3fn)
+  %s: float32[6, 1] = SCALES
+}
+main { %y = precast.quantised_linear(input=%x, weight=%w, scales=%s, format="fp8", block=[1, 8]) return y=%y }
+"""
+
+
+@pytest.mark.parametrize("scales", ['read("s", [6, 1], float32)', 'repeat(read("s", [1, 1], float32), dim=0, count=6)'])
+@pytest.mark.parametrize("value", [1.5, torch.nan, -torch.inf])
+def test_what_is_quantised_goes_to_the_device_as_it_is(
+    scales: str, value: float, driver: CudaDriver, tmp_path: Path
+) -> None:
+    """Scales are looked at on their way, straight to the device or by a tensor on the host."""
+    tensors = {"w": torch.randn(6, 8).to(torch.float8_e4m3fn), "s": torch.full((1, 1), value)}
+    if "repeat" not in scales:
+        tensors["s"] = tensors["s"].repeat(6, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    graph = parse_graph(QUANTISED.replace("SCALES", scales))
+    context = begin("cuda")
+    device = context.result().device
+    what = weights.planned(graph, Checkpoint(), CheckpointFiles.open(tmp_path))
+    params = weights.placed(what, graph, device)
+
+    assert weights.uncovered(what) == ""
+    message = ""
+    try:
+        weights.stream(what, params, weights.Ring(context), device)
+    except WeightsError as error:
+        message = str(error)
+    if value == 1.5:
+        assert ctypes.string_at(params.buffers["w"].pointer, 48) == tensors["w"].view(torch.uint8).numpy().tobytes()
+        assert ctypes.string_at(params.buffers["s"].pointer, 24) == torch.full((6, 1), value).numpy().tobytes()
+    assert ("s: a scale that is no finite number" in message) == (value != 1.5)

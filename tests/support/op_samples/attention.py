@@ -38,6 +38,8 @@ def attention(draw: Draw) -> Iterator[Sample]:
     yield sample([6, 3], 2, 2, 8, 8, 0, chunk=1, soft_cap=3.0)
     more = {"sinks": draw.normal(7), "slopes": draw.uniform(7, dtype=torch.float32)}
     yield sample([23, 2], 7, 1, 32, 32, 3, chunk=7, **more)
+    yield sample([6, 0, 11, 1], 6, 3, 24, 8, 2, bias=draw.normal(1, 20, 6, 5))
+    yield sample([9, 4], 4, 1, 8, 8, 0, bias=draw.normal(1, 13, 4, 30), window=6, sinks=draw.normal(4), soft_cap=4.0)
     yield sample([], 2, 1, 8, 8, 3)
     yield sample([], 2, 1, 8, 8, 0)
     # Query, key and value as slices of the fused product.
@@ -139,6 +141,9 @@ def paged_attention(draw: Draw) -> Iterator[Sample]:
     yield paged_sample(draw, mixed, heads=3, kv_heads=3, size=8, page_size=2, chunk=1, cut=True)
     more: dict[str, Any] = {"slopes": slopes, "sinks": draw.normal(6), "soft_cap": 2.0}
     yield paged_sample(draw, mixed, heads=6, kv_heads=1, size=16, page_size=3, chunk=7, cut=True, **more)
+    yield paged_sample(draw, decode, heads=6, kv_heads=2, size=16, bias=draw.normal(1, 4, 6, 9))
+    more = {"bias": draw.normal(1, 18, 6, 4), "slopes": slopes, "sinks": draw.normal(6), "cut": True}
+    yield paged_sample(draw, mixed, heads=6, kv_heads=3, size=24, page_size=3, window=7, padding=2, **more)
     # Nothing to see: an empty context, a query before the first key, and no sequences at all.
     yield paged_sample(draw, [(1, 3), (2, 2)], heads=2, kv_heads=1, size=8, kv_lens=draw.of([0, 1], torch.int32))
     yield paged_sample(draw, [], heads=2, kv_heads=1, size=8, padding=3)

@@ -18,6 +18,7 @@ from op_samples import (
     rotary,
     rows,
     sampling,
+    sparse_attention,
     states,
 )
 from op_samples.draw import Draw, Sample
@@ -38,6 +39,7 @@ SAMPLES = {
     **rotary.SAMPLES,
     **rows.SAMPLES,
     **sampling.SAMPLES,
+    **sparse_attention.SAMPLES,
     **states.SAMPLES,
 }
 

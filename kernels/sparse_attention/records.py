@@ -1,0 +1,72 @@
+"""What computes sparse attention: the definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, maximum, minimum, mul
+from precast.kernels.attention.workspace import keys_of
+from precast.kernels.records import Record, reference
+from precast.kernels.sparse_attention.limits import MAX_LATENTS, MAX_SCORES
+from precast.kernels.use import Use, copied, numbers, wide
+
+
+def _selected(use: Use, keys: Expr, kept: str) -> Expr:
+    """Every head's scores of a sequence's keys, for some queries at a time: the products, and their copy by the scale;
+    what sorts them; the keys, gathered and widened."""
+    size = use.shape(kept)[2]
+    tokens, heads = use.shape("q")[1:3]
+    width = wide(use.operands["q"])
+    pairs = minimum(mul(tokens, heads, keys), maximum(MAX_SCORES, mul(heads, keys)))
+    rows = minimum(mul(tokens, keys), maximum(MAX_SCORES, keys))
+    gathered = mul(keys, size, 2 * width + use.width(kept))
+    queries = mul(copied(use.operands["q"]), numbers(use.operands["q"]))
+    return add(mul(3 * width, pairs), mul(48 + 2 * width, rows), gathered, queries, mul(64, tokens))
+
+
+def _attended(use: Use, keys: Expr, kept: str, cached: Expr) -> Expr:
+    """A sequence's latents, gathered; some queries' own ones of them, widened; scores and shares of these; and the
+    queries and results in the latents' space."""
+    tokens, heads, query = use.shape("q")[1:]
+    selected, latent = use.shape("selected")[2], use.shape("weight")[1]
+    width = wide(use.operands["q"])
+    entries = minimum(mul(tokens, selected), maximum(MAX_LATENTS, selected))
+    own = mul(entries, add(mul(add(cached, latent), width + use.width(kept)), 40))
+    scores = mul(4 * width, heads, entries)
+    heads_of_all = mul(width, tokens, heads, add(mul(4, latent), mul(2, query), cached))
+    weights = mul(copied(use.operands["weight"]), numbers(use.operands["weight"]))
+    return add(mul(2 * use.width(kept), keys, cached), own, scores, heads_of_all, weights, mul(64, tokens))
+
+
+def _longest(use: Use) -> Expr:
+    """Keys of the longest sequence of a step, by its pages."""
+    return keys_of(use, use.shape("cache")[1])[1]
+
+
+def _written(use: Use) -> Expr:
+    """Rows of keys, chosen, rounded, and chosen from; for 8 bits with a saturated copy."""
+    made, cached = use.width("k"), use.width("cache")
+    held = 2 * made if cached in (1, made) else made + max(made, cached) + cached
+    return add(mul(held, numbers(use.operands["k"])), mul(64, use.shape("slot_mapping")[0]))
+
+
+def _reference(op: str, workspace: Callable[[Use], Expr]) -> Record:
+    """An op's definition, which walks over sequences on the host."""
+    return msgspec.structs.replace(reference(f"precast.{op}", f"sparse_attention.{op}", workspace), control="host")
+
+
+RECORDS = (
+    _reference("paged_select_keys", lambda use: _selected(use, _longest(use), "cache")),
+    _reference("select_keys", lambda use: _selected(use, use.shape("q")[1], "k")),
+    _reference(
+        "paged_sparse_latent_attention", lambda use: _attended(use, _longest(use), "cache", use.shape("cache")[2])
+    ),
+    _reference(
+        "sparse_latent_attention",
+        lambda use: _attended(use, use.shape("q")[1], "latent", add(use.shape("latent")[2], use.shape("k_rope")[2])),
+    ),
+    reference("precast.write_index_keys", "sparse_attention.write_index_keys", _written),
+)
