@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import click
 
-_PHRASES = {"[bos_token_id]": "--token-ids BOS_TOKEN_ID"}
-"""What stands for no option, and is typed otherwise."""
+_PHRASES = {
+    "[bos_token_id]": "--token-ids BOS_TOKEN_ID",
+    "load with allow_config_mismatch=True": "run with --allow-config-mismatch",
+}
+"""What stands for no option, or for one of another verb, and is typed otherwise."""
 
 
 def as_typed(text: str, options: Sequence[click.Parameter]) -> str:
