@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -27,9 +28,13 @@ class Asked(NamedTuple):
     add_special_tokens: bool
 
 
-def print_as_json(engine: Engine, asked: Asked, timeline: Timeline) -> None:
-    """One object, with what the engine counted. Ends the command with 1 where an answer ended with an error."""
+def print_as_json(engine: Engine, asked: Asked, timeline: Timeline, before: Callable[[], None]) -> None:
+    """One object, with what the engine counted. Ends the command with 1 where an answer ended with an error.
+
+    `before` it is printed is done what may fail: the error's object is then the only one.
+    """
     outputs = _outputs(engine, asked)
+    before()
     answers = [msgspec.to_builtins(output) for output in outputs]
     echo(json.dumps({"outputs": answers, "stats": engine.stats.to_dict(), "timeline": json.loads(timeline.to_json())}))
     if any(output.error is not None for output in outputs):  # which the object says

@@ -152,18 +152,23 @@ def run(
         params = SamplingParams(**{name: options.pop(name) for name in SAMPLED})
         asked = answers.Asked(all_prompts, params, add_special_tokens)
         engine = _loaded(bundle, asked, timeline=timeline, **options)
-    with engine:
-        if as_json:
-            answers.print_as_json(engine, asked, timeline)
-        elif len(all_prompts) == 1:
-            answers.print_as_it_comes(engine, asked)
-        else:
-            answers.print_each(engine, asked)
+
+    def keep_timeline() -> None:
         if timeline_to == "-":
             click.echo(timeline.text(), err=True)
         elif timeline_to is not None:
             name = bundle.name if isinstance(bundle, Path) else bundle
             write_timeline(Path(timeline_to), timeline, f"Load of {name}", engine.stats.to_dict())
+
+    with engine:
+        if as_json:
+            answers.print_as_json(engine, asked, timeline, keep_timeline)
+            return
+        if len(all_prompts) == 1:
+            answers.print_as_it_comes(engine, asked)
+        else:
+            answers.print_each(engine, asked)
+        keep_timeline()
 
 
 def _loaded(bundle: Path | str, asked: Asked, *, trust: Path | None, **options: Any) -> Engine:

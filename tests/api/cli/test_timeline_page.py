@@ -151,6 +151,15 @@ def test_files_that_can_not_be_written(
     assert message in " ".join(result.stderr.split())
 
 
+def test_a_file_that_can_not_be_written_is_the_only_answer(bundle: Path, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "t.json").mkdir()
+
+    run = ("run", bundle, "--weights", MODEL, "--device", "cpu", "--prompt", OPENING, "--max-tokens", "1", "--json")
+    result = command(*run, "--timeline", tmp_path / "t.json")
+
+    assert (result.exit_code, json.loads(result.stdout)["error"]["code"]) == (1, "write-failed")
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_shows_it(dark: bool, tmp_path: Path) -> None:
     """In a browser of the machine, where there is one; the tests above parse the page alone."""
