@@ -58,7 +58,7 @@ def shape(recipe: Dequantise, *parts: Sequence[Expr]) -> tuple[Expr, ...]:
     _expect_parts(recipe.format, names, recipe.block, recipe.zero_offset, _OPTIONAL)
     sizes = {name: _constant(recipe.format, part) for name, part in zip(names, parts, strict=True)}
     of, whole = sizes["of"], sizes.get("global_scale")
-    matrices = of[0] if len(of) > 2 else 1
+    matrices = of[0] if len(of) > (3 if recipe.format == "mxfp4" else 2) else 1
     assert isinstance(matrices, int)
     expect(matrices <= limits.MAX_EACH, f"{recipe.format}: {matrices} matrices, expected at most {limits.MAX_EACH}")
     one: Sizes = (*of[:-2], 1, 1)
@@ -84,7 +84,7 @@ def shape_in_op(
 
 def shape_at_load(recipe: Quantise, of: Sequence[Expr]) -> Sizes:
     """The sizes of a part of matrices that are quantised while they are read. Raises RecipeError for no matrices."""
-    expect(len(of) >= 2, f"quantise: {_text(of)}, expected rows and columns")
+    expect(len(of) >= 2, f"quantise: {_text(tuple(of))}, expected rows and columns")
     expect(all(size > 0 for size in recipe.block), f"quantise: a block of {recipe.block}")
     if recipe.part == "values":
         return tuple(of)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,10 @@ from precast.builder.source.shrink import random_model
 from precast.check.shards import prove, prove_with_random_weights, unsharded
 from precast.ir.artifact import Bundle
 from precast.ir.errors import WeightsError
+from precast.ir.graph.world import unsharded as on_one_rank
+from precast.ir.weights import recipes
+from precast.ir.weights.tensorfile import element_bytes
+from precast.loader.weights.stream import params_bytes
 
 PROMPT = [5, 9, 70, 33, 12, 88]
 
@@ -126,6 +131,10 @@ CASES = {
     "compressed FP8 by channels": Case("llama", compressed_fp8("channel"), float8("_scale", (1, 1 << 20), rows)),
     "compressed FP8 in blocks": Case(
         "llama", compressed_fp8("block", block_structure=[32, 32]), float8("_scale", (32, 32), blocks)
+    ),
+    "compressed FP8 of some layers": Case(
+        "llama", compressed_fp8("channel") | {"ignore": ["lm_head", "re:.*v_proj", "re:.*layers\\.0\\."]},
+        float8("_scale", (1, 1 << 20), rows), which=r".*\.layers\.[12]\..*[^v]_proj\.weight",
     ),
     "ModelOpt NVFP4": Case("llama", MODELOPT, quantised.nvfp4, "hf_quant_config.json"),
     "compressed NVFP4": Case(
@@ -350,3 +359,26 @@ def test_scales_that_16_bits_do_not_hold_are_refused(
 
     assert bool(message) != fits
     assert fits or re.search(f"{name}: a scale that bfloat16 doesn't hold exactly(.|\n)*--dequantise", message)
+
+
+REAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "num_hidden_layers": 1}  # fmt: skip
+"""Llama-3-8B's."""
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].family == "llama"])
+def test_a_load_takes_the_memory_that_the_checkpoint_has(case: str, tmp_path: Path) -> None:
+    """Within 2 %: a scale of a matrix becomes one a row, and the few that have no group are held in 32 bits."""
+    config = families.make_config("llama")
+    for name, value in REAL.items():
+        setattr(config, name, value)
+    written = config.to_dict() | {"dtype": CASES[case].dtype, "architectures": ["LlamaForCausalLM"]}
+    entries = CASES[case].entries
+    entries = {"quant_method": "modelopt"} | entries["quantization"] if "quantization" in entries else entries
+    (tmp_path / "config.json").write_text(json.dumps(written | {"quantization_config": entries}))
+
+    graph = on_one_rank(precast.build(tmp_path, tmp_path / "b", dtype="bfloat16").graph)
+
+    reads = {read.tensor: read for param in graph.params for read in recipes.each_leaf(param.recipe)}
+    in_files = sum(math.prod(read.shape) * element_bytes(read.dtype or "bfloat16") for read in reads.values())
+    assert params_bytes(graph) < 1.02 * in_files

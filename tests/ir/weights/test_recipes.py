@@ -479,3 +479,10 @@ def test_matrices_of_one_dequantise_are_counted() -> None:
     assert recipes.shape(made(limits.MAX_EACH)) == (limits.MAX_EACH, 6, 96)
     with pytest.raises(RecipeError, match="matrices, expected at most"):
         recipes.shape(made(limits.MAX_EACH + 1))
+
+
+def test_rows_of_one_matrix_are_no_matrices() -> None:
+    rows = limits.MAX_EACH + 1
+    made = Dequantise(whole("q", rows, 3, 16, dtype="uint8"), whole("s", rows, 3, dtype="uint8"), "mxfp4")
+
+    assert recipes.shape(made) == (rows, 96)

@@ -1,0 +1,174 @@
+"""Weights in few bits become params of their own: graphs in, graphs out; what stays as it is, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+from graph_text import parse_graph
+
+from precast.builder.passes.lower.keep_quantised import Dequantised, keep_quantised
+from precast.ir.graph.schema import Graph
+from precast.ir.graph.text import format_graph, format_recipe, format_step
+from precast.ir.verify.verifier import verify
+
+
+def fp8(name: str, rows: int, columns: int, scales: tuple[int, int] = (1, 1)) -> str:
+    """The recipe of a weight in float8 with so many scales."""
+    block = f"[{-(-rows // scales[0])}, {-(-columns // scales[1])}]"
+    return (
+        f'cast(dequantise(fp8, read("{name}", [{rows}, {columns}], float8_e4m3fn), read("{name}.s", {list(scales)}),'
+        f" block={block}, zeros=none, groups=none, zero_offset=0), bfloat16)"
+    )
+
+
+def experts(name: str, rows: int, columns: int) -> str:
+    return (
+        f'cast(dequantise(fp8, read("{name}", [2, {rows}, {columns}], float8_e4m3fn), read("{name}.s", [2, {rows}, 1]),'
+        f" block=[1, {columns}], zeros=none, groups=none, zero_offset=0), bfloat16)"
+    )
+
+
+def graph(params: dict[str, str], main: str, blocks: str = "") -> Graph:
+    """A graph over x [1, T, 16], tokens [T, 16] and their experts, with these params: type and recipe each."""
+    given = "\n".join(f"%{name}: bfloat16{made}" for name, made in params.items())
+    return parse_graph(f"""
+symbols {{ T: 1..64 }}
+inputs {{ %x: bfloat16[1, T, 16] %ids: int64[1, T] %tokens: bfloat16[T, 16] %chosen: int64[T, 1]
+          %shares: bfloat16[T, 1] }}
+params {{ {given} }}
+{blocks}
+main {{ {main} }}
+""")
+
+
+def kept(before: Graph) -> tuple[Graph, list[Dequantised]]:
+    """The graph after the pass, which is as right as it was, and what is dequantised."""
+    left: list[Dequantised] = []
+    after = keep_quantised(before, left)
+    assert verify(after) == verify(before)
+    return after, left
+
+
+def test_a_linear_layer_takes_what_is_stored() -> None:
+    before = graph(
+        {"w": f"[6, 16] = {fp8('w', 6, 16)}", "b": '[6] = read("b", [6], bfloat16)'},
+        "%y = aten.linear.default(input=%x, weight=%w, bias=%b) return y=%y",
+    )
+
+    after, left = kept(before)
+
+    assert [format_step(step) for step in after.main] == [
+        "%y: bfloat16[1, T, 6] = precast.quantised_linear@1(input=%x, weight=%w, scales=%w.scales, bias=%b,"
+        ' format="fp8", block=[6, 16])'
+    ]
+    assert {param.name: (param.type.dtype, format_recipe(param.recipe)) for param in after.params} == {
+        "w": ("float8_e4m3fn", 'read("w", [6, 16], float8_e4m3fn)'),
+        "w.scales": ("float32", 'cast(read("w.s", [1, 1]), float32)'),
+        "b": ("bfloat16", 'read("b", [6], bfloat16)'),
+    }
+    assert left == []
+
+
+BLOCK = """block b {
+  inputs { %x: bfloat16[1, T, 16] }
+  params { %w: bfloat16[16, 16] }
+  %y = aten.linear.default(input=%x, weight=%w)
+  return %y
+}"""
+CALLS = "%y = call b(x=%x, w=%v) %z = call b(x=%y, w=%w) return z=%z"
+
+
+def test_layers_of_a_block_bind_their_own_parts() -> None:
+    params = {name: f"[16, 16] = {fp8(name, 16, 16, (2, 2))}" for name in ("v", "w")}
+
+    after, left = kept(graph(params, CALLS, BLOCK))
+
+    assert [value.name for value in after.blocks[0].params] == ["w", "w.scales"]
+    assert [format_step(step) for step in after.blocks[0].nodes] == [
+        "%y: bfloat16[1, T, 16] = precast.quantised_linear@1(input=%x, weight=%w, scales=%w.scales,"
+        ' format="fp8", block=[8, 8])'
+    ]
+    assert [step.args for step in after.main] == [
+        {"x": "x", "w": "v", "w.scales": "v.scales"}, {"x": "y", "w": "w", "w.scales": "w.scales"},
+    ]  # fmt: skip
+    assert left == []
+
+
+@pytest.mark.parametrize("other", [fp8("w", 16, 16), 'cast(read("w", [16, 16]), bfloat16)'])
+def test_layers_of_a_block_that_are_stored_otherwise(other: str) -> None:
+    params = {"v": f"[16, 16] = {fp8('v', 16, 16, (2, 2))}", "w": f"[16, 16] = {other}"}
+    before = graph(params, CALLS, BLOCK)
+
+    after, left = kept(before)
+
+    assert after == before
+    assert {each.reason for each in left} == {"the layers that share its block store it in other ways"}
+    assert "v" in {each.param for each in left}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        ("%y = precast.embedding(ids=%ids, weight=%w)", "precast.embedding takes it"),
+        ("%y = aten.linear.default(input=%x, weight=%w) %z = aten.linear.default(input=%y, weight=%w)",
+         "more than one op takes it"),
+        ("%p = aten.transpose.int(self=%w, dim0=0, dim1=1) %y = aten.linear.default(input=%x, weight=%p)",
+         "aten.transpose.int takes it"),
+    ],
+)  # fmt: skip
+def test_what_is_taken_otherwise(nodes: str, reason: str) -> None:
+    before = graph({"w": f"[16, 16] = {fp8('w', 16, 16)}"}, f"{nodes} return y=%y")
+
+    after, left = kept(before)
+
+    assert after == before
+    assert left == [Dequantised("w", reason)]
+
+
+def test_what_others_are_tied_to() -> None:
+    before = graph(
+        {"w": f"[16, 16] = {fp8('w', 16, 16)}", "head": "[16, 16] = tie(%w)"},
+        "%y = aten.linear.default(input=%x, weight=%w) %z = aten.linear.default(input=%y, weight=%head) return z=%z",
+    )
+
+    after, left = kept(before)
+
+    assert after == before
+    assert left == [Dequantised("w", "another param is tied to it")]
+
+
+def chosen(up: str, down: str) -> Graph:
+    return graph(
+        {"up": f"[2, 6, 16] = {up}", "down": f"[2, 16, 6] = {down}"},
+        "%y = precast.experts(x=%tokens, expert_ids=%chosen, expert_weights=%shares, up=%up, down=%down, up_bias=none,"
+        ' down_bias=none, activation="silu", gated=false) return y=%y',
+    )
+
+
+def test_experts_take_what_is_stored() -> None:
+    after, left = kept(chosen(experts("up", 6, 16), experts("down", 16, 6)))
+
+    assert [format_step(step) for step in after.main] == [
+        "%y: bfloat16[T, 16] = precast.quantised_experts@1(x=%tokens, expert_ids=%chosen, expert_weights=%shares,"
+        " up=%up, down=%down, up_scales=%up.scales, down_scales=%down.scales, up_zeros=none, down_zeros=none,"
+        ' up_global_scale=none, down_global_scale=none, up_bias=none, down_bias=none, format="fp8",'
+        ' up_block=[1, 16], down_block=[1, 6], activation="silu", gated=false)'
+    ]
+    assert left == []
+
+
+def test_experts_of_which_one_weight_is_not_quantised() -> None:
+    before = chosen(experts("up", 6, 16), 'cast(read("down", [2, 16, 6]), bfloat16)')
+
+    after, left = kept(before)
+
+    assert after == before
+    assert left == [Dequantised("up", "precast.experts takes weights of different formats")]
+
+
+def test_a_graph_without_quantised_weights_is_left_alone() -> None:
+    before = graph(
+        {"w": '[6, 16] = read("w", [6, 16], bfloat16)'}, "%y = aten.linear.default(input=%x, weight=%w) return y=%y"
+    )
+
+    assert kept(before) == (before, [])
+    assert format_graph(kept(before)[0]) == format_graph(before)
